@@ -230,17 +230,25 @@ class ChatController:
     def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
         """Send a message with the attached files; if a turn is being edited, replace that turn.
 
-        `notify` is called on the engine's thread when the reply has events.
+        `notify` is called on the engine's thread when the reply has events. A message that is
+        refused, which raises, leaves everything as it was.
         """
+        is_new = self.session is None
         session = self._ensure_session()
         whole = "".join(f"{file.text}\n" for file in self.attached) + text
-        self._name(session, text)
+        title = self._title_for(session, text)
         edited = self.edited
-        if edited is not None:
-            session.move_tip(edited.parent_id)
+        place = edited.parent_id if edited is not None else session.conversation.tip_id
         below, results = self._held
-        held = results if session.conversation.tip_id == below else ()
-        reply = session.ask(whole, self.options, notify, held)
+        held = results if place == below else ()
+        try:
+            reply = session.ask(whole, self.options, notify, held, place)
+        except KvchatError:
+            if is_new:
+                self._discard()
+            raise
+        if title:
+            session.rename(title)
         self.edited = None
         self.attached = ()
         self._undone.clear()
@@ -397,11 +405,28 @@ class ChatController:
             return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
         return None
 
-    def _name(self, session: ChatSession, text: str) -> None:
-        """Name a new conversation that begins with a file after the message, not the file."""
+    def _title_for(self, session: ChatSession, text: str) -> str:
+        """Return the title of a new conversation that begins with a file: the message after it.
+
+        Returns "" for any other.
+        """
         is_new = not len(session.conversation) and not session.conversation.title
-        if self.attached and is_new and text.strip():
-            session.rename(one_line(text, 60))
+        return one_line(text, 60) if self.attached and is_new and text.strip() else ""
+
+    def drop_refused(self) -> None:
+        """Let go of a conversation, and of its file, in which every message was refused."""
+        conversation = self.conversation
+        if conversation is None or conversation.tip_id != ROOT:
+            return
+        if all(turn.is_message for turn in conversation.turns()):
+            self._discard()
+
+    def _discard(self) -> None:
+        session, self.session = self.session, None
+        self.edited = None
+        self._undone.clear()
+        if session is not None:
+            session.discard()
 
     def _ensure_session(self) -> ChatSession:
         if self.session is None:
@@ -478,6 +503,7 @@ class ChatController:
                 self.session = _reopened(old, session)
                 raise
         self.host, self.options = host, options
+        self.last = None  # its figures are the other model's
         self.engine.change_host(host)
         return old
 

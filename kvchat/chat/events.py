@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage
+from kvchat.core.types import (
+    CachedTokens,
+    FinishReason,
+    MissReason,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,8 @@ class AnswerEnded:
 
     `logprobs` are the tokens of the text where they were asked for, else none. So are `token_ids`,
     the ids of the whole answer.
+    Where those of the context were asked for, `scored_context` are its ids, and `scored` has the
+    logprobs of all but the first, then of all that was generated, a stop token included.
     `num_dropped_calls` counts calls beyond the limit of the request.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
@@ -64,6 +73,8 @@ class AnswerEnded:
     logprobs: tuple[ShownToken, ...] = ()
     thinking_logprobs: tuple[ShownToken, ...] = ()
     token_ids: tuple[int, ...] = ()
+    scored_context: tuple[int, ...] = ()
+    scored: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,12 @@ class TreeNode:
 
     turn      None for a label
     opening   what a label names
+    turn_id   the turn that the children continue: for a label, the last one that was copied below
+              its opening
     """
 
     turn: Turn | None = None
+    turn_id: int = ROOT
     opening: Opening = field(default_factory=Opening)
     children: "list[TreeNode]" = field(default_factory=list)
     parent: "TreeNode | None" = None
@@ -89,7 +92,7 @@ class MessageTree:
                 self._nodes[turn.turn_id] = self._nodes.get(summarised, self.root)
             elif self._originals[turn.turn_id] == turn.turn_id:
                 place = self._place(turn.parent_id, self._openings[turn.turn_id])
-                self._nodes[turn.turn_id] = _add(place, TreeNode(turn))
+                self._nodes[turn.turn_id] = _add(place, TreeNode(turn, turn.turn_id))
         tip = conversation.tip_id
         self.tip = self._place(tip, self._openings[tip])
 
@@ -115,7 +118,7 @@ class MessageTree:
             return node
         key = (id(node), opening)
         if key not in self._labels:
-            self._labels[key] = _add(node, TreeNode(opening=opening))
+            self._labels[key] = _add(node, TreeNode(None, turn_id, opening))
         return self._labels[key]
 
 

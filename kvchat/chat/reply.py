@@ -31,12 +31,13 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import (
     PrefillProgress,
+    PromptScored,
     RequestEvent,
     RequestFailed,
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, TokenLogprobs
 
 SAVE_INTERVAL_S = 1.0
 
@@ -93,6 +94,7 @@ class _Answer:
         assert track is None or calls is None or not calls.is_channel
         self._track = track
         self._tells_ids = tells_ids
+        self.scored: list[TokenLogprobs] = []
         self.told_ids: list[int] = []
         self.logprobs: dict[bool, list[ShownToken]] = {False: [], True: []}  # by is_thinking
         self._stream = stream
@@ -206,7 +208,8 @@ class Reply:
     """Events of one request. Iterate to wait for them, or `poll` for those that have arrived.
 
     `notify` is called on the engine's thread when there are events to poll; it must not block.
-    One consumer only; `cancel` may be called from any thread.
+    One consumer only; `cancel` may be called from any thread. `scored_context` is the context if
+    the logprobs of all tokens are told at the end.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class Reply:
         answers: Sequence[Decoding],
         notify: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        scored_context: tuple[int, ...] = (),
     ) -> None:
         self._ledger = ledger
         self._answers = [_Answer(*parts) for parts in answers]
@@ -222,6 +226,8 @@ class Reply:
         self._clock = clock
         self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         self._num_open = len(answers)
+        self._scored_context = scored_context
+        self._scored: list[TokenLogprobs] = []  # of the context, from its second token on
         self.num_tokens = 0  # generated so far, over all samples
         self._cancel: Callable[[FinishReason], None] | None = None
 
@@ -271,11 +277,16 @@ class Reply:
             return self._extend(event)
         if isinstance(event, SampleFinished):
             return self._end(event)
+        if isinstance(event, PromptScored):
+            self._scored.extend(event.logprobs)
+            return []
         return self._fail(event)
 
     def _extend(self, event: TokensGenerated) -> list[ChatEvent]:
         answer = self._answers[event.sample]
         self.num_tokens += len(event.token_ids)
+        if self._scored_context:
+            answer.scored.extend(event.logprobs)
         events: list[ChatEvent] = self._begin(event.sample)
         events += answer.feed(event.sample, event)
         if self._clock() - answer.saved_s >= SAVE_INTERVAL_S:
@@ -308,8 +319,17 @@ class Reply:
             logprobs=tuple(answer.logprobs[False]),
             thinking_logprobs=tuple(answer.logprobs[True]),
             token_ids=tuple(answer.told_ids),
+            scored_context=self._scored_context,
+            scored=self._all_scored(answer, event),
         )
         return [*events, *_complaint(problem), ended]
+
+    def _all_scored(self, answer: _Answer, event: SampleFinished) -> tuple[TokenLogprobs, ...]:
+        """Return the logprobs of the context and of the answer; none without a scored context."""
+        if not self._scored_context:
+            return ()
+        stop = () if event.stop_logprobs is None else (event.stop_logprobs,)
+        return (*self._scored, *answer.scored, *stop)
 
     def _fail(self, event: RequestFailed) -> list[ChatEvent]:
         events: list[ChatEvent] = []
@@ -360,6 +380,10 @@ class KeptConversation(Protocol):
     def conversation(self) -> Conversation:
         """The conversation that receives the turns."""
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether it has a file."""
+
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the file."""
 
@@ -373,16 +397,22 @@ class KeptConversation(Protocol):
 class Ledger:
     """Stores the answers to one user turn in its conversation; an AnswerLedger.
 
-    `before` is the tip before a retry: if no answer begins, the tip moves back to it. None for a
-    new question.
+    before       the tip before a retry: if no answer begins, the tip moves back to it. None for a
+                 new question
+    refused_to   the tip to move back to if the context is too long; None for the turn before
     """
 
     def __init__(
-        self, session: KeptConversation, user_turn: Turn, before: int | None = None
+        self,
+        session: KeptConversation,
+        user_turn: Turn,
+        before: int | None = None,
+        refused_to: int | None = None,
     ) -> None:
         self._session = session
         self._user_turn = user_turn
         self._before = before if before != user_turn.turn_id else None
+        self._refused_to = user_turn.parent_id if refused_to is None else refused_to
         self._turn_ids: dict[int, int] = {}
 
     def begin_answer(self, sample: int) -> str | None:
@@ -398,7 +428,8 @@ class Ledger:
         )
         conversation.add(turn)
         self._turn_ids[sample] = turn.turn_id
-        self._session.save(session_file.turn_line(turn))
+        if self._session.is_saved:
+            self._session.save(session_file.turn_line(turn))
         if sample > 0 and 0 in self._turn_ids:
             self._session.move_tip(self._turn_ids[0])  # the first sample stays the tip
         return self._session.saving_problem()
@@ -411,7 +442,8 @@ class Ledger:
         turn = self._session.conversation.turn(turn_id)
         grown = replace(turn, text=turn.text + text, token_ids=(*turn.token_ids, *token_ids))
         self._session.conversation.replace(grown)
-        self._session.save(self._line(grown, text, token_ids))
+        if self._session.is_saved:
+            self._session.save(self._line(grown, text, token_ids))
 
     def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
         return session_file.more_line(grown.turn_id, text, token_ids)
@@ -430,16 +462,17 @@ class Ledger:
             self._grow(turn_id, "", closing)
         turn = self._session.conversation.turn(turn_id)
         self._session.conversation.replace(replace(turn, finish=event.reason))
-        facts: dict[str, object] = {
-            "usage": event.usage.as_dict(),
-            "timing": event.timing.as_dict(event.usage),
-        }
-        line = session_file.end_line(turn_id, event.reason, facts, turn.calls, turn.text)
-        self._session.save(line, durable=True)
+        if self._session.is_saved:
+            facts: dict[str, object] = {
+                "usage": event.usage.as_dict(),
+                "timing": event.timing.as_dict(event.usage),
+            }
+            line = session_file.end_line(turn_id, event.reason, facts, turn.calls, turn.text)
+            self._session.save(line, durable=True)
         return turn_id, self._session.saving_problem()
 
     def abandon(self, failed: RequestFailed) -> str | None:
-        """End the begun answers. If the context was too long, move the tip before the user turn."""
+        """End the begun answers. If the context was too long, move the tip to where it was."""
         for turn_id in self._turn_ids.values():
             line = session_file.end_line(turn_id, FinishReason.CANCELLED, {})
             turn = self._session.conversation.turn(turn_id)
@@ -450,7 +483,7 @@ class Ledger:
         if self._before is not None:
             self._step_back()
         elif isinstance(failed.error, ContextTooLong):
-            self._session.move_tip(self._user_turn.parent_id)
+            self._session.move_tip(self._refused_to)
         return self._session.saving_problem()
 
     def _step_back(self) -> None:

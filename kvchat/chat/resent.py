@@ -26,7 +26,7 @@ from kvchat.core.types import FinishReason
 
 _KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
 # A client that counts has to know how much is too much, but not of any number of messages.
-_CONTEXTS_COUNTED = 2
+CONTEXTS_COUNTED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ class ResentChats:
             chat = self._stabiliser.stabilised(chat)
         session = self._opened(chat, options.think, num_contexts=1)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
+        if difference is not None:
+            difference = difference.counted_without(chat.num_added)
         last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)
@@ -115,11 +117,11 @@ class ResentChats:
     def count(self, chat: ResentChat, think: Think = Think.AUTO) -> int:
         """Return the number of tokens of the context that `ask` would feed.
 
-        Raises ContextTooLong for more than `_CONTEXTS_COUNTED` full contexts.
+        Raises ContextTooLong for more than `CONTEXTS_COUNTED` full contexts.
         """
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat, is_kept=False)
-        session = self._opened(chat, think, _CONTEXTS_COUNTED)
+        session = self._opened(chat, think, CONTEXTS_COUNTED)
         if not chat.is_continuation:
             last = chat.messages[-1]
             session.add_user_turn(last.text, think=think, results=last.results)

@@ -6,7 +6,7 @@ that follows. SeenChats finds that message, and the server says which it was.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 
 from kvchat.chat.conversation import Role
@@ -63,13 +63,15 @@ class KeptPart:
 class ResentChat:
     """A system prompt, tools, and messages that alternate, the user's first.
 
-    If the last message is the assistant's, the answer continues it.
+    If the last message is the assistant's, the answer continues it. `num_added` messages at the
+    beginning are not the client's.
     """
 
     system: str | None
     messages: tuple[Message, ...]
     tools: ToolSet | None = None
     kept: tuple[KeptPart, ...] = ()
+    num_added: int = 0
 
     @property
     def is_continuation(self) -> bool:
@@ -110,7 +112,8 @@ def resent_chat(
 class Difference:
     """Where a conversation differs from an earlier one that began alike.
 
-    place      index of the message among the user's and the assistant's, or `system`, or `tools`
+    place      index of the message among the client's of the user and the assistant, where
+               neighbours of one role count as one; or `system`, or `tools`
     character  index of the first other character in it
     was, now   what stood there and what stands there now, shortened
     """
@@ -119,6 +122,11 @@ class Difference:
     character: int
     was: str
     now: str
+
+    def counted_without(self, num_added: int) -> "Difference":
+        """Return the same with a place that does not count messages at the beginning."""
+        place = self.place - num_added if isinstance(self.place, int) else self.place
+        return replace(self, place=place)
 
     def as_dict(self) -> dict[str, object]:
         return {

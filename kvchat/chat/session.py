@@ -138,14 +138,17 @@ class ChatSession:
         options: AskOptions,
         notify: Callable[[], None] | None = None,
         results: tuple[ToolResult, ...] = (),
+        below: int | None = None,
     ) -> Reply:
-        """Add a user turn at the tip, save it, and start answering it.
+        """Add a user turn below a turn, by default the tip, save it, and start answering it.
 
         `results` are what the calls of the last answer returned. Raises UsageError for an empty
-        message, ContextTooLong for one that no context could hold.
+        message, ContextTooLong for one that no context could hold; nothing is changed then. If the
+        engine refuses it as too long, the tip moves back to where it was.
         """
-        turn = self.add_user_turn(text, think=options.think, results=results)
-        return self._answer(turn, options, notify)
+        before = self.conversation.tip_id
+        turn = self.add_user_turn(text, below, options.think, results)
+        return self._answer(turn, options, notify, refused_to=before)
 
     def add_user_turn(
         self,
@@ -350,9 +353,10 @@ class ChatSession:
         options: AskOptions,
         notify: Callable[[], None] | None,
         before: int | None = None,
+        refused_to: int | None = None,
     ) -> Reply:
-        """Answer a user turn; `before` is the tip to restore if no answer begins."""
-        ledger = Ledger(self, user_turn, before)
+        """Answer a user turn; `before` and `refused_to` as for a Ledger."""
+        ledger = Ledger(self, user_turn, before, refused_to)
         starts_thinking = self._starts_thinking(user_turn.turn_id)
         return self._generate(user_turn.turn_id, ledger, starts_thinking, options, notify)
 
@@ -395,7 +399,8 @@ class ChatSession:
             )
             for _ in range(options.num_samples)
         ]
-        reply = Reply(ledger, answers, notify)
+        scored_context = context if options.scores_prompt else ()
+        reply = Reply(ledger, answers, notify, scored_context=scored_context)
         spec = RequestSpec(
             prompt_ids=context,
             sampling=options.resolved_sampling(),
@@ -411,6 +416,7 @@ class ChatSession:
                 else None
             ),
             num_top_logprobs=options.num_top_logprobs,
+            scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
         )
         ticket = self._engine.submit(spec, reply.listen)
@@ -540,6 +546,16 @@ class ChatSession:
     def close(self) -> str | None:
         """Close the session file; return None or a sentence on what was not saved. Idempotent."""
         return self._log.close() if self._log is not None else None
+
+    def discard(self) -> None:
+        """Close the session and delete its file: for a conversation in which nothing was said."""
+        if self._log is not None:
+            self._log.discard()
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the conversation has a file."""
+        return self._log is not None
 
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the session file; `saving_problem` returns a failure.

@@ -271,7 +271,10 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 def _begin(header: dict[str, Any] | None, name: str) -> tuple[Conversation, str]:
     if header is None or header.get("kvchat") != MAGIC:
-        raise StoreError(f"{name} is not a kvchat session.")
+        raise StoreError(
+            f"{name} is not a kvchat session.",
+            "`kvchat sessions` lists all; --resume goes on with another.",
+        )
     if header.get("version") != FORMAT_VERSION:
         raise StoreError(
             f"{name} has the format {header.get('version')}, which this kvchat cannot read.",

@@ -1,6 +1,7 @@
 """ShownToken and LogprobTrack: finds the tokens that a shown piece of an answer was made of."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvchat.chat.tokenizer import TextCodec
@@ -17,6 +18,12 @@ class ShownToken:
     content: bytes
     logprob: float
     top: tuple[tuple[bytes, float], ...] = ()
+
+
+def shown_token(token: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> ShownToken:
+    """Return a token with the bytes that its id and the others stand for."""
+    top = tuple((bytes_of(token_id), logprob) for token_id, logprob in token.top)
+    return ShownToken(bytes_of(token.token_id), token.logprob, top)
 
 
 class LogprobTrack:
@@ -55,10 +62,5 @@ class LogprobTrack:
         while self._waiting and self._waiting[0][0] < end:
             _, token_end, token = self._waiting.popleft()
             if token_end > start:
-                taken.append(self._shown(token))
+                taken.append(shown_token(token, self._tokenizer.token_bytes))
         return tuple(taken)
-
-    def _shown(self, token: TokenLogprobs) -> ShownToken:
-        bytes_of = self._tokenizer.token_bytes
-        top = tuple((bytes_of(token_id), logprob) for token_id, logprob in token.top)
-        return ShownToken(bytes_of(token.token_id), token.logprob, top)

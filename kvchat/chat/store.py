@@ -144,6 +144,16 @@ class SessionLog:
         self._descriptor = None
         return f"{problem}." if problem is not None else None
 
+    def discard(self) -> None:
+        """Delete the file and release it; what is there and not ours stays."""
+        if self._descriptor is None:
+            return
+        if _is_at(self._path, self._descriptor):
+            with suppress(OSError):
+                self._path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = None
+
 
 class SessionStore:
     """Session files in one directory, which is created on first use."""

@@ -127,14 +127,16 @@ def open_host(
     on_load: Callable[[LoadEvent], None] | None = None,
     model_name: str | None = None,
     child: "RenderingChild | None" = None,
+    attaches: bool = True,
 ) -> "ChatHost":
     """Find the model, read its text files, and start loading it on the engine's thread.
 
-    `child` is a process for its chat template that was started in advance. Raises ModelError if the
-    model is not found or its text files are bad; later failures come as load events. A hub download
-    happens here and blocks.
+    `child` is a process for its chat template that was started in advance. With `attaches` a
+    `kvchat serve` that runs with these settings takes the place of the model. Raises ModelError if
+    the model is not found or its text files are bad; later failures come as load events. A hub
+    download happens here and blocks.
     """
-    if (host := _remote_host(settings, on_load, model_name)) is not None:
+    if (host := _remote_host(settings, on_load, model_name, attaches)) is not None:
         return host
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
@@ -150,9 +152,13 @@ def open_host(
 
 
 def _remote_host(
-    settings: Settings, on_load: Callable[[LoadEvent], None] | None, model_name: str | None
+    settings: Settings,
+    on_load: Callable[[LoadEvent], None] | None,
+    model_name: str | None,
+    attaches: bool,
 ) -> "ChatHost | None":
-    """Return a host for the server that the settings name, or for the one that runs here.
+    """Return a host for the server that the settings name, or with `attaches` for one that runs
+    here.
 
     None if the model is to be loaded: no server is named and none runs with these settings, or the
     user goes on with a model that the server does not have.
@@ -170,7 +176,8 @@ def _remote_host(
             if model_name is None:
                 raise
             return None
-    if model_name is not None or settings["endpoint"] == NO_ENDPOINT or settings["incognito"]:
+    is_own = settings["endpoint"] == NO_ENDPOINT or settings["incognito"]
+    if model_name is not None or is_own or not attaches:
         return None
     return _attached_host(settings, on_load)
 

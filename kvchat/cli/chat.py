@@ -4,7 +4,6 @@
 """
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -280,13 +279,24 @@ def _stderr_look() -> "Look":
     return Look(has_colour=False, is_plain=True, has_unicode=has_unicode)
 
 
+# A file or a pipe takes lines of any length: only rows that fill a line need a width at all.
+_UNWRAPPED_COLUMNS = 1 << 16
+
+
+def _stderr_columns() -> int:
+    """Return how wide the rows on stderr may be: as its terminal, or so that none is broken."""
+    if not _is_terminal(sys.stderr):
+        return _UNWRAPPED_COLUMNS
+    return max(20, os.get_terminal_size(sys.stderr.fileno()).columns or 80)
+
+
 def _script_commands(setup: "ScriptSetup", look: "Look") -> "ScriptCommands":
     from kvchat.terminal.paint import Painter
     from kvchat.terminal.registry import build_registry
     from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
     from kvchat.terminal.status import StatsLevel
 
-    page = ScriptPage(setup.notices.show, Painter(look), shutil.get_terminal_size().columns)
+    page = ScriptPage(setup.notices.show, Painter(look), _stderr_columns())
     level = StatsLevel(setup.shows_stats)
     return ScriptCommands(setup.controller, page, build_registry(), level, setup.toolbox)
 

@@ -172,6 +172,7 @@ def _build(
             context_limit=server.max_context,
             load_s=0.0,
             notes=_notes(server),
+            is_context_limit_told=server.knows_context,
         )
         return RemoteEngine(server, spell, has_ended), ready
 

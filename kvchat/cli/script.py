@@ -344,6 +344,8 @@ class Script:
             self._setup.notices.tell(event.message)
         elif isinstance(event, AnswerFailed):
             self._fail(event.error)
+            if isinstance(event.error, ContextTooLong):
+                self._controller.drop_refused()
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
             ready = self._controller.host.ready
@@ -361,12 +363,12 @@ class Script:
         if not self._shows_stats:
             return
         ready = self._controller.host.ready
-        limit = ready.context_limit if ready is not None else None
+        limit = ready.told_context_limit if ready is not None else None
         glyphs = self._setup.glyphs
         load_s = ready.load_s if ready is not None and not self._has_told_load else None
         self._has_told_load = True
-        line = stats_line(ended.usage, ended.timing, ended.reason, limit, glyphs, load_s=load_s)
-        details = detail_line(ended.usage, ended.timing, glyphs, read_again)
+        line = stats_line(ended, limit, glyphs, load_s=load_s)
+        details = detail_line(ended, glyphs, read_again)
         self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
 
     def _limited(self, reply: Reply) -> "_Limits":

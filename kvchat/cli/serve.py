@@ -52,7 +52,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
             f"Set {API_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
         )
     bound = bound_socket(request.host, request.port)
-    host = open_host(settings, _tell)
+    host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
     try:
         port = bound.getsockname()[1]

@@ -18,7 +18,8 @@ class LoadProgress:
 class ModelReady:
     """The model is loaded; holds the values for the status line and the JSON output.
 
-    `draft` is the name of the draft model, None where there is none.
+    draft                   the name of the draft model, None where there is none
+    is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
 
     name: str
@@ -29,6 +30,12 @@ class ModelReady:
     load_s: float
     notes: tuple[str, ...] = ()
     draft: str | None = None
+    is_context_limit_told: bool = True
+
+    @property
+    def told_context_limit(self) -> int | None:
+        """The most tokens of a context, for the user; None if that is not known."""
+        return self.context_limit if self.is_context_limit_told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,17 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The logprobs of the next tokens of a prompt, in order, the second token's first.
+
+    Nothing stands before the first token, so it has none. All come before the answer's tokens.
+    """
+
+    request_id: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokensGenerated:
     """Token ids appended to sample `sample` of a request, in order.
 
@@ -72,7 +90,8 @@ class TokensGenerated:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """One sample is complete. `stop_token` is the stop token that ended it, if one did.
+    """One sample is complete. `stop_token` is the stop token that ended it, if one did, and
+    `stop_logprobs` has its logprobs if the request wants any.
 
     `miss_reason` says why a slower tier did not have more of the prompt, None if it was not asked.
     """
@@ -84,6 +103,7 @@ class SampleFinished:
     timing: Timing
     stop_token: int | None = None
     miss_reason: MissReason | None = None
+    stop_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +115,4 @@ class RequestFailed:
 
 
 LoadEvent = LoadProgress | ModelReady | LoadFailed | EngineLost
-RequestEvent = PrefillProgress | TokensGenerated | SampleFinished | RequestFailed
+RequestEvent = PrefillProgress | PromptScored | TokensGenerated | SampleFinished | RequestFailed

@@ -134,12 +134,14 @@ class StoreStatus:
 
     limit_bytes   the disk budget; 0 means that the disk tier is off
     strangers     directories that look like model directories but were not made by this kvchat
+    why_nothing   a sentence on why the budget is 0; empty if it is not, or if the user said so
     """
 
     directory: Path
     limit_bytes: int
     model_dirs: tuple[ModelDirStatus, ...] = ()
     strangers: tuple[Path, ...] = ()
+    why_nothing: str = ""
 
     @property
     def num_bytes(self) -> int:

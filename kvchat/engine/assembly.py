@@ -43,6 +43,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.paths import private_directory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
@@ -115,7 +116,10 @@ _CUDA_UNMEASURED_TOKENS = 1024
 # Larger steps pay no more: 0.4b shape, bfloat16, 1,024 tokens, AMD Zen 3, two cores: 160 tokens/s
 # in steps of 64, 175 in steps of 256, 155 at once.
 _MOST_PREFILL_TOKENS = 256
-_CPU_LAYER_MACS = 1e10  # of such a step between two layers, where Esc ends it
+# Of such a step in one layer, multiply-adds of products, and of attention. Esc ends it before any
+# product: of a layer's seven the largest is a third. Two slow cores (AMD Zen 1) take 0.1 s for it.
+_CPU_LAYER_MACS = 1e10
+_CPU_ATTENTION_MACS = 2e9
 _NO_DRAFTS = (
     "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
 )
@@ -194,6 +198,7 @@ def engine_around(
         offload=new_offload(cache, cache_config, connector, memory),
         prefill_rate=rate,
         max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
+        max_pairs=prefill_pairs(loaded.spec, loaded.device),
     )
 
 
@@ -268,7 +273,7 @@ def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None
 
 
 def prefill_tokens(loaded: LoadedModel, short: int) -> int:
-    """Return the token budget of a step that only prefills, and can be abandoned at every layer.
+    """Return the token budget of a step that only prefills, and can be abandoned at every product.
 
     `short` is that of other steps. A GPU's layers are queued at once, so there all steps are alike.
     """
@@ -277,6 +282,17 @@ def prefill_tokens(loaded: LoadedModel, short: int) -> int:
         return short
     affordable = int(_CPU_LAYER_MACS * len(spec.layers) / max(1, spec.num_parameters))
     return max(short, min(_MOST_PREFILL_TOKENS, 1 << max(0, affordable.bit_length() - 1)))
+
+
+def prefill_pairs(spec: ModelSpec, device: torch.device) -> int:
+    """Return how many tokens times context a step of prefill may have; 0 for any number.
+
+    So attention, which nothing ends, takes no longer at the end of a long context.
+    """
+    whole = [x for x in spec.layers if x.span.window is None and x.span.chunk is None]
+    if not whole or device.type != "cpu":
+        return 0
+    return int(_CPU_ATTENTION_MACS) // max(x.num_heads * (x.key_dim + x.value_dim) for x in whole)
 
 
 def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
@@ -379,6 +395,7 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
         least = least_bytes(block_bytes)
         if limit < least:
             if config.disk_bytes is None or config.disk_bytes.num_bytes is None:
+                private_directory(directory)  # where nothing can be written, that is the reason
                 # The user set no byte limit, so the disk is full for now: keep what is stored.
                 raise StoreError(why_nothing, "Free some, or choose another with --cache-dir.")
             StoreAdmin(directory).clear()  # the limit applies to stored KV too

@@ -71,6 +71,7 @@ class Engine:
         offload: "HostOffload | None" = None,
         prefill_rate: PrefillRate | None = None,
         max_prefill_tokens: int = 0,
+        max_pairs: int = 0,
         queues_next: bool = True,
     ) -> None:
         self.cache = cache
@@ -82,7 +83,7 @@ class Engine:
         self._fetcher = Fetcher(connector, offload)
         promote = self._fetcher.promote
         self._scheduler = Scheduler(
-            cache, max_step_tokens, max_running, promote, max_prefill_tokens
+            cache, max_step_tokens, max_running, promote, max_prefill_tokens, max_pairs
         )
         self._max_step_tokens = max_step_tokens
         self._next_step: NextStep | None = None
@@ -174,6 +175,9 @@ class Engine:
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
         request = Request.from_spec(request_id, spec, now_s)
+        if spec.scores_prompt:
+            self._scheduler.add(request)
+            return request_id
         self._fetcher.begin(request)
         if request.miss_reason is None and request.restore is None:
             request.told_miss_reason = self._why_without_disk(request)
@@ -332,8 +336,8 @@ class Engine:
     def abandon_steps(self, is_unwanted: "Callable[[frozenset[int]], bool]") -> None:
         """Give up a step of prefill once `is_unwanted` is true of the ids of its requests.
 
-        It is asked at every layer, on the thread that steps. Nothing of such a step counts: its
-        requests are computed again, unless they have been cancelled by then.
+        It is asked before every product, on the thread that steps. Nothing of such a step counts:
+        its requests are computed again, unless they have been cancelled by then.
         """
         self._is_unwanted = is_unwanted
 

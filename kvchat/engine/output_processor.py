@@ -11,6 +11,7 @@ from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (
     PrefillProgress,
+    PromptScored,
     RequestEvent,
     RequestFailed,
     SampleFinished,
@@ -67,6 +68,9 @@ class OutputProcessor:
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(_progress(request))
+            if scored := drawn.scored.get(scheduled):
+                request.scored += scored
+                events.append(PromptScored(request.request_id, tuple(scored)))
             tokens = drawn.tokens.get(scheduled, [])
             logprobs = drawn.logprobs.get(scheduled, [])
             if scheduled.drafts:
@@ -94,7 +98,8 @@ class OutputProcessor:
         for index in range(num_accepted + 1):
             is_accepted = index < num_accepted
             request.drafting.num_accepted += is_accepted
-            ending = self._append(request, tokens[index], is_accepted)
+            told = logprobs[index] if logprobs else None
+            ending = self._append(request, tokens[index], is_accepted, told)
             if ending:
                 break
         return [*_generated(request, start, logprobs), *ending]
@@ -108,8 +113,8 @@ class OutputProcessor:
         for index, (sibling, token) in enumerate(zip([request, *siblings], tokens, strict=True)):
             if sibling.state is not State.FINISHED:  # another sample may have failed
                 start = len(sibling.ids)
-                ending = self._append(sibling, token, is_computed=False)
                 own = logprobs[index : index + 1]
+                ending = self._append(sibling, token, False, own[0] if own else None)
                 events.extend([*_generated(sibling, start, own), *ending])
         return events
 
@@ -125,18 +130,23 @@ class OutputProcessor:
         request.num_siblings_to_fork = 0
         return siblings
 
-    def _append(self, request: Request, token: int, is_computed: bool) -> list[RequestEvent]:
+    def _append(
+        self, request: Request, token: int, is_computed: bool, logprobs: TokenLogprobs | None
+    ) -> list[RequestEvent]:
         """Append a token; return the events that end the request, if it ends.
 
-        `is_computed` says that the token's KV is already written.
+        `is_computed` says that the token's KV is already written. `logprobs` are the token's, None
+        if the request wants none.
         """
+        if request.spec.max_tokens == 0:
+            return [self._finish(request, FinishReason.LENGTH)]
         now_s = self._clock()
         if request.clock.first_token_s is None:
             request.clock.first_token_s = now_s
         request.clock.last_token_s = now_s
         if token in request.spec.stop_token_ids:
             request.stop_token = token
-            return [self._finish(request, FinishReason.STOP)]
+            return [replace(self._finish(request, FinishReason.STOP), stop_logprobs=logprobs)]
         request.ids.append(token)
         request.num_computed += is_computed
         try:

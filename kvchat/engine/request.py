@@ -15,6 +15,7 @@ from kvchat.core.types import (
     StopWatcher,
     Timing,
     TokenConstraint,
+    TokenLogprobs,
     Usage,
 )
 
@@ -30,7 +31,8 @@ class RequestSpec:
     """What a caller asks for: a prompt and how to complete it.
 
     prompt_ids         the whole context, at least one token
-    max_tokens         most tokens to generate; None for as many as fit in the context
+    max_tokens         most tokens to generate; None for as many as fit in the context, 0 for a
+                       prompt that is only computed
     stop_token_ids     ids that end the completion; reported separately, not added to its tokens
     new_stop_watcher   makes a watcher for stop strings, one per sample
     num_samples        completions wanted for the same prompt; each sample has its own noise
@@ -39,6 +41,8 @@ class RequestSpec:
     new_constraint     makes what limits the tokens, one per sample; such a request has no drafts
     session_id         the conversation that it belongs to, "" if that is not saved
     num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
+    scores_prompt      whether the prompt's tokens have theirs told too. KV alone gives no logits:
+                       all of such a prompt is computed, whatever is cached
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,12 +55,14 @@ class RequestSpec:
     is_kept: bool = True
     new_constraint: Callable[[], TokenConstraint] | None = None
     num_top_logprobs: int | None = None
+    scores_prompt: bool = False
     session_id: str = ""
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
         assert self.num_samples >= 1
-        assert self.max_tokens is None or self.max_tokens >= 1
+        assert self.max_tokens is None or self.max_tokens >= 0
+        assert not self.scores_prompt or self.num_top_logprobs is not None
 
     @property
     def needs_logits(self) -> bool:
@@ -125,7 +131,8 @@ class Request:
     is looked up at every step. `table` is set while the request runs. `steps_waited` counts the
     steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
     the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
-    `device_ids` are its ids on the device, for a penalty.
+    `device_ids` are its ids on the device, for a penalty. `scored` are the logprobs of the prompt
+    that were told.
     """
 
     request_id: int
@@ -149,6 +156,7 @@ class Request:
     told_miss_reason: MissReason | None = None
     device_ids: "DeviceTokenIds | None" = None
     constraint: TokenConstraint | None = None
+    scored: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -178,11 +186,17 @@ class Request:
             cached=CachedTokens(device=self.num_prompt_tokens),
             watcher=maker() if maker is not None else None,
             constraint=new_constraint() if new_constraint is not None else None,
+            scored=self.scored,
         )
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.spec.prompt_ids)
+
+    @property
+    def is_to_be_scored(self) -> bool:
+        """Whether logprobs of the prompt are left to tell."""
+        return self.spec.scores_prompt and len(self.scored) < self.num_prompt_tokens - 1
 
     @property
     def num_generated(self) -> int:

@@ -9,7 +9,7 @@ is the OutputProcessor's work.
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from kvchat.engine.sampler import (
     DeviceTokenIds,
     SamplingRow,
     logprobs_of,
+    numeric,
     row_draw,
     sample,
     sample_seed,
@@ -222,13 +223,13 @@ class Runner:
         checks: Sequence[SequencePiece] = (),
         is_unwanted: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
-        """Compute the plan's tokens; return the rows of logits of its completing requests.
+        """Compute the plan's tokens; return its rows of logits, `num_logit_rows` for each request.
 
-        Each of those requests has one row, and one more for each of its drafts: the logits after
-        that draft. `checks` are computed in the same batch; their rows come last. Returns
-        [num_rows + num_check_rows, vocab_size] float32, in the order of the plan. On a CPU it asks
-        `is_unwanted` at every layer, and raises StepAbandoned once that is true; the plan can be
-        run again.
+        A request that completes has one row, and one more for each of its drafts: the logits after
+        that draft. One whose prompt is scored has a row after each token. `checks` are computed in
+        the same batch; their rows come last. Returns [num_rows + num_check_rows, vocab_size]
+        float32, in the order of the plan. On a CPU it asks `is_unwanted` before every product, and
+        raises StepAbandoned once that is true; the plan can be run again.
         """
         pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
         with self.stopping(is_unwanted):
@@ -328,7 +329,7 @@ def piece_of(scheduled: ScheduledRequest) -> SequencePiece:
         token_ids=[*request.ids[start : start + scheduled.num_tokens], *scheduled.drafts],
         start=start,
         blocks=request.table.blocks,
-        num_logit_rows=1 + len(scheduled.drafts) if scheduled.completes else 0,
+        num_logit_rows=scheduled.num_logit_rows,
     )
 
 
@@ -348,10 +349,14 @@ class _Owner:
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn in a step, and the logprobs of those that want them, one for each token."""
+    """The tokens drawn in a step, and the logprobs of those that want them, one for each token.
+
+    `scored` has the logprobs of the next tokens of prompts.
+    """
 
     tokens: dict[ScheduledRequest, list[int]]
     logprobs: dict[ScheduledRequest, list[TokenLogprobs]]
+    scored: Mapping[ScheduledRequest, list[TokenLogprobs]]
 
 
 def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
@@ -365,15 +370,17 @@ def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
     rows_of_logits: list[int] = []
     start = 0
     tokens: dict[ScheduledRequest, list[int]] = {}
+    scored = _scored(plan, logits)
     for scheduled in plan:
+        start += scheduled.num_logit_rows
         if not scheduled.completes:
             continue
         tokens[scheduled] = []
+        first = start - 1 - len(scheduled.drafts)
         for owner in _owners(scheduled):
             owners.append(owner)
-            rows_of_logits.append(start + owner.row)
-        start += 1 + len(scheduled.drafts)
-    if len(owners) > start:
+            rows_of_logits.append(first + owner.row)
+    if scored or len(owners) > start:
         logits = logits[on_device(rows_of_logits, torch.int64, logits.device)]
     rows = [
         sampling_row(o.scheduled.request, o.scheduled.drafts[: o.row], logits.device, o.sibling)
@@ -385,8 +392,31 @@ def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
     for owner, token in zip(owners, drawn, strict=True):
         tokens[owner.scheduled].append(token)
     if raw is None:
-        return Drawn(tokens, {})
-    return Drawn(tokens, _logprobs([owners[i] for i in wanting], raw, [drawn[i] for i in wanting]))
+        return Drawn(tokens, {}, scored)
+    logprobs = _logprobs([owners[i] for i in wanting], raw, [drawn[i] for i in wanting])
+    return Drawn(tokens, logprobs, scored)
+
+
+def _scored(
+    plan: Sequence[ScheduledRequest], logits: torch.Tensor
+) -> dict[ScheduledRequest, list[TokenLogprobs]]:
+    """Return the logprobs of prompts that a step has the rows for; those told before are left out.
+
+    Raises ValueError if a logit is NaN.
+    """
+    scored: dict[ScheduledRequest, list[TokenLogprobs]] = {}
+    start = 0
+    for scheduled in plan:
+        request = scheduled.request
+        if request.is_to_be_scored:
+            told, computed = len(request.scored), request.num_computed
+            end = min(computed + scheduled.num_tokens, request.num_prompt_tokens - 1)
+            rows = logits[start + told - computed : start + end - computed]
+            following = request.ids[told + 1 : end + 1]
+            num_top = request.spec.num_top_logprobs
+            scored[scheduled] = numeric(logprobs_of(rows, following, num_top or 0))
+        start += scheduled.num_logit_rows
+    return scored
 
 
 def _logprobs(
@@ -417,6 +447,8 @@ def draws_of(plan: Sequence[ScheduledRequest]) -> list[RowDraw | None] | None:
     draws: list[RowDraw | None] = []
     for scheduled in plan:
         request = scheduled.request
+        if request.is_to_be_scored:
+            return None
         if not scheduled.completes:
             draws.append(None)
         elif request.spec.needs_logits or request.num_siblings_to_fork:
@@ -435,7 +467,7 @@ def tokens_of(plan: Sequence[ScheduledRequest], drawn: list[int]) -> Drawn:
     """
     tokens = iter(valid_tokens(drawn))
     return Drawn(
-        {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}, {}
+        {w: [next(tokens) for _ in range(1 + len(w.drafts))] for w in plan if w.completes}, {}, {}
     )
 
 

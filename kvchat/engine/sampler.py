@@ -5,6 +5,7 @@ counter-based: the same seed, position and token id always give the same number,
 kept. So a sampled text does not depend on the rest of the batch, on chunking or on preemption.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -372,3 +373,10 @@ def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> li
         for row in zip(token_ids.tolist(), values.tolist(), strict=True)
     ]
     return [TokenLogprobs(*each) for each in zip(tokens, own, tops, strict=True)]
+
+
+def numeric(logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
+    """Return logprobs as they are. Raises ValueError if one is NaN."""
+    if any(math.isnan(each.logprob) for each in logprobs):
+        raise ValueError(_NOT_NUMBERS)
+    return logprobs

@@ -5,6 +5,7 @@ decoding requests, under one token budget. The scheduler reserves blocks through
 and preempts requests when blocks run out.
 """
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,6 +20,8 @@ from kvchat.engine.request import Request, State
 _TOKENS_PER_STEP_WAITED = 64
 # At most this many waiting requests, the oldest, are compared: each comparison costs a lookup.
 _MAX_COMPARED = 64
+# At most so many tokens of a step have their logprobs told: each needs a whole row of logits.
+_MAX_SCORED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,13 @@ class ScheduledRequest:
         return self.num_tokens + len(self.drafts)
 
     @property
+    def num_logit_rows(self) -> int:
+        """Rows of logits, after the last tokens; after each where a prompt is scored."""
+        if self.request.is_to_be_scored:
+            return self.num_tokens
+        return 1 + len(self.drafts) if self.completes else 0
+
+    @property
     def completes(self) -> bool:
         """Whether the step computes the request's newest token, so that the next can be sampled."""
         return self.num_tokens == self.request.num_uncomputed
@@ -47,6 +57,8 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
+    Of a request with a long context it has fewer, so that its attention stays short too: tokens
+    times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
     new requests would be read a few tokens at a time. `promote` is called before a request starts.
@@ -60,14 +72,17 @@ class Scheduler:
         max_running: int,
         promote: Callable[[Request], bool] = lambda request: False,
         max_prefill_tokens: int = 0,
+        max_pairs: int = 0,
     ) -> None:
         self._cache = cache
+        self._max_pairs = max_pairs
         self._max_prefill_tokens = max(max_prefill_tokens, max_step_tokens)
         self._promote = promote
         self._max_step_tokens = max_step_tokens
         self._max_running = min(max_running, max_step_tokens)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._num_to_score = 0  # tokens that the step being planned may still score
         self.num_preempted = 0
 
     @property
@@ -136,6 +151,7 @@ class Scheduler:
         most = self._max_prefill_tokens
         if is_short or any(request.is_decoding for request in self._running):
             most = self._max_step_tokens
+        self._num_to_score = _MAX_SCORED
         num_decoding = sum(request.is_decoding for request in self._running)
         budget = max(most - num_decoding, most // 2, 1)
         plan = list(self._continue_running(budget))
@@ -153,14 +169,29 @@ class Scheduler:
             request = self._running[index]
             if request.restore is not None and request.is_to_join:
                 self._join(request)
-            num_tokens = min(request.num_due, 1 if request in decoding else prefill_budget)
+            num_tokens = self._share(request, 1 if request in decoding else prefill_budget)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # this request was preempted; the next one now has its index
             if num_tokens:
                 if request not in decoding:
                     prefill_budget -= num_tokens
+                self._note_scored(request, num_tokens)
                 yield ScheduledRequest(request, num_tokens)
             index += 1
+
+    def _share(self, request: Request, budget: int) -> int:
+        """Return how many of `budget` tokens a step computes of a request."""
+        if self._max_pairs and budget > self._max_step_tokens:
+            few = self._max_pairs // (request.num_computed + 1)
+            # A power of two: the processor's library compiles code for each number of rows.
+            budget = min(budget, max(self._max_step_tokens, 1 << max(0, few.bit_length() - 1)))
+        if request.is_to_be_scored:
+            budget = min(budget, self._num_to_score)
+        return min(request.num_due, budget)
+
+    def _note_scored(self, request: Request, num_tokens: int) -> None:
+        if request.is_to_be_scored:
+            self._num_to_score -= num_tokens
 
     def _join(self, request: Request) -> None:
         """Give a request the KV restored after the front that it has computed."""
@@ -212,7 +243,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
-            num_tokens = min(request.num_due, budget)
+            num_tokens = self._share(request, budget)
             if not num_tokens:
                 continue  # other requests have already computed its front
             if not self._reserve(request, num_tokens):
@@ -220,6 +251,7 @@ class Scheduler:
                 return
             request.steps_waited = 0
             budget -= num_tokens
+            self._note_scored(request, num_tokens)
             yield ScheduledRequest(request, num_tokens)
 
     def _next_waiting(self) -> Request | None:
@@ -231,13 +263,21 @@ class Scheduler:
         best, best_cost = None, 0.0
         ready = (request for request in self._waiting if request.num_due)
         for request in islice(ready, _MAX_COMPARED):
-            cached = self._cache.num_reusable_tokens(request.ids)
-            if self._is_being_computed(request, cached):
+            reusable = self._reusable(request)
+            cached = self._cache.num_reusable_tokens(reusable)
+            if reusable is request.ids and self._is_being_computed(request, cached):
                 continue
             cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
             if best is None or cost < best_cost:
                 best, best_cost = request, cost
         return best
+
+    def _reusable(self, request: Request) -> "array[int]":
+        """Return the leading ids whose KV a request may find in the cache and the one after them:
+        all, but where a prompt is scored only what it has scored before it was sent back.
+        """
+        ids = request.ids
+        return ids[: len(request.scored) + 1] if request.is_to_be_scored else ids
 
     def _is_being_computed(self, request: Request, cached: int) -> bool:
         end = cached + self._cache.block_size
@@ -254,10 +294,11 @@ class Scheduler:
         Leaves room for one more block of every running request. Otherwise the new request, as the
         youngest, would soon be preempted.
         """
-        table = self._cache.start(request.ids)
+        table = self._cache.start(self._reusable(request))
         num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
         has_room = num_blocks + len(self._running) <= self._cache.num_available
-        if not has_room or self._promote(request):
+        is_promoting = has_room and not request.is_to_be_scored and self._promote(request)
+        if not has_room or is_promoting:
             self._cache.release(table, request.ids[: table.cached_len])
             return False
         request.table = table

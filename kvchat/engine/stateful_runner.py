@@ -60,7 +60,7 @@ class StatefulRunner(Runner):
         return self._cache.state_of(scheduled.request.table)
 
     def _advance(self, scheduled: ScheduledRequest, state: StateBuffer) -> torch.Tensor:
-        """Run one request's tokens; return its row of logits, or no row if it does not complete."""
+        """Run one request's tokens; return its rows of logits, of which there may be none."""
         request = scheduled.request
         table = request.table
         assert table is not None
@@ -69,7 +69,8 @@ class StatefulRunner(Runner):
         rows = []
         cuts = self._cache.cuts(table, start, end, is_prompt_end)
         for stop in sorted({*cuts, end}):
-            num_rows = int(scheduled.completes and stop == end)
+            of_all = scheduled.request.is_to_be_scored
+            num_rows = stop - start if of_all else int(scheduled.completes and stop == end)
             ids = request.ids[start:stop]
             piece = SequencePiece(ids, start, table.blocks, num_rows, state)
             rows.append(self._run_piece(piece))

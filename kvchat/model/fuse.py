@@ -50,7 +50,6 @@ class Installer:
         ) -> Any:
             if not (self._applies() and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-            self._context.check()
             cos, sin = position_embeddings
             return fused(hidden_states[0], cos, sin, binding_of(attention))[None]
 
@@ -66,7 +65,6 @@ class Installer:
         ) -> Any:
             if not (self._applies() and _are_angles(position_embeddings)):
                 return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-            self._context.check()
             cos, sin = position_embeddings
             return fused(hidden_states[0], cos, sin, binding_of(module))[None], None
 

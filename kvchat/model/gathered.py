@@ -17,7 +17,6 @@ from torch import nn
 from transformers import Cache, cache_utils
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.hf_adapter import StepContext
 from kvchat.model.spec import CacheCall, ModelSpec
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import PagedSequences
@@ -90,12 +89,10 @@ class _PagedSequence:
     start: int
     slots: torch.Tensor
     layers: dict[CacheCall, PlainKv]
-    context: StepContext
 
     def extend(
         self, call: CacheCall, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.context.check()
         kv = self.layers[call]
         kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), self.slots[self.start :])
         return self._gather(kv.keys, key), self._gather(kv.values, value)
@@ -111,15 +108,12 @@ class GatheredSteps:
     `layers[i]` is the KV of storing layer i of the spec, which must be plain.
     """
 
-    def __init__(
-        self, module: nn.Module, spec: ModelSpec, layers: Sequence[KvLayer], context: StepContext
-    ) -> None:
+    def __init__(self, module: nn.Module, spec: ModelSpec, layers: Sequence[KvLayer]) -> None:
         assert spec.gathered is not None
         calls = spec.gathered.calls
         plain = [kv for kv in layers if isinstance(kv, PlainKv)]
         assert len(plain) == len(layers) == len(calls), "the gathered path reads plain KV only"
         self._module = module
-        self._context = context
         self._layers = dict(zip(calls, plain, strict=True))
         self._num_layers = spec.gathered.num_layers
 
@@ -142,7 +136,7 @@ class GatheredSteps:
     def _run(
         self, ids: torch.Tensor, slots: torch.Tensor, rows: list[int], keeps_rows: bool
     ) -> torch.Tensor:
-        sequence = _PagedSequence(len(slots) - len(ids), slots, self._layers, self._context)
+        sequence = _PagedSequence(len(slots) - len(ids), slots, self._layers)
         # A model that takes rows gets one at least: none would mean all to some of them.
         kept = torch.tensor(rows or [len(ids) - 1], device=ids.device)
         output = self._module(

@@ -254,6 +254,8 @@ def _load(
     weights, about_weights = _place(module, spec, config, device, source.name, progress)
     notes += about_weights + slow_attention(spec, device, module.dtype)
     step = StepContext()
+    if device.type == "cpu":
+        step.ask_in(module)
     fusing = None
     if not _runs_fused(spec) or (weights == "auto" and not is_packed(module)):
         weights = OWN

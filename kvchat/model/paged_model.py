@@ -49,7 +49,7 @@ class PagedModel:
             _unfuse(loaded)
         self._gathered = None
         if loaded.spec.gathered is not None:
-            self._gathered = GatheredSteps(self._module, loaded.spec, layers, loaded.step)
+            self._gathered = GatheredSteps(self._module, loaded.spec, layers)
         else:
             self._bind(layers)
         compiled = loaded.compiled
@@ -77,11 +77,12 @@ class PagedModel:
         return self.loaded.dtype
 
     def stopping(self, is_unwanted: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Ask `is_unwanted` at every layer of the block's steps; StepAbandoned once it is true.
+        """Ask `is_unwanted` before every product of the block's steps; StepAbandoned once it is
+        true.
 
-        On a GPU nothing is asked: it runs behind the host, which has passed the layers already.
+        On a GPU nothing is asked: it runs behind the host, which has passed the products already.
         """
-        return self.loaded.step.stopping(is_unwanted if self.device.type == "cpu" else None)
+        return self.loaded.step.stopping(is_unwanted)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

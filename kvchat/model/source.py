@@ -189,9 +189,9 @@ def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
             return _checked(ModelSource(name, snapshot, adapter, notes))
     except (ModelError, OSError):
         pass
+    missing = f"for {base}, which is not on this machine" if base else "and does not name its base"
     raise ModelError(
-        f"{name} is an adapter for {base or 'a model that it does not name'}, which is not on this "
-        "machine.",
+        f"{name} is an adapter {missing}.",
         f"Give the base with --model, and --adapter {name}.",
     )
 
@@ -320,7 +320,7 @@ def _download_error(name: str, error: Exception) -> ModelError:
     if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
         return ModelError(
             f"{name} is not on this machine and the hub cannot be reached.",
-            "Check the connection, or give a local directory with --model.",
+            "Check the connection, or name a local directory.",
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(

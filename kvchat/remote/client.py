@@ -116,6 +116,20 @@ class Client:
         except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError, GenerationError):
             return None
 
+    async def answers(self, path: str, within_s: float) -> bool:
+        """Return whether the server answers a GET in time, whatever it says.
+
+        True too if it refuses or breaks the connection: it is not silent then, and requests that
+        run will say themselves whether it has ended.
+        """
+        try:
+            async with asyncio.timeout(within_s), self._client.stream("GET", path):
+                return True
+        except (httpx2.TimeoutException, TimeoutError):
+            return False
+        except httpx2.HTTPError:
+            return True
+
 
 async def _limited(response: httpx2.Response, most: int) -> bytes:
     """Return the content of a response; raises GenerationError for one above `most` bytes."""

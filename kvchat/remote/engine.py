@@ -9,10 +9,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import (
@@ -46,6 +47,7 @@ from kvchat.remote.servers import Kind, Server
 from kvchat.remote.slots import SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 # A step waits so long for news; a cancel waits for the step.
@@ -54,6 +56,25 @@ _LEAVING_S = 5.0
 # How often a server is looked after while nothing is asked of it, if another engine can replace it.
 _LOOK_S = 1.0
 _NOT_KNOWN = "The server does not tell this."
+_BROKEN_OFF = "The answer broke off, as its server {}."
+_GO_ON = "/continue goes on from there."
+_ENDED = "The kvchat serve that this chat used has ended."
+_SILENT = "The kvchat serve that this chat used does not answer any more."
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a server may be silent, in seconds; the last two where another can replace it.
+
+    question_s  to a question about KV
+    silence_s   to a request for an answer; then it is asked whether it still runs
+    answer_s    to that, the second time
+    """
+
+    question_s: float = 5.0
+    silence_s: float = 5.0
+    answer_s: float = 10.0
+
 
 # Encodes a text that follows an id.
 Spell = Callable[[int, str], Sequence[int]]
@@ -97,15 +118,25 @@ class RemoteEngine:
 
     spell       returns the ids of a text that follows an id, if the server takes the ids of the
                 chat's own tokenizer. None if ids stand for messages (`message_ids.py`)
-    has_ended   whether the server has ended. After that, or after a connection broke, `step` raises
-                EngineEnded. None for a server that the user named: only its requests fail then
+    has_ended   whether the server has ended. After that, or after a connection broke or the server
+                fell silent, `step` raises EngineEnded. None for a server that the user named: only
+                its requests fail then
+    patience    how long a server may be silent
     """
 
     def __init__(
-        self, server: Server, spell: Spell | None, has_ended: Callable[[], bool] | None = None
+        self,
+        server: Server,
+        spell: Spell | None,
+        has_ended: Callable[[], bool] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._has_ended = has_ended
-        self._is_lost = False
+        self._patience = patience or Patience()
+        self._why_lost = ""
+        self._heard_s = 0.0
+        self._is_doubted = False
+        self._watch: asyncio.Task[None] | None = None
         self.speculation = NoSpeculation()
         self._server = server
         self._spell = spell
@@ -114,7 +145,7 @@ class RemoteEngine:
         self._client = Client(server.address)
         self._slots = SlotFiles(server, self._client)
         shares_ids = server.kind is Kind.KVCHAT and self._takes_ids
-        self._kv = ServerKv(self._client) if shares_ids else None
+        self._kv = ServerKv(self._client, self._patience.question_s) if shares_ids else None
         self._news: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._samples: list[_Sample] = []
         self._num_requests = 0
@@ -123,7 +154,7 @@ class RemoteEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._samples) or not self._news.empty() or self._is_lost
+        return bool(self._samples or self._why_lost or self._watch) or not self._news.empty()
 
     @property
     def idle_s(self) -> float | None:
@@ -154,6 +185,8 @@ class RemoteEngine:
             sample.task = self._loop.create_task(self._answer(sample))
             sample.task.add_done_callback(partial(self._end, sample))
             self._samples.append(sample)
+        self._heard_s = now_s
+        self._begin_watching()
         return self._num_requests
 
     def cancel(self, request_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -168,9 +201,10 @@ class RemoteEngine:
         Raises EngineEnded once the server is lost, no request runs and no news is left.
         """
         if not self._samples and self._news.empty() and self._has_ended is not None:
-            if self._is_lost or self._has_ended():
-                raise EngineEnded("The kvchat serve that this chat used has ended.")
-            return []
+            if self._why_lost or self._has_ended():
+                raise EngineEnded(self._why_lost or _ENDED)
+            if self._watch is None:
+                return []
         return self._loop.run_until_complete(self._heard())
 
     def close(self) -> None:
@@ -185,17 +219,17 @@ class RemoteEngine:
     def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
         if self._kv is None:
             raise GenerationError(_NOT_KNOWN)
-        done(self._loop.run_until_complete(self._kv.locate(contexts)))
+        done(self._answer_of(self._kv.locate(contexts)))
 
     def prefetch(self, token_ids: Sequence[int]) -> None:
         """Let a kvchat server bring back KV; others do so when they are asked."""
         if self._kv is not None:
-            self._loop.run_until_complete(self._kv.prefetch(token_ids))
+            self._answer_of(self._kv.prefetch(token_ids))
 
     def read_ahead(self, token_ids: Sequence[int]) -> None:
         """Let a kvchat server prefill; others are not asked to read what may never be sent."""
         if self._kv is not None:
-            self._loop.run_until_complete(self._kv.read_ahead(token_ids))
+            self._answer_of(self._kv.read_ahead(token_ids))
 
     def end_read_ahead(self) -> None:
         self.read_ahead(())
@@ -209,15 +243,69 @@ class RemoteEngine:
     ) -> None:
         if self._kv is None:
             raise UsageError("The KV of this server cannot be pinned from here.")
-        done(self._loop.run_until_complete(self._kv.pin(token_ids, label, ttl_s)))
+        done(self._answer_of(self._kv.pin(token_ids, label, ttl_s)))
 
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop KV from a kvchat server's memory; others keep what they keep."""
         if self._kv is not None:
-            self._loop.run_until_complete(self._kv.forget(contexts))
+            self._answer_of(self._kv.forget(contexts))
         done()
 
+    def _answer_of(self, question: Coroutine[Any, Any, T]) -> T:
+        """Return a kvchat server's answer; one that gives none is asked whether it still runs."""
+        if self._is_doubted or self._why_lost:
+            question.close()
+            raise GenerationError(_NOT_KNOWN)
+        try:
+            return self._loop.run_until_complete(question)
+        except GenerationError:
+            self._is_doubted = self._has_ended is not None
+            self._begin_watching()
+            raise
+
+    def _begin_watching(self) -> None:
+        if self._has_ended is not None and self._watch is None:
+            self._watch = self._loop.create_task(self._watched())
+
     # On the event loop
+
+    async def _watched(self) -> None:
+        """Ask the server whether it still runs, after each silence of running requests.
+
+        A long prompt may be read in silence, but the question is answered meanwhile. So a server
+        whose process stands still is lost too, which would keep its connections for ever.
+        """
+        try:
+            while self._samples or self._is_doubted:
+                left_s = self._heard_s + self._patience.silence_s - time.perf_counter()
+                if left_s > 0 and not self._is_doubted:
+                    await asyncio.sleep(left_s)
+                    continue
+                if not await self._still_runs():
+                    self._lose_all()
+                    return
+                self._heard_s, self._is_doubted = time.perf_counter(), False
+        finally:
+            if self._watch is asyncio.current_task():
+                self._watch = None
+
+    async def _still_runs(self) -> bool:
+        """Ask twice: one answer may be late on a machine with too much to do."""
+        heard_s = self._heard_s
+        for _ in range(2):
+            is_answered = await self._client.answers("/health", self._patience.answer_s)
+            if is_answered or self._heard_s != heard_s:
+                return True
+        return False
+
+    def _lose_all(self) -> None:
+        """End the running requests, and the engine."""
+        self._why_lost, self._is_doubted = _SILENT, False
+        for sample in {sample.request_id: sample for sample in self._samples}.values():
+            self._fail(sample, EngineEnded(_BROKEN_OFF.format("does not answer"), _GO_ON))
+        for sample in self._samples:
+            if sample.task is not None:
+                sample.task.cancel()
 
     async def _heard(self) -> list[RequestEvent]:
         events: list[RequestEvent] = []
@@ -232,6 +320,7 @@ class RemoteEngine:
 
     async def _closed(self) -> None:
         tasks = [sample.task for sample in self._samples if sample.task is not None]
+        tasks += [self._watch] if self._watch is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -261,6 +350,9 @@ class RemoteEngine:
     def _end(self, sample: _Sample, task: "asyncio.Task[None]") -> None:
         """Forget a sample whose task is over, perhaps cancelled before it began."""
         self._samples.remove(sample)
+        if not self._samples and self._watch is not None and not self._is_doubted:
+            self._watch.cancel()
+            self._watch = None
         # Cancelled without a reason: another sample failed, or the engine closes.
         if sample.cancelled_for is not None and not sample.is_over:
             self._news.put_nowait(_finished(sample, sample.cancelled_for))
@@ -273,6 +365,7 @@ class RemoteEngine:
         reader, speech = Reader(self._server.kind, self._takes_ids), _Speech()
         async with aclosing(self._client.stream(sent)) as documents:
             async for document in documents:
+                self._heard_s = time.perf_counter()
                 piece = reader.read(document)
                 sample.counts = piece.counts or sample.counts
                 self._tell_progress(sample, piece)
@@ -287,8 +380,7 @@ class RemoteEngine:
             sample.stop_token = Mark.END
         if speech.finish is None:
             raise ServerLost(
-                f"The server at {self._server.address.shown} broke off the answer.",
-                "/continue goes on from there.",
+                f"The server at {self._server.address.shown} broke off the answer.", _GO_ON
             )
         return speech.finish
 
@@ -334,9 +426,8 @@ class RemoteEngine:
         if self._has_ended is None:
             self._fail(sample, error)
             return
-        self._is_lost = True
-        hint = "/continue goes on from there."
-        self._fail(sample, EngineEnded("The answer broke off, as its server has ended.", hint))
+        self._why_lost = self._why_lost or _ENDED
+        self._fail(sample, EngineEnded(_BROKEN_OFF.format("has ended"), _GO_ON))
 
     def _fail(self, sample: _Sample, error: KvchatError) -> None:
         """End all samples of a request with an error."""

@@ -15,15 +15,18 @@ from kvchat.core.types import CachedTokens
 from kvchat.remote.client import Client
 from kvchat.remote.wire import Sent
 
-_PATIENCE_S = 5.0
 _NO_TIME = math.inf
 
 
 class ServerKv:
-    """Asks over the client of one server. Used on the client's event loop."""
+    """Asks over the client of one server, and waits `patience_s` seconds for each answer.
 
-    def __init__(self, client: Client) -> None:
+    Used on the client's event loop. All raise GenerationError if no answer comes, or a strange one.
+    """
+
+    def __init__(self, client: Client, patience_s: float) -> None:
         self._client = client
+        self._patience_s = patience_s
 
     async def locate(self, contexts: Sequence[Sequence[int]]) -> list[KvPlaces]:
         found = await self._ask("locate", {"contexts": [list(ids) for ids in contexts]})
@@ -55,7 +58,7 @@ class ServerKv:
     async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         found = None
         with suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 found = await self._client.ask(Sent(f"/kvchat/{name}", body))
         if not isinstance(found, dict):
             raise GenerationError("The server does not tell this.")

@@ -5,11 +5,14 @@ thread of its own, one request after another.
 """
 
 import asyncio
+import logging
+import queue
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import (
@@ -33,6 +36,9 @@ Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
 
 # A client may count a connection without a byte as dead: a long prefill sends this often.
 PING_INTERVAL_S = 10.0
+# What is encoded when the server ends has so long; most takes milliseconds.
+CLOSE_S = 5.0
+_log = logging.getLogger(__name__)
 
 
 class Wakeups:
@@ -200,13 +206,49 @@ def _drop(began: "asyncio.Future[Asked]") -> None:
         began.result().session.close()
 
 
+class Encoder:
+    """A thread that runs functions one after another.
+
+    An executor of Python would keep the process from ending for as long as its thread works.
+    """
+
+    def __init__(self) -> None:
+        self._due: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name="kvchat-encode", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function after those before it, unless its future is cancelled by then."""
+        future: Future[T] = Future()
+        self._due.put((future, function))
+        return future
+
+    def _run(self) -> None:
+        while (due := self._due.get()) is not None:
+            future, function = due
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+    def close(self, patience_s: float) -> bool:
+        """End after the functions that wait; return whether that took less than so many seconds."""
+        self._due.put(None)
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+
 class Answering:
     """Begins answers on one host. Owns the chats until `close`."""
 
     def __init__(self, chats: ResentChats, metrics: Metrics) -> None:
         self._chats = chats
         self._metrics = metrics
-        self._encoder = ThreadPoolExecutor(1, "kvchat-encode")
+        self._encoder = Encoder()
         self._wakeups = Wakeups()
 
     async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
@@ -236,26 +278,30 @@ class Answering:
         answer = Answer(begin, remember, self._metrics, self.on_encoder, self._wakeups)
         try:
             await answer.start()
-        except Exception as error:
+        except BaseException as error:
+            answer.close()  # also where what waits for it is cancelled
             raise _told(error) from error
         return answer
 
     def _remember(self, asked: Asked, ended: AnswerEnded) -> None:
         # On the encoder's thread, as all uses of the memory.
-        self._encoder.submit(self._chats.remember, asked, ended)
+        self._encoder.submit(lambda: self._chats.remember(asked, ended))
 
     def on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a function on the thread that encodes, after what it has to do before."""
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._encoder, function)
+        return asyncio.wrap_future(self._encoder.submit(function))
 
     def close(self) -> None:
-        """Wait for the encoder's last work, and close the chats."""
+        """Wait `CLOSE_S` seconds for the encoder's last work, which closes the chats.
+
+        What takes longer is left: every answer that ended before is remembered on the disk.
+        """
         self._encoder.submit(self._chats.close)
-        self._encoder.shutdown()
+        if not self._encoder.close(CLOSE_S):
+            _log.warning("a request was still encoded when the server ended")
 
 
-def _told(error: Exception) -> Exception:
+def _told(error: BaseException) -> BaseException:
     """Return the API's error for one of ours, and any other as it is."""
     return as_api_error(error) if isinstance(error, KvchatError) else error
 

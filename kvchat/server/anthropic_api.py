@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall
@@ -39,7 +40,8 @@ class AnthropicApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
-        chat = _chat(fields)
+        self._service.require_room(fields, "messages")
+        chat = await fields.read(_chat)
         options = self._options(fields, chat)
         choice = anthropic_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
@@ -53,8 +55,9 @@ class AnthropicApi:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
+        self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
         think = self._think(fields)
-        num_tokens = await self._service.answering.count(_chat(fields), think)
+        num_tokens = await self._service.answering.count(await fields.read(_chat), think)
         return JSONResponse({"input_tokens": num_tokens})
 
     def _think(self, fields: Fields) -> Think:

@@ -21,6 +21,7 @@ class RequestChat:
     def __init__(self) -> None:
         self._systems: list[str] = []
         self._messages: list[Message] = []
+        self._num_added = 0
         self._open_calls: dict[str, ToolCall] = {}
         self._results: dict[str, ToolResult] = {}
         self._kept: list[tuple[int, float, str | None]] = []
@@ -43,6 +44,7 @@ class RequestChat:
             self._end_calls()
         if not self._messages:  # templates want a message of the user before it: an empty one
             self.ask("")
+            self._num_added = 1
         named = dict(calls)
         self._open_calls |= named
         self._messages.append(Message(Role.ASSISTANT, text, tuple(named.values())))
@@ -67,7 +69,8 @@ class RequestChat:
         self._end_calls()
         try:
             chat = resent_chat("\n\n".join(self._systems), self._messages, tools)
-            return replace(chat, kept=tuple(self._joined(*kept) for kept in self._kept))
+            kept = tuple(self._joined(*part) for part in self._kept)
+            return replace(chat, kept=kept, num_added=self._num_added)
         except KvchatError as error:
             raise replace(as_api_error(error), param="messages") from error
 

@@ -4,7 +4,9 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
-from kvchat.chat.shown_logprobs import ShownToken
+from kvchat.chat.events import AnswerEnded
+from kvchat.chat.shown_logprobs import ShownToken, shown_token
+from kvchat.chat.tokenizer import TextCodec
 
 # What stands for a logarithm of 0, which JSON does not have.
 _LEAST = -9999.0
@@ -34,6 +36,43 @@ def legacy(tokens: Sequence[ShownToken], start: int) -> dict[str, Any]:
         "top_logprobs": [_likeliest(token) for token in tokens],
         "text_offset": offsets,
     }
+
+
+def echoed(ended: AnswerEnded, tokens: TextCodec, starts_before: bool) -> dict[str, Any]:
+    """Return the columns of a plain completion that repeats its prompt: an entry for every id.
+
+    Nothing stands before the first token of the prompt, so it has no logprob.
+
+    starts_before   the first token is none of the text, as BOS that the tokenizer puts before it
+    """
+    first = ShownToken(tokens.token_bytes(ended.scored_context[0]), 0.0)
+    shown = [shown_token(each, tokens.token_bytes) for each in ended.scored]
+    start = -len(first.content.decode(errors="replace")) if starts_before else 0
+    columns = legacy((first, *shown), start)
+    columns["token_logprobs"][0] = columns["top_logprobs"][0] = None
+    columns["text_offset"][0] = 0
+    return columns
+
+
+def of_prompt(ended: AnswerEnded, tokens: TextCodec) -> list[dict[str, Any] | None]:
+    """Return vLLM's list for a prompt: for each token None, or what is told at its place, by ids.
+
+    The rank of a token that is not among the likeliest is not known.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for each in ended.scored[: len(ended.scored_context) - 1]:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(each.top, start=1)}
+        found.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, _LEAST),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": _spelled(tokens.token_bytes(token_id), "bytes:"),
+                }
+                for token_id, logprob in ((each.token_id, each.logprob), *each.top)
+            }
+        )
+    return found
 
 
 def _likeliest(token: ShownToken) -> dict[str, float]:

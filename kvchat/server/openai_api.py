@@ -1,5 +1,6 @@
 """OpenAI's interface: /v1/models, /v1/chat/completions and /v1/completions."""
 
+import asyncio
 import json
 import random
 import secrets
@@ -15,9 +16,10 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
-from kvchat.chat.resent_chat import ResentChat
+from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
+from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
@@ -26,17 +28,21 @@ from kvchat.server.fields import Fields, num_samples, read_body, sampling_option
 from kvchat.server.generation_fields import (
     answer_format,
     chat_logprobs,
+    prompt_logprobs,
     require_tellable,
     text_logprobs,
     with_format,
     with_penalties,
 )
-from kvchat.server.logprob_forms import legacy, listed
+from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
+Prompt = str | tuple[int, ...]
+
+_MOST_PROMPTS = 128
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
@@ -77,8 +83,9 @@ class OpenAiApi:
     async def chat(self, request: Request) -> Response:
         fields = read_body(await request.body())
         self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED)
-        chat = _chat(fields)
+        fields.refuse(*_UNSUPPORTED, "prompt_logprobs")
+        self._service.require_room(fields, "messages")
+        chat = await fields.read(_chat)
         limits = ("max_completion_tokens", "max_tokens")
         options = replace(
             self._options(fields, limits, chat),
@@ -99,36 +106,61 @@ class OpenAiApi:
         has_logprobs = options.num_top_logprobs is not None
         choices = [_chat_choice(ended, has_logprobs) for ended in answers]
         return JSONResponse(
-            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
+            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer.difference)}
         )
 
     async def completions(self, request: Request) -> Response:
         fields = read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
-        prompt = _prompt(fields)
+        prompts = await fields.read(_prompts)
         options = self._options(fields, ("max_tokens",))
-        tells_ids = fields.flag("return_token_ids")
+        tells_ids, echoes = fields.flag("return_token_ids"), fields.flag("echo")
+        num_top = text_logprobs(fields)
+        num_of_prompt = prompt_logprobs(fields, num_top)
         options = replace(
             options,
-            num_top_logprobs=text_logprobs(fields),
+            num_top_logprobs=num_top if num_top is not None else num_of_prompt,
+            scores_prompt=num_of_prompt is not None or (echoes and num_top is not None),
             tells_ids=tells_ids,
             is_one_shot=not tells_ids,  # a program that keeps the ids continues them
         )
         wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
         options = await with_format(self._service, wanted, options)
         head = self._head("cmpl", "text_completion")
-        echo = prompt if fields.flag("echo") and isinstance(prompt, str) else ""
-        answer = await self._service.answering.complete(prompt, options)
+        codec = self._service.host.model.tokenizer
         if fields.flag("stream"):
+            if len(prompts) > 1:
+                raise fields.fault("prompt", "must be one prompt in a stream")
+            echo = _text_of(prompts[0], codec) if echoes else ""
+            answer = await self._service.answering.complete(prompts[0], options)
             texts = _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo)
             return stream_response(answer, texts, _progress_of(texts, fields))
-        answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        has_logprobs = options.num_top_logprobs is not None
-        choices = [_text_choice(ended, echo, has_logprobs) for ended in answers]
-        return JSONResponse(
-            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer)}
-        )
+        answered = await until_gone(request, self._complete_all(prompts, options))
+        form = _TextForm(codec, echoes, num_top is not None, num_of_prompt is not None)
+        choices = [
+            {"index": place * options.num_samples + ended.sample, **form.choice(prompt, ended)}
+            for place, (prompt, answers) in enumerate(zip(prompts, answered, strict=True))
+            for ended in answers
+        ]
+        usage = _usage_of_all(answered)
+        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage})
+
+    async def _complete_all(
+        self, prompts: Sequence[Prompt], options: AskOptions
+    ) -> list[list[AnswerEnded]]:
+        """Return the answers to all prompts; if one fails, the others are cancelled."""
+        asking = [asyncio.ensure_future(self._complete(prompt, options)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*asking)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def _complete(self, prompt: Prompt, options: AskOptions) -> list[AnswerEnded]:
+        answer = await self._service.answering.complete(prompt, options)
+        return await whole_answers(answer, options.num_samples)
 
     def _head(self, prefix: str, kind: str) -> "_Head":
         return _Head(prefix, kind, self._service.name, f"{self._ids.getrandbits(96):024x}")
@@ -143,7 +175,8 @@ class OpenAiApi:
         """Return how to answer; the first of `limits` that is given limits the tokens."""
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
-        limit = next((fields.whole(name, 1) for name in limits if name in fields), None)
+        least = 1 if chat is not None else 0
+        limit = next((fields.whole(name, least) for name in limits if name in fields), None)
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
@@ -153,7 +186,7 @@ class OpenAiApi:
         )
 
 
-def usage_of(answers: list[AnswerEnded], answer: Answer) -> dict[str, Any]:
+def usage_of(answers: list[AnswerEnded], difference: Difference | None) -> dict[str, Any]:
     """Return the usage object of a response with these samples."""
     usage = answers[0].usage
     prompt = usage.prompt_tokens
@@ -163,7 +196,20 @@ def usage_of(answers: list[AnswerEnded], answer: Answer) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": usage.cached.total},
-        "kvchat": facts(answers[0], answer.difference),
+        "kvchat": facts(answers[0], difference),
+    }
+
+
+def _usage_of_all(answered: Sequence[list[AnswerEnded]]) -> dict[str, Any]:
+    """Return the usage object of a response to several prompts; only one prompt has its facts."""
+    each = [usage_of(answers, None) for answers in answered]
+    if len(each) == 1:
+        return each[0]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in each)
+    return {
+        **{name: sum(usage[name] for usage in each) for name in counts},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
@@ -230,16 +276,30 @@ def message_text(message: Fields, name: str = "content") -> str:
     return "".join(texts)
 
 
-def _prompt(fields: Fields) -> str | tuple[int, ...]:
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
+def _prompts(fields: Fields) -> list[Prompt]:
+    """Return the prompts of a plain completion: a text, a list of ids, or a list of either."""
+    given = fields.raw("prompt")
+    if isinstance(given, list) and given and isinstance(given[0], str | list):
+        if len(given) > _MOST_PROMPTS:
+            raise fields.fault("prompt", f"must be at most {_MOST_PROMPTS} prompts")
+        return [_prompt(fields, prompt) for prompt in given]
+    return [_prompt(fields, given)]
+
+
+def _prompt(fields: Fields, prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return prompt
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not is_ids or not all(0 <= token < 1 << 32 for token in prompt):
-        raise fields.fault("prompt", "must be a text or a list of token ids")
-    return tuple(prompt)
+    ids: list[Any] = prompt if isinstance(prompt, list) else [None]
+    if all(type(token) is int and 0 <= token < 1 << 32 for token in ids):
+        return tuple(ids)
+    raise fields.fault("prompt", "must be a text or a list of token ids, or a list of these")
+
+
+def _text_of(prompt: Prompt, codec: TextCodec) -> str:
+    """Return what a prompt says, control tokens included."""
+    if isinstance(prompt, str):
+        return prompt
+    return b"".join(map(codec.token_bytes, prompt)).decode(errors="replace")
 
 
 def _progress_of(chunks: "_Chunks", fields: Fields) -> Progress | None:
@@ -296,15 +356,39 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _text_choice(ended: AnswerEnded, echo: str, has_logprobs: bool) -> dict[str, Any]:
-    tokens = (*ended.thinking_logprobs, *ended.logprobs)
-    return {
-        "index": ended.sample,
-        "text": echo + ended.thinking + ended.text,
-        **({"token_ids": list(ended.token_ids)} if ended.token_ids else {}),
-        "logprobs": legacy(tokens, 0) if has_logprobs else None,
-        "finish_reason": finish_word(ended),
-    }
+@dataclass(frozen=True, slots=True)
+class _TextForm:
+    """What the choices of a plain completion tell.
+
+    echoes           whether they repeat the prompt
+    has_logprobs     whether they have the logprobs of all tokens that they tell
+    tells_of_prompt  whether they have vLLM's list for the prompt
+    """
+
+    codec: TextCodec
+    echoes: bool
+    has_logprobs: bool
+    tells_of_prompt: bool
+
+    def choice(self, prompt: Prompt, ended: AnswerEnded) -> dict[str, Any]:
+        """Return one choice but for its index."""
+        echo = _text_of(prompt, self.codec) if self.echoes else ""
+        told = {"prompt_logprobs": of_prompt(ended, self.codec)} if self.tells_of_prompt else {}
+        return {
+            "text": echo + ended.thinking + ended.text,
+            **({"token_ids": list(ended.token_ids)} if ended.token_ids else {}),
+            "logprobs": self._logprobs(prompt, ended) if self.has_logprobs else None,
+            **told,
+            "finish_reason": finish_word(ended),
+        }
+
+    def _logprobs(self, prompt: Prompt, ended: AnswerEnded) -> dict[str, Any]:
+        if not self.echoes:
+            return legacy((*ended.thinking_logprobs, *ended.logprobs), 0)
+        first = ended.scored_context[0]
+        is_written = isinstance(prompt, str) and prompt.startswith(_text_of((first,), self.codec))
+        is_added = isinstance(prompt, str) and self.codec.is_hidden(first) and not is_written
+        return echoed(ended, self.codec, is_added)
 
 
 class _Chunks:
@@ -344,7 +428,7 @@ class _Chunks:
 
     def finish(self) -> str:
         usage = (
-            self._chunk([], usage=usage_of(self._answers, self._answer))
+            self._chunk([], usage=usage_of(self._answers, self._answer.difference))
             if self._includes_usage
             else ""
         )

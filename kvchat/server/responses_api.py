@@ -61,7 +61,9 @@ class ResponsesApi:
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         _check_others(fields)
-        chat = _chat(fields, await self.stored.earlier_items(fields))
+        self._service.require_room(fields, "input")
+        earlier = await self.stored.earlier_items(fields)
+        chat = await fields.read(lambda body: _chat(body, earlier), len(earlier))
         options = self._options(fields, chat)
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields.nested("text"), "format", ("schema",))
@@ -79,7 +81,9 @@ class ResponsesApi:
         """Answer with one item that takes the place of a conversation."""
         fields = read_body(await request.body())
         self._service.require_model(fields)
-        given = _request_chat(fields, await self.stored.earlier_items(fields))
+        self._service.require_room(fields, "input")
+        earlier = await self.stored.earlier_items(fields)
+        given = await fields.read(lambda body: _request_chat(body, earlier), len(earlier))
         given.ask(request_text(""))
         ready = self._service.host.ready
         limit = ready.context_limit if ready is not None else self._service.host.model.max_context

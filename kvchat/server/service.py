@@ -61,6 +61,22 @@ class Service:
                 "model_not_found",
             )
 
+    def require_room(self, fields: Fields, name: str, num_contexts: int = 1) -> None:
+        """Raise ApiError for a list of more messages than the context has tokens.
+
+        It looks at none of them. Each takes a token or more, but for empty ones, and no client
+        sends thousands of those.
+        """
+        ready, messages = self.host.ready, fields.raw(name)
+        if ready is None or not isinstance(messages, list):
+            return
+        limit = ready.context_limit
+        if len(messages) > num_contexts * limit:
+            sentence = (
+                f"There are {len(messages):,} messages, and the context holds {limit:,} tokens."
+            )
+            raise ApiError(400, sentence, fields.name_of(name), "context_length_exceeded")
+
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
     """Return the work's result; if the client goes before, cancel it and raise ApiError."""

@@ -225,20 +225,11 @@ class AnswerView:
         lines = [_ending_words(event.reason)]
         if self._stats_level:
             room = None if look.is_spoken else width
-            lines = [
-                stats_line(
-                    event.usage,
-                    event.timing,
-                    event.reason,
-                    self._context_limit,
-                    look.glyphs,
-                    room,
-                )
-            ]
+            lines = [stats_line(event, self._context_limit, look.glyphs, room)]
         if look.is_spoken:
             lines[0] = f"End of answer. {lines[0]}".strip()
         if self._stats_level is StatsLevel.ALL:
-            lines.append(detail_line(event.usage, event.timing, look.glyphs))
+            lines.append(detail_line(event, look.glyphs))
         rows = [row for line in lines if line for row in painter.wrapped(line, width, Role.DIM)]
         if self._has_filled_context(event):
             rows += self._warning(f"The context is full: {WAYS_OUT}")

@@ -13,6 +13,7 @@ from kvchat.chat.attachment import Attached, missing_files
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, ChatEvent
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
@@ -100,12 +101,17 @@ class Answering:
             self._current.stream.hurry()
             self._refresh()
 
-    async def answer_message(self, text: str, stats_level: StatsLevel) -> None:
+    async def answer_message(
+        self, text: str, stats_level: StatsLevel, edited: Turn | None = None
+    ) -> None:
         """Send a message with its attached files, and show the answer.
 
-        If it cannot be answered, it goes back into the prompt, and the files stay attached.
+        It takes the place of `edited`, or of the message that is being edited. If it cannot be
+        answered, it goes back into the prompt, and the files stay attached.
         """
         attached = self._controller.attached
+        edited = edited or self._controller.edited
+        self._controller.edited = edited
         try:
             notes = self._controller.attach_mentioned(text)
             self._view.write_turn(text)
@@ -122,12 +128,13 @@ class Answering:
                 lambda notify: self._controller.ask(text, notify), stats_level
             )
         except KvchatError as error:
-            self._give_back(text, attached)
+            self._give_back(text, attached, edited)
             tell(self._view, str(error), Role.ERROR)
             return
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)
-            self._give_back(text, attached)
+            self._controller.drop_refused()
+            self._give_back(text, attached, edited, gives_way=True)
         await self._use_tools(answer_view, stats_level)
 
     async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
@@ -208,7 +215,7 @@ class Answering:
     ) -> AnswerView:
         """Start a reply, and show it until it ends."""
         ready = self._controller.host.ready
-        limit = ready.context_limit if ready is not None else None
+        limit = ready.told_context_limit if ready is not None else None
         answer_view = AnswerView(self._view, limit, stats_level, said_before, self.hides_thinking)
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
@@ -233,11 +240,27 @@ class Answering:
         if ready is not None and num_tokens >= ready.context_limit:
             tell(self._view, f"Your message alone has {num_tokens:,} tokens: send a part of it.")
 
-    def _give_back(self, text: str, attached: tuple[Attached, ...]) -> None:
-        """Put a message back into the prompt, unless the prompt has text."""
+    def _give_back(
+        self,
+        text: str,
+        attached: tuple[Attached, ...],
+        edited: Turn | None,
+        gives_way: bool = False,
+    ) -> None:
+        """Put a message back into the prompt, unless the prompt has text, which is another message:
+        then no message is being edited any more.
+
+        If it `gives_way`, it would be refused again as it is: a command is typed in its place.
+        """
         self._controller.attached = attached
-        if not self._view.prompt_text:
-            self._view.put_back(text)
+        has_room = not self._view.prompt_text
+        self._controller.edited = edited if has_room else None
+        if not has_room:
+            return
+        self._view.put_back(text, gives_way)
+        if gives_way and not self._view.painter.look.is_plain:
+            words = "Your message is in the prompt again. A command takes its place; Up returns it."
+            tell(self._view, words)
 
     def _write_gap(self) -> None:
         if not self._view.painter.look.is_spoken:

@@ -28,7 +28,8 @@ def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
         *pin_lines(status, titles),
     ]
     if not status.limit_bytes:
-        lines.append("Chats keep nothing here: --disk-cache is 0.")
+        why = one_line(status.why_nothing, _PATH_CHARS)
+        lines.append(why or "Chats keep nothing here: --disk-cache is 0.")
     if status.strangers:
         lines.append(_left_alone(status.strangers))
     return [*lines, one_line(status.trouble, _PATH_CHARS)] if status.trouble else lines

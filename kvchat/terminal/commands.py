@@ -15,6 +15,7 @@ from enum import StrEnum
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.core.cost import Cost
 from kvchat.core.text import one_line
@@ -28,6 +29,8 @@ from kvchat.tools.toolbox import Toolbox
 _NO_COMMAND = re.compile(r"/[^/]*/|/[*]")
 _MIN_PREFIX_CHARS = 3
 _PUNCTUATION = "?!.,:;"
+# Two letters that changed places in a word of three; "nonsense" and "tokens" are less alike.
+_MIN_LIKENESS = 0.65
 
 
 class Group(StrEnum):
@@ -134,7 +137,7 @@ class Registry:
         if not word:
             return None
         begun = [known for known in self._by_word if known.startswith(word)]
-        close = begun or difflib.get_close_matches(word, self._by_word, n=1, cutoff=0.5)
+        close = begun or difflib.get_close_matches(word, self._by_word, 1, _MIN_LIKENESS)
         return close[0] if close else None
 
     def parse(self, line: str) -> Line:
@@ -171,9 +174,9 @@ class CommandContext(ABC):
         """The page for output and questions."""
 
     # Output and questions
-    def say(self, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-        """Show a text permanently."""
-        tell(self.page, text, role, gap)
+    def say(self, text: str, role: Role = Role.NOTE, gap: bool = True, hanging: int = 0) -> None:
+        """Show a text permanently; `hanging` as in `tell`."""
+        tell(self.page, text, role, gap, hanging)
 
     @abstractmethod
     def notice(self, text: str) -> None:
@@ -193,7 +196,10 @@ class CommandContext(ABC):
         if cost is None or cost.is_low:
             return True
         self.say(f"{warmth.price(cost, action)}.")
-        return not cost.is_high or await self.confirm("Do it all the same?")
+        if not cost.is_high or await self.confirm("Do it all the same?"):
+            return True
+        self.say("Nothing is changed.")
+        return False
 
     # Requests for after the command
     @abstractmethod
@@ -205,8 +211,8 @@ class CommandContext(ABC):
         """Continue the last answer, after the command."""
 
     @abstractmethod
-    def send(self, text: str) -> None:
-        """Send a message that a command has the text of, after the command."""
+    def send_instead(self, turn: Turn, text: str) -> None:
+        """Send a message in place of an earlier one, after the command."""
 
     @abstractmethod
     def ask_aside(self, question: str) -> None:

@@ -88,7 +88,6 @@ async def change_model(context: "CommandContext", name: str) -> None:
         ready = await outcome
         if not await context.confirm_cost(await controller.cost_with(host), "/model"):
             await close_host(host)
-            context.say(f"Still with {one_line(controller.host.model.name)}.")
             return
         old = controller.change_host(host)
     except BaseException:
@@ -118,6 +117,8 @@ _KEYS = (
 _BAR_CELLS = 30
 _NAME_COLUMNS = 37  # the longest name and usage fit
 _MIN_TWO_COLUMNS = 72
+_FIELD_COLUMNS = 8  # "engine: ", in the lines of /stats
+MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and space after it
 
 
 async def model(context: "CommandContext", arguments: str) -> None:
@@ -125,7 +126,8 @@ async def model(context: "CommandContext", arguments: str) -> None:
         lines = [] if arguments else [describe_model(context.controller), ""]
         found = await asyncio.to_thread(context.controller.local_models)
         lines += ["On this machine:", *(f"  {one_line(line, 200)}" for line in found)]
-        context.say("\n".join([*lines, "/model NAME goes on with another."]))
+        lines.append("/model NAME goes on with another.")
+        context.say("\n".join(lines), hanging=MODEL_COLUMNS)
         return
     await change_model(context, arguments)
 
@@ -139,7 +141,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
         return
     if arguments not in ("", "last", "all"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/stats [on|off|full]")
-    lines = _last_stats(context) or ["There is no answer yet."]
+    lines = _last_stats(context) or ["This model has not answered yet."]
     status = await context.controller.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
@@ -164,7 +166,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
         lines += host_lines(status.host) if status.host is not None else []
         if status.disk is not None:
             lines += disk_lines(await _as_it_is_now(context, status.disk))
-    context.say("\n".join(lines))
+    context.say("\n".join(lines), hanging=_FIELD_COLUMNS)
 
 
 async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStatus:
@@ -187,8 +189,8 @@ def _last_stats(context: "CommandContext") -> list[str]:
     glyphs = context.page.painter.look.glyphs
     why = context.controller.why_so_much(last)
     lines = [
-        stats_line(last.usage, last.timing, last.reason, ready.context_limit, glyphs),
-        detail_line(last.usage, last.timing, glyphs, why),
+        stats_line(last, ready.told_context_limit, glyphs),
+        detail_line(last, glyphs, why),
     ]
     return [line for line in lines if line]
 
@@ -203,7 +205,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
-    context.say("\n".join(speculation_lines(status.speculation)))
+    context.say("\n".join(speculation_lines(status.speculation)), hanging=_FIELD_COLUMNS)
 
 
 async def context_(context: "CommandContext", arguments: str) -> None:
@@ -212,7 +214,7 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     used = sum(len(turn.token_ids) for turn in path)
     asked = sum(len(turn.token_ids) for turn in path if turn.role is Speaker.USER)
     ready = context.controller.host.ready
-    limit = ready.context_limit if ready is not None else None
+    limit = ready.told_context_limit if ready is not None else None
     turns = plural(sum(turn.is_message for turn in path), "turn")
     lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}"]
     if limit:
@@ -337,6 +339,10 @@ COMMANDS = (
 )
 
 
+def _context_words(limit: int | None) -> str:
+    return f"{format_count(limit)} tokens" if limit is not None else "the server does not tell"
+
+
 def describe_model(controller: ChatController) -> str:
     """Return the model's properties, one a line."""
     model, ready = controller.host.model, controller.host.ready
@@ -345,8 +351,8 @@ def describe_model(controller: ChatController) -> str:
         facts += [
             ("device", f"{ready.device}, {ready.dtype}"),
             ("draft", one_line(ready.draft) if ready.draft else "none"),
-            ("context", f"{format_count(ready.context_limit)} tokens"),
+            ("context", _context_words(ready.told_context_limit)),
             ("identity", ready.identity),
             ("loaded in", f"{ready.load_s:.1f} s"),
         ]
-    return "\n".join(f"{name:<10} {value}" for name, value in facts)
+    return "\n".join(f"{name:<{MODEL_COLUMNS}}{value}" for name, value in facts)

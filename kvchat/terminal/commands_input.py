@@ -14,11 +14,12 @@ from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
-from kvchat.terminal.commands_engine import describe_model
+from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model
 from kvchat.terminal.history_view import show_turns
 from kvchat.terminal.status import StatsLevel, plural
 
 _MAX_PROMPT_BYTES = 16 << 20
+_SETTING_COLUMNS = 21  # the longest name, and space after it
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -120,7 +121,8 @@ async def set_(context: "CommandContext", arguments: str) -> None:
 
 def _show_settings(context: "CommandContext") -> None:
     settings = answer_settings.describe(context.controller.options)
-    context.say("\n".join(f"{name:<20} {value}" for name, value in settings))
+    lines = (f"{name:<{_SETTING_COLUMNS}}{value}" for name, value in settings)
+    context.say("\n".join(lines), hanging=_SETTING_COLUMNS)
 
 
 async def think(context: "CommandContext", arguments: str) -> None:
@@ -149,7 +151,7 @@ async def show(context: "CommandContext", arguments: str) -> None:
     elif what in ("settings", "parameters"):
         _show_settings(context)
     elif what in ("model", "info"):
-        context.say(describe_model(context.controller))
+        context.say(describe_model(context.controller), hanging=MODEL_COLUMNS)
     else:
         raise UsageError(
             f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"

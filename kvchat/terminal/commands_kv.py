@@ -25,6 +25,7 @@ from kvchat.terminal.status import plural
 T = TypeVar("T")
 
 _USAGE = "/cache [status|tree|why|verify|gc|clear|path]"
+_HANGING = 4  # more than the lines of a list are indented
 
 
 async def cache(context: "CommandContext", arguments: str) -> None:
@@ -42,12 +43,12 @@ async def cache(context: "CommandContext", arguments: str) -> None:
     elif arguments in ("", "status"):
         status = await asyncio.to_thread(kept.status)
         names = await asyncio.to_thread(titles, context.controller.host.store)
-        context.say("\n".join(cache_lines.status_lines(status, names)))
+        context.say("\n".join(cache_lines.status_lines(status, names)), hanging=_HANGING)
     elif arguments == "tree":
         glyphs = context.page.painter.look.glyphs
         named = await asyncio.to_thread(named_contexts, context.controller.host.store)
         trees = await asyncio.to_thread(kept.tree, named)
-        context.say("\n".join(cache_lines.tree_lines(trees, glyphs)))
+        context.say("\n".join(cache_lines.tree_lines(trees, glyphs)), hanging=_HANGING)
     elif arguments == "verify":
         context.say(cache_lines.verified_line(await _while_wanted(kept.verify)))
     elif arguments == "gc":
@@ -89,7 +90,7 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         status = await asyncio.to_thread(kept.status)
         files = await asyncio.to_thread(context.controller.pins.paths)
         lines = [*cache_lines.pin_lines(status, names), *cache_lines.unkept_lines(status, files)]
-        context.say("\n".join(lines) if lines else "Nothing is pinned.")
+        context.say("\n".join(lines) if lines else "Nothing is pinned.", hanging=_HANGING)
         return
     controller = context.controller
     await asyncio.to_thread(controller.host.wait_until_ready)
@@ -111,10 +112,8 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     if arguments:
         await asyncio.to_thread(controller.pins.put, label, paths)
         use = f" {_attaching(label)}{use}"
-    name = f"{one_line(label, 64)}: " if arguments else ""
-    context.say(
-        f"Pinned: {name}{num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}"
-    )
+    what = f"Pinned {one_line(label, 64)}" if arguments else "Pinned"
+    context.say(f"{what}: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}")
 
 
 def _use(controller: ChatController) -> str:

@@ -79,10 +79,10 @@ async def edit(context: "CommandContext", arguments: str) -> None:
     cost = await controller.engine.cost(conversation.context_ids(turn.parent_id))
     if not await context.confirm_cost(cost, f"/edit {number}".strip()):
         return
-    controller.edited = turn
     if text.strip():
-        context.send(text.strip())
+        context.send_instead(turn, text.strip())
         return
+    controller.edited = turn
     context.page.put_text(turn.text)
     shown = MessageNumbers(conversation).of(turn)
     context.notice(f"Editing message {shown}: what you send next takes its place, as a branch.")

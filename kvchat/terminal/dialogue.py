@@ -5,12 +5,13 @@ It receives all input from a view, and reaches the engine only through the contr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
@@ -52,6 +53,7 @@ class Dialogue(CommandContext):
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
+        self.num_unsent = 0  # messages that were waiting when the chat ended
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -180,12 +182,19 @@ class Dialogue(CommandContext):
         elif isinstance(line, Unknown):
             self._refuse(text, str(line))
         elif not line.command.is_available_while_answering and self.is_busy:
-            self._refuse(text, f"/{line.command.name} waits for the answer. Esc stops it.")
+            self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
             self._view.write_turn(text)
             self._begin(line)
         self.refresh()
+
+    @property
+    def _what_keeps_it_busy(self) -> str:
+        """What commands wait for, as the end of a sentence."""
+        if not self._loaded.is_set() and not self.is_answering:
+            return "the model, which is loading, and for your message before it."
+        return "the answer. Esc stops it."
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
@@ -285,12 +294,26 @@ class Dialogue(CommandContext):
     async def _leave(self) -> None:
         for task in self._tasks - {asyncio.current_task()}:  # commands that are still waiting
             task.cancel()
+        queued = self._queue.texts
         await self.settle()
+        if self.failure is not None:
+            self._show_unsent((*queued, self._view.prompt_text))
         self._view.leave()
 
+    def _show_unsent(self, texts: Sequence[str]) -> None:
+        """Show what was typed and no model will answer, so that it can be copied."""
+        if typed := [text for text in texts if text.strip()]:
+            self.say("Not sent:", Role.WARNING)
+            width = self._view.render_context.width
+            for text in typed:
+                self._view.write(self._view.painter.wrapped(text, width, Role.USER))
+
     async def settle(self) -> None:
-        """Stop the answer in progress, and wait at most 2 s until its text is saved."""
-        self._queue.clear()
+        """Stop the answer in progress, and wait at most 2 s until its text is saved.
+
+        Waiting messages are not sent any more.
+        """
+        self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
         try:
@@ -359,9 +382,9 @@ class Dialogue(CommandContext):
         self._asked = lambda: self._answering.continue_answer(self.stats_level)
         self._wake.set()
 
-    def send(self, text: str) -> None:
-        """Send a message, when no answer or command holds the lock."""
-        self._asked = lambda: self._answering.answer_message(text, self.stats_level)
+    def send_instead(self, turn: Turn, text: str) -> None:
+        """Send a message in place of an earlier one, when no answer or command holds the lock."""
+        self._asked = lambda: self._answering.answer_message(text, self.stats_level, turn)
         self._wake.set()
 
     def ask_aside(self, question: str) -> None:
@@ -478,7 +501,7 @@ class Dialogue(CommandContext):
             title=one_line(controller.label, 48),
             branch=controller.branch,
             context_tokens=self._num_context_tokens,
-            context_limit=ready.context_limit if ready is not None else None,
+            context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
             loading=self._stage or self._waiting,

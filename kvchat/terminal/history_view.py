@@ -129,9 +129,6 @@ class _TreeRows:
         warmth: Mapping[int, str],
     ) -> None:
         self._warmth = warmth
-        originals = conversation.originals()
-        # Of a copied turn, the copy on the path to the tip is what the next message continues.
-        self._on_tip_path = {originals[t.turn_id]: t.turn_id for t in conversation.path()}
         self._conversation = conversation
         self._numbers = MessageNumbers(conversation)
         self._on_path = {id(node) for node in tree.path()}
@@ -143,8 +140,7 @@ class _TreeRows:
         style = painter.style(Look.PLAIN if id(node) in self._on_path else Look.DIM)
         mark = f" {painter.look.glyphs.tip}" if node is self._tip else ""
         cut = " (cut off)" if node.turn is not None and node.turn.is_partial else ""
-        shown = node.turn.turn_id if node.turn is not None else 0
-        warmth = self._warmth.get(self._on_tip_path.get(shown, shown), "")
+        warmth = self._warmth.get(node.turn_id, "")
         cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
         head = self._head(node)
         room = max(_MIN_TEXT_CELLS, self._ctx.width - cell_len(lead + head + mark + cut) - 1)

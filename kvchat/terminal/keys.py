@@ -93,7 +93,7 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     def _newline(event: E) -> None:
         prompt.buffer.insert_text("\n")
 
-    @bindings.add("/", filter=Condition(lambda: prompt.holds_refused_command))
+    @bindings.add("/", filter=Condition(lambda: prompt.gives_way_to_command))
     def _begin_anew(event: E) -> None:
         # "/hepl" and "/help", both typed ahead, were one message, "/hepl/help".
         prompt.buffer.reset()

@@ -93,7 +93,7 @@ class LineView:
         if text:
             self.write(self.painter.wrapped(f"The text was: {text}", self._columns))
 
-    def put_back(self, text: str) -> None:
+    def put_back(self, text: str, gives_way: bool = False) -> None:
         self.put_text(text)
 
     async def choose(

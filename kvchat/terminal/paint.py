@@ -21,6 +21,7 @@ Row = Text
 Fragments = StyleAndTextTuples
 
 _TAB_COLUMNS = 4
+_MIN_HUNG_CELLS = 16
 
 # prompt_toolkit's names of the terminal's sixteen colours, by number.
 _ANSI_NAMES = (
@@ -51,10 +52,28 @@ class Painter:
         line = sanitize(content).replace("\n", " ").expandtabs(_TAB_COLUMNS)
         return Text(line, self._styles[role], end="")
 
-    def wrapped(self, content: str, width: int, role: Role = Role.PLAIN) -> list[Row]:
-        """Return safe text as rows of at most `width` cells, its own line ends kept."""
+    def wrapped(
+        self, content: str, width: int, role: Role = Role.PLAIN, hanging: int = 0
+    ) -> list[Row]:
+        """Return safe text as rows of at most `width` cells, its own line ends kept.
+
+        All rows of a line but the first are indented by `hanging` cells, if there is room for that.
+        """
         text = Text(sanitize(content).expandtabs(_TAB_COLUMNS), self._styles[role], end="")
-        return self.wrap(text, width)
+        if not hanging or self.look.is_spoken or width - hanging < _MIN_HUNG_CELLS:
+            return self.wrap(text, width)
+        return [
+            row for line in text.split(allow_blank=True) for row in self._hung(line, width, hanging)
+        ]
+
+    def _hung(self, line: Text, width: int, hanging: int) -> list[Row]:
+        offsets = break_offsets(line.plain, width)
+        if not offsets:
+            return self.wrap(line, width)
+        first, rest = line.divide(offsets[:1])
+        below = Text(" " * hanging, end="")
+        first.rstrip()
+        return [first, *(prefixed(row, below) for row in self.wrap(rest, width - hanging))]
 
     def wrap(self, text: Text, width: int) -> list[Row]:
         """Break a text at its line ends and where it is wider than `width` cells."""

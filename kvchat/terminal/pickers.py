@@ -14,7 +14,7 @@ from kvchat.terminal.paint import Fragments
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice, PickerActions
-from kvchat.terminal.wrap import first_cells, one_row, wrapped_rows
+from kvchat.terminal.wrap import first_cells, one_row, rows_apart, wrapped_rows
 
 _PREVIEW_ROWS = 2
 SEPARATOR = " · "  # between the parts of a choice's detail, the most important first
@@ -164,8 +164,9 @@ class Picker:
         num_title_rows = len(wrapped_rows(self.title, width))
         room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
-        for place in range(first, min(first + room, len(self._shown))):
-            fragments += self._line(place, width, glyphs)
+        places = range(first, min(first + room, len(self._shown)))
+        for place, label in zip(places, self._labels(places, width), strict=True):
+            fragments += self._line(place, label, width, glyphs)
         if self._actions is not None:
             fragments += self._below(max_rows, width, glyphs)
         return fragments
@@ -175,11 +176,21 @@ class Picker:
             return 0
         return 1 + (_PREVIEW_ROWS if max_rows > _PREVIEW_ROWS + 3 else 0)
 
-    def _line(self, place: int, width: int, glyphs: Glyphs) -> Fragments:
+    def _labels(self, places: Sequence[int], width: int) -> list[str]:
+        """Return the labels of these rows, cut for the width so that they still differ."""
+        choices = [self._choices[self._shown[place]] for place in places]
+        details = [choice.detail.split(SEPARATOR) for choice in choices]
+        most = max(map(len, details), default=0)
+        least = max(8, width // 3)
+        # What is left beside as many parts of the details as leave the labels enough.
+        rooms = (width - 6 - _widest(details, count) for count in range(most, 0, -1))
+        room = next((room for room in rooms if room >= least), least)
+        return rows_apart([choice.label for choice in choices], room)
+
+    def _line(self, place: int, label: str, width: int, glyphs: Glyphs) -> Fragments:
         choice = self._choices[self._shown[place]]
         is_current = place == self._position
         mark = glyphs.selected if is_current else " "
-        label = one_row(choice.label, max(8, width // 3, width - cell_len(choice.detail) - 6))
         detail = _fitting(choice.detail, width - cell_len(label) - 6)
         detail = f"  {detail}" if detail else ""
         style = "class:picker.current" if is_current else ""
@@ -214,6 +225,11 @@ class Picker:
         parts = ["Ctrl-R renames", "Ctrl-X deletes"]
         parts += [f"Ctrl-O {hidden}s {plural(num_hidden, 'one-shot')}"] if num_hidden else []
         return glyphs.separator.join(parts)
+
+
+def _widest(details: Sequence[Sequence[str]], count: int) -> int:
+    """Return the cells of the widest detail, each with so many of its parts."""
+    return max(cell_len(SEPARATOR.join(parts[:count])) for parts in details)
 
 
 def _fitting(detail: str, width: int) -> str:

@@ -281,16 +281,18 @@ class LivePrompt:
         self.buffer.insert_text(text)
         self._app.invalidate()
 
-    def put_back(self, text: str) -> None:
+    def put_back(self, text: str, gives_way: bool = False) -> None:
         self.put_text(text)
-        self._refused = text
+        self._refused = text if gives_way or text.startswith("/") else ""
 
     @property
-    def holds_refused_command(self) -> bool:
-        """Whether the prompt holds a command as it was put back, the cursor after it."""
+    def gives_way_to_command(self) -> bool:
+        """Whether the prompt holds a text as it was put back, the cursor after it, that is a
+        command or would only be refused again.
+        """
         buffer = self.buffer
         is_at_end = buffer.cursor_position == len(buffer.text)
-        return is_at_end and buffer.text == self._refused and buffer.text.startswith("/")
+        return bool(self._refused) and is_at_end and buffer.text == self._refused
 
     async def choose(
         self,

@@ -31,7 +31,7 @@ from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.status import StatsLevel, model_label
+from kvchat.terminal.status import StatsLevel, model_label, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
 from kvchat.tools.toolbox import Toolbox
@@ -88,8 +88,11 @@ async def run_repl(setup: ReplSetup) -> int:
                 dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
         has_been_used = dialogue.has_been_used
-        _take_leave(dialogue, has_been_used, controller.close_session())
-        return dialogue.exit_code
+        problem = controller.close_session()
+        has_history = setup.history_path is not None and not setup.look.is_plain
+        _take_leave(dialogue, has_been_used, problem, has_history)
+        is_lost = problem is not None and dialogue.exit_code is ExitCode.OK
+        return ExitCode.STORE if is_lost else dialogue.exit_code
     finally:
         controller.close_session()
         await close_host(controller.host)
@@ -183,15 +186,28 @@ def _signals(dialogue: Dialogue) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _take_leave(dialogue: Dialogue, has_been_used: bool, problem: str | None) -> None:
-    """Print to stderr why the chat ended, what is not saved, or how to resume it."""
-    lines = [f"kvchat: {reason}" for reason in (dialogue.failure, problem) if reason is not None]
+def _take_leave(
+    dialogue: Dialogue, has_been_used: bool, problem: str | None, has_history: bool
+) -> None:
+    """Print to stderr why the chat ended, what is not saved or sent, or how to resume it."""
+    unsent = _unsent(dialogue.num_unsent, has_history)
+    reasons = (dialogue.failure, problem, unsent)
+    lines = [f"kvchat: {reason}" for reason in reasons if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
-    if not lines and is_left_well and has_been_used:
-        lines = ["This conversation is kept: kvchat -c goes on with it."]
+    if problem is None and is_left_well and has_been_used:
+        lines.append("This conversation is kept: kvchat -c goes on with it.")
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
+
+
+def _unsent(count: int, has_history: bool) -> str | None:
+    """Return a sentence on messages that were waiting and are not sent; None if there are none."""
+    if not count:
+        return None
+    was, them = ("was", "it") if count == 1 else ("were", "them")
+    kept = f" In the next chat, Up brings {them} back." if has_history else ""
+    return f"{plural(count, 'message')} {was} not sent.{kept}"
 
 
 __all__ = ["LoadRelay", "Look", "ReplSetup", "run", "run_repl"]

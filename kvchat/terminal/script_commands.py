@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.reply import Reply
 from kvchat.core.cost import Cost
@@ -146,8 +147,15 @@ class ScriptCommands(CommandContext):
         self.controller.require_conversation()
         self._request = AnswerRequest(self.controller.continue_answer)
 
-    def send(self, text: str) -> None:
-        self._request = AnswerRequest(lambda: self.controller.ask(text))
+    def send_instead(self, turn: Turn, text: str) -> None:
+        def ask() -> Reply:
+            self.controller.edited = turn
+            try:
+                return self.controller.ask(text)
+            finally:
+                self.controller.edited = None  # if it was refused, the next line is a new message
+
+        self._request = AnswerRequest(ask)
 
     def ask_aside(self, question: str) -> None:
         self.controller.require_conversation()

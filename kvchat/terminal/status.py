@@ -8,10 +8,10 @@ from enum import IntEnum
 
 from rich.cells import cell_len
 
-from kvchat.chat.events import ReadingPrompt
+from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.text import one_line
-from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage, rate
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, Usage, rate
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import first_cells
 
@@ -75,9 +75,7 @@ class StatsLevel(IntEnum):
 
 
 def stats_line(
-    usage: Usage,
-    timing: Timing,
-    reason: FinishReason,
+    ended: AnswerEnded,
     context_limit: int | None,
     glyphs: Glyphs,
     width: int | None = None,
@@ -86,15 +84,18 @@ def stats_line(
     """Return the line after an answer, in at most `width` cells; None leaves nothing out.
 
     The least important parts are left out first: tiers, context, tokens, the first token's time.
+    So is what is not known: what a server had cached that does not tell, and `context_limit` None.
     `load_s` is the loading time of the model, for the first answer of a script.
     """
+    usage, timing = ended.usage, ended.timing
     used = usage.prompt_tokens + usage.completion_tokens
     tiers = _tiers(usage.cached)
-    cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}"
+    is_told = ended.miss_reason is not MissReason.NOT_TOLD
+    cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}" if is_told else ""
     full = [
-        _ending(reason),
+        _ending(ended.reason),
         f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
-        f"{cached} ({tiers})" if tiers else cached,
+        f"{cached} ({tiers})" if cached and tiers else cached,
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
         _generated(usage, timing),
         f"context {format_count(used)}/{format_count(context_limit)}" if context_limit else "",
@@ -109,13 +110,15 @@ def stats_line(
     return line if width is None else first_cells(line, width)
 
 
-def detail_line(usage: Usage, timing: Timing, glyphs: Glyphs, read_again: str = "") -> str:
+def detail_line(ended: AnswerEnded, glyphs: Glyphs, read_again: str = "") -> str:
     """Return the figures that the line after an answer leaves to /stats; "" if there are none.
 
     `read_again` says why tokens were prefilled again, "" if none were.
     """
-    pace = rate(usage.prefilled_tokens, timing.prefill_s)
-    prefill = f"prefill {usage.prefilled_tokens:,}" if usage.prefilled_tokens else ""
+    usage = ended.usage
+    num_read = usage.prefilled_tokens if ended.miss_reason is not MissReason.NOT_TOLD else 0
+    pace = rate(num_read, ended.timing.prefill_s)
+    prefill = f"prefill {num_read:,}" if num_read else ""
     parts = [
         f"{prefill} at {_format_rate(pace)}" if prefill and pace else prefill,
         f"read again: {read_again}" if read_again else "",
@@ -274,12 +277,26 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
         facts.warmth,
     ]
     separator = glyphs.separator
-    parts = [part for part in quiet + urgent if part]
+    urgent = [part for part in urgent if part]
+    parts = [part for part in quiet if part] + urgent
     title = _fitting(facts.title, width - cell_len(separator.join([*parts, ""])), glyphs)
     if title:
         parts.insert(1, title)
-    while len(parts) > 1 and cell_len(separator.join(parts)) > width:
+    while len(parts) > len(urgent) and cell_len(separator.join(parts)) > width:
         del parts[0]
+    return _shortened(parts, width, glyphs)
+
+
+def _shortened(parts: list[str], width: int, glyphs: Glyphs) -> str:
+    """Return the parts in one row: the longest loses its end, and then the first ones go."""
+    separator = glyphs.separator
+    excess = cell_len(separator.join(parts)) - width
+    if excess > 0 and parts:
+        longest = max(parts, key=cell_len)
+        if shorter := _fitting(longest, cell_len(longest) - excess, glyphs):
+            parts = [shorter if part is longest else part for part in parts]
+    while len(parts) > 1 and cell_len(separator.join(parts)) > width:
+        parts = parts[1:]
     return first_cells(separator.join(parts), width)
 
 

@@ -128,8 +128,11 @@ class View(Page, Protocol):
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows permanently above the prompt, and with them a new state below, if given."""
 
-    def put_back(self, text: str) -> None:
-        """Put refused text back into the prompt, with the cursor at its end."""
+    def put_back(self, text: str, gives_way: bool = False) -> None:
+        """Put refused text back into the prompt, with the cursor at its end.
+
+        A command that is typed there takes its place if it is one too, or if it `gives_way`.
+        """
 
     def show(self, state: LiveState) -> None:
         """Show another state below the finished rows soon."""
@@ -141,9 +144,12 @@ class View(Page, Protocol):
         """End `run` soon; `run` restores the terminal before it returns."""
 
 
-def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True) -> None:
-    """Show a sentence or a few lines permanently; with `gap`, an empty row follows."""
-    rows = page.painter.wrapped(text, page.render_context.width, role)
+def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True, hanging: int = 0) -> None:
+    """Show a sentence or a few lines permanently; with `gap`, an empty row follows.
+
+    What does not fit in a line's first row is indented by `hanging` cells.
+    """
+    rows = page.painter.wrapped(text, page.render_context.width, role, hanging)
     page.write([*rows, *([page.painter.text("")] if gap else [])])
 
 

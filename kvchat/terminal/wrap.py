@@ -1,10 +1,11 @@
 """Line breaking: greedy, at spaces and between ideographs, inside a word only if necessary.
 
 Greedy breaking does not look ahead, so only the last row of a growing text can change. Also cuts
-text to one row.
+text to one row, and several texts so that their rows differ.
 """
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 from rich.cells import cell_len, get_character_cell_size
@@ -66,6 +67,28 @@ def one_row(text: str, max_cells: int) -> str:
     if cell_len(line) <= max_cells:
         return line
     return first_cells(line, max_cells - 1).rstrip(" …") + "…"  # it may have been cut before
+
+
+def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
+    """Return each text in one row, as `one_row` does, so that rows of different texts differ.
+
+    Texts that would be cut to the same row lose the words that they begin with in common.
+    """
+    rows = [one_row(text, max_cells) for text in texts]
+    alike: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault(row, []).append(place)
+    for places in alike.values():
+        lines = [" ".join(sanitize(texts[place]).split()) for place in places]
+        columns = enumerate(zip(*lines, strict=False))
+        end = next((n for n, column in columns if len(set(column)) > 1), min(map(len, lines)))
+        start = lines[0].rfind(" ", 0, end) + 1 or end
+        if len(set(lines)) == 1 or not start:
+            continue
+        rests = rows_apart([line[start:] for line in lines], max_cells - 1)
+        for place, rest in zip(places, rests, strict=True):
+            rows[place] = f"…{rest.removeprefix('…')}"
+    return rows
 
 
 def wrapped_rows(text: str, width: int) -> list[str]:

@@ -190,10 +190,10 @@ async def _connect(config: ServerConfig, stack: AsyncExitStack) -> "ClientSessio
         from mcp.client.streamable_http import streamable_http_client
 
         timeout = httpx2.Timeout(_START_S, read=_CALL_S)
-        # A redirect would take the headers, and the keys in them, to another address.
-        follows = not config.headers
+        # A redirect would take the headers, and the keys in them, to another server. The package
+        # follows those within the server by itself.
         client = httpx2.AsyncClient(
-            headers=dict(config.headers), timeout=timeout, follow_redirects=follows
+            headers=dict(config.headers), timeout=timeout, follow_redirects=False
         )
         await stack.enter_async_context(client)
         streams = await stack.enter_async_context(

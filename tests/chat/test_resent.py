@@ -16,6 +16,7 @@ from kvchat.chat.resent import ResentChats
 from kvchat.chat.resent_chat import Message, SeenChats, resent_chat
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
+from kvchat.server.conversations import RequestChat
 from support.tiny_host import answer_options, finish
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
@@ -182,3 +183,32 @@ def test_a_changed_earlier_message_is_found() -> None:
 
     assert found is not None
     assert (found.place, found.character, found.now) == (1, 1, "!")
+
+
+def test_messages_that_the_client_did_not_send_are_not_counted() -> None:
+    """A chat that begins with an answer gets an empty message before it, and all places were one
+    too high.
+    """
+    seen = SeenChats()
+    seen.note(None, (U(""), A("a"), U("b"), A("c"), U("d")))
+
+    found = seen.note(None, (U(""), A("a"), U("b!"), A("c"), U("d")))
+
+    assert found is not None
+    assert found.place == 2
+    assert found.counted_without(1).place == 1
+    system = seen.note("s", (U(""), A("a"), U("b!"), A("c"), U("d")))
+    assert system is not None
+    assert system.counted_without(1).place == "system"
+
+
+def test_the_message_before_a_chat_that_begins_with_an_answer_is_not_the_client_s() -> None:
+    request = RequestChat()
+    request.instruct("Be brief.")
+    request.answer("Hello!")
+    request.ask("a")
+    assert request.chat().num_added == 1
+
+    request = RequestChat()
+    request.ask("a")
+    assert request.chat().num_added == 0

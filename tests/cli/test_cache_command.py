@@ -193,11 +193,13 @@ def test_a_chat_whose_cache_cannot_be_used_says_so_once(shell: Shell, tiny: str)
     assert (quiet.returncode, quiet.stderr) == (0, b"")
 
 
-def test_a_disk_without_a_free_byte_is_told_of(shell: Shell, tiny: str) -> None:
-    """Ten percent of nothing is nothing, and that was taken for the user's wish to keep nothing."""
+def test_a_place_where_nothing_can_be_written_is_told_of(shell: Shell, tiny: str) -> None:
+    """Ten percent of nothing is nothing, and that was taken for the user's wish to keep nothing;
+    then it was called a lack of free space.
+    """
     done = shell.run("-m", tiny, *GREEDY, "--cache-dir", "/proc/kv", "-p", "Hello")
 
-    told = b"kvchat: the disk cache failed: There is no free space for KV in /proc/kv."
+    told = b"kvchat: the disk cache failed: Cannot use the directory /proc/kv: "
     assert done.returncode == 0
     assert done.stderr.count(told) == 1
     off = ("--cache-dir", "/proc/kv", "--disk-cache", "0")

@@ -347,3 +347,13 @@ def test_statistics_of_a_single_prompt(shell: Shell, tiny: str) -> None:
 
     assert b"first token" in shell.run(*asked).stderr
     assert shell.run(*asked, "-q").stderr == b""
+
+
+def test_what_commands_say_into_a_file_is_not_broken(shell: Shell) -> None:
+    """Lines for a pipe were broken at 80 columns, as if it were a screen."""
+    asked = b"/set\n/help retry\n/help\n"
+    done = shell.run("--input-format", "lines", "--incognito", stdin=asked)
+    wide = b"A line that begins with a space, // or a path like /usr/bin is a message."
+
+    assert done.returncode == 0, done.stderr
+    assert any(line.endswith(wide) and len(line) > 100 for line in done.stderr.splitlines())

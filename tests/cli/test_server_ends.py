@@ -61,6 +61,25 @@ def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
         chat.close()
 
 
+def test_a_chat_joins_the_server_that_has_come_instead(
+    home: Shell, endless: str, server: ServerProcess
+) -> None:
+    """The second server used the first one's engine, and when that ended its own, for ever."""
+    chat = chat_of(home, endless, "--max-tokens", "8")
+    try:
+        chat.enter("one two three").wait_for("first token")
+        with served(home, "-m", endless) as successor:
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait()
+            chat.wait_for(HAS_ENDED)
+            chat.enter("four five").wait_for(lambda text: text.count("first token") == 2)
+
+            assert successor.num_generated() == 8
+            assert chat.enter("/exit").finish() == 0
+    finally:
+        chat.close()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
 def test_half_an_answer_is_kept_and_can_be_continued(
     home: Shell, endless: str, server: ServerProcess, how: signal.Signals

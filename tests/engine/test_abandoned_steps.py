@@ -50,6 +50,16 @@ def test_a_step_is_large_only_where_no_answer_waits_for_it() -> None:
     engine.assert_complete(second)
 
 
+def test_a_step_is_smaller_where_the_context_is_long() -> None:
+    """Attention in one layer of a large step took a second, and Esc waited for its end."""
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=48, max_pairs=900)
+    number = engine.submit(greedy(*long_prompt(110), max_tokens=1))
+    engine.run()
+
+    assert [dict(step)[number] for step in engine.steps] == [48, 16, 8, 8, 8, 8, 8, 6]
+    engine.assert_complete(number)
+
+
 def test_a_read_ahead_is_read_in_short_steps() -> None:
     engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=48)
     engine.engine.read_ahead(long_prompt(40))
@@ -162,8 +172,8 @@ def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_layer_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
-    """Layers that run fused in large steps too asked nothing, and Esc took a second longer."""
+def test_every_product_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
+    """Asked once a layer, 256 rows of a 0.4 B model took Esc 0.3 s on a slow processor."""
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
     config = ModelConfig(dtype=dtype)
@@ -179,11 +189,8 @@ def test_every_layer_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
     greedy_answer(engine, words(40, seed=1), 1)
     engine.close()
 
-    assert num_asked >= source_layers(source.directory)
-
-
-def source_layers(directory: Path) -> int:
-    return int(json.loads((directory / "config.json").read_text())["num_hidden_layers"])
+    num_layers = json.loads((source.directory / "config.json").read_text())["num_hidden_layers"]
+    assert num_asked >= 7 * num_layers
 
 
 def test_a_stopped_answer_ends_before_anything_else_is_computed() -> None:

@@ -1,6 +1,7 @@
 """Answer: what the engine tells between two looks of the event loop is not lost."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from kvchat.chat.resent import Asked
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
-from kvchat.server.answering import Answer, Wakeups
+from kvchat.server.answering import Answer, Answering, Encoder, Wakeups
 from kvchat.server.metrics import Metrics
 from support.tokenizer_zoo import byte_level, text_files
 
@@ -170,3 +171,50 @@ def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read
     assert silences[:2] == [[], []]
     assert isinstance(ended[-1], AnswerEnded)
+
+
+def test_the_server_ends_while_a_request_is_encoded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waited for the encoder without a limit, and so did Python at its end."""
+    monkeypatch.setattr("kvchat.server.answering.CLOSE_S", 0.0)
+    begun, may_end, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Chats:
+        def count(self, chat: Any, think: Any) -> int:
+            begun.set()
+            may_end.wait(20.0)
+            return 7
+
+        def close(self) -> None:
+            closed.set()
+
+    async def run() -> int:
+        answering = Answering(Chats(), Metrics())  # type: ignore[arg-type]
+        counting = asyncio.create_task(answering.count(None, None))  # type: ignore[arg-type]
+        await asyncio.to_thread(begun.wait, 20.0)
+        answering.close()
+        assert not closed.is_set()
+        may_end.set()
+        return await counting
+
+    assert asyncio.run(run()) == 7
+    assert closed.wait(20.0), "the chats are closed after the last work, however late"
+    assert "still encoded" in caplog.text
+
+
+def test_the_encoder_does_all_work_before_it_ends() -> None:
+    encoder, done = Encoder(), []
+
+    def fail() -> None:
+        raise ValueError("no such thing")
+
+    failed = encoder.submit(fail)
+    dropped = encoder.submit(lambda: done.append("dropped"))
+    dropped.cancel()
+    for number in range(3):
+        encoder.submit(lambda number=number: done.append(number))
+
+    assert encoder.close(20.0)
+    assert done in ([0, 1, 2], ["dropped", 0, 1, 2])
+    assert isinstance(failed.exception(), ValueError)

@@ -5,6 +5,7 @@ A refusal is 4xx in the interface's own form; what is accepted is answered.
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.chat_model import ChatModel
+from kvchat.server.fields import Body, read_body
 from kvchat.server.guard import App
 from server.conftest import Serve
 from support.asgi_client import Got, call, post
@@ -51,6 +53,7 @@ TEXT = {
     "prompt": [1, 2],
     "echo": True,
     "logprobs": 2,
+    "prompt_logprobs": 2,
     "max_tokens": 5,
     "n": 2,
     "stop": "x",
@@ -239,14 +242,14 @@ def test_a_header_that_names_no_host_is_refused(serve: Serve, headers: dict[str,
 def test_a_conversation_is_encoded_no_further_than_the_context_reaches(serve: Serve) -> None:
     """10,000 short messages kept the requests of all clients waiting for a minute."""
     roles = ("user", "assistant")
-    messages = [{"role": roles[n % 2], "content": f"message {n}"} for n in range(999)]
+    messages = [{"role": roles[n % 2], "content": f"message {n}"} for n in range(255)]
     given = {"model": "scripted", "messages": messages}
 
     got = post(serve(max_context=256), "/v1/chat/completions", given)
 
     assert got.status == 400
     assert got.json["error"]["code"] == "context_length_exceeded"
-    assert "of 999 messages" in got.json["error"]["message"]
+    assert "of 255 messages" in got.json["error"]["message"]
 
 
 def test_tokens_are_counted_beyond_the_context_but_not_without_end(serve: Serve) -> None:
@@ -261,6 +264,55 @@ def test_tokens_are_counted_beyond_the_context_but_not_without_end(serve: Serve)
     assert count(3).json["input_tokens"] > 100
     assert count(9).status == 400
     assert "messages have" in count(9).json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "most"),
+    [
+        ("/v1/chat/completions", "messages", 100),
+        ("/v1/messages", "messages", 100),
+        ("/v1/messages/count_tokens", "messages", 200),
+        ("/v1/responses", "input", 100),
+        ("/v1/responses/compact", "input", 100),
+    ],
+)
+def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
+    serve: Serve, path: str, name: str, most: int
+) -> None:
+    """200,001 messages were read one by one for 4.5 to 9 s, in which no stream went on."""
+    app = serve(max_context=100)
+    body = {"model": "scripted", "max_tokens": 3}
+
+    many = post(app, path, body | {name: [None] * (most + 1)})
+    looked_at = post(app, path, body | {name: [None] * most})
+
+    assert many.status == 400
+    assert f"There are {most + 1} messages" in many.json["error"]["message"]
+    assert looked_at.status == 400
+    assert looked_at.json["error"]["message"] == f"{name}[0] must be an object."
+
+
+def test_a_large_body_is_read_while_the_event_loop_goes_on() -> None:
+    """The reader waits for the loop: read by the loop's own thread, it would wait in vain."""
+    went_on = threading.Event()
+
+    def read(body: Body) -> bool:
+        return went_on.wait(20.0)
+
+    async def both(num_others: int, *padding: str) -> bool:
+        body = read_body(json.dumps({"model": "scripted", "padding": padding}).encode())
+        reading = asyncio.create_task(body.read(read, num_others))
+        asyncio.get_running_loop().call_later(0.0, went_on.set)
+        return await reading
+
+    assert asyncio.run(both(0, "x" * 200_000))
+    went_on.clear()
+    assert asyncio.run(both(200_000))
+    went_on.clear()
+    body = read_body(b"{}")
+    assert asyncio.run(body.read(lambda body: threading.current_thread())) is (
+        threading.current_thread()
+    ), "a small one costs no thread"
 
 
 def test_neighbouring_messages_are_joined(serve: Serve) -> None:

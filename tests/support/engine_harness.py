@@ -141,6 +141,7 @@ class EngineHarness(SteppedEngine):
         max_step_tokens: int = 16,
         max_running: int = 8,
         max_prefill_tokens: int = 0,
+        max_pairs: int = 0,
         fails: Callable[[], None] = lambda: None,
         persist: Callable[[CacheManager], KvConnector] | None = None,
         speculation: Speculation | None = None,
@@ -163,6 +164,7 @@ class EngineHarness(SteppedEngine):
             speculation=speculation,
             offload=new_offload(cache, num_host_blocks, connector) if num_host_blocks else None,
             max_prefill_tokens=max_prefill_tokens,
+            max_pairs=max_pairs,
         )
         super().__init__(engine, max(max_prefill_tokens, max_step_tokens), max_running)
 

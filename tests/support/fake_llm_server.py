@@ -41,7 +41,8 @@ Author = Callable[[str, Any], object]
 class FakeServer:
     """What runs, and what it was asked. `gets` are the answers to GET requests, by path.
 
-    `is_abandoned` is set when a client goes before its answer is complete.
+    `is_abandoned` is set when a client goes before its answer is complete. While `is_awake` is not
+    set, requests are taken and not answered.
     """
 
     gets: dict[str, object]
@@ -49,6 +50,7 @@ class FakeServer:
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     is_abandoned: threading.Event = field(default_factory=threading.Event)
+    is_awake: threading.Event = field(default_factory=threading.Event)
     stop: Callable[[], None] = lambda: None
 
     @property
@@ -64,6 +66,7 @@ def fake_server(
     server = FakeServer(
         gets if gets is not None else {"/v1/models": models("m", "someone")}, author
     )
+    server.is_awake.set()
     http = ThreadingHTTPServer(("127.0.0.1", port), _handler(server))
     http.daemon_threads = True
     server.url = f"http://127.0.0.1:{http.server_address[1]}"
@@ -71,6 +74,7 @@ def fake_server(
     thread.start()
 
     def stop() -> None:
+        server.is_awake.set()
         http.shutdown()
         http.server_close()
         thread.join()
@@ -130,12 +134,14 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             server.asked.append(Asked(self.path, dict(self.headers), None))
+            server.is_awake.wait()
             found = server.gets.get(self.path, Refusal(404, {"error": "no such path"}))
             self._send(found, is_stream=isinstance(found, Iterator))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.asked.append(Asked(self.path, dict(self.headers), body))
+            server.is_awake.wait()
             found = server.author(self.path, body)
             self._send(found, is_stream=isinstance(found, list | Iterator))
 

@@ -97,7 +97,7 @@ def complete_without_cache(spec: RequestSpec, number: int, max_context: int) -> 
     ids = list(spec.prompt_ids)
     watcher = spec.new_stop_watcher() if spec.new_stop_watcher is not None else None
     constraint = spec.new_constraint() if spec.new_constraint is not None else None
-    while len(ids) < max_context:
+    while len(ids) < max_context and spec.max_tokens != 0:
         row = SamplingRow(
             spec.sampling,
             sample_seed(spec.sampling.seed, number),

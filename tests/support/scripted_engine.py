@@ -24,6 +24,7 @@ from kvchat.core.events import (
     LoadProgress,
     ModelReady,
     PrefillProgress,
+    PromptScored,
     RequestEvent,
     SampleFinished,
     TokensGenerated,
@@ -285,11 +286,12 @@ class ScriptedEngine:
             count = min(sample.script.prefill_per_step, prompt - sample.num_read)
             sample.num_read += count
             self._num_tokens += count
-            return [
-                PrefillProgress(
-                    sample.request_id, CachedTokens(device=sample.cached), sample.num_read, prompt
-                )
-            ]
+            cached = CachedTokens(device=sample.cached)
+            read = PrefillProgress(sample.request_id, cached, sample.num_read, prompt)
+            if sample.num_read < prompt or not sample.spec.scores_prompt or sample.sample:
+                return [read]
+            scored = tuple(TokenLogprobs(token, 0.0) for token in sample.spec.prompt_ids[1:])
+            return [read, PromptScored(sample.request_id, scored)]
         return self._say(sample)
 
     def _say(self, sample: _Sample) -> list[RequestEvent]:

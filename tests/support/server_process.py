@@ -34,6 +34,12 @@ class ServerProcess:
         assert lines[-1] == b"[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
+    def num_generated(self) -> int:
+        """Return how many tokens of answers the server has generated."""
+        with self._open("/metrics", None) as got:
+            lines = dict(line.rsplit(maxsplit=1) for line in got.read().decode().splitlines())
+        return int(lines["kvchat_generated_tokens_total"])
+
     def _open(self, path: str, body: object) -> Any:
         data = json.dumps(body).encode() if body is not None else None
         return urllib.request.urlopen(self.url + path, data, _PATIENCE_S)

@@ -85,8 +85,10 @@ def test_unknown_commands_are_never_messages_and_name_the_closest(
     assert f"Did you mean /{suggestion}?" in str(parsed)
 
 
-def test_a_name_like_no_other_is_pointed_to_the_list() -> None:
-    parsed = _REGISTRY.parse("/xyzzy")
+@pytest.mark.parametrize("line", ["/xyzzy", "/nonsense", "/banana"])
+def test_a_name_like_no_other_is_pointed_to_the_list(line: str) -> None:
+    """/nonsense was answered with /tokens."""
+    parsed = _REGISTRY.parse(line)
 
     assert isinstance(parsed, Unknown)
     assert "/help lists them" in str(parsed)

@@ -5,6 +5,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.store import SessionStore
-from kvchat.core.errors import StoreError
+from kvchat.core.errors import ContextTooLong, StoreError
 from kvchat.terminal import repl
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
@@ -168,7 +170,9 @@ def test_the_farewell_promises_only_what_is_saved(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Leaving on a full disk said "This conversation is kept" before it was found not to be."""
+    """Leaving on a full disk said "This conversation is kept" before it was found not to be, and
+    the exit code was that of a chat that is saved.
+    """
     finish(controller.ask("on disk"))
     if is_full:
         with full_disk():
@@ -178,6 +182,53 @@ def test_the_farewell_promises_only_what_is_saved(
         code = leave_at_once(controller, monkeypatch)
 
     last_words = capfd.readouterr().err
-    assert code == 0
+    assert code == (6 if is_full else 0)
     assert ("This conversation is kept" in last_words) is not is_full
     assert ("cannot be saved (No space left on device)." in last_words) is is_full
+
+
+def test_a_refused_first_message_leaves_no_file(
+    controller: ChatController, store: SessionStore
+) -> None:
+    """A file without a message stayed behind."""
+    controller.host.model = replace(controller.host.model, max_context=1024)
+    with pytest.raises(ContextTooLong):
+        controller.ask("x" * 70_000)
+
+    assert controller.session is None
+    assert list(store.directory.iterdir()) == []
+
+
+def test_a_first_message_that_the_engine_refuses_leaves_no_file(
+    controller: ChatController, store: SessionStore
+) -> None:
+    *_, failed = controller.ask("x" * 33_000)
+    assert isinstance(failed, AnswerFailed)
+    controller.drop_refused()
+
+    assert controller.session is None
+    assert list(store.directory.iterdir()) == []
+
+
+def test_only_a_conversation_without_answers_is_dropped(
+    controller: ChatController, store: SessionStore
+) -> None:
+    finish(controller.ask("Hello"))
+    controller.undo()
+    list(controller.ask("x" * 33_000))
+    controller.drop_refused()
+
+    assert len(store.ids()) == 1
+    assert controller.session is not None
+
+
+def test_another_program_s_file_at_the_same_place_stays(
+    controller: ChatController, store: SessionStore
+) -> None:
+    list(controller.ask("x" * 33_000))
+    path = store.directory / f"{controller.require_session().session_id}.jsonl"
+    path.unlink()
+    path.write_text("not ours")
+    controller.drop_refused()
+
+    assert path.read_text() == "not ours"

@@ -1,6 +1,7 @@
 """Moving about in a conversation's tree: by redo, under another prompt, and by number."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import ROOT
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
-from kvchat.core.errors import SessionNotFound, UsageError
+from kvchat.core.errors import ContextTooLong, SessionNotFound, UsageError
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
@@ -185,3 +187,29 @@ def test_a_session_that_cannot_be_read_can_be_deleted(
     assert f"Delete “{damaged}” for good?" in said
     assert f"Deleted: {damaged}" in said
     assert store.ids() == [controller.require_session().session_id]
+
+
+@pytest.mark.parametrize("size", [70_000, 33_000], ids=["chat", "engine"])
+def test_an_edit_that_is_refused_leaves_the_conversation_where_it_was(
+    controller: ChatController, size: int
+) -> None:
+    """/edit 1 with too long a text moved back before message 1, and the next line replaced it."""
+    ask(controller, "one", "two")
+    before = path_texts(controller)
+    lines = ScriptCommands(
+        controller,
+        ScriptPage(lambda text: None, Painter(Look(has_colour=False, is_plain=True)), 200),
+        build_registry(),
+        StatsLevel.OFF,
+    )
+    line = lines.registry.parse(f"/edit 1 {'x' * size}")
+    assert isinstance(line, Invocation)
+    request = lines.carry_out(line)
+    assert request is not None
+    with suppress(ContextTooLong):
+        list(request.ask())
+
+    assert path_texts(controller) == before
+    assert controller.editing == ""
+    ask(controller, "three")
+    assert path_texts(controller)[4] == "three"

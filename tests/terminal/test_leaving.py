@@ -128,6 +128,21 @@ def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
     _check_restored(chat, before)
 
 
+def test_what_was_typed_is_shown_where_no_model_comes_to_answer_it(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It was lost, also where a server had ended and the chat tried to go on without it."""
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--fail", "--loading", str(loaded), is_saved=False)
+    chat.enter("a whole message").wait_for("a whole message")
+    chat.type("half a li").wait_for("half a li")
+    loaded.touch()
+
+    assert chat.finish() == 3
+    _, _, unsent = chat.text.partition("Not sent:\n")
+    assert [line.strip() for line in unsent.splitlines()[:2]] == ["a whole message", "half a li"]
+
+
 def test_leaving_while_the_model_loads_does_not_wait_for_it(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
@@ -160,3 +175,30 @@ def test_what_was_typed_is_remembered_privately_across_starts(
     again = start_chat("--history", str(path))
     again.type("\x12").type("needle").wait_for("a needle in it").type("\r").type("\r")
     again.wait_for("You said 'a needle in it' (0).")
+
+
+def test_messages_that_were_waiting_are_told_of_and_kept(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """What was queued while the model loaded was gone at /exit, without a word."""
+    history, never = tmp_path / "history", tmp_path / "never"
+    chat = start_chat("--history", str(history), "--loading", str(never))
+    chat.wait_for("reading weights")
+    chat.enter("a question").wait_for("1 queued").enter("and another").wait_for("2 queued")
+    chat.enter("/exit")
+
+    assert chat.finish() == 0
+    assert "2 messages were not sent. In the next chat, Up brings them back." in chat.text
+
+    again = start_chat("--history", str(history))
+    again.type("\x1b[A\x1b[A").wait_for_shown("❯ and another")
+    again.type("\x1b[A").wait_for_shown("❯ a question")
+
+
+def test_a_message_that_waits_behind_an_answer_is_told_of(start_chat: StartChat) -> None:
+    chat = start_chat(is_saved=False)
+    chat.enter("slow 3000").wait_for("line-0004")
+    chat.enter("next").wait_for("queued").enter("/exit")
+
+    assert chat.finish() == 0
+    assert chat.text.rstrip().endswith("kvchat: 1 message was not sent.")

@@ -142,3 +142,15 @@ def test_on_a_small_screen_the_cost_stays(start_chat: StartChat, tmp_path: Path)
     chat = start_chat(columns=40, rows=12)
     chat.enter("/resume").wait_for_shown("cold, about 0.1 s")
     chat.wait_for_shown("Ctrl-R renames · Ctrl-X deletes · Ctrl…")
+
+
+def test_on_a_small_screen_no_two_rows_look_alike() -> None:
+    """At 40 columns the figures took so much that all questions were "What is the…"."""
+    detail = "cold, about 14 s · 3 min ago · 12 turns"
+    countries = ("France", "Spain", "Italy")
+    choices = [Choice(f"What is the capital of {name}?", detail) for name in countries]
+
+    rows = _drawn(Picker("Go on with", choices, 0, _Actions()), 9, 40)[1:4]
+
+    assert all(name in row for name, row in zip(countries, rows, strict=True))
+    assert all("cold, about 14 s" in row for row in rows)

@@ -316,3 +316,13 @@ def test_the_summary_of_a_message_leaves_out_its_files(
     text: str, names: list[str], words: str
 ) -> None:
     assert split_attached(text) == (names, words)
+
+
+def test_what_a_field_has_no_room_for_stands_below_its_value() -> None:
+    """At 40 columns the second row of a figure in /stats began where the names do."""
+    painter, line = Painter(Look()), "cache:  2 of 79,148 blocks hold KV for reuse"
+    hung = ["cache:  2 of 79,148 blocks hold KV", "        for reuse"]
+
+    assert [row.plain for row in painter.wrapped(line, 36, hanging=8)] == hung
+    assert [row.plain for row in painter.wrapped(line, 20, hanging=8)][1].startswith("blocks")
+    assert [row.plain for row in painter.wrapped("a\n\n b", 36, hanging=8)] == ["a", "", " b"]

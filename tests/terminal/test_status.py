@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from kvchat.chat.events import ReadingPrompt
-from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, Usage
+from kvchat.chat.events import AnswerEnded, ReadingPrompt
+from kvchat.core.types import CachedTokens, DraftUse, FinishReason, MissReason, Timing, Usage
 from kvchat.terminal.status import (
     PrefillMeter,
     ToolbarFacts,
@@ -27,20 +27,29 @@ _USAGE = Usage(3904, CachedTokens(3200, 0, 612), 212, DraftUse(100, 74, 20, 2.34
 _TIMING = Timing(ttft_s=0.084, prefill_s=0.05, decode_s=211 / 61)
 
 
+def _ended(
+    usage: Usage,
+    timing: Timing,
+    reason: FinishReason = FinishReason.STOP,
+    miss_reason: MissReason | None = None,
+) -> AnswerEnded:
+    return AnswerEnded(0, 2, "", "", reason, usage, timing, miss_reason)
+
+
 def _line(
     usage: Usage,
     timing: Timing = _TIMING,
     reason: FinishReason = FinishReason.STOP,
     width: int | None = None,
 ) -> str:
-    return stats_line(usage, timing, reason, 32768, _GLYPHS, width)
+    return stats_line(_ended(usage, timing, reason), 32768, _GLYPHS, width)
 
 
 def test_the_line_after_an_answer_tells_what_matters_and_the_rest_is_a_detail() -> None:
     assert _line(_USAGE) == (
         "cached 3,812/3,904 (612 disk) · first token 84 ms · 212 tokens, 61/s · context 4.1k/32k"
     )
-    assert detail_line(_USAGE, _TIMING, _GLYPHS, "evicted") == (
+    assert detail_line(_ended(_USAGE, _TIMING), _GLYPHS, "evicted") == (
         "prefill 92 at 1840/s · read again: evicted · draft 74% accepted, 4.7 a step, 2.3x plain"
     )
 
@@ -68,9 +77,20 @@ def test_the_line_is_never_wider_than_the_screen(width: int, reason: FinishReaso
     assert cell_len(_line(_USAGE, _TIMING, reason, width)) <= width
 
 
+def test_what_a_server_does_not_tell_is_not_in_the_line() -> None:
+    """It was "cached 0/31" and "context 43/1024k" of a server that told neither."""
+    ended = _ended(
+        Usage(31, completion_tokens=12), Timing(0.2, 0.2), miss_reason=MissReason.NOT_TOLD
+    )
+
+    assert stats_line(ended, None, _GLYPHS) == "first token 200 ms · 12 tokens"
+    assert stats_line(ended, 8192, _GLYPHS) == "first token 200 ms · 12 tokens · context 43/8k"
+    assert detail_line(ended, _GLYPHS) == ""
+
+
 def test_what_loading_took_is_told_where_it_belongs_to_the_answer() -> None:
     usage, timing = Usage(prompt_tokens=40, completion_tokens=1), Timing(ttft_s=1.5)
-    line = stats_line(usage, timing, FinishReason.STOP, None, _GLYPHS, load_s=2.04)
+    line = stats_line(_ended(usage, timing), None, _GLYPHS, load_s=2.04)
 
     assert line == "loaded in 2.0 s · cached 0/40 · first token 1.5 s · 1 token"
 
@@ -79,7 +99,7 @@ def test_drafts_that_do_not_pay_say_why_there_are_none() -> None:
     drafts = DraftUse(why_plain="too dear for guesses 12% likely")
     usage = Usage(prompt_tokens=40, completion_tokens=1, drafts=drafts)
 
-    details = detail_line(usage, Timing(), _GLYPHS)
+    details = detail_line(_ended(usage, Timing()), _GLYPHS)
     assert details == "prefill 40 · draft off: too dear for guesses 12% likely"
 
 
@@ -90,7 +110,7 @@ def test_a_wholly_cached_prompt_on_the_device_needs_no_places_and_no_details() -
     assert _line(usage, timing) == (
         "cached 64/64 · first token 10 ms · 2 tokens, 2.0/s · context 66/32k"
     )
-    assert detail_line(usage, timing, _GLYPHS) == ""
+    assert detail_line(_ended(usage, timing), _GLYPHS) == ""
 
 
 @pytest.mark.parametrize(
@@ -207,3 +227,12 @@ def test_a_nearly_full_context_names_the_ways_out(width: int, words: str) -> Non
     assert words in toolbar(facts, width, _GLYPHS)
     fewer = ToolbarFacts("demo", "A title", context_tokens=3276, context_limit=4096)
     assert "full" not in toolbar(fewer, width, _GLYPHS)
+
+
+def test_a_stage_too_long_for_the_toolbar_is_cut_and_stays() -> None:
+    """At 40 columns a long stage of loading went, and "1 queued" was all that was said."""
+    facts = ToolbarFacts("demo", loading="compiling kernels for this processor", num_queued=1)
+
+    assert toolbar(facts, 40, _GLYPHS) == "compiling kernels for this p… · 1 queued"
+    assert toolbar(facts, 20, _GLYPHS) == "compilin… · 1 queued"
+    assert toolbar(facts, 12, _GLYPHS) == "1 queued"

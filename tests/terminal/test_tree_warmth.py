@@ -1,6 +1,7 @@
 """`/tree` tells of every turn where its KV is and how long continuing from there takes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvchat.chat.conversation import Conversation, Role, Turn
@@ -26,6 +27,11 @@ def test_every_turn_is_marked(start_chat: StartChat, tmp_path: Path) -> None:
     )
 
 
+def _turn(turn_id: int, parent_id: int, role: Role) -> Turn:
+    finish = FinishReason.STOP if role is Role.ASSISTANT else None
+    return Turn(turn_id, parent_id, role, "words " * 30, (1,), "", 0.0, finish=finish)
+
+
 def test_rows_of_the_tree_keep_to_a_narrow_screen() -> None:
     conversation = Conversation("", 0.0)
     for number in range(1, 5):
@@ -44,6 +50,20 @@ def test_rows_of_the_tree_keep_to_a_narrow_screen() -> None:
     assert all("disk 0.1 s" in row.plain for row in rows)
 
 
-def _turn(turn_id: int, parent_id: int, role: Role) -> Turn:
-    finish = FinishReason.STOP if role is Role.ASSISTANT else None
-    return Turn(turn_id, parent_id, role, "words " * 30, (1,), "", 0.0, finish=finish)
+def test_a_branch_under_another_system_prompt_keeps_its_own_price() -> None:
+    """After /system the old branch, whose KV is there, was "cold": the price of its copy."""
+    conversation = Conversation("", 0.0)
+    conversation.add(_turn(1, 0, Role.USER))
+    conversation.add(_turn(2, 1, Role.ASSISTANT))
+    conversation.add(replace(_turn(3, 0, Role.USER), system="Be brief.", copy_of=1))
+    conversation.add(replace(_turn(4, 3, Role.ASSISTANT), copy_of=2))
+    marks = {1: "device 0.1 s", 2: "device 0.2 s", 3: "cold 1.0 s", 4: "cold 2.0 s"}
+
+    rows = tree_rows(conversation, RenderContext(Painter(Look(has_colour=False)), 60), marks)
+
+    assert [row.plain.partition(" · ")[2] for row in rows] == [
+        "device 0.1 s",
+        "device 0.2 s",
+        "cold 2.0 s ●",
+    ]
+    assert rows[2].plain.startswith("system: Be brief.")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kvchat.chat.conversation import Role
 from kvchat.chat.store import SessionStore
 from support.pty_screen import PtyScreen
 
@@ -234,3 +235,21 @@ def test_an_answer_that_was_cut_off_goes_on_in_its_own_turn(
 def _conversation(tmp_path: Path):  # type: ignore[no-untyped-def]
     store = SessionStore(tmp_path / "sessions")
     return store.read(store.latest()).conversation
+
+
+def test_an_edit_that_cannot_be_sent_goes_back_into_the_prompt(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """The tip stayed before the message, and whatever was sent next replaced it."""
+    binary = tmp_path / "b"
+    binary.write_bytes(b"\0\1")
+    chat = start_chat(columns=200)
+    chat.enter("one").wait_for("tokens, ")
+    chat.enter("two").wait_for(lambda text: text.count("tokens, ") == 2)
+    chat.enter(f"/edit 1 see @{binary}").wait_for("is not a text file")
+    chat.wait_for_shown(f"❯ see @{binary}").wait_for_shown("editing 1")
+    chat.type("\x1b").type("\x1b").wait_for(lambda _: "editing" not in chat.shown)
+    chat.enter("three").wait_for(lambda text: text.count("tokens, ") == 3)
+
+    said = [turn.text for turn in _conversation(tmp_path).path() if turn.role is Role.USER]
+    assert said == ["one", "two", "three"]

@@ -6,7 +6,7 @@ import random
 import pytest
 from rich.cells import cell_len
 
-from kvchat.terminal.wrap import break_offsets, one_row
+from kvchat.terminal.wrap import break_offsets, one_row, rows_apart
 
 
 def _rows(line: str, width: int) -> list[str]:
@@ -66,3 +66,22 @@ def test_what_should_stay_together_and_cannot_breaks_between_its_words(width: in
 def test_a_title_that_was_cut_before_gets_one_ellipsis() -> None:
     """Rows of the picker ended in "……"."""
     assert one_row("a title that was cut… · the first message", 22) == "a title that was cut…"
+
+
+def test_rows_of_different_texts_differ() -> None:
+    """In a picker of 40 columns four questions were "What is the c…"."""
+    texts = ["What is the capital of France?", "What is the capital of Spain?", "hello"]
+
+    assert rows_apart(texts, 17) == ["…France?", "…Spain?", "hello"]
+    assert rows_apart(texts, 40) == texts
+    assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["…a", "…b"]
+    assert rows_apart(["the same text twice"] * 2, 10) == ["the same…"] * 2
+
+
+def test_rows_apart_keep_to_their_cells() -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        texts = ["".join(rng.choices("ab 日", k=rng.randint(0, 30))) for _ in range(5)]
+        rows = rows_apart(texts, 9)
+
+        assert all(cell_len(row) <= 9 for row in rows)

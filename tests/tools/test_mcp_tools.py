@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,85 @@ def test_a_server_over_http_is_used(program: Path, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+class _Site(ThreadingHTTPServer):
+    """A server that speaks the protocol by hand, and may send its clients elsewhere first."""
+
+    def __init__(self, moved: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.moved = moved  # where it sends requests for /mcp, if anywhere
+        self.keys: list[str | None] = []  # of the requests that it answered
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        thread = threading.Thread(target=self.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.shutdown()
+            self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Site
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.moved and self.path == "/mcp":
+            self._send(307, b"", Location=self.server.moved)
+            return
+        self.server.keys.append(self.headers["X-Key"])
+        if "id" not in asked:
+            self._send(202, b"")
+            return
+        version = asked.get("params", {}).get("protocolVersion", "2025-06-18")
+        info = {"serverInfo": {"name": "s", "version": "1"}, "capabilities": {"tools": {}}}
+        tools = [{"name": "add", "inputSchema": {"type": "object", "properties": {}}}]
+        result: dict[str, Any] = {"initialize": {"protocolVersion": version, **info}}.get(
+            asked["method"], {"tools": tools}
+        )
+        answer = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}).encode()
+        self._send(200, answer, **{"Content-Type": "application/json"})
+
+    def do_GET(self) -> None:
+        self._send(405, b"")
+
+    do_DELETE = do_GET
+
+    def _send(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_keys_follow_no_redirect_to_another_server(tmp_path: Path, is_elsewhere: bool) -> None:
+    """Python's HTTP client leaves out `Authorization` only, and the call goes along. Within the
+    server a redirect is followed, as many send /mcp to /mcp/.
+    """
+    other = _Site()
+    site = _Site(f"{other.url}/mcp" if is_elsewhere else "/mcp/")
+    with other.open(), site.open():
+        given = {"url": f"{site.url}/mcp", "headers": {"X-Key": "secret"}}
+        made, toolbox = connected(tmp_path, {"web": given})
+        made.close()
+
+    assert other.keys == []
+    if is_elsewhere:
+        assert toolbox.tools == []
+        assert "edirect" in toolbox.problems[0]
+    else:
+        assert [tool.name for tool in toolbox.tools] == ["web__add"]
+        assert set(site.keys) == {"secret"}
 
 
 def _wait_for_port(port: int) -> None:

@@ -11,10 +11,13 @@ from functools import reduce
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F16, F32, F32S, I16, I32S, LANES, Code, Value
+from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32S, LANES, Code, Value, has_feature
 
 _I16S = ir.VectorType(I16, LANES)
 _F16S = ir.VectorType(F16, LANES)
+_BYTES = ir.VectorType(I8, 2 * LANES)
+# The bytes of 8 floats whose upper halves are bytes 0 to 15; 128 stands for a byte of zeros.
+_UPPER_HALVES = [byte for at in range(0, 16, 2) for byte in (128, 128, at, at + 1)]
 
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -45,8 +48,23 @@ def stored_as(dtype: torch.dtype) -> Stored | None:
 
 def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
     """Load 8 stored floats as float32."""
+    if stored is Stored.BFLOAT and has_feature("avx2"):
+        return _load_bfloats(code, address, offset)
     kind = F32S if stored is Stored.FLOAT else _I16S
     return as_floats(code, code.load(address, offset, kind), stored)
+
+
+def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:
+    """Load 8 bfloat16, the upper halves of float32, with AVX2's shuffle of bytes.
+
+    It works in halves of 128 bits, so both get all that is loaded. Widening and shifting take four
+    times as long on processors that have AVX2 in halves.
+    """
+    loaded = code.load(address, offset, _BYTES)
+    both = code.picked(loaded, [*range(16), *range(16)])
+    order = Value(code, ir.Constant(both.type, _UPPER_HALVES))
+    bits = code.call("llvm.x86.avx2.pshuf.b", both.type, both, order)
+    return code.as_bits(bits, F32S)
 
 
 def load_transposed(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 
-from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import Stored, load_floats
 from kvchat_kernels.cpu.step import Header
 
@@ -89,6 +89,10 @@ def write_tiles(
         write_tile([row], [x_row])
 
 
+_Places = Sequence[Value]
+_Sums = Sequence[Sequence[Variable]]
+
+
 class _Product:
     def __init__(self, code: Code, stored: Stored, has_bias: bool) -> None:
         self._code = code
@@ -110,24 +114,36 @@ class _Product:
         code = self._code
         weights = [self._weights + row * self._row_bytes for row in rows]
         activations = [self._x + x_row * self._x_stride for x_row in x_rows]
-        zero = code.floats(0.0)
-        sums = [[code.variable(zero) for _ in activations] for _ in weights]
+        sums = [[code.variable(code.floats(0.0)) for _ in activations] for _ in weights]
         columns = 64 // self._stored.num_bytes
         with code.loop(0, self._num_in, columns) as column:
             for address in weights:
                 code.prefetch(address, column * self._stored.num_bytes + _AHEAD)
             for start in range(0, columns, LANES):
-                offset = column + start
-                xs = [code.load(x, offset * 4, zero.type) for x in activations]
-                for address, of_row in zip(weights, sums, strict=True):
-                    weight = load_floats(
-                        code, address, offset * self._stored.num_bytes, self._stored
-                    )
-                    for x, total in zip(xs, of_row, strict=True):
-                        total.set(total.get() + weight * x)
+                self._add_columns(weights, activations, sums, column + start)
         for row, of_row in zip(rows, sums, strict=True):
             for x_row, total in zip(x_rows, of_row, strict=True):
                 self._store(code.total(total.get()), row, x_row)
+
+    def _add_columns(self, weights: _Places, activations: _Places, sums: _Sums, at: Value) -> None:
+        """Add the products of 8 columns from `at` on.
+
+        Of weights and activations, the fewer are loaded first and stay in registers.
+        """
+        code, stored = self._code, self._stored
+        offset = at * stored.num_bytes
+        if len(weights) < len(activations):
+            rows = [load_floats(code, row, offset, stored) for row in weights]
+            for number, x_row in enumerate(activations):
+                x = code.load(x_row, at * 4, F32S)
+                for row, of_row in zip(rows, sums, strict=True):
+                    of_row[number].set(of_row[number].get() + row * x)
+        else:
+            xs = [code.load(x_row, at * 4, F32S) for x_row in activations]
+            for address, of_row in zip(weights, sums, strict=True):
+                row = load_floats(code, address, offset, stored)
+                for x, total in zip(xs, of_row, strict=True):
+                    total.set(total.get() + row * x)
 
     def _store(self, value: Value, row: Value, x_row: Value) -> None:
         code = self._code

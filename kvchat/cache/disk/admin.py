@@ -26,7 +26,7 @@ from kvchat.cache.disk.model_dirs import (
     strangers,
     tree_bytes,
 )
-from kvchat.cache.disk.quota import disk_budget
+from kvchat.cache.disk.quota import disk_budget, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
@@ -86,8 +86,10 @@ class StoreAdmin:
         known = KnownModels(self._state).read()
         paths = stored_model_dirs(self.directory)
         found = [_status_of(read_model_dir(path), known) for path in paths]
+        limit = self._limit_bytes
+        why_nothing = why_nothing_fits(self._size, self.directory) if not limit else ""
         return StoreStatus(
-            self.directory, self._limit_bytes, tuple(found), tuple(strangers(self.directory))
+            self.directory, limit, tuple(found), tuple(strangers(self.directory)), why_nothing
         )
 
     def num_bytes(self) -> int:

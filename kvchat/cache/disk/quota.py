@@ -64,6 +64,9 @@ def why_nothing_fits(size: Size | None, directory: Path) -> str:
     """Return a sentence on why `directory` has no room for KV; "" if the user allows none."""
     if size is not None and not (size.num_bytes or size.share):
         return ""
+    existing = nearest_existing(directory)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"No KV can be kept in {directory}: {existing} cannot be written to."
     return f"There is no free space for KV in {directory}."
 
 
