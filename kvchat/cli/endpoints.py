@@ -109,7 +109,7 @@ def open_remote_host(
     from kvchat.chat.host import ChatHost
     from kvchat.remote.servers import find_server
 
-    server = find_server(address)
+    server = find_server(address, settings["timeout"])
     model = _own_tokenizer(server, settings["timeout"])
     spell = _spelling(model) if model is not None else None
     if model is None:
@@ -137,7 +137,7 @@ def open_attached_host(
     running = find()
     if running is None:
         return None
-    server = find_server(running.address)
+    server = find_server(running.address, settings["timeout"])
     model = _own_tokenizer(server, settings["timeout"])
     if model is None:
         raise ModelError("The server has another model.")

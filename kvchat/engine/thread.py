@@ -132,15 +132,15 @@ class _Submit:
 
 @dataclass(slots=True)
 class _Running:
-    """A request that the engine has."""
+    """A request that the engine has. `is_answered` once it has a token, or a sample has ended."""
 
     submitted: _Submit
     samples_left: int
-    has_tokens: bool = False
+    is_answered: bool = False
 
     def may_begin_again(self, error: KvchatError) -> bool:
         """Whether another engine can answer it, as if nothing had happened: at most once."""
-        is_new = not self.has_tokens and not self.submitted.is_second
+        is_new = not self.is_answered and not self.submitted.is_second
         return isinstance(error, EngineEnded) and is_new
 
 
@@ -168,7 +168,7 @@ class EngineThread:
     """Builds an engine on a new thread and runs it until closed.
 
     `rebuild` builds another engine if an engine raises EngineEnded; None if none can be built.
-    Requests without a token begin again there, others fail with that error.
+    Requests without any answer begin again there, others fail with that error.
 
     Listeners are called on that thread and must return at once; a request that is cancelled while
     it waits for another engine ends on the caller's thread. All public methods may be called from
@@ -381,9 +381,8 @@ class EngineThread:
             _tell_cancelled(message, FinishReason.CANCELLED)
 
     def _count_finished(self, running: _Running, event: RequestEvent) -> None:
-        if isinstance(event, TokensGenerated):
-            running.has_tokens = True
-        elif isinstance(event, RequestFailed):
+        running.is_answered |= isinstance(event, TokensGenerated | SampleFinished)
+        if isinstance(event, RequestFailed):
             running.samples_left = 0
         elif isinstance(event, SampleFinished):
             running.samples_left -= 1

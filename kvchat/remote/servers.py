@@ -7,8 +7,10 @@ A server that is none of the known kinds gets the plain form of OpenAI's chat in
 import asyncio
 import ipaddress
 import json
+import math
 import re
 import threading
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.errors import ModelError, TimedOut, UsageError
 from kvchat.core.text import one_line
 
 CONNECT_S = 5.0
@@ -134,11 +136,13 @@ class Server:
 class Asker:
     """Asks a server short questions, each answered by one JSON object. A context manager.
 
-    A question takes ten seconds at most, however slowly the server sends.
+    A question takes ten seconds at most, however slowly the server sends; all take `limit_s`.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, limit_s: float | None = None) -> None:
         self._address = address
+        self._limit_s = limit_s if limit_s is not None else math.inf
+        self._began_s = time.monotonic()
         # On a thread of its own: the caller's may have a running event loop.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -163,11 +167,18 @@ class Asker:
         """Return what the server says to a GET, or to a POST with a body; None if it says nothing.
 
         Raises ModelError if it cannot be reached, takes too long, wants another key or sends
-        elsewhere: a key is for one address, so that no redirect is followed.
+        elsewhere: a key is for one address, so that no redirect is followed. Raises TimedOut at
+        the limit of all questions.
         """
+        left_s = self._began_s + self._limit_s - time.monotonic()
         try:
-            found = self._wait(self._asked(path, body))
+            found = self._wait(self._asked(path, body, min(left_s, _ASK_S)))
         except (httpx2.TransportError, httpx2.InvalidURL, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and left_s < _ASK_S:
+                raise TimedOut(
+                    f"The server at {self._address.shown} did not answer within "
+                    f"{self._limit_s:g} s."
+                ) from error
             raise ModelError(
                 f"No server answers at {self._address.shown}: {reason_of(error)}.",
                 "Start it, or check --endpoint.",
@@ -194,10 +205,10 @@ class Asker:
             future.cancel()  # after Ctrl-C the question is still asked
             raise
 
-    async def _asked(self, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _asked(self, path: str, body: Mapping[str, Any] | None, limit_s: float) -> Any:
         method = "GET" if body is None else "POST"
         async with (
-            asyncio.timeout(_ASK_S),
+            asyncio.timeout(limit_s),
             self._client.stream(method, path, json=body) as response,
         ):
             self._require_welcome(response)
@@ -251,9 +262,11 @@ def redirect_words(response: httpx2.Response) -> tuple[str, str]:
     )
 
 
-def find_server(address: Address) -> Server:
-    """Ask a server what it is. Raises ModelError if none answers or it has no such model."""
-    with Asker(address) as asker:
+def find_server(address: Address, limit_s: float | None = None) -> Server:
+    """Ask a server what it is. Raises ModelError if none answers or it has no such model, and
+    TimedOut if that takes longer than `limit_s`.
+    """
+    with Asker(address, limit_s) as asker:
         listed = asker.ask("/v1/models")
         models = _models(listed)
         if not models and asker.ask_further("/health") is None and listed is None:

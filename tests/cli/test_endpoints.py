@@ -1,7 +1,9 @@
 """--endpoint on the command line: names, keys, and what is said when no server can be used."""
 
 import json
+import threading
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from kvchat.cli.running_server import announced, running_server
 from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
-from support.fake_llm_server import chunks, fake_server
+from support.fake_llm_server import chunks, fake_server, raw_server
 
 CONFIG = """
 [endpoints.work]
@@ -164,6 +166,23 @@ def test_a_script_is_answered_by_another_server(shell: Shell) -> None:
     answer = json.loads(again.stdout)
     assert answer["model"]["dtype"] == "in messages"
     assert len(fake.bodies[-1]["messages"]) == 3
+
+
+def test_a_server_that_says_nothing_is_waited_for_up_to_the_limit(shell: Shell) -> None:
+    """The limit began when the server had said what it is: kvchat ended after 10 s, with code 3."""
+    is_over = threading.Event()
+
+    def nothing_at_all() -> Iterator[bytes]:
+        is_over.wait(60.0)
+        yield b""
+
+    with raw_server(nothing_at_all) as url:
+        done = shell.run("--endpoint", url, "--timeout", "0.3", "-p", "Hi")
+        is_over.set()
+
+    assert done.returncode == 124
+    assert b"did not answer within 0.3 s" in done.stderr
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_no_server_is_a_model_error_without_a_wait(shell: Shell) -> None:

@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
 from support.engine_harness import EngineHarness
@@ -31,13 +32,13 @@ SPEC = RequestSpec((1, 2, 3), GREEDY, max_tokens=5)
 
 
 class EndingEngine:
-    """Generates `tokens` for its first request, then ends. Has what an EngineThread asks here."""
+    """Tells `heard` of its first request, then ends. Has what an EngineThread asks here."""
 
     idle_s = 0.001
 
-    def __init__(self, tokens: tuple[int, ...] = (), ends_idle: bool = False) -> None:
+    def __init__(self, heard: tuple[RequestEvent, ...] = (), ends_idle: bool = False) -> None:
         self._events: list[RequestEvent] = []
-        self._tokens = tokens
+        self._heard = heard
         self._has_ended = ends_idle
 
     @property
@@ -51,8 +52,7 @@ class EndingEngine:
         """It is prepared."""
 
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
-        self._events += [TokensGenerated(1, 0, self._tokens)] if self._tokens else []
-        self._events.append(RequestFailed(1, EngineEnded("It ended.")))
+        self._events += [*self._heard, RequestFailed(1, EngineEnded("It ended."))]
         return 1
 
     def step(self) -> list[RequestEvent]:
@@ -125,7 +125,8 @@ def test_a_request_without_a_token_is_answered_by_the_next_engine(threads: Threa
 
 def test_a_request_that_has_tokens_fails_and_the_next_is_answered(threads: Threads) -> None:
     first, second = Inbox(), Inbox()
-    thread = threads.start(EndingEngine(tokens=(7, 8)), lambda: EngineHarness().engine)
+    tokens = TokensGenerated(1, 0, (7, 8))
+    thread = threads.start(EndingEngine((tokens,)), lambda: EngineHarness().engine)
     thread.submit(SPEC, first)
     events = first.until(SampleFinished, RequestFailed)
     threads.loads.until(EngineLost)
@@ -135,6 +136,17 @@ def test_a_request_that_has_tokens_fails_and_the_next_is_answered(threads: Threa
     assert isinstance(events[-1], RequestFailed)
     answer = second.until(SampleFinished, RequestFailed)
     assert ids_of(answer) == complete_without_cache(SPEC, 0, 120)
+
+
+def test_a_sample_without_a_token_does_not_end_twice(threads: Threads) -> None:
+    """Another sample broke off before its first token: the request began again, with both."""
+    inbox = Inbox()
+    silent = SampleFinished(1, 0, FinishReason.STOP, Usage(3), Timing(), stop_token=9)
+    thread = threads.start(EndingEngine((silent,)), lambda: EngineHarness().engine)
+    thread.submit(replace(SPEC, num_samples=2), inbox)
+
+    assert inbox.until(SampleFinished, RequestFailed) == [silent]
+    assert isinstance(inbox.until(SampleFinished, RequestFailed)[-1], RequestFailed)
 
 
 def test_an_engine_that_ends_while_idle_is_replaced_before_it_is_asked(threads: Threads) -> None:
