@@ -1,4 +1,6 @@
-"""The CPU kernels on processors that are not x86: no instruction of x86 is named in their code."""
+"""The CPU kernels on processors that this one may not be: ARM, and x86 with AVX-512 and VNNI."""
+
+from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
@@ -29,22 +31,44 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
-def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this were one: features by other names, and LLVM's target of that processor."""
-    arm = code_module._Processor("generic", "", frozenset({"neon"}))
-    monkeypatch.setattr(code_module, "_processor", lambda: arm)
+def written(kernel: str, processor: code_module._Processor, monkeypatch: Any) -> str:
+    """Return the code of a kernel as LLVM's text, as if this were another processor."""
+    monkeypatch.setattr(code_module, "_processor", lambda: processor)
     num_arguments, write = WRITERS[kernel]
     module = ir.Module()
     kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
     function = ir.Function(module, kind, "run")
     builder = ir.IRBuilder(function.append_basic_block())
-
     write(Code(builder, function.args))
     builder.ret_void()
-
-    assert "llvm.x86" not in str(module)
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple("aarch64-linux-gnu").create_target_machine(cpu="generic")
-    assert "ret" in machine.emit_assembly(llvm.parse_assembly(str(module)))
+    return str(module)
+
+
+def assembled(code: str, triple: str, name: str) -> str:
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=name, opt=2)
+    assembly: str = machine.emit_assembly(llvm.parse_assembly(code))
+    return assembly
+
+
+@pytest.mark.parametrize("kernel", WRITERS)
+def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features have other names there: no instruction of x86 is named in the code."""
+    arm = code_module._Processor("generic", "", frozenset({"neon"}))
+
+    code = written(kernel, arm, monkeypatch)
+
+    assert "llvm.x86" not in code
+    assert "ret" in assembled(code, "aarch64-linux-gnu", "generic")
+
+
+@pytest.mark.parametrize("kernel", WRITERS)
+def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = frozenset({"sse2", "avx2", "avx512vl", "avx512vnni"})
+    newer = code_module._Processor("znver4", "", features)
+
+    assembly = assembled(written(kernel, newer, monkeypatch), "x86_64-linux-gnu", "znver4")
+
+    assert ("vpdpbusd" in assembly) == (kernel == "4 bits")
+    assert "vpmaddubsw" not in assembly, "what four products at once replace"

@@ -9,7 +9,7 @@ from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import ActivationRow, Place, WeightRow, each_group
+from kvchat_kernels.cpu.block_rows import ActivationRow, Place, WeightRow, each_group, vector_bytes
 from kvchat_kernels.cpu.code import (
     F32,
     F32S,
@@ -27,7 +27,7 @@ from kvchat_kernels.cpu.products import write_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights.
-_X_COUNTS = (2, 1)
+_X_COUNTS = (5, 3, 2, 1)
 # Blocks whose factors are computed before their products: 1 KiB of levels at most.
 _SPAN = 16
 # Bytes ahead that levels are asked for.
@@ -91,52 +91,80 @@ def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -
 
 
 def _write_interleaved(code: Code, layout: Layout, pairs: _Pairs) -> None:
-    """Write a group of blocks after another: a lane holds the sum of one block's products.
-
-    Where lanes of 16 bits add up 16 products, each is at most 15 * 127: they fit.
-    """
+    """Write a group of blocks after another: a lane holds the sum of one block's products."""
     for index, size in each_group(code, code.field(Place.NUM_BLOCKS)):
+        sums = _sums_of_group(code, pairs, index, size)
         kind = ir.VectorType(F32, size) if size > 1 else F32
         x_scales = [pair.x.scales(index, kind) for pair in pairs[0]]
         x_sums = [pair.x.sums(index, kind) for pair in pairs[0]]
-        activations = [pair.x.beside(index, size) for pair in pairs[0]]
-        for of_row in pairs:
+        for of_row, of_sums in zip(pairs, sums, strict=True):
             row = of_row[0].row
             row.prefetch(index, size, _AHEAD)
-            nibbles = row.nibbles(index, size)
             scales, minimums = row.scales(index, size), row.minimums(index, size)
-            for pair, x, x_scale, x_sum in zip(of_row, activations, x_scales, x_sums, strict=True):
-                sums = _sums_of_lanes(code, nibbles, x)
-                lanes = [lane % size for lane in range(sums.type.count)]
-                floats = code.convert("sitofp", sums, ir.VectorType(F32, len(lanes)))
+            for pair, x_scale, x_sum, total in zip(of_row, x_scales, x_sums, of_sums, strict=True):
+                whole = total.get()
+                lanes = [lane % size for lane in range(whole.type.count)]
+                floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
                 factor = code.picked(scales * x_scale, lanes)
                 pair.add(code.widened(floats * factor))
                 pair.add(code.widened(minimums * x_sum))
 
 
-_Halves = Sequence[tuple[Value, Value]]
+def _sums_of_group(code: Code, pairs: _Pairs, index: Value, size: int) -> list[list["_Whole"]]:
+    """Return the sum of each pair's products in a group, a lane a block.
+
+    Of weights and activations, the fewer are loaded first and stay in registers. It is a loop, for
+    in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
+    """
+    width = vector_bytes(size)
+    sums = [[_Whole(code, width) for _ in of_row] for of_row in pairs]
+    rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
+    with code.loop(0, size * COLUMNS // 2, width) as start:
+        if len(rows) < len(xs) or len(xs) == 1:
+            levels = [row.nibbles(index, start, width) for row in rows]
+            for number, x in enumerate(xs):
+                for half, loaded in enumerate(x.beside(index, size, start, width)):
+                    for both, of_row in zip(levels, sums, strict=True):
+                        of_row[number].add(half, both[half], loaded)
+        else:
+            beside = [x.beside(index, size, start, width) for x in xs]
+            for row, of_row in zip(rows, sums, strict=True):
+                for half, part in enumerate(row.nibbles(index, start, width)):
+                    for halves, total in zip(beside, of_row, strict=True):
+                        total.add(half, part, halves[half])
+    return sums
 
 
-def _sums_of_lanes(code: Code, nibbles: _Halves, activations: _Halves) -> Value:
-    """Return the products of vectors of bytes, added by 4 neighbours and over the vectors."""
-    halves = [
-        (levels, x)
-        for both, xs in zip(nibbles, activations, strict=True)
-        for levels, x in zip(both, xs, strict=True)
-    ]
-    lanes = ir.VectorType(I32, halves[0][0].type.count // 4)
-    if has_feature("avx512vnni") and has_feature("avx512vl"):
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes.count}"
-        totals = [Value(code, constant(0, lanes))] * 2  # two chains, for an addition waits 4 cycles
-        for number, (levels, x) in enumerate(halves):
-            words = code.as_bits(levels, lanes), code.as_bits(x, lanes)
-            totals[number % 2] = code.call(name, lanes, totals[number % 2], *words)
-        return totals[0] + totals[1]
-    shorts = [_neighbouring_bytes(code, levels, x) for levels, x in halves]
-    total = shorts[0]
-    for short in shorts[1:]:
-        total = total + short
-    return _neighbouring_shorts(code, total, Value(code, constant(1, total.type)))
+class _Whole:
+    """A sum of products of levels with activations, neighbours added by fours: 32 bits a lane.
+
+    VNNI adds them at once, in two chains, for an addition waits 4 cycles. Else lanes of 16 bits
+    add up pairs: 16 products, each at most 15 * 127, fit.
+    """
+
+    def __init__(self, code: Code, width: int) -> None:
+        self._code = code
+        self._lanes = ir.VectorType(I32, width // 4)
+        self._has_vnni = has_feature("avx512vnni") and has_feature("avx512vl")
+        kind = self._lanes if self._has_vnni else ir.VectorType(I16, width // 2)
+        start = Value(code, constant(0, kind))
+        self._chains = [code.variable(start) for _ in range(1 + self._has_vnni)]
+
+    def add(self, half: int, levels: Value, x: Value) -> None:
+        code, chain = self._code, self._chains[half % len(self._chains)]
+        if not self._has_vnni:
+            chain.set(chain.get() + _neighbouring_bytes(code, levels, x))
+            return
+        words = code.as_bits(levels, self._lanes), code.as_bits(x, self._lanes)
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * self._lanes.count}"
+        chain.set(code.call(name, self._lanes, chain.get(), *words))
+
+    def get(self) -> Value:
+        """Return the sum in 32 bits."""
+        total = self._chains[0].get()
+        if self._has_vnni:
+            return total + self._chains[1].get()
+        return _neighbouring_shorts(self._code, total, Value(self._code, constant(1, total.type)))
 
 
 def _neighbouring_bytes(code: Code, levels: Value, x: Value) -> Value:
@@ -177,12 +205,11 @@ def _write_by_blocks(code: Code, layout: Layout, pairs: _Pairs) -> None:
                 _write_factors(code, layout, pairs, factors, index - start, index, count)
             first = last
         with code.loop(start, end) as index:
-            xs = [pair.x.levels(index) for pair in pairs[0]]
             place = (index - start) * (4 * per_block)
-            for of_row, of_factors in zip(pairs, factors, strict=True):
-                levels = of_row[0].row.levels(index)
-                for pair, room, x in zip(of_row, of_factors, xs, strict=True):
-                    _add_block(code, pair, levels, x, room + place, per_block)
+            levels = [of_row[0].row.levels(index) for of_row in pairs]
+            for number, x in enumerate(pair.x.levels(index) for pair in pairs[0]):
+                for row, of_row, of_factors in zip(levels, pairs, factors, strict=True):
+                    _add_block(code, of_row[number], row, x, of_factors[number] + place, per_block)
 
 
 def _write_factors(

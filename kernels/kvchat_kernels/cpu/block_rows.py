@@ -21,7 +21,7 @@ from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, GROUPS, STEP_COLUMNS, 
 MOST, LEAST = {16: 32767.0, 8: 127.0}, 1e-30
 _CACHE_LINE = 64
 # Bytes of 4-bit levels that an instruction takes.
-VECTOR_BYTES = 32
+_VECTOR_BYTES = 32
 
 _KINDS = {torch.float16: F16, torch.float32: F32, torch.int8: I8}
 _STEP_BYTES = 2
@@ -80,6 +80,11 @@ def unpacking_kernel(layout: Layout) -> Kernel:
     return Kernel("unpacking", (layout,), lambda code: _write_unpacking(code, layout))
 
 
+def vector_bytes(size: int) -> int:
+    """Return how many bytes of the 4-bit levels of a group of blocks are taken at once."""
+    return min(_VECTOR_BYTES, size * (COLUMNS // 2))
+
+
 class WeightRow:
     """The addresses of a row of weights."""
 
@@ -107,13 +112,14 @@ class WeightRow:
         both = code.convert("zext", packed, _SHORTS)
         return [both & 15, both >> 4]
 
-    def nibbles(self, index: Value, size: int) -> list[tuple[Value, Value]]:
-        """Load the levels of a group of blocks: vectors of the low bits and of the high bits."""
-        code, num_bytes = self._code, size * COLUMNS // 2
-        width = min(VECTOR_BYTES, num_bytes)
-        start, kind = index * (COLUMNS // 2), ir.VectorType(I8, width)
-        loaded = [code.load(self.levels_at, start + at, kind) for at in range(0, num_bytes, width)]
-        return [(packed & 15, packed >> 4) for packed in loaded]
+    def nibbles(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
+        """Load `width` bytes of 4-bit levels: the low bits, and the high bits.
+
+        They begin `start` bytes behind those of the block `index`.
+        """
+        kind = ir.VectorType(I8, width)
+        packed = self._code.load(self.levels_at, index * (COLUMNS // 2) + start, kind)
+        return packed & 15, packed >> 4
 
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         """Ask for the levels of `count` blocks that lie `ahead` bytes behind those at `index`."""
@@ -165,16 +171,13 @@ class ActivationRow:
         start = index * (2 * COLUMNS)
         return [self._code.load(self._x, start + at, _SHORTS) for at in (0, 32)]
 
-    def beside(self, index: Value, size: int) -> list[tuple[Value, Value]]:
-        """Load a group of blocks in 8 bits, as `WeightRow.nibbles` loads what they lie beside."""
-        half = size * COLUMNS // 2
-        width = min(VECTOR_BYTES, half)
-        kind, start = ir.VectorType(I8, width), index * COLUMNS
-        load = self._code.load
-        return [
-            (load(self._x, start + at, kind), load(self._x, start + (half + at), kind))
-            for at in range(0, half, width)
-        ]
+    def beside(
+        self, index: Value, size: int, start: Value | int, width: int
+    ) -> tuple[Value, Value]:
+        """Load what `WeightRow.nibbles` lie beside, in a group of `size` blocks."""
+        kind, first = ir.VectorType(I8, width), index * COLUMNS + start
+        behind = first + size * COLUMNS // 2
+        return self._code.load(self._x, first, kind), self._code.load(self._x, behind, kind)
 
     def scales(self, index: Value, kind: Any) -> Value:
         return self._code.load(self._scales, index * 4, kind)
@@ -227,11 +230,11 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
 def _unpack_group(code: Code, row: WeightRow, index: Value, size: int, out: Value) -> None:
     """Write a group of blocks of 4 bits: the columns of low bits, then those of high bits."""
     scales, minimums = row.scales(index, size), row.minimums(index, size)
-    per_vector = min(VECTOR_BYTES, size * COLUMNS // 2)
-    for number, pair in enumerate(row.nibbles(index, size)):
-        for half, levels in enumerate(pair):
-            start = index * COLUMNS + (half * size * COLUMNS // 2 + number * per_vector)
-            for at in range(0, per_vector, LANES):
+    half_group, width = size * (COLUMNS // 2), vector_bytes(size)
+    for first in range(0, half_group, width):
+        for half, levels in enumerate(row.nibbles(index, first, width)):
+            start = index * COLUMNS + (half * half_group + first)
+            for at in range(0, width, LANES):
                 lanes = [(at + lane) // WORD % size for lane in range(LANES)]
                 values = code.picked(levels, range(at, at + LANES))
                 values = code.convert("uitofp", values, F32S) * code.picked(scales, lanes)

@@ -1,0 +1,228 @@
+"""The kernels of a mixture of experts alone, each against its formula in torch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvchat_kernels.cpu import experts, products
+from kvchat_kernels.cpu.experts import GroupPlace, Place
+from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+
+WIDTH = 64
+
+
+class Scene:
+    """Rows that choose `top_k` of `num_experts`, and the memory of the task that kernels share."""
+
+    def __init__(self, num_rows: int, num_experts: int, top_k: int) -> None:
+        self.num_rows, self.num_experts, self.top_k = num_rows, num_experts, top_k
+        self.num_pairs = num_rows * top_k
+        width = experts.padded(num_experts)
+        self.scores = torch.full((num_rows, width), experts.NO_SCORE)
+        self.chosen = torch.full((num_rows, top_k), -1)
+        self.factors = torch.zeros(num_rows, top_k)
+        self.places = torch.full((num_rows, top_k), -1)
+        self.rows = torch.full((self.num_pairs,), -1)
+        self.counts = torch.full((num_experts,), -1)
+        self.groups = torch.full((min(num_experts, self.num_pairs), NUM_HEADERS), -1)
+        self.num_groups = torch.full((1,), -1)
+        self.task = numbers(
+            {
+                Place.SCORES: self.scores,
+                Place.WIDTH_OF_SCORES: width,
+                Place.NUM_EXPERTS: num_experts,
+                Place.TOP_K: top_k,
+                Place.CHOSEN: self.chosen,
+                Place.FACTORS: self.factors,
+                Place.PLACES: self.places,
+                Place.ROWS: self.rows,
+                Place.COUNTS: self.counts,
+                Place.GROUPS: self.groups,
+                Place.NUM_GROUPS: self.num_groups,
+                Place.WIDTH: WIDTH,
+            }
+        )
+        self.header = np.zeros(NUM_HEADERS, np.int64)
+        self.header[Header.NUM_ROWS] = num_rows
+
+    def choose(self, scores: torch.Tensor, normalises: bool = True) -> None:
+        self.scores[:, : self.num_experts] = scores
+        self.run(experts.choosing_kernel(normalises), self.task, 1)
+
+    def run(self, kernel: Any, task: Any, num_units: int, num_threads: int = 1) -> None:
+        run_units(Operation(kernel, task, self.header, None), num_units, num_threads)
+
+
+def numbers(places: dict[Any, Any]) -> Any:
+    task = np.zeros(16, np.int64)
+    for place, value in places.items():
+        task[place] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return task
+
+
+SIZES = [(1, 8, 2), (5, 10, 3), (MAX_ROWS, 5, 5), (7, 64, 6), (3, 1, 1)]
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_row_takes_its_best_experts_and_their_softmax(
+    size: tuple[int, int, int], normalises: bool
+) -> None:
+    torch.manual_seed(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
+
+    scene.choose(scores, normalises)
+
+    best, order = scores.topk(scene.top_k, dim=-1)
+    shares = scores.softmax(dim=-1).gather(1, order)
+    assert torch.equal(scene.chosen, order)
+    expected = best.softmax(dim=-1) if normalises else shares
+    assert torch.allclose(scene.factors, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_equal_scores_the_first_expert_is_taken_and_no_number_is_none() -> None:
+    scene = Scene(3, 9, 2)
+    scores = torch.zeros(3, 9)
+    scores[1, 4:] = 7.0
+    scores[2] = float("nan")
+
+    scene.choose(scores)
+
+    assert scene.chosen[:2].tolist() == [[0, 1], [4, 5]]
+    assert scene.chosen[2].tolist() == [0, 0], "an expert that there is"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pairs_are_sorted_by_expert(size: tuple[int, int, int]) -> None:
+    torch.manual_seed(1)
+    scene = Scene(*size)
+
+    scene.choose(torch.randn(size[0], size[1]))
+
+    flat = scene.chosen.flatten()
+    order = flat.argsort(stable=True)
+    assert torch.equal(scene.rows, order // scene.top_k)
+    assert torch.equal(scene.places.flatten()[order], torch.arange(scene.num_pairs))
+    chosen, counts = flat.unique(return_counts=True)
+    groups = scene.groups[: int(scene.num_groups)]
+    assert torch.equal(groups[:, experts.Group.EXPERT], chosen)
+    assert torch.equal(groups[:, Header.NUM_ROWS], counts)
+    assert torch.equal(groups[:, experts.Group.FIRST], counts.cumsum(0) - counts)
+    assert bool((scene.groups[len(groups) :] == -1).all()), "no more than there are"
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_products_are_those_of_the_chosen_experts(
+    size: tuple[int, int, int], num_threads: int
+) -> None:
+    """Gathered, multiplied with each pair's expert, and added up: as a loop over rows does it."""
+    torch.manual_seed(2)
+    scene, num_out = Scene(*size), 20
+    x, weights = torch.randn(scene.num_rows, WIDTH), torch.randn(scene.num_experts, num_out, WIDTH)
+    scene.choose(torch.randn(size[0], size[1]))
+    # All rows choose alike now: groups of the step before are left behind the new ones.
+    scene.choose(torch.randn(1, size[1]).expand(size[0], -1))
+
+    gathered = torch.zeros(scene.num_pairs, WIDTH)
+    task = scene.task.copy()
+    task[Place.X], task[Place.OUT] = x.data_ptr(), gathered.data_ptr()
+    scene.run(experts.gathering_kernel(), task, scene.num_pairs, num_threads)
+    out = torch.zeros(scene.num_pairs, num_out)
+    multiply(scene, gathered, weights, out, num_threads)
+
+    for row in range(scene.num_rows):
+        for number, expert in enumerate(scene.chosen[row].tolist()):
+            place = int(scene.places[row, number])
+            assert torch.equal(gathered[place], x[row])
+            assert torch.allclose(out[place], weights[expert] @ x[row], atol=1e-4)
+
+
+def multiply(
+    scene: Scene, x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, num_threads: int
+) -> None:
+    """Run the product's kernel for each group, two units an expert."""
+    place, num_out = products.Place, out.shape[1]
+    chunk = 12
+    product = numbers(
+        {
+            place.WEIGHTS: weights,
+            place.NUM_OUT: num_out,
+            place.NUM_IN: WIDTH,
+            place.X: x,
+            place.X_STRIDE: WIDTH * 4,
+            place.OUT: out,
+            place.OUT_STRIDE: num_out * 4,
+            place.CHUNK: chunk,
+        }
+    )
+    by_expert, by_pair = np.zeros((2, 16), np.int64)
+    by_expert[place.WEIGHTS] = num_out * WIDTH * 4
+    by_pair[place.X], by_pair[place.OUT] = WIDTH * 4, num_out * 4
+    kernel, units = products.product_kernel(Stored.FLOAT, False), -(-num_out // chunk)
+    task = numbers(
+        {
+            GroupPlace.KERNEL: kernel.address,
+            GroupPlace.TASK: product.ctypes.data,
+            GroupPlace.BY_EXPERT: by_expert.ctypes.data,
+            GroupPlace.BY_PAIR: by_pair.ctypes.data,
+            GroupPlace.UNITS: units,
+            GroupPlace.GROUPS: scene.groups,
+            GroupPlace.NUM_GROUPS: scene.num_groups,
+        }
+    )
+    # As a step has it: units for as many groups as there can be, also for those that there are not.
+    scene.run(experts.group_kernel(), task, units * len(scene.groups), num_threads)
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_outputs_are_added_by_their_factors(has_shared: bool, has_gate: bool) -> None:
+    torch.manual_seed(3)
+    scene = Scene(5, 10, 3)
+    scene.choose(torch.randn(5, 10))
+    outputs, shared = torch.randn(scene.num_pairs, WIDTH), torch.randn(5, WIDTH)
+    gate, out = torch.randn(5), torch.full((5, WIDTH), float("nan"))
+    task = scene.task.copy()
+    for place, tensor in (
+        (Place.X, outputs),
+        (Place.OUT, out),
+        (Place.SHARED, shared),
+        (Place.SHARED_GATE, gate),
+    ):
+        task[place] = tensor.data_ptr()
+
+    scene.run(experts.adding_kernel(has_shared, has_gate), task, 5)
+
+    expected = (outputs[scene.places] * scene.factors[..., None]).sum(dim=1)
+    if has_shared:
+        expected += shared * (gate.sigmoid()[:, None] if has_gate else 1.0)
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+def test_a_row_is_the_same_beside_others_to_the_bit() -> None:
+    torch.manual_seed(4)
+    scores, x = torch.randn(MAX_ROWS, 8), torch.randn(MAX_ROWS, WIDTH)
+    weights = torch.randn(8, WIDTH, WIDTH)
+
+    def mixed(rows: slice) -> torch.Tensor:
+        scene = Scene(len(x[rows]), 8, 2)
+        scene.choose(scores[rows])
+        gathered, out = torch.zeros(2, scene.num_pairs, WIDTH)
+        added, source = torch.zeros(scene.num_rows, WIDTH), x[rows].contiguous()
+        task = scene.task.copy()
+        task[Place.X], task[Place.OUT] = source.data_ptr(), gathered.data_ptr()
+        scene.run(experts.gathering_kernel(), task, scene.num_pairs)
+        multiply(scene, gathered, weights, out, 1)
+        task[Place.X], task[Place.OUT] = out.data_ptr(), added.data_ptr()
+        scene.run(experts.adding_kernel(False, False), task, scene.num_rows)
+        return added
+
+    together = mixed(slice(None))
+
+    for row in range(MAX_ROWS):
+        assert torch.equal(mixed(slice(row, row + 1))[0], together[row])
