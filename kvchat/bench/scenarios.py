@@ -11,6 +11,8 @@ Scenario = Callable[[BenchSetup], Result]
 
 def scenario(name: str) -> Scenario:
     """Return a scenario's function; raises UsageError for an unknown name."""
+    if name in _ELSEWHERE:
+        raise UsageError(f"There is no scenario {name!r}.", f"{_ELSEWHERE[name]} this.")
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
     from kvchat.bench import (
@@ -64,4 +66,6 @@ DEFAULT_NAMES = (
     "startup",
     "cold",
 )
+# What others measure already, under names that people look for.
+_ELSEWHERE = {"concurrency": "`clients` measures", "kv": "`memory` and `tiers` measure"}
 NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality", "clients")

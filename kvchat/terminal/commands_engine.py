@@ -114,7 +114,7 @@ _KEYS = (
     ("Ctrl-G", "write in your editor"),
     ("F2", "statistics after answers: one line, all figures, none"),
 )
-_BAR_CELLS = 30
+_BAR_CELLS, _MIN_BAR_CELLS = 30, 8
 _NAME_COLUMNS = 37  # the longest name and usage fit
 _MIN_TWO_COLUMNS = 72
 _FIELD_COLUMNS = 8  # "engine: ", in the lines of /stats
@@ -220,19 +220,21 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     if limit:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
-        lines.append(f"{_bar(context.page.painter.look, share)}{shown}")
+        room = context.page.render_context.width - len(shown) - 1
+        lines.append(f"{_bar(context.page.painter.look, share, room)}{shown}")
     cost = await context.controller.engine.cost(context.controller.context_ids)
     if cost is not None:
         lines.append(f"the next message is {warmth.sentence(cost)}")
     context.say("\n".join(lines))
 
 
-def _bar(look: Look, share: float) -> str:
-    """Return a bar and a space, or "" for spoken output."""
-    if look.is_spoken:
+def _bar(look: Look, share: float, room: int) -> str:
+    """Return a bar and a space, or "" for spoken output and where there is no room for one."""
+    cells = min(_BAR_CELLS, room)
+    if look.is_spoken or cells < _MIN_BAR_CELLS:
         return ""
-    full = min(_BAR_CELLS, round(_BAR_CELLS * share))
-    return look.glyphs.bar_full * full + look.glyphs.bar_empty * (_BAR_CELLS - full) + " "
+    full = min(cells, round(cells * share))
+    return look.glyphs.bar_full * full + look.glyphs.bar_empty * (cells - full) + " "
 
 
 async def help_(context: "CommandContext", arguments: str) -> None:
@@ -249,7 +251,9 @@ def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
         also = ", ".join(f"/{alias}" for alias in command.aliases)
         text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
         rows = painter.wrapped(
-            text + (f"\n  also {also}" if also else ""), context.page.render_context.width
+            text + (f"\n  also {also}" if also else ""),
+            context.page.render_context.width,
+            hanging=2,
         )
         for typed, meaning in EXAMPLES.get(command.name, ()):
             rows += _entry(context, typed, meaning)
@@ -281,7 +285,8 @@ def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
     if width < _MIN_TWO_COLUMNS:
         indented = painter.text("      ")
         rows = painter.wrapped(meaning, width - indented.cell_len, Role.DIM)
-        return [*painter.wrapped(f"  {name}", width), *(prefixed(row, indented) for row in rows)]
+        named = painter.wrapped(f"  {name}", width, hanging=4)
+        return [*named, *(prefixed(row, indented) for row in rows)]
     lead = painter.text(f"  {name}  ".ljust(_NAME_COLUMNS))
     below = painter.text(" " * _NAME_COLUMNS)
     wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)

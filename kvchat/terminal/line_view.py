@@ -108,7 +108,7 @@ class LineView:
         Hidden choices come last. There are no actions: commands do the same.
         """
         order = sorted(range(len(choices)), key=lambda index: choices[index].is_hidden)
-        lines = [f"{title}:"]
+        lines = [title if title.endswith("?") else f"{title}:"]
         for number, index in enumerate(order, start=1):
             detail = f", {choices[index].detail}" if choices[index].detail else ""
             lines.append(f"{number}. {choices[index].label}{detail}")

@@ -17,6 +17,7 @@ from kvchat.terminal.view import Choice, PickerActions
 from kvchat.terminal.wrap import first_cells, one_row, rows_apart, wrapped_rows
 
 _PREVIEW_ROWS = 2
+_FEW = 3  # so few choices, as yes and no, need no search
 SEPARATOR = " · "  # between the parts of a choice's detail, the most important first
 
 
@@ -147,7 +148,9 @@ class Picker:
     def _title(self, width: int) -> Fragments:
         """Return the title, wrapped where it is too long for a row, and the hint after it."""
         rows = wrapped_rows(self.title, width)
-        hint = self.filter or "type to search, Enter picks, Esc does not"
+        is_long = len(self._choices) > _FEW or self._actions is not None
+        search = "type to search, " if is_long else ""
+        hint = self.filter or f"{search}Enter picks, Esc does not"
         room = width - cell_len(rows[-1])
         title: Fragments = [("class:picker.title", "\n".join(rows))]
         if cell_len(hint) + 2 > room and not self.filter:
@@ -191,13 +194,14 @@ class Picker:
         choice = self._choices[self._shown[place]]
         is_current = place == self._position
         mark = glyphs.selected if is_current else " "
-        detail = _fitting(choice.detail, width - cell_len(label) - 6)
+        room = width - cell_len(label) - 6
+        detail = one_row(_fitting(choice.detail, room), room)
         detail = f"  {detail}" if detail else ""
         style = "class:picker.current" if is_current else ""
         return [
             ("", f"\n{mark} "),
             (style, label),
-            ("class:picker.detail", first_cells(detail, width - cell_len(label) - 4)),
+            ("class:picker.detail", detail),
         ]
 
     def _below(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:

@@ -160,7 +160,9 @@ def _what_to_try(controller: ChatController, view: View) -> str:
     """Return one line on what the model is, and as many things to try as the width has room for."""
     natures = ["a model on this machine", "a local model"]
     tries = ["a question", "/file PATH", "/help keys"]
-    if controller.host.model.name == "demo":
+    if controller.host.model.format.strategy is Strategy.MESSAGES:
+        natures = ["a model that another program runs", "another program's model"]
+    elif controller.host.model.name == "demo":
         natures = ["a toy model: it knows kvchat and what you tell it", "a toy model"]
         tries = ["My name is Ada.", "How do I attach a file?", "/model"]
     width, separator = view.render_context.width, view.painter.look.glyphs.separator

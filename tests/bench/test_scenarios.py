@@ -20,7 +20,7 @@ from kvchat.bench import decode
 from kvchat.bench.engines import new_engine
 from kvchat.bench.prefill import num_flops
 from kvchat.bench.report import Result, print_json, print_result, record
-from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
+from kvchat.bench.scenarios import _ELSEWHERE, DEFAULT_NAMES, NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
@@ -352,3 +352,9 @@ def test_the_first_prompt_of_a_process_is_beside_later_ones(checkpoint: Path) ->
     assert first.beside is not None
     assert first.ratio == pytest.approx(first.value / first.beside)
     assert loading.value > 0
+
+
+def test_what_another_scenario_measures_is_named() -> None:
+    with pytest.raises(UsageError, match=r"no scenario 'concurrency'\. `clients` measures this\."):
+        scenario("concurrency")
+    assert not set(_ELSEWHERE) & set(NAMES)

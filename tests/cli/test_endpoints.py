@@ -14,6 +14,7 @@ from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
 from support.fake_llm_server import chunks, fake_server, raw_server
+from support.pty_screen import PtyScreen
 
 CONFIG = """
 [endpoints.work]
@@ -206,3 +207,24 @@ def test_a_key_is_in_no_file_and_in_no_message(shell: Shell) -> None:
     files = [path for path in shell.home.rglob("*") if path.is_file()]
     assert files
     assert not any(key.encode() in path.read_bytes() for path in files)
+
+
+def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path: Path) -> None:
+    """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
+    on this machine.
+    """
+    with fake_server(lambda path, body: chunks("Hello", " there.")) as fake:
+        environment = {"HOME": str(tmp_path)}
+        chat = PtyScreen("kvchat", ["--endpoint", fake.url], columns=100, environment=environment)
+        try:
+            chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
+            chat.wait_for("first token").enter("/context").wait_for("asked, ")
+            chat.enter("/model").wait_for("context    the server does not tell")
+            chat.enter("/exit")
+            assert chat.finish() == 0
+        finally:
+            chat.close()
+
+    assert "cached" not in chat.text
+    assert "1024k" not in chat.text
+    assert "% of" not in chat.text

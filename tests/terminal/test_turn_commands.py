@@ -253,3 +253,56 @@ def test_an_edit_that_cannot_be_sent_goes_back_into_the_prompt(
 
     said = [turn.text for turn in _conversation(tmp_path).path() if turn.role is Role.USER]
     assert said == ["one", "two", "three"]
+
+
+def test_a_command_takes_the_place_of_a_message_that_does_not_fit(start_chat: StartChat) -> None:
+    """/compact was typed behind the refused message, and went to the model with it, again and
+    again.
+    """
+    chat = start_chat("--context", "400", columns=100, rows=40)
+    chat.enter("hello").wait_for("tokens, ")
+    chat.enter("x" * 500).wait_for("/compact lets a summary").wait_for("A command takes its place")
+    chat.wait_for_shown("❯ xxx")
+    chat.enter("/context").wait_for(" asked, ").wait_for("% of 400")
+    chat.type("\x1b[A").wait_for_shown("❯ /context").type("\x1b[A").wait_for_shown("❯ xxx")
+
+
+def test_no_command_takes_the_place_of_a_message_that_may_be_amended(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    binary = tmp_path / "b"
+    binary.write_bytes(b"\0\1")
+    chat = start_chat(columns=200)
+    chat.enter(f"see @{binary}").wait_for("is not a text file").wait_for_shown(f"❯ see @{binary}")
+    chat.type("/x").wait_for_shown(f"❯ see @{binary}/x")
+
+
+def test_figures_keep_to_a_narrow_screen(start_chat: StartChat) -> None:
+    """At 40 columns the bar filled the row, and the figure beside it was on the next."""
+    chat = start_chat(columns=40, rows=30)
+    chat.enter("hello").wait_for("first token")
+    chat.enter("/context").wait_for(
+        lambda text: any(
+            line.startswith("▱") and line.endswith("left") for line in text.split("\n")
+        )
+    )
+    chat.enter("/help retry").wait_for("  answer the last message again, beside\n  the answers")
+
+
+def test_a_dear_change_that_is_declined_says_so(start_chat: StartChat) -> None:
+    """After a "no" nothing was said."""
+    chat = start_chat()
+    chat.enter("lines 450").wait_for("tokens, ")
+    chat.enter("/system Be brief.").wait_for("Do it all the same?")
+    assert "type to search" not in chat.shown
+    chat.type("\r").wait_for("Nothing is changed.")
+    chat.enter("/system").wait_for("There is no system prompt.")
+
+
+def test_a_command_that_comes_while_the_model_loads_says_so(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It said that it waited for an answer, and that Esc would stop that."""
+    chat = start_chat("--loading", str(tmp_path / "never"), columns=100)
+    chat.enter("hello").wait_for("1 queued")
+    chat.enter("/undo").wait_for("/undo waits for the model, which is loading")
