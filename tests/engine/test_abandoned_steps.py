@@ -1,4 +1,4 @@
-"""Steps of prefill that are given up between two layers, and how large such steps are."""
+"""Steps of prefill that are given up between two products, and how large such steps are."""
 
 import json
 import threading
