@@ -327,10 +327,16 @@ class EngineThread:
             self._handle(engine, message, ready_s)
 
     def _is_unwanted(self, request_ids: frozenset[int]) -> bool:
-        """Whether one of these requests is to be cancelled, or the thread is to end."""
+        """Whether one of these requests is to be cancelled, or the thread is to end.
+
+        A step that only reads ahead is given up for any cancel: the request that is to be cancelled
+        waits for the end of this step.
+        """
         if self._is_to_close:
             return True
         told = tuple(self._to_cancel) if self._to_cancel else ()
+        if told and self._running.keys().isdisjoint(request_ids):
+            return True
         return any(self._request_ids.get(ticket) in request_ids for ticket in told)
 
     def _handle(self, engine: "DrivenEngine", message: _Message, ready_s: float) -> None:

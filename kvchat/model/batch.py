@@ -11,7 +11,7 @@ from kvchat_kernels.state_buffer import StateBuffer
 
 
 class StepAbandoned(Exception):
-    """A step was given up between two layers: some of its KV is written, no logits are there."""
+    """A step was given up between two products: some of its KV is written, no logits are there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps of prefill that are given up between two layers, and how large such steps are."""
+"""Steps of prefill that are given up between two products, and how large such steps are."""
 
 import json
 import threading
@@ -147,6 +147,28 @@ def test_a_cancel_and_a_close_give_up_the_step_that_runs(ending: str) -> None:
         assert [type(event) for event in events] == [SampleFinished]
     thread.close(WAIT_S)
     assert not thread._thread.is_alive()
+
+
+def test_a_cancel_gives_up_a_step_that_reads_ahead() -> None:
+    """Esc and leaving waited for its end, 0.5 to 5 s, before the request could begin and end."""
+    harness, is_asked = EngineHarness(max_step_tokens=48), threading.Event()
+    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
+    harness.engine.abandon_steps = lambda own: abandon(partial(waits, own))  # type: ignore[method-assign]
+    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
+    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    ended, events = threading.Event(), list[RequestEvent]()
+
+    def listen(event: RequestEvent) -> None:
+        events.append(event)
+        ended.set()
+
+    thread.call(lambda engine: engine.read_ahead(long_prompt()))
+    assert is_asked.wait(WAIT_S)
+    thread.cancel(thread.submit(greedy(*long_prompt()), listen))
+
+    assert ended.wait(WAIT_S)
+    assert [type(event) for event in events] == [SampleFinished]
+    thread.close(WAIT_S)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
