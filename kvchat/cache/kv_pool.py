@@ -12,6 +12,7 @@ import torch
 from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
+from kvchat_kernels.int8_kv import SCALE_BYTES, Int8Kv, group_size, restored
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _SMALLEST_SQUARE = 1e-30
@@ -54,6 +55,9 @@ class KvFormat(Protocol):
     def name(self) -> str:
         """Part of the identity of stored KV: a format with other bytes needs another name."""
 
+    def precision(self, geometry: "KvGeometry") -> torch.dtype:
+        """Return the dtype of the stored numbers, which bounds how equal KV computed twice is."""
+
     def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
         """Return the size in bytes of one block of `layer`."""
 
@@ -75,6 +79,9 @@ class PlainFormat:
     """Keys and values as they are, in the geometry's dtype."""
 
     name: str = "plain"
+
+    def precision(self, geometry: "KvGeometry") -> torch.dtype:
+        return geometry.dtype
 
     def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
         return layer.token_elements * geometry.block_size * geometry.dtype.itemsize
@@ -99,6 +106,52 @@ class PlainFormat:
             return [numbers.view(len(images), len(widths), size, widths[0])]
         parts = numbers.split([size * width for width in widths], dim=1)
         return [p.view(len(images), 1, size, w) for p, w in zip(parts, widths, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format:
+    """Keys and values in 8 bits, with a scale for each group of a head; see `Int8Kv`."""
+
+    name: str = "int8, a bfloat16 scale for 32"
+
+    def precision(self, geometry: "KvGeometry") -> torch.dtype:
+        return torch.int8
+
+    def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
+        token_bytes = sum(
+            dim + dim // group_size(dim) * SCALE_BYTES for dim in (layer.key_dim, layer.value_dim)
+        )
+        return token_bytes * layer.num_kv_heads * geometry.block_size
+
+    def new_layer(
+        self, layer: LayerGeometry, geometry: "KvGeometry", num_blocks: int, device: torch.device
+    ) -> KvLayer:
+        shape = (num_blocks, geometry.block_size, layer.num_kv_heads)
+        return Int8Kv(
+            *(
+                zeroed((*shape, width), dtype, device)
+                for dim in (layer.key_dim, layer.value_dim)
+                for width, dtype in (
+                    (dim, torch.int8),
+                    (dim // group_size(dim), torch.bfloat16),
+                )
+            )
+        )
+
+    def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
+        parts, start = [], 0
+        for layer in geometry.layers:
+            for dim in (layer.key_dim, layer.value_dim):
+                shape = (len(images), geometry.block_size, layer.num_kv_heads)
+                num_heads, num_groups = math.prod(shape[1:]), dim // group_size(dim)
+                middle = start + num_heads * dim
+                end = middle + num_heads * num_groups * SCALE_BYTES
+                numbers = images[:, start:middle].contiguous().view(torch.int8).view(*shape, dim)
+                scales = images[:, middle:end].contiguous().view(torch.bfloat16)
+                found = restored(numbers, scales.view(*shape, num_groups))
+                parts.append(found.flatten(2)[:, None])
+                start = end
+        return parts
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

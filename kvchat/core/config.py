@@ -103,6 +103,10 @@ class ModelConfig:
             raise UsageError(f"--threads is {self.threads}, but must be 1 to {_MAX_THREADS}.")
 
 
+# A KV dtype that no model computes in: numbers of 8 bits with scales.
+INT8_KV = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Shape and budget of the KV cache. `block_size` counts tokens and is a power of two.
@@ -127,7 +131,7 @@ class CacheConfig:
         size = self.block_size
         if size < 1 or size > 1024 or size & (size - 1):
             raise UsageError(f"--block-size is {size}, but must be a power of two up to 1024.")
-        _one_of("--kv-dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("--kv-dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "float16", INT8_KV))
 
 
 @dataclass(frozen=True, slots=True)

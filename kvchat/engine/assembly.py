@@ -27,13 +27,14 @@ from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout
 from kvchat.cache.tier_list import TierOpener, open_tiers
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import (
+    INT8_KV,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -178,7 +179,11 @@ def engine_around(
     state_directory: Path | None,
     speculation: Speculation | None = None,
 ) -> Engine:
-    """Build pools, cache and engine for a loaded model; a model serves one engine at a time."""
+    """Build pools, cache and engine for a loaded model; a model serves one engine at a time.
+
+    Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
+    """
+    _require_kv_dtype(loaded, cache_config)
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
@@ -224,7 +229,7 @@ def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
 
 
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
-    """Return the shape of the KV pools for a model computing in `dtype`."""
+    """Return the shape and format of the KV pools for a model computing in `dtype`."""
     kv_dtype = dtype_of(config.kv_dtype) or dtype
     layers = tuple(
         LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
@@ -232,7 +237,26 @@ def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvG
     )
     if not layers:
         layers = (_carrier(spec, dtype, config.block_size * kv_dtype.itemsize),)
-    return KvGeometry(layers, kv_dtype, config.block_size)
+    kv_format = Int8Format() if config.kv_dtype == INT8_KV else PlainFormat()
+    return KvGeometry(layers, kv_dtype, config.block_size, kv_format)
+
+
+def _require_kv_dtype(loaded: LoadedModel, config: CacheConfig) -> None:
+    """Raise ModelError if a model's KV cannot be of 8 bits where that is configured."""
+    if config.kv_dtype != INT8_KV:
+        return
+    name, spec = loaded.source.name, loaded.spec
+    if loaded.device.type != "cpu":
+        reason = "it runs on a GPU, and KV of 8 bits is for a CPU only"
+    elif spec.state:
+        reason = "it keeps recurrent state beside its KV"
+    elif spec.gathered is not None:
+        reason = "it runs on the gathered path (docs/models.md)"
+    else:
+        return
+    raise ModelError(
+        f"--kv-dtype int8 does not work with {name}: {reason}.", "Use --kv-dtype auto."
+    )
 
 
 def _carrier(spec: ModelSpec, dtype: torch.dtype, bytes_an_element: int) -> LayerGeometry:
@@ -527,7 +551,7 @@ class _DraftBuild:
         )
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
-        geometry = kv_geometry(loaded.spec, self.cache_config, loaded.dtype)
+        geometry = kv_geometry(loaded.spec, self._own_cache_config(), loaded.dtype)
         target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
         both_bytes = geometry.block_bytes + target_geometry.block_bytes
         num_blocks = device_budget(self.cache_config, target.device) // both_bytes
@@ -547,6 +571,14 @@ class _DraftBuild:
             piece_rows=_piece_rows(model),
         )
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
+
+    def _own_cache_config(self) -> CacheConfig:
+        """Return the draft model's settings: its KV is never of 8 bits.
+
+        It is small, and drafts from rounded KV are accepted less often (llama.cpp#25725).
+        """
+        is_rounded = self.cache_config.kv_dtype == INT8_KV
+        return replace(self.cache_config, kv_dtype="auto") if is_rounded else self.cache_config
 
     def _limited(self, num_bytes: int) -> CacheConfig:
         return replace(self.cache_config, device_bytes=Size(num_bytes=num_bytes))

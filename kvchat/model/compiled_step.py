@@ -16,9 +16,9 @@ from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
-from kvchat.model.step_program import StepProgram
+from kvchat.model.step_program import CompiledKv, StepProgram
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
-from kvchat_kernels.kv_layer import KvLayer, PlainKv
+from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.paged_attention import PagedSequences
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class CompiledStep:
     sequences up to _MOST_ROWS, group by group. One step at a time.
     """
 
-    def __init__(self, decoder: Decoder, pools: Sequence[PlainKv]) -> None:
+    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
         """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools)
@@ -146,9 +146,9 @@ class CompiledModel:
         """Return the compiled step over these pools; None, with the reason logged, if none is."""
         if self.is_off:
             return None
-        layers = [pool for pool in pools if isinstance(pool, PlainKv)]
+        layers = [pool for pool in pools if isinstance(pool, CompiledKv)]
         if len(layers) < len(pools):
-            _log.info("no compiled step: KV is not plain")
+            _log.info("no compiled step: KV is of a form that no kernel reads")
             return None
         try:
             return CompiledStep(self._decoder, layers)

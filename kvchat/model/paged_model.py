@@ -33,9 +33,10 @@ class PagedModel:
     """Runs forward passes over paged KV.
 
     `pools[i]` is the KV of storing layer i: a KvLayer, or two tensors [num_blocks, block_size,
-    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers and
-    the compiled step read plain KV only: with any other, every module runs its own code. The
-    binding is stored on the modules, so only the newest PagedModel of a LoadedModel may run.
+    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers read
+    plain KV only: with any other, every module runs its own code. The compiled step reads Int8Kv
+    too. The binding is stored on the modules, so only the newest PagedModel of a LoadedModel may
+    run.
 
     `compiled` runs steps of few rows on a CPU; setting it to None leaves them to the modules.
     """

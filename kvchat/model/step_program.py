@@ -29,8 +29,32 @@ from kvchat_kernels.cpu.norms import NormForm
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.rotation import Heads
+from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.kv_layer import PlainKv
 from kvchat_kernels.linear.blocks import BlockWeights
+
+# KV that the kernels write and read.
+CompiledKv = PlainKv | Int8Kv
+
+
+def _stored(pool: CompiledKv) -> tuple[Stored, int, int]:
+    """Return how a pool holds numbers, and how many of a key and of a value share a scale, or 0."""
+    if not all(tensor.is_contiguous() for tensor in pool.tensors):
+        raise Unfit("has KV of another form")
+    if isinstance(pool, Int8Kv):
+        return Stored.INT8, *pool.groups
+    stored = stored_as(pool.keys.dtype)
+    if stored is None:
+        raise Unfit("has KV of another form")
+    return stored, 0, 0
+
+
+def _addresses(pool: CompiledKv, place: Any) -> Task:
+    """Return the places of a pool's tensors in a task of a kernel with these places."""
+    task: Task = {place.KEYS: pool.keys, place.VALUES: pool.values}
+    if isinstance(pool, Int8Kv):
+        task |= {place.KEY_SCALES: pool.key_scales, place.VALUE_SCALES: pool.value_scales}
+    return task
 
 
 class Angles:
@@ -78,7 +102,7 @@ class StepProgram:
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 
-    def __init__(self, decoder: Decoder, pools: Sequence[PlainKv]) -> None:
+    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
         """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
         self._decoder = decoder
         self._pools = pools
@@ -158,11 +182,9 @@ class StepProgram:
         qkv = self._operations.output("qkv", qkv_width)
         self._operations.products(layer.qkv, *self._source(is_normed), qkv)
         pool = self._pools[spec.pool_index]
-        stored = stored_as(pool.keys.dtype)
         check_widths(spec.key_dim, spec.value_dim)
-        if stored is None or not (pool.keys.is_contiguous() and pool.values.is_contiguous()):
-            raise Unfit("has KV of another form")
-        self._rotation(layer, qkv, pool, stored)
+        stored, *groups = _stored(pool)
+        self._rotation(layer, qkv, pool)
         form = AttentionForm(
             spec.num_heads,
             spec.num_kv_heads,
@@ -172,6 +194,7 @@ class StepProgram:
             stored,
             layer.softcap is not None,
             layer.sinks is not None,
+            *groups,
         )
         kind = (spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
         parts = self.parts.get(kind)
@@ -184,8 +207,7 @@ class StepProgram:
             place.RECORD: parts.record.ctypes.data,
             place.QUERY: qkv,
             place.QUERY_STRIDE: qkv.stride(0) * 4,
-            place.KEYS: pool.keys,
-            place.VALUES: pool.values,
+            **_addresses(pool, place),
             place.SCALE: layer.scale,
             place.SOFTCAP: layer.softcap or 0.0,
             place.OUT: attended.floats,
@@ -197,15 +219,12 @@ class StepProgram:
         self._operations.add(attention.joining_kernel(form), task, None)
         self._operations.products((layer.out,), attended, attended.floats, out)
 
-    def _rotation(
-        self, layer: DecoderAttention, qkv: torch.Tensor, pool: PlainKv, stored: Stored
-    ) -> None:
+    def _rotation(self, layer: DecoderAttention, qkv: torch.Tensor, pool: CompiledKv) -> None:
         spec, place = layer.spec, rotation.Place
         task: Task = {
             place.QKV: qkv,
             place.QKV_STRIDE: qkv.stride(0) * 4,
-            place.KEYS: pool.keys,
-            place.VALUES: pool.values,
+            **_addresses(pool, place),
         }
         rotated = 0
         if layer.rotates:
@@ -230,7 +249,7 @@ class StepProgram:
             spec.value_dim,
             rotated,
             layer.head_norm,
-            stored,
+            *_stored(pool),
         )
         self._operations.add(rotation.rotation_kernel(heads), task, None)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvchat.cache.block_manager import BlockTable
 from kvchat.cache.host_offload import Promotion
+from kvchat.cache.kv_pool import Int8Format, PlainFormat
 from support.cached_contexts import assert_kv_is_right, write_kv
 from support.host_machine import GEOMETRIES, Machine
 from support.soak_sizes import short_and_long
@@ -25,7 +26,12 @@ class Household:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         layers = rng.choice(list(GEOMETRIES.values()))
-        self.machine = Machine(rng.choice([8, 14]), rng.choice([4, 12, 60]), layers)
+        self.machine = Machine(
+            rng.choice([8, 14]),
+            rng.choice([4, 12, 60]),
+            layers,
+            kv_format=rng.choice([PlainFormat(), Int8Format()]),
+        )
         self.running: list[Runner] = []
         self.promotions: list[Promotion] = []
         trunk = [rng.randrange(200) for _ in range(30)]

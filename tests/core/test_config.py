@@ -84,6 +84,7 @@ def test_sizes_are_shown_in_few_digits_and_never_in_exponents(num_bytes: int, te
         (lambda: CacheConfig(block_size=0), "--block-size is 0"),
         (lambda: CacheConfig(block_size=2048), "block-size is 2048"),
         (lambda: CacheConfig(kv_dtype="fp8"), "kv-dtype is 'fp8'"),
+        (lambda: CacheConfig(kv_dtype="int4"), "one of auto, float32, bfloat16, float16, int8"),
         (lambda: EngineConfig(max_step_tokens=0), "max_step_tokens is 0"),
         (lambda: EngineConfig(max_running=-1), "max_running is -1"),
         (lambda: SamplingParams(temperature=-0.1), "temperature is -0.1"),

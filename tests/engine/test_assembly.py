@@ -10,12 +10,14 @@ import torch
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,
     build_engine,
     device_budget,
+    engine_around,
     host_budget,
     rate_memory,
     step_tokens,
@@ -23,6 +25,7 @@ from kvchat.engine.assembly import (
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.source import find_model
+from kvchat.model.spec import Gathered
 from support.checkpoints import save_checkpoint, tiny_model
 from support.pack_chains import used_bytes
 
@@ -81,6 +84,57 @@ def test_every_mixture_of_dtypes_runs_and_agrees_roughly(
     assert len(first) == len(again) == 4
     assert first[0] == generate(assemble(checkpoint).engine, prompt, 1)[0]
     assert all(torch.isfinite(tensor).all() for pair in pool.layers for tensor in pair)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kv_of_8_bits_runs_with_every_dtype_and_agrees_roughly(
+    checkpoint: Path, dtype: str
+) -> None:
+    cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype="int8")
+    built, prompt = assemble(checkpoint, dtype, cache), tuple(range(5, 45))
+
+    first = generate(built.engine, prompt, 4)
+
+    assert built.engine.cache.kv_pool.layers[0].tensors[0].dtype == torch.int8
+    assert len(first) == len(generate(built.engine, prompt, 4)) == 4
+    assert first[0] == generate(assemble(checkpoint).engine, prompt, 1)[0]
+
+
+def test_kv_of_8_bits_has_nearly_twice_the_tokens_in_the_same_memory(checkpoint: Path) -> None:
+    """The heads of this model are of 16: 18 bytes for 16 numbers."""
+
+    def num_blocks(kv_dtype: str) -> int:
+        cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=kv_dtype)
+        return assemble(checkpoint, "bfloat16", cache).engine.cache.kv_pool.num_blocks
+
+    assert num_blocks("int8") == pytest.approx(num_blocks("bfloat16") * 32 / 18, abs=2)
+
+
+def test_a_model_with_state_cannot_have_kv_of_8_bits(tmp_path: Path) -> None:
+    stateful = save_checkpoint(tmp_path, tiny_model("mamba"))
+
+    with pytest.raises(ModelError, match="it keeps recurrent state") as caught:
+        assemble(stateful, cache=CacheConfig(kv_dtype="int8"))
+
+    assert caught.value.hint == "Use --kv-dtype auto."
+
+
+def test_a_model_on_the_gathered_path_cannot_have_kv_of_8_bits(checkpoint: Path) -> None:
+    loaded = assemble(checkpoint).loaded
+    spec = replace(loaded.spec, gathered=Gathered("is so", (), len(loaded.spec.layers)))
+
+    with pytest.raises(ModelError, match="it runs on the gathered path"):
+        engine_around(
+            replace(loaded, spec=spec), CacheConfig(kv_dtype="int8"), EngineConfig(), None
+        )
+
+
+def test_kv_of_8_bits_is_refused_on_a_gpu(checkpoint: Path) -> None:
+    """Before anything is made there: the device need not exist."""
+    on_gpu = replace(assemble(checkpoint).loaded, device=torch.device("cuda", 0))
+
+    with pytest.raises(ModelError, match="runs on a GPU"):
+        engine_around(on_gpu, CacheConfig(kv_dtype="int8"), EngineConfig(), None)
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64])

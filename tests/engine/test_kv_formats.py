@@ -1,7 +1,4 @@
-"""KV in another format than plain: attention, every copy of its blocks, disk, host and identity.
-
-The second format is one of the tests' own: see `support.int8_kv`.
-"""
+"""KV of 8 bits beside plain KV: attention, every copy of its blocks, disk, host and identity."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +14,14 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import encode_ids
-from kvchat.cache.kv_pool import KvFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.cache.kv_pool import (
+    Int8Format,
+    KvFormat,
+    KvGeometry,
+    KvPool,
+    LayerGeometry,
+    PlainFormat,
+)
 from kvchat.cache.tier import Layout
 from kvchat.core.config import CacheConfig
 from kvchat.engine.assembly import kv_geometry, kv_identity
@@ -30,7 +34,6 @@ from kvchat_kernels.paged_attention import FULL
 from support.cached_contexts import images_of
 from support.greedy_answer import greedy_answer
 from support.host_machine import LateThread
-from support.int8_kv import Int8Format
 from support.paged_scene import load_tiny
 from support.specimens import random_ids
 

@@ -1,47 +1,21 @@
 """Each compiled CPU kernel against the formula it stands for, in torch."""
 
 from itertools import pairwise
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from kvchat_kernels.cpu import attention, gates, norms, products, rotation
 from kvchat_kernels.cpu.maths import stored_as
-from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program, run_units
-from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
+from support.cpu_tasks import attended, header, task
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = 1e-5
-
-
-def number(value: object) -> int:
-    """A number as tasks hold it: an address, a float32, or itself."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    if isinstance(value, float):
-        return int(np.array([value, 0], np.float32).view(np.int64)[0])
-    assert isinstance(value, int)
-    return value
-
-
-def task(places: dict[Any, Any]) -> Any:
-    numbers = np.zeros(16, np.int64)
-    for place, value in places.items():
-        numbers[place] = number(value)
-    return numbers
-
-
-def header(num_rows: int, slots: torch.Tensor | None = None) -> Any:
-    numbers = np.zeros(NUM_HEADERS, np.int64)
-    numbers[Header.NUM_ROWS] = num_rows
-    numbers[Header.SLOTS] = 0 if slots is None else slots.data_ptr()
-    return numbers
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -210,44 +184,6 @@ SHAPES = {
     "groups of 7": (7, 1, 40, 16, 32, torch.bfloat16),
     "small blocks": (10, 2, 16, 24, 4, torch.bfloat16),
 }
-
-
-def attended(
-    form: attention.AttentionForm,
-    span: AttentionSpan,
-    sequences: PagedSequences,
-    query: torch.Tensor,
-    pools: tuple[torch.Tensor, torch.Tensor],
-    *,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    num_threads: int = 1,
-) -> torch.Tensor:
-    """What the compiled attention makes of `query` [rows, heads * key dim]."""
-    out = torch.zeros(len(query), form.num_heads, form.value_dim)
-    parts = Parts(span, form.num_heads, form.num_kv_heads, form.value_dim)
-    place = attention.Place
-    places = {
-        place.RECORD: parts.record.ctypes.data,
-        place.QUERY: query,
-        place.QUERY_STRIDE: query.stride(0) * 4,
-        place.KEYS: pools[0],
-        place.VALUES: pools[1],
-        place.SCALE: 0.125,
-        place.SOFTCAP: softcap,
-        place.OUT: out,
-    }
-    if sinks is not None:
-        places[place.SINKS] = sinks
-    operations = [
-        Operation(kernel, task(places), header(len(query)), None)
-        for kernel in (attention.attention_kernel(form), attention.joining_kernel(form))
-    ]
-    program = Program(operations)
-    program.units[:] = parts.set(sequences) * form.num_kv_heads, len(query)
-    program.prepare()
-    program.run(num_threads)
-    return out
 
 
 @pytest.mark.parametrize("form", FORMS)

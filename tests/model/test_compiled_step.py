@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat.core.config import ModelConfig
+from kvchat.cache.kv_pool import KvPool
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.engine.assembly import kv_geometry
 from kvchat.model import decoder
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel, load_model
@@ -183,6 +185,35 @@ def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
                 build_batch([other, SequencePiece(ids, 299, blocks, 5)], BLOCK, CPU)
             )
         assert torch.equal(together, torch.cat(expected))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gemma3_text"])
+def test_over_kv_of_8_bits_logits_and_kv_are_those_of_the_modules(
+    family: str, tmp_path: Path
+) -> None:
+    """A number at the middle of two levels may fall on either side, so KV is equal to a level."""
+    loaded = load(tmp_path, family, dtype="float32")
+    geometry = kv_geometry(loaded.spec, CacheConfig(BLOCK, kv_dtype="int8"), loaded.dtype)
+    for step in STEPS.values():
+        results, pools = [], []
+        for is_compiled in (True, False):
+            pool = KvPool(geometry, 128, CPU)
+            for layer, (keys, values) in zip(pool.layers, pools_of(loaded), strict=True):
+                slots = torch.arange(128 * BLOCK)
+                layer.write(keys.flatten(0, 1), values.flatten(0, 1), slots)
+            model = PagedModel(loaded, pool.layers)
+            assert model.compiled is not None
+            if not is_compiled:
+                model.compiled = None
+            results.append(model.forward(batch_of(step)))
+            pools.append(pool)
+
+        assert (results[0] - results[1]).abs().max() <= 2e-2 * results[1].abs().max()
+        for one, other in zip(*(pool.layers for pool in pools), strict=True):
+            for ours, theirs in zip(one.tensors[::2], other.tensors[::2], strict=True):
+                off = (ours.int() - theirs.int()).abs()
+                assert off.max() <= 1
+                assert off.float().mean() < 1e-3
 
 
 def test_many_sequences_are_computed_group_by_group(tmp_path: Path) -> None:

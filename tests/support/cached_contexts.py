@@ -1,7 +1,7 @@
 """Contexts on a device tier whose KV is known: computed by hand, without a model.
 
-The KV of a token is a number that depends on it and all before it, so a block that is handed to the
-wrong context shows as a wrong number.
+The key and the value of a token are two numbers that depend on it and all before it, so a block
+that is handed to the wrong context shows as a wrong number.
 """
 
 import zlib
@@ -10,22 +10,36 @@ from collections.abc import Sequence
 import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.kv_pool import LayerGeometry
+from kvchat_kernels.kv_layer import KvLayer
 
 CPU = torch.device("cpu")
 
 
-def expected_kv(ids: Sequence[int], position: int) -> float:
-    """Return what stands in every element of the token's KV."""
-    return float(zlib.crc32(bytes(ids[: position + 1])) & 0xFFFF)
+def expected_kv(ids: Sequence[int], position: int) -> tuple[float, float]:
+    """Return what stands in every element of the token's key, and of its value."""
+    number = zlib.crc32(bytes(ids[: position + 1]))
+    return float(number & 0xFFFF), float(number >> 16)
 
 
 def write_kv(manager: CacheManager, table: BlockTable, ids: Sequence[int], start: int) -> None:
     """Compute the KV of the tokens from `start` on, in blocks that were reserved."""
-    for position in range(start, len(ids)):
-        [slot] = table.slots(position, position + 1)
-        for tensors in manager.kv_pool.layers:
-            for tensor in tensors:
-                tensor.flatten(0, 1)[slot] = expected_kv(ids, position)
+    slots = torch.tensor(table.slots(start, len(ids)), dtype=torch.int64)
+    pool = manager.kv_pool
+    for layer, shape in zip(pool.layers, pool.geometry.layers, strict=True):
+        _write(layer, shape, ids, start, slots)
+
+
+def _write(
+    layer: KvLayer, shape: LayerGeometry, ids: Sequence[int], start: int, slots: torch.Tensor
+) -> None:
+    numbers = torch.tensor([expected_kv(ids, place) for place in range(start, len(ids))])
+    for_all = numbers.view(-1, 2, 1, 1)
+    key, value = (
+        for_all[:, part].expand(-1, shape.num_kv_heads, dim)
+        for part, dim in enumerate((shape.key_dim, shape.value_dim))
+    )
+    layer.write(key, value, slots)
 
 
 def compute(manager: CacheManager, ids: Sequence[int]) -> int:
@@ -38,13 +52,17 @@ def compute(manager: CacheManager, ids: Sequence[int]) -> int:
 
 
 def assert_kv_is_right(manager: CacheManager, table: BlockTable, ids: Sequence[int]) -> None:
-    """Hold every element of the first len(ids) tokens of a table against what it has to be."""
+    """Hold all that is stored of a table's first len(ids) tokens against what it has to be."""
+    if not ids:
+        return
     slots = torch.tensor(table.slots(0, len(ids)), dtype=torch.int64)
-    expected = torch.tensor([expected_kv(ids, position) for position in range(len(ids))])
-    for tensors in manager.kv_pool.layers:
-        for tensor in tensors:
-            found = tensor.flatten(0, 1)[slots].flatten(1).float()
-            assert torch.equal(found, expected[:, None].expand_as(found))
+    geometry = manager.kv_pool.geometry
+    num_blocks = -(-len(ids) // geometry.block_size)
+    for layer, shape in zip(manager.kv_pool.layers, geometry.layers, strict=True):
+        right = geometry.format.new_layer(shape, geometry, num_blocks, CPU)
+        _write(right, shape, ids, 0, torch.arange(len(ids)))
+        for found, expected in zip(layer.tensors, right.tensors, strict=True):
+            assert torch.equal(found.flatten(0, 1)[slots], expected.flatten(0, 1)[: len(ids)])
 
 
 def images_of(manager: CacheManager, ids: Sequence[int], first: int, last: int) -> bytes:

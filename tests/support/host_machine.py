@@ -11,11 +11,12 @@ from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.kv_pool import KvFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.rates import RateMemory
 from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import CPU, assert_kv_is_right
 
+PLAIN = PlainFormat()
 GEOMETRIES = {
     "one layer": (LayerGeometry(1, 1, 1),),
     "keys wider than values": (LayerGeometry(1, 3, 2), LayerGeometry(1, 3, 2)),
@@ -60,8 +61,9 @@ class Machine:
         dtype: torch.dtype = torch.float32,
         memory: RateMemory | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        kv_format: KvFormat = PLAIN,
     ) -> None:
-        geometry = KvGeometry(layers, dtype, block_size=4)
+        geometry = KvGeometry(layers, dtype, 4, kv_format)
         self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
         self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
         self.thread = LateThread()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import Stored, exp, load_floats, load_transposed, tanh
+from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I64, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
 from kvchat_kernels.cpu.step import MAX_ROWS
 
 # Positions of a part, and of a tile of K or V that is converted to float32 at once.
@@ -27,6 +27,7 @@ _TILE = 32
 _FEW = (4, 3, 2, 1)
 _VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
 _CACHE_LINE = 64
+_SCALES, _SCALE_BYTES = Stored.BFLOAT, Stored.BFLOAT.num_bytes
 _HIDDEN = -1e30
 
 
@@ -80,6 +81,8 @@ class Place(IntEnum):
     SOFTCAP        float32, where the form has one
     SINKS          float32 [heads], where the form has them
     OUT            float32 [rows, heads, value dim]
+    KEY_SCALES, VALUE_SCALES
+                   bfloat16 [slots, KV heads, dim / group], where the pools are of 8 bits
     """
 
     RECORD = 0
@@ -91,11 +94,17 @@ class Place(IntEnum):
     SOFTCAP = 6
     SINKS = 7
     OUT = 8
+    KEY_SCALES = 9
+    VALUE_SCALES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """What code is made for. `block_size` is a power of two, dims are multiples of 8."""
+    """What code is made for. `block_size` is a power of two, dims are multiples of 8.
+
+    Of pools of 8 bits, `key_group` numbers of a key and `value_group` of a value share a scale:
+    powers of two from 8 on.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -105,6 +114,8 @@ class AttentionForm:
     stored: Stored
     has_softcap: bool = False
     has_sinks: bool = False
+    key_group: int = 0
+    value_group: int = 0
 
     @property
     def group(self) -> int:
@@ -183,14 +194,14 @@ class _Part:
 
     # K and V
 
-    def _tokens(self, pool: Place, dim: int, first: Value) -> list[Value]:
-        """Return the addresses of K or V of 8 positions from `first` on, a multiple of 8.
+    def _tokens(self, pool: Place, head_bytes: int, first: Value) -> list[Value]:
+        """Return the addresses of what a pool has of the head of 8 positions from `first` on.
 
-        Positions that no row sees have any address within the pool.
+        `first` is a multiple of 8. Positions that no row sees have any address within the pool.
         """
         code, form = self._code, self._form
-        token_bytes = form.num_kv_heads * dim * form.stored.num_bytes
-        head = code.field(pool) + self._head * (dim * form.stored.num_bytes)
+        token_bytes = form.num_kv_heads * head_bytes
+        head = code.field(pool) + self._head * head_bytes
         if form.block_size >= LANES:  # all in one block
             start = head + self._slot(first) * token_bytes
             return [start + lane * token_bytes for lane in range(LANES)]
@@ -206,41 +217,60 @@ class _Part:
         block = code.load(table, position // size * 4, I32)
         return code.convert("sext", block, I64) * size + position % size
 
-    def _ask_ahead(self, pool: Place, dim: int, position: Value) -> None:
+    def _ask_ahead(self, pool: Place, head_bytes: int, position: Value) -> None:
         """Ask for what the next tile has in the place of 8 positions, while this one is used."""
         code = self._code
         last = self._end - 1
         ahead = code.least(position + _TILE, last - last % LANES)
-        for token in self._tokens(pool, dim, ahead):
-            for line in range(0, dim * self._form.stored.num_bytes, _CACHE_LINE):
+        for token in self._tokens(pool, head_bytes, ahead):
+            for line in range(0, head_bytes, _CACHE_LINE):
                 code.prefetch(token, line)
+
+    def _scales(self, pool: Place, dim: int, group: int, position: Value) -> list[Value]:
+        """Return the addresses of the scales of 8 positions; none where numbers have no scales."""
+        return self._tokens(pool, dim // group * _SCALE_BYTES, position) if group else []
 
     def _convert_keys(self, tile: Value) -> None:
         """Write a tile of K as float32 [dim, positions]."""
         code, form = self._code, self._form
+        dim, size, group = form.key_dim, form.stored.num_bytes, form.key_group
+        width = group or LANES
         start = code.greatest(tile, self._first - self._first % LANES)
         with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
-            self._ask_ahead(Place.KEYS, form.key_dim, position)
-            tokens = self._tokens(Place.KEYS, form.key_dim, position)
+            self._ask_ahead(Place.KEYS, dim * size, position)
+            tokens = self._tokens(Place.KEYS, dim * size, position)
+            scales = self._scales(Place.KEY_SCALES, dim, group, position)
             to = self._tile + (position - tile) * 4
-            with code.loop(0, form.key_dim, LANES) as column:
-                offset = column * form.stored.num_bytes
-                for index, values in enumerate(load_transposed(code, tokens, offset, form.stored)):
-                    code.store(values, to, (column + index) * (_TILE * 4))
+            with code.loop(0, dim, width) as first:
+                of_group = [code.load(at, first // width * _SCALE_BYTES, I16) for at in scales]
+                factors = as_floats(code, code.gathered(of_group), _SCALES) if scales else None
+                for column in [first + part for part in range(0, width, LANES)]:
+                    loaded = load_transposed(code, tokens, column * size, form.stored)
+                    for index, values in enumerate(loaded):
+                        right = values if factors is None else values * factors
+                        code.store(right, to, (column + index) * (_TILE * 4))
 
     def _convert_values(self, tile: Value) -> None:
         """Write a tile of V as float32 [positions, dim]."""
         code, form = self._code, self._form
+        dim, size, group = form.value_dim, form.stored.num_bytes, form.value_group
+        width = group or LANES
         start = code.greatest(tile, self._first - self._first % LANES)
         with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
-            self._ask_ahead(Place.VALUES, form.value_dim, position)
-            tokens = self._tokens(Place.VALUES, form.value_dim, position)
-            to = self._tile + (position - tile) * (form.value_dim * 4)
-            with code.loop(0, form.value_dim, LANES) as column:
-                offset = column * form.stored.num_bytes
+            self._ask_ahead(Place.VALUES, dim * size, position)
+            tokens = self._tokens(Place.VALUES, dim * size, position)
+            scales = self._scales(Place.VALUE_SCALES, dim, group, position)
+            to = self._tile + (position - tile) * (dim * 4)
+            with code.loop(0, dim, width) as first:
                 for index, token in enumerate(tokens):
-                    values = load_floats(code, token, offset, form.stored)
-                    code.store(values, to + index * (form.value_dim * 4), column * 4)
+                    factors = None
+                    if scales:
+                        of_group = code.load(scales[index], first // width * _SCALE_BYTES, I16)
+                        factors = as_floats(code, code.spread(of_group), _SCALES)
+                    for column in [first + part for part in range(0, width, LANES)]:
+                        values = load_floats(code, token, column * size, form.stored)
+                        right = values if factors is None else values * factors
+                        code.store(right, to + index * (dim * 4), column * 4)
 
     # Scores, weights, sums
 

@@ -234,6 +234,14 @@ class Code:
         lanes = constant(0, ir.VectorType(I32, count))
         return Value(self, self.builder.shuffle_vector(single, undefined, lanes))
 
+    def gathered(self, values: Sequence[Value]) -> Value:
+        """Return a vector of single values."""
+        kind = ir.VectorType(values[0].type, len(values))
+        vector: Any = ir.Constant(kind, ir.Undefined)
+        for lane, value in enumerate(values):
+            vector = self.builder.insert_element(vector, value.raw, ir.Constant(I32, lane))
+        return Value(self, vector)
+
     def picked(self, vector: Value, lanes: Sequence[int]) -> Value:
         """Return a vector of some lanes of another; of a single value, it in all lanes."""
         if not isinstance(vector.type, ir.VectorType):

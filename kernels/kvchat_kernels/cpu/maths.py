@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32S, LANES, Code, Value, has_feature
 
+I8S = ir.VectorType(I8, LANES)
 _I16S = ir.VectorType(I16, LANES)
 _F16S = ir.VectorType(F16, LANES)
 _BYTES = ir.VectorType(I8, 2 * LANES)
@@ -29,29 +30,36 @@ _ERF_P = 0.3275911
 
 
 class Stored(StrEnum):
-    """How floats lie in memory."""
+    """How numbers lie in memory. INT8 are whole numbers, which mean nothing without a scale."""
 
     FLOAT = "float32"
     BFLOAT = "bfloat16"
     HALF = "float16"
+    INT8 = "int8"
 
     @property
     def num_bytes(self) -> int:
-        return 4 if self is Stored.FLOAT else 2
+        return {Stored.FLOAT: 4, Stored.INT8: 1}.get(self, 2)
+
+
+_OF_FLOATS = {
+    torch.float32: Stored.FLOAT,
+    torch.bfloat16: Stored.BFLOAT,
+    torch.float16: Stored.HALF,
+}
+_LOADED = {Stored.FLOAT: F32S, Stored.BFLOAT: _I16S, Stored.HALF: _I16S, Stored.INT8: I8S}
 
 
 def stored_as(dtype: torch.dtype) -> Stored | None:
-    """Return how tensors of this dtype lie in memory, None for a dtype that no kernel reads."""
-    name = str(dtype).removeprefix("torch.")
-    return Stored(name) if name in set(Stored) else None
+    """Return how floats of this dtype lie in memory, None for a dtype that no kernel reads."""
+    return _OF_FLOATS.get(dtype)
 
 
 def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
-    """Load 8 stored floats as float32."""
+    """Load 8 stored numbers as float32."""
     if stored is Stored.BFLOAT and has_feature("avx2"):
         return _load_bfloats(code, address, offset)
-    kind = F32S if stored is Stored.FLOAT else _I16S
-    return as_floats(code, code.load(address, offset, kind), stored)
+    return as_floats(code, code.load(address, offset, _LOADED[stored]), stored)
 
 
 def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:
@@ -70,12 +78,11 @@ def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:
 def load_transposed(
     code: Code, addresses: Sequence[Value], offset: Value | int, stored: Stored
 ) -> list[Value]:
-    """Load 8 stored floats of each of 8 addresses; return the first of all as float32, and so on.
+    """Load 8 stored numbers of each of 8 addresses; return the first of all as float32, and so on.
 
     A round exchanges the halves of pairs of vectors: the vectors `step` apart, lanes alternating.
     """
-    kind = {Stored.FLOAT: F32S, Stored.HALF: _I16S, Stored.BFLOAT: _I16S}[stored]
-    vectors = [code.load(address, offset, kind) for address in addresses]
+    vectors = [code.load(address, offset, _LOADED[stored]) for address in addresses]
     low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
     high = [lane + LANES // 2 for lane in low]
     for _ in range(3):
@@ -85,9 +92,11 @@ def load_transposed(
 
 
 def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
-    """Return 8 stored floats, those of 16 bits given as whole numbers, as float32."""
+    """Return stored numbers, floats of 16 bits given as whole numbers, as 8 float32."""
     if stored is Stored.FLOAT:
         return loaded
+    if stored is Stored.INT8:
+        return code.convert("sitofp", code.convert("sext", loaded, I32S), F32S)
     if stored is Stored.HALF:
         return code.convert("fpext", code.as_bits(loaded, _F16S), F32S)
     return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)
@@ -96,7 +105,7 @@ def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
 def store_floats(
     code: Code, values: Value, address: Value, offset: Value | int, stored: Stored
 ) -> None:
-    """Round 8 floats to the nearest that memory can hold, ties to even, and store them."""
+    """Round 8 floats to the nearest float that memory can hold, ties to even, and store them."""
     if stored is Stored.HALF:
         values = code.convert("fptrunc", values, _F16S)
     elif stored is Stored.BFLOAT:

@@ -6,12 +6,18 @@ those of the first half turn with those of the second.
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from functools import cache
+from functools import cache, reduce
 
-from kvchat_kernels.cpu.code import F32S, I64, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import Stored, load_floats, store_floats
+from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I32S, I64, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
+
+# Of groups of 8 bits: the largest number, and floats between which a scale and its numbers are
+# not zero and not infinite. The same as in `int8_kv.py`.
+_MOST = 127.0
+_LEAST = 1e-30
+_FINITE = 3.3e38
 
 
 class Place(IntEnum):
@@ -21,6 +27,7 @@ class Place(IntEnum):
     KEYS, VALUES              addresses of the pools, [slots, KV heads, dim]
     QUERY_NORM, KEY_NORM      weights, float32 [dim], or [heads * dim] for a norm of all heads
     EPSILON                   float32
+    KEY_SCALES, VALUE_SCALES  bfloat16 [slots, KV heads, dim / group], where pools are of 8 bits
     """
 
     QKV = 0
@@ -32,6 +39,8 @@ class Place(IntEnum):
     QUERY_NORM = 6
     KEY_NORM = 7
     EPSILON = 8
+    KEY_SCALES = 9
+    VALUE_SCALES = 10
 
 
 class HeadNorm(StrEnum):
@@ -46,7 +55,8 @@ class HeadNorm(StrEnum):
 class Heads:
     """The heads of a layer. Dims are multiples of 8, `rotated` of 16; 0 rotates nothing.
 
-    `stored` is how the pools hold K and V.
+    `stored` is how the pools hold K and V. Of 8 bits, `key_group` numbers of a key and
+    `value_group` of a value share a scale: powers of two from 8 on.
     """
 
     num_heads: int
@@ -56,6 +66,8 @@ class Heads:
     rotated: int
     norm: HeadNorm
     stored: Stored
+    key_group: int = 0
+    value_group: int = 0
 
 
 @cache
@@ -78,15 +90,44 @@ def _write(code: Code, heads: Heads) -> None:
                 _write_rotation(code, heads, address + head * heads.key_dim * 4)
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
     with code.when(slot > -1):
-        for address, pool, dim in (
-            (key_row, Place.KEYS, heads.key_dim),
-            (value_row, Place.VALUES, heads.value_dim),
+        for address, pool, dim, scales, group in (
+            (key_row, Place.KEYS, heads.key_dim, Place.KEY_SCALES, heads.key_group),
+            (value_row, Place.VALUES, heads.value_dim, Place.VALUE_SCALES, heads.value_group),
         ):
             width = heads.num_kv_heads * dim
             to = code.field(pool) + slot * (width * heads.stored.num_bytes)
+            if group:
+                to_scales = code.field(scales) + slot * (width // group * Stored.BFLOAT.num_bytes)
+                _write_groups(code, address, to, to_scales, width, group)
+                continue
             with code.loop(0, width, LANES) as index:
                 value = code.load(address, index * 4, F32S)
                 store_floats(code, value, to, index * heads.stored.num_bytes, heads.stored)
+
+
+def _write_groups(
+    code: Code, address: Value, to: Value, scales: Value, width: int, group: int
+) -> None:
+    """Write `width` floats as groups of whole numbers and their scales, as `int8_kv.quantised`."""
+    with code.loop(0, width, group) as first:
+        parts = [first + part for part in range(0, group, LANES)]
+        floats = [code.load(address, part * 4, F32S) for part in parts]
+        # Bits of floats without a sign are ordered as the floats are, and a NaN is above all.
+        sizes = [code.as_bits(value, I32S) & 0x7FFFFFFF for value in floats]
+        most = code.call("llvm.vector.reduce.smax.v8i32", I32, reduce(code.greatest, sizes))
+        peak = code.as_bits(most, F32)
+        exact = code.select(peak < _LEAST, code.single(0.0), peak / _MOST)
+        bits = code.as_bits(exact, I32)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to bfloat16, ties to even
+        code.store(code.convert("trunc", bits >> 16, I16), scales, first // group * 2)
+        scale = code.as_bits((bits >> 16) << 16, F32)
+        is_usable = code.spread((scale > 0.0) & (scale < _FINITE))
+        for part, value in zip(parts, floats, strict=True):
+            level = code.call("llvm.rint.v8f32", F32S, value / code.spread(scale))
+            level = code.select(is_usable, level, code.floats(0.0))
+            level = code.least(code.greatest(level, -_MOST), _MOST)
+            whole = code.convert("fptosi", level, I32S)
+            code.store(code.convert("trunc", whole, I8S), to, part)
 
 
 def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: Value) -> None:

@@ -1,0 +1,268 @@
+"""KV of 8 bits: the compiled kernels and the layer's own code against the plain formulas."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat_kernels.cpu import attention, rotation
+from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.int8_kv import Int8Kv, group_size, quantised, restored
+from kvchat_kernels.paged_attention import FULL, AttentionSpan, DeviceSequences, PagedSequences
+from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from support.cpu_tasks import attended, header, task
+
+SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A layer's KV with sequences that have it in blocks out of order, and rows that ask."""
+
+    kv: Int8Kv
+    sequences: PagedSequences
+    query: torch.Tensor
+    span: AttentionSpan
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def exact(self) -> torch.Tensor:
+        """The plain twin: all of the pool as float32, and the formula over it."""
+        keys = restored(self.kv.keys, self.kv.key_scales)
+        values = restored(self.kv.values, self.kv.value_scales)
+        settings = self.span, 0.125, self.softcap, self.sinks
+        return paged_attention_reference(self.query, keys, values, self.sequences, *settings)
+
+    def compiled(self, num_threads: int = 1) -> torch.Tensor:
+        num_heads, num_kv_heads = self.query.shape[1], self.kv.keys.shape[2]
+        form = attention.AttentionForm(
+            num_heads,
+            num_kv_heads,
+            self.kv.keys.shape[3],
+            self.kv.values.shape[3],
+            self.kv.keys.shape[1],
+            Stored.INT8,
+            self.softcap is not None,
+            self.sinks is not None,
+            *self.kv.groups,
+        )
+        return attended(
+            form,
+            self.span,
+            self.sequences,
+            self.query.flatten(1),
+            self.kv,
+            softcap=self.softcap or 0.0,
+            sinks=self.sinks,
+            num_threads=num_threads,
+        )
+
+    def by_torch(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        query = self.query.to(dtype)
+        return self.kv.attend(
+            query,
+            self.sequences,
+            span=self.span,
+            scale=0.125,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+
+
+def zeroed_kv(num_blocks: int, block: int, num_kv_heads: int, *dims: int) -> Int8Kv:
+    made = []
+    for dim in dims:
+        shape = (num_blocks, block, num_kv_heads)
+        made.append(torch.zeros(*shape, dim, dtype=torch.int8))
+        made.append(torch.zeros(*shape, dim // group_size(dim), dtype=torch.bfloat16))
+    return Int8Kv(*made)
+
+
+def scene(seed: int, widths: tuple[int, ...] = (8, 16, 24, 40, 64, 80, 96)) -> Scene:
+    """Return a scene of random sizes. What no sequence has is not a number."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    num_kv_heads, group = draw.choice([(1, 7), (2, 3), (3, 1), (1, 1), (2, 4)])
+    block = draw.choice([2, 4, 8, 16, 32])
+    dims = draw.choice(widths), draw.choice(widths)
+    lengths = [draw.choice([1, 3, 31, 100, 257, 530]) for _ in range(draw.randint(1, 3))]
+    counts = [draw.randint(1, min(5, length)) for length in lengths]
+    needed = [-(-length // block) for length in lengths]
+    num_blocks = 1 + sum(needed) + 3
+    order = (torch.randperm(num_blocks - 1) + 1).int()
+    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    for table, own in zip(tables, order.split([*needed, 3])[:-1], strict=True):
+        table[: len(own)] = own
+    kv = zeroed_kv(num_blocks, block, num_kv_heads, *dims)
+    for scales in (kv.key_scales, kv.value_scales):
+        scales.fill_(float("nan"))
+    sequences = PagedSequences(tuple(counts), tuple(lengths), tables, block)
+    for table, length in zip(tables, lengths, strict=True):
+        positions = torch.arange(length)
+        slots = table.long()[positions // block] * block + positions % block
+        # Some channels are far larger than others, as those of real keys are.
+        keys = torch.randn(length, num_kv_heads, dims[0]) * (1 + 20 * (torch.rand(dims[0]) > 0.95))
+        kv.write(keys * 0.3, torch.randn(length, num_kv_heads, dims[1]), slots)
+    heads = num_kv_heads * group
+    return Scene(
+        kv,
+        sequences,
+        torch.randn(sum(counts), heads, dims[0]),
+        draw.choice(SPANS),
+        draw.choice([None, 20.0]),
+        draw.choice([None, torch.randn(heads)]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_the_compiled_attention_is_that_of_the_formula(seed: int) -> None:
+    found = scene(seed)
+
+    assert torch.allclose(found.compiled(), found.exact(), atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(14, 24))
+def test_attention_by_torch_is_that_of_the_formula(seed: int) -> None:
+    """Head dims that no vector fills too: the compiled kernels do not take these."""
+    found = scene(seed, (8, 20, 33, 64))
+    found.kv.keys[0] = 1  # the reference reads block 0 of unused columns
+    for scales in (found.kv.key_scales, found.kv.value_scales):
+        scales[0] = 0
+
+    assert torch.allclose(found.by_torch(), found.exact(), atol=2e-5)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.allclose(found.by_torch(dtype).float(), found.exact(), atol=0.06)
+
+
+def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
+    found = scene(0)
+    own = found.sequences
+    on_device = DeviceSequences(
+        own.num_tokens,
+        max(own.query_lens),
+        own.query_starts,
+        own.context_lens_device,
+        own.block_tables,
+        own.block_size,
+    )
+
+    again = found.kv.attend(
+        found.query,
+        on_device,
+        span=found.span,
+        scale=0.125,
+        softcap=found.softcap,
+        sinks=found.sinks,
+    )
+
+    assert torch.equal(again, found.by_torch())
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span: AttentionSpan) -> None:
+    torch.manual_seed(1)
+    count, end, heads = 16, 601, 3
+    kv = zeroed_kv(38, 16, 1, 64, 32)
+    kv.write(torch.randn(608, 1, 64), torch.randn(608, 1, 32), torch.arange(608))
+    tables, query = torch.arange(38).int()[None], torch.randn(count, heads, 64)
+    rows = Scene(kv, PagedSequences((count,), (end,), tables, 16), query, span, None, None)
+    together = rows.compiled()
+
+    assert torch.equal(rows.compiled(num_threads=3), together)
+    for row in range(count):
+        alone = PagedSequences((1,), (end - count + row + 1,), tables, 16)
+        own = Scene(kv, alone, query[row : row + 1], span, None, None)
+        assert torch.equal(own.compiled()[0], together[row])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (8, 16), (40, 136)])
+def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(dims: tuple[int, int]) -> None:
+    """From the smallest floats to the largest, zeros, ties, and what is not a number."""
+    torch.manual_seed(0)
+    num_rows, num_heads, num_kv_heads = 16, 4, 2
+    width = (num_heads + num_kv_heads) * dims[0] + num_kv_heads * dims[1]
+    qkv = torch.randn(num_rows, width)
+    qkv[1] *= 1e-38
+    qkv[2] *= 1e37
+    qkv[3] = 0
+    qkv[4] = torch.arange(width) % 255 - 127.5  # ties
+    qkv[5, ::7] = float("nan")
+    qkv[6, ::9] = float("inf")
+    qkv[7, ::5] = -float("inf")
+    qkv[8] = 1e-30 * torch.rand(width)
+    qkv[9, ::3] *= 1000
+    slots = torch.tensor([3, 9, 18, 11, 2, 0, 1, 4, 5, 6, -1, 7, 8, 10, 12, 13])
+    kv, plain = (zeroed_kv(5, 4, num_kv_heads, *dims) for _ in range(2))
+    heads = rotation.Heads(
+        num_heads,
+        num_kv_heads,
+        *dims,
+        0,
+        rotation.HeadNorm.NONE,
+        Stored.INT8,
+        *kv.groups,
+    )
+    place = rotation.Place
+    places: dict[Any, Any] = {
+        place.QKV: qkv,
+        place.QKV_STRIDE: qkv.stride(0) * 4,
+        place.KEYS: kv.keys,
+        place.VALUES: kv.values,
+        place.KEY_SCALES: kv.key_scales,
+        place.VALUE_SCALES: kv.value_scales,
+    }
+
+    kernel = rotation.rotation_kernel(heads)
+    run_units(Operation(kernel, task(places), header(num_rows, slots), None), num_rows, 1)
+    _, keys, values = qkv.split(
+        [num_heads * dims[0], num_kv_heads * dims[0], num_kv_heads * dims[1]], dim=1
+    )
+    plain.write(
+        keys.unflatten(1, (num_kv_heads, -1)), values.unflatten(1, (num_kv_heads, -1)), slots
+    )
+
+    for ours, theirs in zip(kv.tensors, plain.tensors, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+        assert torch.equal(ours.isnan(), theirs.isnan())
+    read = restored(kv.keys, kv.key_scales).flatten(0, 1)
+    is_finite = read.isfinite().flatten(1).all(dim=1)
+    assert not is_finite[[0, 1, 4]].any(), "what is not a number is not read as one"
+    assert is_finite[[3, 9, 18, 11, 2, 5, 6]].all()
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 128])
+def test_the_error_of_a_number_is_at_most_half_a_step_of_its_group(dim: int) -> None:
+    torch.manual_seed(dim)
+    for magnitude in (1e-20, 1.0, 1e20):
+        values = torch.randn(50, 3, dim) * magnitude
+        numbers, scales = quantised(values)
+
+        off = (restored(numbers, scales) - values).unflatten(-1, (-1, group_size(dim))).abs()
+        peaks = values.unflatten(-1, (-1, group_size(dim))).abs().amax(-1)
+        assert bool((off.amax(-1) <= 0.501 * scales.float()).all())
+        assert bool((scales.float() <= 1.004 * peaks / 127).all())
+
+
+def test_a_large_channel_leaves_the_other_groups_of_its_head_as_they_are() -> None:
+    """Why a head has more than one scale: keys have such channels."""
+    torch.manual_seed(0)
+    values = torch.randn(64)
+    with_large = values.clone()
+    with_large[3] = 500.0
+
+    one, other = (restored(*quantised(x)) for x in (values, with_large))
+
+    assert torch.equal(one[32:], other[32:])
+    assert (one - values)[32:].abs().max() < 0.02
+
+
+def test_bfloat16_is_read_as_float32_rounded_once() -> None:
+    torch.manual_seed(0)
+    numbers, scales = quantised(torch.randn(40, 64))
+
+    out = restored(numbers, scales, torch.empty(40, 64, dtype=torch.bfloat16))
+
+    assert torch.equal(out, restored(numbers, scales).bfloat16())
