@@ -75,9 +75,9 @@ PICKER = {
     (40, 12): [
         "❯ /resume",
         "Go on with",
-        "  hello · what…  cold, about 0.1 s",
-        "❯ hello · my c…  cold, about 0.1 s",
-        "  Summarise th…  cold, about 3.9 s",
+        "  hello · what is…  cold, about 0.1 s",
+        "❯ hello · my cat i…  cold, about 0.1 s",
+        "  Summarise the mi…  cold, about 3.9 s",
         "  ┊ my cat is Mia",
         "  ┊ A cat named Mia.",
         "Ctrl-R renames · Ctrl-X deletes · Ctrl…",
@@ -111,6 +111,8 @@ FULL = {
         "The prompt has 328 tokens, and the context holds 300. /compact lets a summary take the "
         "place of",
         "older messages, /new begins another conversation, /rewind goes back.",
+        "",
+        "Your message is in the prompt again. A command takes its place; Up returns it.",
         "",
         f"❯ {_LONG}",
         "scripted · lines 8 · context 219/300 · ready: 208 of 219 on device",
