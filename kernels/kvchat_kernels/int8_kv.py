@@ -10,7 +10,11 @@ with groups of 32, 0.62 % with one scale for a head of 64, and 0.17 % in bfloat1
 bfloat16: they have the range of float32, and the error of rounding them is in the numbers, which
 are divided by the rounded scale.
 
-32 numbers take 34 bytes: 1.88 times the tokens that 16 bits hold in the same memory.
+32 numbers take 34 bytes: 1.88 times the tokens that 16 bits hold in the same memory. The demo
+model's perplexity of 3,080 tokens of `sessions` is 22.72, in bfloat16 22.68. Attention over 4,096
+tokens is hardly faster: its time goes into arithmetic rather than into reading (0.4b shape, 24
+layers, one thread of a busy AMD Zen 1, least of 25: 30.5 ms a row, in bfloat16 35.1; for a verify
+of 5 rows 146 and 145).
 
 The compiled step writes and reads these tensors too (`cpu/rotation.py`, `cpu/attention.py`), to
 the bit like `quantised`.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu import attention, block_products, block_rows, program
+from kvchat_kernels.cpu import attention, block_products, block_rows, program, rotation
 from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import I64, Code
 from kvchat_kernels.cpu.maths import Stored
@@ -16,8 +16,12 @@ from kvchat_kernels.linear.blocks import Layout
 NIBBLES = Layout(4, 32, torch.float16, True, True)
 BYTES = Layout(8, 32, torch.float16, False, False)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
+EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
+HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32, 32)
 WRITERS = {
     "attention": (3, lambda code: attention._Part(code, FORM).write()),
+    "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
+    "KV of 8 bits": (3, lambda code: rotation._write(code, HEADS)),
     "4 bits": (
         3,
         lambda code: block_products._write(code, NIBBLES, False, block_products._write_interleaved),
