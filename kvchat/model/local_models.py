@@ -37,11 +37,11 @@ def _demo() -> LocalModel:
 
 
 def _hub_models() -> list[LocalModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     models = [repository for repository in repositories if repository.repo_type == "model"]

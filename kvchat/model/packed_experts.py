@@ -22,10 +22,11 @@ _TENSORS = ("gate_up_proj", "down_proj")
 _PLAIN = {
     "has_gate": True,
     "has_bias": False,
-    "has_post_expert_norm": False,
     "is_transposed": False,
     "is_concatenated": True,
 }
+# Older versions of transformers know no such norm, and have no flag for it.
+_NORMED = "has_post_expert_norm"
 
 
 class ExpertPacks:
@@ -60,7 +61,9 @@ def are_plain_experts(module: Any) -> bool:
     # Where transformers names it otherwise, no experts are plain, and all run as they are.
     gate = getattr(type(module), "_apply_gate", None)
     is_plain = getattr(gate, "__name__", "") == "_default_apply_gate"
-    return is_plain and all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
+    if not is_plain or getattr(module, _NORMED, False):
+        return False
+    return all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
 
 
 def expert_packs_of(module: nn.Module) -> ExpertPacks | None:

@@ -1,8 +1,5 @@
 """Products with weights in blocks: the layout, and compiled kernels against their plain form."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from kvchat_kernels.linear.blocks import (
     quantised,
 )
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rows_of
+from support.other_process import run_python
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
 STEPPED = [(1, 256), (33, 4864), (16, 2304), (48, 768)]
@@ -213,11 +211,7 @@ torch.save(torch.stack(results), sys.argv[1])
 @pytest.mark.skipif(not code.has_feature("avx2"), reason="the processor has no AVX2")
 def test_without_newer_instructions_products_are_the_same(tmp_path: Path) -> None:
     """The instructions of AVX2 add whole numbers in another order than those of AVX-512."""
-    environment = os.environ | {"KVCHAT_CPU": "x86-64-v3"}
-    done = subprocess.run(
-        [sys.executable, "-c", _PRODUCTS, str(tmp_path / "found")], env=environment, check=False
-    )
-    assert done.returncode == 0
+    run_python(_PRODUCTS, tmp_path / "found", KVCHAT_CPU="x86-64-v3")
     there = torch.load(tmp_path / "found", weights_only=True)
     torch.manual_seed(0)
     weight, x = torch.randn(48, 992), torch.randn(5, 992)

@@ -25,11 +25,11 @@ _PAGED = (
 )
 _GATHERED = (
     "bloom mpt falcon gptj roberta camembert bart marian llama4_text deepseek_v32 glm_moe_dsa "
-    "diffllama hrm_text big_bird"
+    "diffllama hrm_text codegen"
 )
 SPREAD = {"paged": _PAGED.split(), "gathered": _GATHERED.split()}
 _TYPES = [(name, path) for path, names in SPREAD.items() for name in names]
-_LEAST_EXACT_CAUSAL = 164
+_LEAST_EXACT_CAUSAL = 0.87  # of the causal types that the installed transformers has
 
 
 @pytest.mark.parametrize(("name", "path"), _TYPES)
@@ -56,11 +56,11 @@ def test_a_type_is_what_the_table_says(name: str, tmp_path: Path) -> None:
 
 def test_no_type_gives_wrong_answers_and_most_are_exact() -> None:
     table = load_table()
-    exact = [name for name, verdict in table.items() if verdict.outcome == EXACT]
+    exact = {name for name, verdict in table.items() if verdict.outcome == EXACT}
     causal = set(causal_types())
 
     assert not [name for name, verdict in table.items() if verdict.outcome == WRONG]
-    assert len([name for name in exact if name in causal]) >= _LEAST_EXACT_CAUSAL
+    assert len(exact & causal) >= _LEAST_EXACT_CAUSAL * len(causal)
     for path, names in SPREAD.items():
         assert all(is_exact_on(path, table[name]) for name in names)
 

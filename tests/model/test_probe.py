@@ -58,7 +58,9 @@ def test_an_index_is_kept_beside_the_keys_that_it_chooses() -> None:
     assert spec.gathered is not None
     kept = zip(spec.gathered.calls, spec.layers, strict=True)
     sizes = {call.is_index: (layer.key_dim, layer.value_dim) for call, layer in kept}
-    assert sizes == {True: (8, 8), False: (16, 8)}  # an index in halves; a latent and its position
+    assert sizes[True] == (8, 8)  # an index in halves
+    # A latent and its position; in older versions of transformers the keys and values of each head.
+    assert sizes[False] in ((16, 8), (24, 12))
 
 
 def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(

@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent_gemma": (
         "recurrent_gemma",
         {"num_hidden_layers": 3},
-        "keeps state other than keys and values in its linear_attention layers",
+        "keeps state other than keys and values in its",  # "recurrent layers" in older versions
     ),
     "gemma3, both directions": (
         "gemma3_text",

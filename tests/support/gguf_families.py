@@ -297,7 +297,13 @@ FAMILIES: dict[str, tuple[str, Settings, Settings]] = {
     ),
     "minimax_m2": (
         "minimax_m2",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+        # Older versions of transformers do not read rotary_dim.
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 8,
+            "partial_rotary_factor": 0.5,
+        },
         {**_MOE_DATA, **_QUARTER, "expert_feed_forward_length": 96},
     ),
     "granitemoe": ("granitemoe", _GRANITE, _GRANITE_DATA),

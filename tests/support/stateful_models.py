@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
@@ -21,7 +21,9 @@ from kvchat.engine.request import RequestSpec
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
+from support.models_page import load_table
 
+_KNOWN = load_table()
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -42,8 +44,7 @@ _MAMBA2 = {
 }
 _MAMBA1 = {"state_size": 8, "head_dim": None, "time_step_rank": 8}
 
-# name -> (model type, settings beside those every tiny model has)
-STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+_ALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32}),
     "qwen3_5": ("qwen3_5_text", _DELTA),
     "qwen3_5_moe": (
@@ -173,6 +174,12 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8},
     ),
 }  # fmt: skip
+
+# name -> (model type, settings beside those every tiny model has). An older transformers has fewer
+# of the types in the table of verdicts; a type that is not in that table is an error.
+STATEFUL = {
+    name: each for name, each in _ALL.items() if each[0] in CONFIG_MAPPING or each[0] not in _KNOWN
+}
 
 MAX_CONTEXT = 400
 NUM_GENERATED = 8
