@@ -65,10 +65,19 @@ def test_a_prompt_needs_no_flag_alone_and_after_a_pipe(shell: Shell, tiny: str) 
     assert plain.stdout == flagged.stdout
 
 
-def test_a_conversation_whose_only_message_was_refused_is_named(shell: Shell, tiny: str) -> None:
-    """The list had a row without any words."""
+def test_a_conversation_whose_only_message_was_refused_is_not_kept(shell: Shell, tiny: str) -> None:
     refused = shell.run("-m", tiny, *GREEDY, stdin=b"word " * 20_000)
+
     assert refused.returncode == 4
+    assert not shell.sessions
+
+
+def test_a_conversation_without_a_message_is_named(shell: Shell, tiny: str) -> None:
+    """The list had a row without any words. A chat that is killed can leave such a file."""
+    assert shell.run("-m", tiny, *GREEDY, "Hi").returncode == 0
+    [kept] = shell.sessions
+    header, *_ = kept.read_text().splitlines(keepends=True)
+    kept.write_text(header)
 
     [row] = shell.run("sessions").stdout.splitlines()
     assert row.endswith(b"0 turns  (no message)")

@@ -172,7 +172,7 @@ def test_a_pipe_closed_before_a_subcommand_prints_is_told_by_the_exit_code(shell
 
 
 def test_a_title_that_cannot_be_saved_is_told(shell: Shell, tiny: str) -> None:
-    shell.run("-m", tiny, *GREEDY, "-p", "Hi " * 400)
+    shell.run("-m", tiny, *GREEDY, "-p", "Hi " * 100)
     [kept] = shell.sessions
 
     done = shell.run_on_full_disk(1, "sessions", "rename", kept.stem, "name")

@@ -143,12 +143,19 @@ def test_an_adapters_directory_stands_for_its_base_and_says_so(base: Path, tmp_p
     assert "merged into its base" in " ".join(loaded.notes)
 
 
-@pytest.mark.parametrize("name", ["", "nobody/no-such-model", "/no/such/directory"])
-def test_an_adapter_whose_base_is_not_here_names_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "is an adapter and does not name its base"),
+        ("nobody/no-such-model", "is an adapter for nobody/no-such-model"),
+        ("/no/such/directory", "is an adapter for /no/such/directory"),
+    ],
+)
+def test_an_adapter_whose_base_is_not_here_names_it(name: str, said: str, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", pair(Q, 64, 64), base_model_name_or_path=name)
-    with pytest.raises(ModelError, match="is an adapter for") as caught:
+    with pytest.raises(ModelError) as caught:
         find_model(str(adapter))
-    assert (name or "does not name") in caught.value.message
+    assert said in caught.value.message
     assert "--adapter" in caught.value.hint
 
 
