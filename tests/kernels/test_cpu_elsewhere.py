@@ -14,7 +14,7 @@ from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.linear.blocks import Layout
 
 NIBBLES = Layout(4, 32, torch.float16, True, True)
-BYTES = Layout(8, 32, torch.float16, False, False)
+BYTES = Layout(8, 32, torch.float16, False, True)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
 HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32, 32)
@@ -22,14 +22,8 @@ WRITERS = {
     "attention": (3, lambda code: attention._Part(code, FORM).write()),
     "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
     "KV of 8 bits": (3, lambda code: rotation._write(code, HEADS)),
-    "4 bits": (
-        3,
-        lambda code: block_products._write(code, NIBBLES, False, block_products._write_interleaved),
-    ),
-    "8 bits": (
-        3,
-        lambda code: block_products._write(code, BYTES, False, block_products._write_by_blocks),
-    ),
+    "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False)),
+    "8 bits": (3, lambda code: block_products._write(code, BYTES, False)),
     "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
     "driver": (1, program._write),
 }

@@ -14,20 +14,27 @@ import torch
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32, LANES, Code, Kernel, Value
-from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, GROUPS, STEP_COLUMNS, WORD, Layout
+from kvchat_kernels.linear.blocks import (
+    CENTRE,
+    COLUMNS,
+    GROUPS,
+    STEP_COLUMNS,
+    WORD,
+    Layout,
+    word_of,
+)
 
 # The largest level of an activation by its bits, and the least that a block's largest value counts
 # as.
 MOST, LEAST = {16: 32767.0, 8: 127.0}, 1e-30
 _CACHE_LINE = 64
-# Bytes of 4-bit levels that an instruction takes.
+# Bytes of levels that an instruction takes.
 _VECTOR_BYTES = 32
 
 _KINDS = {torch.float16: F16, torch.float32: F32, torch.int8: I8}
 _STEP_BYTES = 2
 _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
-_BLOCK_S = ir.VectorType(I16, COLUMNS)
 
 
 class Place(IntEnum):
@@ -66,7 +73,7 @@ NUM_PLACES = 16
 def rounding_kernel(bits: int) -> Kernel:
     """Return the kernel that rounds activations to 16 or 8 bits. Units: rows.
 
-    The blocks of 8 bits alternate, as those of interleaved weights do.
+    Blocks alternate, as those of interleaved weights do.
     """
     return Kernel("rounding", (bits,), lambda code: _write_rounding(code, bits))
 
@@ -75,14 +82,15 @@ def rounding_kernel(bits: int) -> Kernel:
 def unpacking_kernel(layout: Layout) -> Kernel:
     """Return the kernel that writes rows of a matrix as float32. Units: chunks from FIRST on.
 
-    The columns of interleaved weights come as they lie, which is how activations lie beside them.
+    The columns of interleaved weights of 4 bits come as they lie, which is how activations lie
+    beside them.
     """
     return Kernel("unpacking", (layout,), lambda code: _write_unpacking(code, layout))
 
 
-def vector_bytes(size: int) -> int:
-    """Return how many bytes of the 4-bit levels of a group of blocks are taken at once."""
-    return min(_VECTOR_BYTES, size * (COLUMNS // 2))
+def vector_bytes(layout: Layout, size: int) -> int:
+    """Return how many bytes of the levels of a group of blocks are taken at once."""
+    return min(_VECTOR_BYTES, size * layout.block * layout.bits // 8)
 
 
 class WeightRow:
@@ -102,7 +110,7 @@ class WeightRow:
         self._steps = code.field(Place.STEPS) + steps * _STEP_BYTES
 
     def levels(self, index: Value) -> list[Value]:
-        """Load the levels of 32 columns: two vectors of 16 x 16 bits."""
+        """Load the levels of 32 columns that are not interleaved: two vectors of 16 x 16 bits."""
         code = self._code
         if self._layout.bits == 8:
             start = index * COLUMNS
@@ -112,14 +120,32 @@ class WeightRow:
         both = code.convert("zext", packed, _SHORTS)
         return [both & 15, both >> 4]
 
-    def nibbles(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
-        """Load `width` bytes of 4-bit levels: the low bits, and the high bits.
+    def halves(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
+        """Load `width` bytes of interleaved levels that begin `start` bytes behind `index`'s block.
 
-        They begin `start` bytes behind those of the block `index`.
+        4 bits: the low bits and the high bits, 8 bits each. 8 bits: the first half of the bytes and
+        the second, 16 bits each.
         """
-        kind = ir.VectorType(I8, width)
-        packed = self._code.load(self.levels_at, index * (COLUMNS // 2) + start, kind)
-        return packed & 15, packed >> 4
+        code = self._code
+        offset = index * (COLUMNS * self._layout.bits // 8) + start
+        if self._layout.bits == 4:
+            packed = code.load(self.levels_at, offset, ir.VectorType(I8, width))
+            return packed & 15, packed >> 4
+        narrow, wide = (ir.VectorType(kind, width // 2) for kind in (I8, I16))
+        first, second = (code.load(self.levels_at, offset + at, narrow) for at in (0, width // 2))
+        return code.convert("sext", first, wide), code.convert("sext", second, wide)
+
+    def columns(self, index: Value, place: int, size: int) -> Value:
+        """Load the words `place` and `place` + 1 of all blocks of a group, levels of 8 bits.
+
+        The 4 columns of a block lie side by side, those of the first block first.
+        """
+        code = self._code
+        word = word_of(self._layout.activation_bits)
+        kind = ir.VectorType(ir.IntType(8 * word), 2 * size)
+        loaded = code.load(self.levels_at, index * COLUMNS + word * place * size, kind)
+        order = [block + size * second for block in range(size) for second in (0, 1)]
+        return code.as_bits(code.picked(loaded, order), ir.VectorType(I8, 2 * word * size))
 
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         """Ask for the levels of `count` blocks that lie `ahead` bytes behind those at `index`."""
@@ -129,6 +155,15 @@ class WeightRow:
 
     def scales(self, index: Value, count: int = 1) -> Value:
         return self._floats(self._scales, index, count, 0)
+
+    def scales_of_group(self, index: Value, size: int, part: int) -> Value:
+        """Load the scales of a group of blocks of 32, the first or second where each has two."""
+        per_block = COLUMNS // self._layout.block
+        loaded = self.scales(index * per_block, size * per_block)
+        if per_block == 1:
+            return loaded
+        lanes = range(part, size * per_block, per_block)
+        return self._code.picked(loaded, lanes) if size > 1 else self._code.lane(loaded, part)
 
     def minimums(self, index: Value, count: int = 1) -> Value:
         """Load minimums; in 4 bits, where there are none, what the level 8 makes of the scales."""
@@ -161,22 +196,23 @@ class ActivationRow:
 
     def __init__(self, code: Code, row: Value, bits: int) -> None:
         self._code = code
+        self._bits = bits
         blocks = row * code.field(Place.NUM_BLOCKS)
         self._x = code.field(Place.X) + blocks * (bits // 8 * COLUMNS)
         self._scales = code.field(Place.X_SCALES) + blocks * 4
         self._sums = code.field(Place.X_SUMS) + blocks * 4
 
-    def levels(self, index: Value) -> list[Value]:
-        """Load a block in 16 bits: two vectors of 16."""
-        start = index * (2 * COLUMNS)
-        return [self._code.load(self._x, start + at, _SHORTS) for at in (0, 32)]
-
     def beside(
         self, index: Value, size: int, start: Value | int, width: int
     ) -> tuple[Value, Value]:
-        """Load what `WeightRow.nibbles` lie beside, in a group of `size` blocks."""
-        kind, first = ir.VectorType(I8, width), index * COLUMNS + start
-        behind = first + size * COLUMNS // 2
+        """Load what `WeightRow.halves` lie beside, in a group of `size` blocks."""
+        if self._bits == 8:
+            kind, first = ir.VectorType(I8, width), index * COLUMNS + start
+            behind = first + size * COLUMNS // 2
+        else:
+            kind = ir.VectorType(I16, width // 2)
+            first = index * (2 * COLUMNS) + start * 2
+            behind = first + width
         return self._code.load(self._x, first, kind), self._code.load(self._x, behind, kind)
 
     def scales(self, index: Value, kind: Any) -> Value:
@@ -210,7 +246,8 @@ def _write_unpacking(code: Code, layout: Layout) -> None:
         out = code.field(Place.OUT) + (number - first) * (count * (4 * COLUMNS))
         if layout.is_interleaved:
             for index, size in each_group(code, count):
-                _unpack_group(code, row, index, size, out)
+                unpack = _unpack_nibbles if layout.bits == 4 else _unpack_bytes
+                unpack(code, layout, row, index, size, out)
         else:
             with code.loop(0, count) as index:
                 _unpack_block(code, layout, row, index, out)
@@ -227,12 +264,34 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
         code.store(values, out, index * (4 * COLUMNS) + 64 * half)
 
 
-def _unpack_group(code: Code, row: WeightRow, index: Value, size: int, out: Value) -> None:
+def _unpack_bytes(
+    code: Code, layout: Layout, row: WeightRow, index: Value, size: int, out: Value
+) -> None:
+    """Write a group of interleaved blocks of 8 bits, in order: 4 columns of a block at once."""
+    per_block, count = COLUMNS // layout.block, 4
+    ints, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+    scales = row.scales(index * per_block, size * per_block)
+    minimums = row.minimums(index, size) if layout.has_minimums else None
+    for first in range(0, COLUMNS, count):
+        columns = row.columns(index, first // 2, size)
+        for block in range(size):
+            levels = code.picked(columns, range(count * block, count * (block + 1)))
+            values = code.convert("sitofp", code.convert("sext", levels, ints), floats)
+            place = block * per_block + first // layout.block
+            values = values * code.picked(scales, [place] * count)
+            if minimums is not None:
+                values = values + code.picked(minimums, [block] * count)
+            code.store(values, out, (index + block) * (4 * COLUMNS) + 4 * first)
+
+
+def _unpack_nibbles(
+    code: Code, layout: Layout, row: WeightRow, index: Value, size: int, out: Value
+) -> None:
     """Write a group of blocks of 4 bits: the columns of low bits, then those of high bits."""
     scales, minimums = row.scales(index, size), row.minimums(index, size)
-    half_group, width = size * (COLUMNS // 2), vector_bytes(size)
+    half_group, width = size * (COLUMNS // 2), vector_bytes(layout, size)
     for first in range(0, half_group, width):
-        for half, levels in enumerate(row.nibbles(index, first, width)):
+        for half, levels in enumerate(row.halves(index, first, width)):
             start = index * COLUMNS + (half * half_group + first)
             for at in range(0, width, LANES):
                 lanes = [(at + lane) // WORD % size for lane in range(LANES)]
@@ -247,16 +306,11 @@ def _unpack_group(code: Code, row: WeightRow, index: Value, size: int, out: Valu
 def _write_rounding(code: Code, bits: int) -> None:
     """Write: each block of 32 values of a row as levels, with its scale and its sum."""
     count = code.field(Place.NUM_BLOCKS)
-    if bits == 8:
-        for index, size in each_group(code, count):
-            for number in range(size):
-                levels = _round_block(code, code.unit * count + (index + number), bits)
-                _store_alternating(code, levels, code.unit * count + index, number, size)
-    else:
-        start = code.unit * count
-        with code.loop(start, start + count) as index:
-            levels = code.convert("trunc", _round_block(code, index, bits), _BLOCK_S)
-            code.store(levels, code.field(Place.X), index * (2 * COLUMNS))
+    for index, size in each_group(code, count):
+        for number in range(size):
+            levels = _round_block(code, code.unit * count + (index + number), bits)
+            start = (code.unit * count + index) * (COLUMNS * bits // 8)
+            _store_alternating(code, levels, start, number, size, bits)
 
 
 def _round_block(code: Code, index: Value, bits: int) -> Value:
@@ -277,11 +331,13 @@ def _round_block(code: Code, index: Value, bits: int) -> Value:
     return levels
 
 
-def _store_alternating(code: Code, levels: Value, start: Value, number: int, size: int) -> None:
-    """Store the levels of the block `number` of a group in 8 bits; the group is at `start`."""
-    narrow = code.convert("trunc", levels, ir.VectorType(I8, COLUMNS))
-    num_words = COLUMNS // WORD
+def _store_alternating(
+    code: Code, levels: Value, start: Value, number: int, size: int, bits: int
+) -> None:
+    """Store the levels of the block `number` of a group, which is at `start`, in so many bits."""
+    narrow = code.convert("trunc", levels, ir.VectorType(ir.IntType(bits), COLUMNS))
+    num_words = COLUMNS // word_of(bits)
     words = code.as_bits(narrow, ir.VectorType(I32, num_words))
     for place in range(num_words):
-        offset = start * COLUMNS + WORD * (place * size + number)
+        offset = start + WORD * (place * size + number)
         code.store(code.lane(words, place), code.field(Place.X), offset)

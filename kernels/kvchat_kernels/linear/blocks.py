@@ -17,7 +17,7 @@ CENTRE = 8
 STEP_COLUMNS = 256
 # How many blocks alternate in an interleaved row, and in what is left of it.
 GROUPS = (8, 4, 2, 1)
-# What alternates: 4 bytes of levels, and 4 columns of activations.
+# The bytes of activations that alternate: 4 columns of 8 bits, or 2 of 16.
 WORD = 4
 
 
@@ -48,8 +48,8 @@ class BlockWeights:
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
                and whole minimums
 
-    Blocks of 16 have no minimums. Levels of 4 bits may be interleaved (`interleaved`), as compiled
-    code for a CPU reads them.
+    Blocks of 16 have no minimums. Levels may be interleaved (`interleaved`), as compiled code for a
+    CPU reads them.
     """
 
     bits: int
@@ -65,7 +65,6 @@ class BlockWeights:
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
         has_minimums, has_steps = self.minimums is not None, self.steps is not None
         assert not (has_minimums and self.block == 16)
-        assert self.bits == 4 or not self.is_interleaved
         assert has_steps == (self.scales.dtype == torch.int8)
         if self.steps is not None:
             assert self.num_in % STEP_COLUMNS == 0
@@ -150,38 +149,50 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
 
 
 def interleaved(weights: BlockWeights) -> BlockWeights:
-    """Return weights of 4 bits whose levels are interleaved, copied; scales are shared.
+    """Return weights whose levels are interleaved, copied; scales are shared.
 
-    Of 8 blocks in a row, the first 4 bytes of each lie side by side, then their second 4 bytes, and
-    so on: one vector has levels of 8 blocks, whose products with as many activations are added in
-    lanes of their own. Blocks beyond a multiple of 8 are taken in groups of 4, 2 and 1.
+    Of 8 blocks of 32 columns in a row, the first 4 bytes of each lie side by side (2 where levels
+    have 8 bits), then their second 4 bytes, and so on: one vector has levels of 8 blocks, whose
+    products with as many activations are added in lanes of their own. Blocks beyond a multiple of 8
+    are taken in groups of 4, 2 and 1.
     """
-    assert weights.bits == 4
     assert not weights.is_interleaved
-    words = weights.levels.view(weights.num_out, -1, COLUMNS // 2)
-    return replace(weights, levels=alternating(words), is_interleaved=True)
+    kind = torch.int32 if weights.bits == 4 else torch.int16
+    levels = weights.levels.view(-1)
+    if levels.storage_offset() % kind.itemsize:
+        levels = levels.clone()  # a matrix of one block may lie anywhere in a block of its file
+    # Copying whole numbers of a word's size is many times as fast as copying bytes.
+    words = levels.view(kind).view(weights.num_out, weights.num_in // COLUMNS, -1)
+    levels = alternating(words, 1).view(levels.dtype)
+    return replace(weights, levels=levels, is_interleaved=True)
 
 
-def alternating(blocks: torch.Tensor) -> torch.Tensor:
+def word_of(activation_bits: int) -> int:
+    """Return how many columns of activations alternate, and bytes of the levels beside them."""
+    return WORD * 8 // activation_bits
+
+
+def alternating(blocks: torch.Tensor, word: int) -> torch.Tensor:
     """Return values [rows, blocks, n] as rows whose blocks alternate, [rows, blocks * n], copied.
 
-    Activations of interleaved weights lie so, the columns of low bits before those of high bits.
+    `word` of a block's values stay together.
+    Activations beside weights of 4 bits lie so, the columns of low bits before those of high bits.
     """
     out = torch.empty_like(blocks).view(len(blocks), -1)
     for start, size, count in _groups(blocks.shape[1]):
         group = blocks[:, start : start + size * count].unflatten(1, (count, size))
-        words = group.unflatten(3, (-1, WORD)).transpose(2, 3).flatten(1)
+        words = group.unflatten(3, (-1, word)).transpose(2, 3)
         first = start * blocks.shape[2]
-        out[:, first : first + words.shape[1]] = words
+        out[:, first : first + words[0].numel()].unflatten(1, words.shape[1:]).copy_(words)
     return out
 
 
-def in_order(rows: torch.Tensor, width: int) -> torch.Tensor:
+def in_order(rows: torch.Tensor, width: int, word: int) -> torch.Tensor:
     """Return rows of alternating blocks as `alternating` took them, [rows, blocks, width]."""
     out = rows.new_empty(len(rows), rows.shape[1] // width, width)
     for start, size, count in _groups(out.shape[1]):
         end = start + size * count
-        words = rows[:, start * width : end * width].unflatten(1, (count, -1, size, WORD))
+        words = rows[:, start * width : end * width].unflatten(1, (count, -1, size, word))
         out[:, start:end] = words.transpose(2, 3).flatten(3).flatten(1, 2)
     return out
 
@@ -202,8 +213,10 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
     if weights.bits == 4:
         packed = levels.view(weights.num_out, -1, COLUMNS // 2)
         if weights.is_interleaved:
-            packed = in_order(levels, COLUMNS // 2)
+            packed = in_order(levels, COLUMNS // 2, word_of(8))
         levels = torch.cat((packed & 15, packed >> 4), dim=-1)
+    elif weights.is_interleaved:
+        levels = in_order(levels, COLUMNS, word_of(16))
     blocks = levels.view(weights.num_out, -1, weights.block).float() * scales[..., None]
     if minimums is not None:
         blocks += minimums[..., None]

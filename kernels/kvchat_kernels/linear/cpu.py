@@ -22,6 +22,7 @@ from kvchat_kernels.linear.blocks import (
     dequantised,
     in_order,
     interleaved,
+    word_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ _MOST, _LEAST = {16: 32767.0, 8: 127.0}, 1e-30
 class Rows:
     """Activation rows in blocks of 32 columns.
 
-    levels          [num_rows, in], int16, or int8 whose blocks alternate as `alternating` has them
+    levels          [num_rows, in], int16 or int8, whose blocks alternate as `alternating` has them
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
     """
 
@@ -57,9 +58,7 @@ class Rows:
 
     def values(self) -> torch.Tensor:
         """Return what the levels stand for, float32 [num_rows, in]."""
-        levels = self.levels.view(*self.scales.shape, COLUMNS)
-        if self.bits == 8:
-            levels = in_order(self.levels, COLUMNS)
+        levels = in_order(self.levels, COLUMNS, word_of(self.bits))
         return (levels * self.scales[..., None]).view(self.levels.shape)
 
     @property
@@ -68,15 +67,14 @@ class Rows:
 
 
 class BlockProduct:
-    """Multiplies rows with one block matrix, which it keeps; 4 bits interleaved. Thread-safe.
+    """Multiplies rows with one block matrix, which it keeps interleaved. Thread-safe.
 
     Activations of few rows are rounded first, and those of many where the rounding is to 8 bits:
     so a history that was read and one that was answered differ by the order of sums alone.
     """
 
     def __init__(self, weights: BlockWeights) -> None:
-        is_ready = weights.bits == 8 or weights.is_interleaved
-        self.weights = weights if is_ready else interleaved(weights)
+        self.weights = weights if weights.is_interleaved else interleaved(weights)
         self._kernels = _kernels()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
@@ -100,7 +98,10 @@ class BlockProduct:
         return out
 
     def _of_many(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply with weights that are unpacked tile by tile; columns of `x` lie as theirs."""
+        """Multiply with weights that are unpacked tile by tile; columns of `x` lie as theirs.
+
+        In 8 bits these are in order.
+        """
         out = x.new_empty(len(x), self.weights.num_out)
         for start, end, tile in _tiles(self.weights, self._kernels):
             torch.mm(x, tile.t(), out=out[:, start:end])
@@ -119,7 +120,7 @@ def _tiles(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield runs of rows, [start, end), and their weights in float32, valid until the next.
 
-    Without compiled code columns are in order, with it as they lie.
+    Without compiled code columns are in order; with it, interleaved ones of 4 bits as they lie.
     """
     step = max(1, _TILE_BYTES // (4 * weights.num_in))
     room = torch.empty(min(step, weights.num_out), weights.num_in, dtype=torch.float32)
@@ -192,17 +193,16 @@ def _rounded_plainly(x: torch.Tensor, bits: int) -> Rows:
     levels = (blocks * (_MOST[bits] / largest)[..., None]).round_()
     scales = largest / _MOST[bits]
     sums = levels.sum(dim=-1) * scales
-    if bits == 8:
-        return Rows(alternating(levels.to(torch.int8)), scales, sums)
-    return Rows(levels.to(torch.int16).view(x.shape), scales, sums)
+    levels = levels.to(torch.int16 if bits == 16 else torch.int8)
+    return Rows(alternating(levels, word_of(bits)), scales, sums)
 
 
 def _as_they_lie(rows: Rows) -> torch.Tensor:
-    """Return what the levels stand for, their columns not put in order: float32 [num_rows, in]."""
+    """Return what the levels stand for, as unpacked tiles have columns: float32 [num_rows, in]."""
     if rows.bits == 16:
         return rows.values()
     scales = rows.scales[..., None].expand(-1, -1, COLUMNS)
-    return alternating(scales).mul_(rows.levels)
+    return alternating(scales, word_of(rows.bits)).mul_(rows.levels)
 
 
 @cache
