@@ -17,6 +17,7 @@ from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.rates import RateMemory, kept_prefill_rate
+from kvchat.core.config import INT8_KV
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import read_state, write_state
@@ -29,13 +30,17 @@ _MAX_MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model as it was last run with one identity. `rates` names its rates in a RateMemory."""
+    """A model as it was last run with one identity. `rates` names its rates in a RateMemory.
+
+    `kv_dtype` is the dtype of its KV as the settings spell it, "" where it is the model's own.
+    """
 
     name: str
     rates: str
     block_size: int
     block_bytes: int
     is_draft: bool = False
+    kv_dtype: str = ""
 
 
 class KnownModels:
@@ -69,6 +74,8 @@ def _sound(model: object) -> KnownModel | None:
     if not isinstance(model, dict):
         return None
     kinds = {"name": str, "rates": str, "block_size": int, "block_bytes": int, "is_draft": bool}
+    kinds["kv_dtype"] = str
+    model = {"kv_dtype": "", **model}  # what was noted before it was
     if model.keys() != kinds.keys() or any(type(model[k]) is not kind for k, kind in kinds.items()):
         return None
     return KnownModel(**model) if min(model["block_size"], model["block_bytes"]) > 0 else None
@@ -80,14 +87,17 @@ _log = logging.getLogger(__name__)
 class StoreLookup:
     """Looks up contexts in the store in `directory`; `state` has what is known of its models.
 
-    `block_size` is assumed of identities that are not known. The name "" stands for any model. May
-    be used from any thread.
+    `block_size` is assumed of identities that are not known. The name "" stands for any model.
+    KV of another dtype than the setting `kv_dtype` is not looked at. May be used from any thread.
     """
 
-    def __init__(self, directory: Path, state: Path | None, block_size: int) -> None:
+    def __init__(
+        self, directory: Path, state: Path | None, block_size: int, kv_dtype: str = "auto"
+    ) -> None:
         self._directory = directory
         self._state = state
         self._block_size = block_size
+        self._kv_dtype = kv_dtype
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -135,13 +145,18 @@ class StoreLookup:
         best = None
         for path in paths:
             model = known.get(path.name)
-            if model is not None and (model.is_draft or name not in ("", model.name)):
+            if model is not None and not self._may_have(model, name):
                 continue
             block_size = model.block_size if model is not None else self._block_size
             count = self._num_kept(path, encoded, block_size)
             if best is None or count * block_size > best[1] * best[2]:
                 best = path, block_size, count
         return best
+
+    def _may_have(self, model: KnownModel, name: str) -> bool:
+        """Return whether the model `name` may use the KV of a known model."""
+        kv_dtypes = {"auto": ("",), INT8_KV: (INT8_KV,)}.get(self._kv_dtype, ("", self._kv_dtype))
+        return not model.is_draft and name in ("", model.name) and model.kv_dtype in kv_dtypes
 
     def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
         try:
