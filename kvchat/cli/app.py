@@ -300,7 +300,7 @@ def sessions_list(
     """List conversations, the most recent first."""
     from kvchat.cli import sessions
 
-    kept = sessions.open_kept_kv(context.obj)
+    kept = sessions.open_kept_kv(context.obj, context.find_root().params.get("kv_dtype"))
     sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
 
 
@@ -397,7 +397,8 @@ def cache_default(
     json_: _Json = False,
 ) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
-    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache, "sessions_dir": None}
+    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
+    flags |= {"sessions_dir": None, "kv_dtype": None}
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)

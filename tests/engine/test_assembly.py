@@ -12,7 +12,7 @@ from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,
     build_engine,
@@ -209,6 +209,8 @@ def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
 
     assert kept("int8") == 32
     assert kept("auto") == kept("float16") == 0
+    why = StoreAdmin(store, state=state).why(str(checkpoint), ids)
+    assert why is MissReason.OTHER_MODEL
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64])
