@@ -2,15 +2,17 @@
 
 Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
 model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. One
-row is sampled, with top-k and top-p, beside greedy: all others are greedy. A token's time is also
-fitted as a + b * context: a is the weights, b the KV. No figure where ours and transformers do not
-generate the same; with fewer bits, which change what is generated, where the two passes over the
-very same weights do not agree.
+row is sampled, with top-k and top-p, beside greedy: all others are greedy. KV of another dtype than
+the model's is measured beside KV of the model's dtype. A token's time is also fitted as a + b *
+context: a is the weights, b the KV. No figure where ours and transformers do not generate the same;
+with fewer bits, which change what is generated, where the two passes over the very same weights do
+not agree.
 """
 
 import importlib.util
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +29,7 @@ from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import LlamaCpp, Transformers
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.core.config import INT8_KV
 from kvchat.core.types import SamplingParams, rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
@@ -53,7 +56,7 @@ def run(setup: BenchSetup) -> Result:
         "tokens": _NUM_TOKENS,
     }
     peer = Transformers(setup.source, loaded.device, loaded.dtype)
-    refusal = _difference(assembled, peer)
+    refusal = _difference(assembled, peer, setup.cache.kv_dtype)
     if refusal:
         return Result("decode", settings, refusal=refusal)
     # The comparison binds the model to other pools, so measure on a new engine. Free the first one
@@ -73,6 +76,8 @@ def run(setup: BenchSetup) -> Result:
     if lengths:
         figures.append(_sampled(setup, assembled, lengths[0]))
     del peer  # free its weights
+    if setup.cache.kv_dtype != "auto":
+        figures += _beside_own_kv(setup, assembled, lengths)
     llama, note = _beside_llama_cpp(setup, assembled, lengths)
     notes = (str(bandwidth), note)
     return Result(
@@ -80,13 +85,13 @@ def run(setup: BenchSetup) -> Result:
     )
 
 
-def _difference(assembled: AssembledEngine, peer: Transformers) -> str:
+def _difference(assembled: AssembledEngine, peer: Transformers, kv_dtype: str) -> str:
     """Return why kvchat and transformers cannot be compared; empty if their results agree."""
     loaded = assembled.loaded
     prompt = random_ids(48, loaded.spec.vocab_size, seed=1)
     own, _ = peer.generate(prompt, 16)
     ours = list(complete(assembled.engine, prompt, 16).token_ids)
-    if loaded.weights in ("int8", "int4"):
+    if loaded.weights in ("int8", "int4") or kv_dtype == INT8_KV:
         return (
             "" if compare_with_own(loaded) > _MIN_COSINE else "the paged pass differs from its own"
         )
@@ -160,6 +165,35 @@ def _sampled(setup: BenchSetup, assembled: AssembledEngine, length: int) -> Figu
         "of greedy",
         spread=sampled.spread,
     )
+
+
+def _beside_own_kv(
+    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
+) -> list[Figure]:
+    """Return our rates beside those over KV of the model's dtype."""
+    own = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
+    dtype = str(own.loaded.dtype).removeprefix("torch.")
+    figures = []
+    for length in lengths:
+        prompt = random_ids(length, own.loaded.spec.vocab_size, seed=2)
+        rounded, plain = alternated(
+            partial(_decode_rate, assembled.engine, prompt),
+            partial(_decode_rate, own.engine, prompt),
+            setup.repeats,
+        )
+        figures.append(
+            Figure(
+                f"context {length:,}, KV in {setup.cache.kv_dtype}",
+                rounded.median,
+                "tokens/s",
+                plain.median,
+                f"KV in {dtype}",
+                rounded.median / plain.median,
+                "times that",
+                spread=rounded.spread,
+            )
+        )
+    return figures
 
 
 def _decode_rate(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> float:

@@ -66,6 +66,7 @@ def engine_flags(setup: BenchSetup, source: ModelSource) -> list[str]:
     path = source.gguf.paths[0] if source.gguf is not None else source.directory
     flags = ["--model", str(path.absolute()), "--block-size", str(cache.block_size)]
     flags += ["--device", model.device, "--dtype", model.dtype, "--weights", model.weights]
+    flags += ["--kv-dtype", cache.kv_dtype]
     if model.threads is not None:
         flags += ["--threads", str(model.threads)]
     if cache.device_bytes is not None:

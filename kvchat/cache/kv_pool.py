@@ -181,6 +181,11 @@ class KvGeometry:
         """Bytes per token, rounded up if a block's bytes do not divide evenly."""
         return -(-self.block_bytes // self.block_size)
 
+    def dtype_beside(self, dtype: torch.dtype) -> str:
+        """Return the dtype of the stored numbers as the settings spell it, "" if it is `dtype`."""
+        stored = self.format.precision(self)
+        return str(stored).removeprefix("torch.") if stored != dtype else ""
+
     @property
     def block_bytes(self) -> int:
         return sum(self.format.block_bytes(layer, self) for layer in self.layers)

@@ -90,6 +90,11 @@ class ChatHost:
         """Properties of the loaded model; None while it loads or after loading failed."""
         return self._outcome if isinstance(self._outcome, ModelReady) else None
 
+    @property
+    def failure(self) -> KvchatError | None:
+        """Why the model could not be loaded; None while it loads or after it was loaded."""
+        return self._outcome.error if isinstance(self._outcome, LoadFailed) else None
+
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until the model is loaded or loading has failed; raises TimedOut at the limit.
 

@@ -171,6 +171,7 @@ def bench(
     shape: Annotated[str, typer.Option(help="of random weights, without a model")] = "0.4b",
     dtype: Annotated[str, typer.Option(help="of random weights", metavar="NAME")] = "bfloat16",
     weights: Annotated[str, _setting("weights", metavar="NAME")] = "auto",
+    kv_dtype: Annotated[str, _setting("kv_dtype", metavar="NAME")] = "auto",
     device: Annotated[str, _setting("device", metavar="NAME")] = "auto",
     device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
     block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
@@ -196,6 +197,7 @@ def bench(
             shape=shape,
             dtype=dtype,
             weights=weights,
+            kv_dtype=kv_dtype,
             device=device,
             device_cache=device_cache,
             block_size=block_size,
@@ -243,6 +245,7 @@ def serve(
     device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
     weights: Annotated[str | None, _setting("weights", metavar="NAME")] = None,
+    kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,
     threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
     max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
     device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
@@ -297,7 +300,7 @@ def sessions_list(
     """List conversations, the most recent first."""
     from kvchat.cli import sessions
 
-    kept = sessions.open_kept_kv(context.obj)
+    kept = sessions.open_kept_kv(context.obj, context.find_root().params.get("kv_dtype"))
     sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
 
 
@@ -394,7 +397,8 @@ def cache_default(
     json_: _Json = False,
 ) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
-    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache, "sessions_dir": None}
+    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
+    flags |= {"sessions_dir": None, "kv_dtype": None}
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)

@@ -3,7 +3,7 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
@@ -32,6 +32,7 @@ class BenchRequest:
     gguf: Path | None
     record: Path | None = None
     endpoint: str | None = None
+    kv_dtype: str = "auto"
 
 
 def run_bench(request: BenchRequest) -> None:
@@ -57,7 +58,7 @@ def run_bench(request: BenchRequest) -> None:
     device = choose_device(model)  # fails before gigabytes of random weights are created
     if size is None and device.type == "cuda":
         size = _SHARE_OF_A_GPU
-    cache = CacheConfig(block_size=request.block_size, device_bytes=size)
+    cache = CacheConfig(request.block_size, size, kv_dtype=request.kv_dtype)
     results = []
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
@@ -70,7 +71,10 @@ def run_bench(request: BenchRequest) -> None:
             request.gguf,
         )
         for function in functions:
-            results.append(function(setup))
+            result = function(setup)
+            if cache.kv_dtype != "auto":
+                result = replace(result, settings={**result.settings, "kv": cache.kv_dtype})
+            results.append(result)
             print_result(results[-1], sys.stdout)
     print_json(results, sys.stdout)
     if request.record is not None:  # last, so that the results are printed even if this fails

@@ -66,7 +66,9 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 
     config = settings.cache_config()
     state = None if settings["incognito"] else user_paths().state
-    return StoreAdmin(cache_directory(settings), config.disk_bytes, state, config.block_size)
+    return StoreAdmin(
+        cache_directory(settings), config.disk_bytes, state, config.block_size, config.kv_dtype
+    )
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":

@@ -119,6 +119,7 @@ def _object(status: StoreStatus) -> dict[str, object]:
             {
                 "identity": model_dir.identity,
                 "model": model_dir.model or None,
+                "kv_dtype": model_dir.kv_dtype or None,
                 "packs": model_dir.num_packs,
                 "tokens": model_dir.num_tokens,
                 "bytes": model_dir.num_bytes,

@@ -69,7 +69,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     """Return architecture and sizes; token counts are for the default cache budgets."""
     import torch
 
-    from kvchat.engine.assembly import device_budget, kv_geometry
+    from kvchat.engine.kv_storage import device_budget, kv_geometry
     from kvchat.model.checkpoint_files import read_json
     from kvchat.model.device import choose_device, dtype_name
     from kvchat.model.packed_weights import packing_of

@@ -85,6 +85,7 @@ def model_object(ready: ModelReady | None) -> dict[str, object] | None:
         "identity": ready.identity,
         "device": ready.device,
         "dtype": ready.dtype,
+        "kv_dtype": ready.kv_dtype or ready.dtype,
         "draft": ready.draft,
     }
 

@@ -61,7 +61,13 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         here = request.host if is_loopback(request.host) else "127.0.0.1"
         url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         with announced(settings, user_paths().state, url, api_key):
-            return serve(app, bound, lambda: _say(f"{service.name} at http://{shown}:{port}/v1"))
+            code = serve(
+                app,
+                bound,
+                lambda: _say(f"{service.name} at http://{shown}:{port}/v1"),
+                lambda: host.failure is not None,
+            )
+            return host.failure.exit_code if host.failure is not None else code
     finally:
         service.answering.close()
         service.responses.close()
@@ -101,8 +107,9 @@ def _tell(event: LoadEvent) -> None:
     if isinstance(event, ModelReady):
         for note in event.notes:
             _say(note)
+        kv = f", KV in {event.kv_dtype}" if event.kv_dtype else ""
         _say(
-            f"ready after {event.load_s:.1f} s: {event.device}, {event.dtype}, "
+            f"ready after {event.load_s:.1f} s: {event.device}, {event.dtype}{kv}, "
             f"{event.context_limit:,} tokens of context"
         )
     elif isinstance(event, LoadFailed):

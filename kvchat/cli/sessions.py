@@ -27,9 +27,10 @@ def open_store(sessions_dir: str | None) -> SessionStore:
     return session_store(resolve(flags, os.environ, user_paths().config))
 
 
-def open_kept_kv(sessions_dir: str | None) -> StoreAdmin:
+def open_kept_kv(sessions_dir: str | None, kv_dtype: str | None) -> StoreAdmin:
     """Return the administration of the KV store that the settings name."""
-    return store_admin(resolve({"sessions_dir": sessions_dir}, os.environ, user_paths().config))
+    flags = {"sessions_dir": sessions_dir, "kv_dtype": kv_dtype}
+    return store_admin(resolve(flags, os.environ, user_paths().config))
 
 
 def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:

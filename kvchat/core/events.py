@@ -19,6 +19,7 @@ class ModelReady:
     """The model is loaded; holds the values for the status line and the JSON output.
 
     draft                   the name of the draft model, None where there is none
+    kv_dtype                the dtype of KV, "" if it is `dtype`
     is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
 
@@ -31,6 +32,7 @@ class ModelReady:
     notes: tuple[str, ...] = ()
     draft: str | None = None
     is_context_limit_told: bool = True
+    kv_dtype: str = ""
 
     @property
     def told_context_limit(self) -> int | None:

@@ -69,6 +69,7 @@ class EngineStatus:
     num_blocks    blocks that the budget allows; of these `num_free` are free and `num_cached` hold
                   KV that a later prompt may reuse (some of them are in use)
     block_bytes   bytes of one block over all layers
+    kv_dtype      the dtype of KV as the settings spell it, "" if it is the model's own
     host          the tier in host memory, None if there is none
     disk          the tier on disk, None if there is none or it is not open yet
     disk_read_s   seconds spent on reading KV from disk and verifying it
@@ -95,6 +96,7 @@ class EngineStatus:
     speculation: SpeculationStatus | None = None
     graphs: GraphStatus | None = None
     step_threads: tuple[int, int] | None = None
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class ModelDirStatus:
     last_used_s   seconds since the epoch, 0 if not known
     trouble       why it cannot be read, in a few words; empty if it can
     model         the name of the model, "" if it is not known here
+    kv_dtype      the dtype of the KV, "" if it is the model's own or not known here
     """
 
     identity: str
@@ -114,6 +117,7 @@ class ModelDirStatus:
     trouble: str = ""
     pins: "tuple[KeptPin, ...]" = ()
     model: str = ""
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,14 @@
 """Builds an engine from settings: model, pools sized to the budget, cache, scheduler, drafters.
 
-It derives the cache's geometry and the identity of stored KV from the model. A draft model's cache
-gets the same number of blocks as the target's, from the same device budget. Its KV is in the same
-store, under its own identity. If the draft model cannot be used, the target answers without it, and
-a note says why.
+A draft model's cache gets the same number of blocks as the target's, from the same device budget.
+Its KV is in the same store, under its own identity. If the draft model cannot be used, the target
+answers without it, and a note says why.
 """
 
-import hashlib
-import json
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +17,12 @@ import torch
 from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
 from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.cache.disk.format import FORMAT_VERSION
 from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.cache.kv_pool import KvPool, PlainFormat
 from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout
@@ -48,18 +43,26 @@ from kvchat.core.paths import private_directory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import (
+    device_budget,
+    host_budget,
+    kv_geometry,
+    kv_identity,
+    new_kv_pool,
+    require_kv_dtype,
+    small_kv,
+)
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.runner import Runner, StepThreads
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.device import can_change_threads, device_name, dtype_name, dtype_of, free_bytes
+from kvchat.model.device import can_change_threads, device_name, dtype_name
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
-from kvchat.model.packed_experts import has_packed_experts
 from kvchat.model.paged_model import PagedModel, StatefulModel
-from kvchat.model.self_test import ensure_trusted
+from kvchat.model.self_test import ensure_compiled_reads, ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.state import state_bytes
@@ -67,41 +70,8 @@ from kvchat.model.text_files import same_vocabulary
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 
-# Increase it if the content of a slot changes for the same token: with the layout of a block image,
-# or with the values that the attention writes. 4: experts and packed checkpoints stay in blocks.
-_KV_VERSION = 4
-
-
-def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
-    """Return 16 bytes that name the KV a model computes, as this engine stores it."""
-    facts = {
-        "version": _KV_VERSION,
-        "format": FORMAT_VERSION,
-        "content": content_digest,
-        "dtype": dtype_name(loaded.dtype),
-        "weights": loaded.weights,
-        "kv_dtype": dtype_name(geometry.dtype),
-        "block_size": geometry.block_size,
-        "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
-        "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
-    }
-    if loaded.spec.state:
-        facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
-    if has_packed_experts(loaded.module):  # a GPU leaves experts as they are
-        facts["experts"] = loaded.weights
-    if loaded.spec.gathered is not None:
-        facts["path"] = "gathered"
-    if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
-        facts["kv_format"] = geometry.format.name
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
-
-
 _log = logging.getLogger(__name__)
 
-_DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
-# On a CPU, the device is host memory: there is no other memory to demote KV to.
-_DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
-_MAX_DEFAULT_HOST_BYTES = 16 << 30
 # Prefill work per step on a CPU, in multiply-adds: about a tenth of a second on two fast cores.
 # Beside it answers wait for their next token. It is fixed, not measured: the same
 # settings must cut a prompt into the same chunks, or low-precision rounding would vary by run.
@@ -124,8 +94,6 @@ _CPU_ATTENTION_MACS = 2e9
 _NO_DRAFTS = (
     "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
 )
-# Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
-_CARRIER_BLOCKS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +120,7 @@ def build_engine(
     """
     began_s = time.perf_counter()
     loaded = load_trusted(
-        source, model_config, engine_config.max_context, state_directory, progress
+        source, model_config, engine_config.max_context, state_directory, progress, cache_config
     )
     engine = engine_around(loaded, cache_config, engine_config, state_directory)
     return AssembledEngine(engine, loaded, model_ready(loaded, engine, began_s))
@@ -164,11 +132,24 @@ def load_trusted(
     max_context: int | None,
     state_directory: Path | None,
     progress: Progress,
+    cache_config: CacheConfig | None = None,
 ) -> LoadedModel:
-    """Load a model and check its paged forward pass; raises the errors of `build_engine`."""
-    loaded = load_model(source, config, max_context, progress, state_directory)
+    """Load a model and check its paged forward pass; raises the errors of `build_engine`.
+
+    Of `cache_config` it is checked that the model can have such KV, before its weights are read.
+    """
+    cache = cache_config or CacheConfig()
+
+    def check(spec: ModelSpec, device: torch.device) -> None:
+        require_kv_dtype(source.name, spec, device, cache)
+
+    loaded = load_model(source, config, max_context, progress, state_directory, check)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
+    geometry = kv_geometry(loaded.spec, cache, loaded.dtype)
+    if geometry.format.name != PlainFormat().name:
+        new_kv = partial(small_kv, geometry, loaded.device)
+        ensure_compiled_reads(loaded, geometry.format.name, new_kv, state_directory)
     return loaded
 
 
@@ -183,7 +164,7 @@ def engine_around(
 
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
-    _require_kv_dtype(loaded, cache_config)
+    require_kv_dtype(loaded.source.name, loaded.spec, loaded.device, cache_config)
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
@@ -228,60 +209,6 @@ def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
     return kv_pool.layers if loaded.spec.storing_layers else ()
 
 
-def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
-    """Return the shape and format of the KV pools for a model computing in `dtype`."""
-    kv_dtype = dtype_of(config.kv_dtype) or dtype
-    layers = tuple(
-        LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
-        for layer in spec.storing_layers
-    )
-    if not layers:
-        layers = (_carrier(spec, dtype, config.block_size * kv_dtype.itemsize),)
-    kv_format = Int8Format() if config.kv_dtype == INT8_KV else PlainFormat()
-    return KvGeometry(layers, kv_dtype, config.block_size, kv_format)
-
-
-def _require_kv_dtype(loaded: LoadedModel, config: CacheConfig) -> None:
-    """Raise ModelError if a model's KV cannot be of 8 bits where that is configured."""
-    if config.kv_dtype != INT8_KV:
-        return
-    name, spec = loaded.source.name, loaded.spec
-    if loaded.device.type != "cpu":
-        reason = "it runs on a GPU, and KV of 8 bits is for a CPU only"
-    elif spec.state:
-        reason = "it keeps recurrent state beside its KV"
-    elif spec.gathered is not None:
-        reason = "it runs on the gathered path (docs/models.md)"
-    else:
-        return
-    raise ModelError(
-        f"--kv-dtype int8 does not work with {name}: {reason}.", "Use --kv-dtype auto."
-    )
-
-
-def _carrier(spec: ModelSpec, dtype: torch.dtype, bytes_an_element: int) -> LayerGeometry:
-    """Return a layer for a model without attention: its blocks hold snapshots of state only.
-
-    Blocks of tokens stay empty, so blocks are small; a snapshot takes `_CARRIER_BLOCKS` of them.
-    """
-    block_bytes = state_bytes(spec.state, dtype) / _CARRIER_BLOCKS
-    return LayerGeometry(1, max(1, math.ceil(block_bytes / 2 / bytes_an_element)),
-                         max(1, math.ceil(block_bytes / 2 / bytes_an_element)))  # fmt: skip
-
-
-def device_budget(config: CacheConfig, device: torch.device) -> int:
-    """Return the bytes KV may take on `device`."""
-    size = config.device_bytes or _DEFAULT_SHARE[device.type]
-    return size.resolve(free_bytes(device))
-
-
-def host_budget(config: CacheConfig, device: torch.device) -> int:
-    """Return the bytes KV may take in host memory beside `device`."""
-    size = config.host_bytes or _DEFAULT_HOST_SHARE[device.type]
-    num_bytes = size.resolve(free_bytes(torch.device("cpu")))
-    return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
-
-
 def step_tokens(spec: ModelSpec, device: torch.device, rate: float | None = None) -> int:
     """Return the token budget of one step, so that a stop takes about a tenth of a second.
 
@@ -317,27 +244,6 @@ def prefill_pairs(spec: ModelSpec, device: torch.device) -> int:
     if not whole or device.type != "cpu":
         return 0
     return int(_CPU_ATTENTION_MACS) // max(x.num_heads * (x.key_dim + x.value_dim) for x in whole)
-
-
-def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
-    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
-    budget = device_budget(config, device)
-    num_blocks = budget // geometry.block_bytes
-    if num_blocks < 2:
-        raise ModelError(
-            f"--device-cache allows {format_bytes(budget)}, less than the two blocks of "
-            f"{format_bytes(geometry.block_bytes)} a conversation needs.",
-            "Raise it.",
-        )
-    try:
-        kv_pool = KvPool(geometry, num_blocks, device)
-    except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
-        raise ModelError(
-            f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
-        ) from error
-    if device.type != "cpu":
-        kv_pool.warm_up()
-    return kv_pool
 
 
 def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> GraphRunner | None:
@@ -392,6 +298,7 @@ def new_connector(
                 geometry.block_size,
                 geometry.block_bytes,
                 is_draft,
+                geometry.dtype_beside(loaded.dtype),
             ),
         )
         return Layout(identity, geometry.block_size, geometry.block_bytes)
@@ -466,6 +373,7 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
         context_limit=engine.max_context,
         load_s=time.perf_counter() - began_s,
         notes=loaded.notes,
+        kv_dtype=engine.cache.kv_pool.geometry.dtype_beside(loaded.dtype),
     )
 
 
@@ -490,7 +398,7 @@ def build_speculating_engine(
     """
     began_s = time.perf_counter()
     target = load_trusted(
-        source, model_config, engine_config.max_context, state_directory, progress
+        source, model_config, engine_config.max_context, state_directory, progress, cache_config
     )
     if target.spec.state:
         if speculation_config.mode != Mode.OFF or draft_source is not None:

@@ -142,6 +142,7 @@ class Engine:
             speculation=drafting.status() if drafting.is_on else drafting.status_when_off,
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
+            kv_dtype=self.cache.kv_pool.geometry.dtype_beside(self._runner.dtype),
         )
 
     def running(self) -> list[Request]:

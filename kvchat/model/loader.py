@@ -63,6 +63,8 @@ from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat_kernels.linear.blocks import BlockWeights
 
 Progress = Callable[[LoadProgress], None]
+# Raises ModelError for a model that cannot be used as it is wanted, on the device.
+Check = Callable[[ModelSpec, torch.device], None]
 
 _log = logging.getLogger(__name__)
 
@@ -202,10 +204,12 @@ def load_model(
     max_context: int | None,
     progress: Progress,
     state_directory: Path | None = None,
+    check: Check | None = None,
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
-    `state_directory` keeps what the probe finds out, if not None.
+    `state_directory` keeps what the probe finds out, if not None. `check` is called as soon as the
+    model's spec is known: before any weight is read, unless the probe needs weights.
 
     Where the device is not given and the weights do not fit on the GPU, the model is loaded on the
     CPU, and a note says so. With `weights` auto a GPU gets the most bits that fit. Raises
@@ -213,7 +217,7 @@ def load_model(
     if files are missing or damaged, or memory is too small.
     """
     try:
-        return _load(source, config, max_context, progress, state_directory)
+        return _load(source, config, max_context, progress, state_directory, check)
     except _NoRoom as error:
         if config.device != "auto":
             raise
@@ -224,7 +228,8 @@ def load_model(
             raise ModelError(message, "Use a smaller model or --device cpu.") from error
         note = f"{message} The model runs on the CPU."
     # Here the error is gone, and with it what it held of the weights on the GPU.
-    loaded = _load(source, replace(config, device="cpu"), max_context, progress, state_directory)
+    on_cpu = replace(config, device="cpu")
+    loaded = _load(source, on_cpu, max_context, progress, state_directory, check)
     return replace(loaded, notes=(*loaded.notes, note))
 
 
@@ -234,6 +239,7 @@ def _load(
     max_context: int | None,
     progress: Progress,
     state_directory: Path | None,
+    check: Check | None,
 ) -> LoadedModel:
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
@@ -243,6 +249,8 @@ def _load(
     with _LOADING:
         marks = source.marks()
         hf_config, spec = inspect_model(source, state_directory)
+        if check is not None and spec is not None:
+            check(spec, device)
         keeps_blocks = _keeps_blocks(source, config, spec)
         module, notes = _read_weights(
             source,
@@ -254,6 +262,8 @@ def _load(
         )
         if spec is None:
             spec = probe_loaded(module)
+            if check is not None:
+                check(spec, device)
             if spec.gathered is None:
                 module.set_attn_implementation(PAGED)
     if source.adapter is not None:

@@ -3,7 +3,8 @@
 It runs 24 tokens through the model's own attention, and again paged, in chunks, beside a second
 sequence: through the model's modules, and through the compiled step where there is one. Only this
 test finds models that keep positions or state outside attention. It costs a few forward passes, so
-a pass is stored under configuration, dtype, device and versions.
+a pass is stored under configuration, dtype, device and versions. Where KV has another form than the
+model's own numbers, the compiled step runs over that form too, beside the modules over the same.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +25,10 @@ from kvchat.model.device import dtype_name
 from kvchat.model.gemm_autotune import autotune_products, machine_name
 from kvchat.model.hf_adapter import own_attention
 from kvchat.model.loader import LoadedModel
-from kvchat.model.paged_model import PagedModel, StatefulModel
+from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
+
+# Makes KV for all storing layers of a model: so many blocks, of so many tokens.
+NewKv = Callable[[int, int], KvLayers]
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,9 @@ _PLAIN = "-plain"
 # experts have nearly equal scores. Most rows keep their direction.
 _MIN_COSINE = {torch.float32: 0.999999, torch.bfloat16: 0.98, torch.float16: 0.99}
 _MIN_COSINE_OF_COPIES = {"int8": 0.9999, "int4": 0.99, "blocks": 0.99}
+# Of KV that is rounded: where two paths differ in a key's last bit, it may go to another level.
+# In float32 tiny models with heads of 64 to 256 differed by 0.00004 at most.
+_MIN_COSINE_OF_ROUNDED_KV = 0.999
 
 
 def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
@@ -73,6 +80,45 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
             if loaded.fusing is not None:
                 _require_pass(loaded)
     _write_verdicts(path, [*known, key])
+
+
+def ensure_compiled_reads(
+    loaded: LoadedModel, kv_name: str, new_kv: NewKv, state_directory: Path | None
+) -> None:
+    """Compare the compiled step over another form of KV, `kv_name`, with the modules over the same.
+
+    If they differ, or the step fails, it is abandoned, and that is logged: the modules run every
+    step then. For a model that `ensure_trusted` has passed; results are stored as there.
+    """
+    step = loaded.compiled
+    if step is None or step.is_off:
+        return
+    key = _verdict_key(loaded, (), kv_name)
+    path = state_directory / "self_test.json" if state_directory is not None else None
+    known = _read_verdicts(path)
+    if key in known:
+        return
+    if key + _PLAIN in known or not _agrees_over(loaded, kv_name, new_kv):
+        step.abandon()
+        key += _PLAIN
+    if key not in known:
+        _write_verdicts(path, [*known, key])
+
+
+def _agrees_over(loaded: LoadedModel, kv_name: str, new_kv: NewKv) -> bool:
+    """Return whether the compiled step and the modules agree over a form of KV."""
+    ids = _random_ids(loaded)
+    plain = _paged_logits(loaded, *ids, compiled=False, new_kv=new_kv)
+    try:
+        similarity = _similarity(loaded, plain, _paged_logits(loaded, *ids, new_kv=new_kv))
+        if similarity >= min(_least(loaded), _MIN_COSINE_OF_ROUNDED_KV):
+            return True
+        problem = f"cosine={similarity:.6f}"
+    except Exception as error:  # as in `_passes`
+        problem = repr(error)
+    model_type = loaded.spec.model_type
+    _log.warning("self-test model=%s compiled step over kv=%s: %s", model_type, kv_name, problem)
+    return False
 
 
 def _passes(loaded: LoadedModel) -> bool:
@@ -125,16 +171,25 @@ def compare_with_own(loaded: LoadedModel, compiled: bool = True) -> float:
     The smallest over the rows in float32, the median in low precision; NaN if any logit is NaN.
     Without `compiled` all steps are left to the modules.
     """
-    count = sum(_CHUNKS)
+    one, other = _random_ids(loaded)
+    own = _own_logits(loaded, torch.tensor(one))
+    return _similarity(loaded, own, _paged_logits(loaded, one, other, compiled))
+
+
+def _random_ids(loaded: LoadedModel) -> tuple[list[int], list[int]]:
+    """Return two sequences of the test's length; the same for a vocabulary every time."""
     generator = torch.Generator().manual_seed(0)
     limit = min(loaded.spec.vocab_size, 1 << 15)
-    ids = torch.randint(0, limit, (2, count), generator=generator)
+    ids = torch.randint(0, limit, (2, sum(_CHUNKS)), generator=generator)
     padding = getattr(loaded.module.config.get_text_config(), "pad_token_id", None)
     if padding is not None:  # some models do not count padding as a position
         ids[ids == padding] = (padding + 1) % limit
-    own = _own_logits(loaded, ids[0])
-    paged = _paged_logits(loaded, ids[0].tolist(), ids[1].tolist(), compiled)
-    similarities = torch.cosine_similarity(_centred(own), _centred(paged))
+    return ids[0].tolist(), ids[1].tolist()
+
+
+def _similarity(loaded: LoadedModel, logits: torch.Tensor, others: torch.Tensor) -> float:
+    """Return the similarity of two passes' logits, [rows, vocab], as `compare_with_own` does."""
+    similarities = torch.cosine_similarity(_centred(logits), _centred(others))
     in_full = loaded.dtype == torch.float32
     return float(similarities.min() if in_full else similarities.median())
 
@@ -151,13 +206,22 @@ def _own_logits(loaded: LoadedModel, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _paged_logits(
-    loaded: LoadedModel, one: list[int], other: list[int], compiled: bool = True
+    loaded: LoadedModel,
+    one: list[int],
+    other: list[int],
+    compiled: bool = True,
+    new_kv: NewKv | None = None,
 ) -> torch.Tensor:
-    """Return the logits of every token of `one`, with tokens of `other` in the same steps."""
+    """Return the logits of every token of `one`, with tokens of `other` in the same steps.
+
+    KV is plain, in the model's dtype, if there is no `new_kv`.
+    """
     if loaded.spec.state:
         return _stateful_logits(loaded, one, other)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
-    model = PagedModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
+    num_blocks = 1 + 2 * blocks_each
+    pools = new_kv(num_blocks, _BLOCK_SIZE) if new_kv else _small_pools(loaded, num_blocks)
+    model = PagedModel(loaded, pools)
     if not compiled:
         model.compiled = None
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
@@ -202,7 +266,7 @@ def _small_pools(loaded: LoadedModel, num_blocks: int) -> list[tuple[torch.Tenso
     ]
 
 
-def _verdict_key(loaded: LoadedModel, own_products: Sequence[str]) -> str:
+def _verdict_key(loaded: LoadedModel, own_products: Sequence[str], kv_name: str = "") -> str:
     facts = (
         str(_CODE_VERSION),
         loaded.module.config.to_json_string(),
@@ -211,6 +275,7 @@ def _verdict_key(loaded: LoadedModel, own_products: Sequence[str]) -> str:
         machine_name(loaded.device),
         transformers.__version__,
         *own_products,
+        *([f"kv {kv_name}"] if kv_name else ()),
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 

@@ -39,10 +39,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> ExitCode:
+def serve(
+    app: App,
+    bound: socket.socket,
+    on_ready: Callable[[], None],
+    has_failed: Callable[[], bool] = lambda: False,
+) -> ExitCode:
     """Serve until SIGINT or SIGTERM, then finish running answers for a few seconds.
 
-    Returns the signal's exit code. Called on the main thread.
+    Returns the signal's exit code. Ends as well once `has_failed`, which is asked ten times a
+    second. Called on the main thread.
     """
     heard: list[int] = []
     # uvicorn takes the signals, and raises them again at its end: then they come here.
@@ -65,7 +71,7 @@ def serve(app: App, bound: socket.socket, on_ready: Callable[[], None]) -> ExitC
         http=HastyProtocol,
         ws="none",
     )
-    _Server(config, on_ready).run(sockets=[bound])
+    _Server(config, on_ready, has_failed).run(sockets=[bound])
     return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
 
 
@@ -98,11 +104,17 @@ class HastyProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """A server that says when it accepts connections."""
+    """A server that says when it accepts connections, and ends where what it serves has failed."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], has_failed: Callable[[], bool]
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._has_failed = has_failed
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._has_failed()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

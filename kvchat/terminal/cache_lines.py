@@ -171,7 +171,8 @@ def _model_dir(model_dir: ModelDirStatus) -> str:
     size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
     used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
     model = one_line(model_dir.model, _LABEL_CHARS) or "a model not known here"
-    return f"{model}: {size}, {used} ({model_dir.identity[:_IDENTITY_CHARS]})"
+    kv = f", KV in {one_line(model_dir.kv_dtype, _LABEL_CHARS)}" if model_dir.kv_dtype else ""
+    return f"{model}{kv}: {size}, {used} ({model_dir.identity[:_IDENTITY_CHARS]})"
 
 
 def _when(time_s: float) -> str:

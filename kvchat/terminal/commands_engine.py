@@ -95,7 +95,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
         raise
     finally:
         context.show_stage("")
-    context.say(f"Now with {one_line(ready.name)}, {ready.device}, {ready.dtype}.")
+    context.say(f"Now with {one_line(ready.name)}, {_device_words(ready)}.")
     for note in controller.session.notes if controller.session is not None else ():
         context.say(note)
     context.conversation_changed()
@@ -146,10 +146,11 @@ async def stats(context: "CommandContext", arguments: str) -> None:
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
         total = format_bytes(status.num_blocks * status.block_bytes)
+        kv = f" in {status.kv_dtype}" if status.kv_dtype else ""
         lines += [
             f"engine: {plural(status.num_steps, 'step')}, "
             f"{plural(status.num_tokens_computed, 'token')} computed",
-            f"cache:  {reused}, {status.num_free:,} are free; all are {total}",
+            f"cache:  {reused}, {status.num_free:,} are free; all are {total}{kv}",
         ]
         if status.num_preempted or status.num_evicted:
             lines.append(
@@ -348,13 +349,18 @@ def _context_words(limit: int | None) -> str:
     return f"{format_count(limit)} tokens" if limit is not None else "the server does not tell"
 
 
+def _device_words(ready: ModelReady) -> str:
+    kv = f", KV in {ready.kv_dtype}" if ready.kv_dtype else ""
+    return f"{ready.device}, {ready.dtype}{kv}"
+
+
 def describe_model(controller: ChatController) -> str:
     """Return the model's properties, one a line."""
     model, ready = controller.host.model, controller.host.ready
     facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
     if ready is not None:
         facts += [
-            ("device", f"{ready.device}, {ready.dtype}"),
+            ("device", _device_words(ready)),
             ("draft", one_line(ready.draft) if ready.draft else "none"),
             ("context", _context_words(ready.told_context_limit)),
             ("identity", ready.identity),

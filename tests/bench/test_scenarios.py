@@ -185,6 +185,26 @@ def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
     assert sampled.ratio == pytest.approx(sampled.value / (sampled.beside or 0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("decode", ["context 32, KV in int8", "context 128, KV in int8"]),
+        ("memory", ["KV of a token"]),
+    ],
+)
+def test_kv_of_8_bits_is_measured_beside_the_models_own(
+    name: str, figures: list[str], checkpoint: Path
+) -> None:
+    setup = quick(checkpoint)
+    result = scenario(name)(replace(setup, cache=replace(setup.cache, kv_dtype="int8")))
+
+    assert not result.refusal
+    rows = {row.name: row for row in result.figures}
+    for figure in figures:
+        assert rows[figure].value > 0
+        assert "float32" in rows[figure].beside_name
+
+
 def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path, report_of: Reports) -> None:
     """A token reads the weights once, all but the table of embeddings, and its KV once."""
     result = report_of("decode")

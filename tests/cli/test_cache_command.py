@@ -288,6 +288,17 @@ def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) 
     assert b"Cannot use the directory" in done.stdout
 
 
+@pytest.mark.parametrize("command", [("cache",), ("sessions",), ("sessions", "list")], ids=str)
+def test_the_dtype_of_kv_counts_where_it_stands_before_the_command(
+    shell: Shell, command: tuple[str, ...]
+) -> None:
+    """What is ready depends on it."""
+    done = shell.run("--kv-dtype", "int4", *command)
+
+    assert done.returncode == 2
+    assert b"--kv-dtype is 'int4'" in done.stderr
+
+
 def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: str) -> None:
     """Digests of 32 digits were all that told whose KV it was."""
     asked = ("-m", tiny, *GREEDY, "-p", "Of the twelve ships in the harbour three are red.")

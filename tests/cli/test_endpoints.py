@@ -108,6 +108,7 @@ def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
         assert (found.address.url, found.address.key) == ("http://127.0.0.1:5", "key")
         assert running_server(settings(temperature=0.0, system="x"), tmp_path) is not None
         assert running_server(settings(weights="int8"), tmp_path) is None
+        assert running_server(settings(kv_dtype="int8"), tmp_path) is None
         assert running_server(settings(model="other"), tmp_path) is None
         assert {path.stat().st_mode & 0o77 for path in tmp_path.iterdir()} == {0}
     assert running_server(settings(), tmp_path) is None

@@ -40,7 +40,7 @@ def test_the_final_object_holds_what_the_contract_says(shell: Shell, tiny: str) 
     assert {"load_s", "ttft_s", "prefill_tokens_per_s", "decode_tokens_per_s", "total_s"} == set(
         answer["timing"]
     )
-    assert {"name", "identity", "device", "dtype", "draft"} == set(answer["model"])
+    assert {"name", "identity", "device", "dtype", "kv_dtype", "draft"} == set(answer["model"])
     assert answer["session"] == shell.sessions[0].stem
 
 

@@ -9,10 +9,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
 
 MESSAGES = [{"role": "user", "content": "One two three four five six seven eight nine ten."}]
@@ -47,11 +49,11 @@ class Server:
 
 
 @contextmanager
-def served(shell: Shell, model: str) -> Iterator[Server]:
+def served(shell: Shell, model: str, *options: str) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        shell.command("serve", "-m", model, "--name", "small", "--port", str(port)),
+        shell.command("serve", "-m", model, "--name", "small", "--port", str(port), *options),
         env=shell.environment,
         stderr=subprocess.PIPE,
     )
@@ -86,6 +88,24 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny
     assert {path.stat().st_mode & 0o77 for path in shell.home.rglob("answers.db*")} == {0}
 
 
+def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_only(
+    shell: Shell, tiny: str
+) -> None:
+    int8 = ("--kv-dtype", "int8")
+    ask = ("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json")
+    with served(shell.patient, tiny, *int8) as server:
+        server.ask()
+        chats = [shell.run(*ask, *options) for options in (int8, ())]
+    with served(shell.patient, tiny, *int8) as server:  # the first was killed
+        again = server.ask()
+
+    alike, other = (json.loads(chat.stdout)["model"] for chat in chats)
+    assert alike["device"].startswith("kvchat at 127.0.0.1")
+    assert (other["device"], other["kv_dtype"]) == ("cpu", "float32")
+    assert again["cached_tokens"]["disk"] > 0
+    assert again["prefilled_tokens"] <= 16
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -105,6 +125,18 @@ def test_an_address_that_cannot_be_used_is_a_usage_error(
     assert done.returncode == 2
     assert sentence in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_server_whose_model_cannot_be_loaded_ends(shell: Shell, tmp_path: Path) -> None:
+    """It stayed, and answered every request with an error."""
+    stateful = str(save_checkpoint(tmp_path / "stateful", tiny_model("mamba")))
+
+    done = shell.run("serve", "-m", stateful, "--kv-dtype", "int8", "--port", "0")
+
+    assert done.returncode == 3
+    [_, sentence] = done.stderr.decode().splitlines()
+    assert sentence.startswith("kvchat: --kv-dtype int8 does not work with ")
+    assert sentence.endswith("it keeps recurrent state beside its KV. Use --kv-dtype auto.")
 
 
 def test_a_port_in_use_is_named(shell: Shell) -> None:

@@ -12,21 +12,22 @@ from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,
     build_engine,
-    device_budget,
     engine_around,
-    host_budget,
     rate_memory,
     step_tokens,
 )
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.request import RequestSpec
+from kvchat.model import loader
 from kvchat.model.source import find_model
 from kvchat.model.spec import Gathered
 from support.checkpoints import save_checkpoint, tiny_model
+from support.every_type import every_config, every_model
 from support.pack_chains import used_bytes
 
 MEBIBYTE = 1 << 20
@@ -110,16 +111,37 @@ def test_kv_of_8_bits_has_nearly_twice_the_tokens_in_the_same_memory(checkpoint:
     assert num_blocks("int8") == pytest.approx(num_blocks("bfloat16") * 32 / 18, abs=2)
 
 
-def test_a_model_with_state_cannot_have_kv_of_8_bits(tmp_path: Path) -> None:
-    stateful = save_checkpoint(tmp_path, tiny_model("mamba"))
+@pytest.fixture
+def unread_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if weights are read: a large model's take minutes, and its configuration is enough."""
 
-    with pytest.raises(ModelError, match="it keeps recurrent state") as caught:
-        assemble(stateful, cache=CacheConfig(kv_dtype="int8"))
+    def read(*_: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(loader, "_read_weights", read)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba", "it keeps recurrent state beside its KV"),
+        ("lfm2_moe", "it keeps recurrent state beside its KV"),
+        ("bloom", r"it runs on the gathered path \(docs/models.md\)"),
+    ],
+)
+def test_a_model_that_cannot_have_kv_of_8_bits_is_refused_before_its_weights_are_read(
+    model_type: str, reason: str, tmp_path: Path, unread_weights: None
+) -> None:
+    directory = tmp_path / "model"
+    every_model(every_config(model_type)).save_pretrained(directory)
+
+    with pytest.raises(ModelError, match=reason) as caught:
+        assemble(directory, cache=CacheConfig(kv_dtype="int8"))
 
     assert caught.value.hint == "Use --kv-dtype auto."
 
 
-def test_a_model_on_the_gathered_path_cannot_have_kv_of_8_bits(checkpoint: Path) -> None:
+def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> None:
     loaded = assemble(checkpoint).loaded
     spec = replace(loaded.spec, gathered=Gathered("is so", (), len(loaded.spec.layers)))
 
@@ -129,12 +151,66 @@ def test_a_model_on_the_gathered_path_cannot_have_kv_of_8_bits(checkpoint: Path)
         )
 
 
-def test_kv_of_8_bits_is_refused_on_a_gpu(checkpoint: Path) -> None:
+def test_kv_of_8_bits_is_refused_on_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, unread_weights: None
+) -> None:
     """Before anything is made there: the device need not exist."""
-    on_gpu = replace(assemble(checkpoint).loaded, device=torch.device("cuda", 0))
+    monkeypatch.setattr(loader, "choose_device", lambda config: torch.device("cuda", 0))
 
-    with pytest.raises(ModelError, match="runs on a GPU"):
-        engine_around(on_gpu, CacheConfig(kv_dtype="int8"), EngineConfig(), None)
+    with pytest.raises(ModelError, match="runs on a GPU") as caught:
+        assemble(checkpoint, cache=CacheConfig(kv_dtype="int8"))
+
+    assert caught.value.hint == "Use --kv-dtype auto, or --device cpu."
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "named"), [("auto", ""), ("float32", ""), ("float16", "float16"), ("int8", "int8")]
+)
+def test_the_dtype_of_kv_is_told_where_it_is_not_the_models(
+    kv_dtype: str, named: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    store, state = tmp_path / "kv", tmp_path / "state"
+    cache = CacheConfig(
+        block_size=8,
+        device_bytes=Size(num_bytes=MEBIBYTE),
+        kv_dtype=kv_dtype,
+        disk_bytes=Size(num_bytes=16 * MEBIBYTE),
+        directory=store,
+    )
+    built = assemble(checkpoint, cache=cache, state=state)
+    ids = tuple(range(5, 45))
+    generate(built.engine, ids, 4)
+    built.engine.close()
+
+    assert built.ready.kv_dtype == built.engine.status().kv_dtype == named
+    [found] = StoreAdmin(store, state=state).status().model_dirs
+    assert (found.model, found.kv_dtype) == (str(checkpoint), named)
+
+
+def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """A list of conversations said that one is ready, and the chat read all of it again."""
+    store, state = tmp_path / "kv", tmp_path / "state"
+    cache = CacheConfig(
+        device_bytes=Size(num_bytes=MEBIBYTE),
+        kv_dtype="int8",
+        disk_bytes=Size(num_bytes=16 * MEBIBYTE),
+        directory=store,
+    )
+    built, ids = assemble(checkpoint, cache=cache, state=state), tuple(range(5, 45))
+    generate(built.engine, ids, 4)
+    built.engine.close()
+
+    def kept(kv_dtype: str) -> int:
+        admin = StoreAdmin(store, state=state, kv_dtype=kv_dtype)
+        [places] = admin.locate([(str(checkpoint), ids)])
+        return places.cached.disk
+
+    assert kept("int8") == 32
+    assert kept("auto") == kept("float16") == 0
+    why = StoreAdmin(store, state=state).why(str(checkpoint), ids)
+    assert why is MissReason.OTHER_MODEL
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64])

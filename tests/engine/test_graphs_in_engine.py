@@ -15,11 +15,12 @@ from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import kv_geometry, new_graphs
+from kvchat.engine.assembly import new_graphs
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner, draw

@@ -24,8 +24,8 @@ from kvchat.cache.kv_pool import (
 )
 from kvchat.cache.tier import Layout
 from kvchat.core.config import CacheConfig
-from kvchat.engine.assembly import kv_geometry, kv_identity
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.engine.runner import Runner
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel

@@ -15,8 +15,8 @@ from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
-from kvchat.engine.assembly import kv_geometry
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner

@@ -11,7 +11,7 @@ import torch
 
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.engine.assembly import kv_geometry
+from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model import decoder
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel, load_model

@@ -8,7 +8,8 @@ import torch
 
 from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.engine.assembly import kv_geometry, kv_identity, load_trusted
+from kvchat.engine.assembly import load_trusted
+from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.gathered import cache_over
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
 from kvchat.model.model_class import loads_towers, without_towers

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
-from kvchat.engine.assembly import kv_geometry, kv_identity
+from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.fused_parts import MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.quantise import pack_of, use_packed

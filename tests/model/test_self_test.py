@@ -1,7 +1,7 @@
 """The self-test finds faults that no other check finds, and runs once per model."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat.core.config import ModelConfig
+from kvchat.cache.kv_pool import KvPool
+from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model import gemm_autotune, self_test
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.compiled_step import CompiledStep
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.self_test import compare_with_own, ensure_trusted
+from kvchat.model.self_test import compare_with_own, ensure_compiled_reads, ensure_trusted
 from kvchat.model.source import find_model
+from kvchat_kernels.kv_layer import KvLayer
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import Specimen
 
@@ -264,3 +267,53 @@ def test_the_modules_are_tested_beside_the_compiled_step(
 
     with pytest.raises(ModelUnsupported):
         ensure_trusted(loaded, tmp_path)
+
+
+def check_over_rounded_kv(loaded: LoadedModel, state: Path) -> None:
+    """Run the test of the compiled step over KV of 8 bits."""
+
+    def new_kv(num_blocks: int, block_size: int) -> Sequence[KvLayer]:
+        config = CacheConfig(block_size, kv_dtype="int8")
+        geometry = kv_geometry(loaded.spec, config, loaded.dtype)
+        return KvPool(geometry, num_blocks, loaded.device).layers
+
+    ensure_compiled_reads(loaded, "int8", new_kv, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_a_compiled_step_over_rounded_kv_passes_once(
+    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model(model_type))))
+    loaded = load_model(source, ModelConfig(dtype=dtype), None, lambda _: None)
+    assert loaded.compiled is not None
+
+    check_over_rounded_kv(loaded, tmp_path)
+    monkeypatch.setattr(self_test, "_agrees_over", raises)
+    check_over_rounded_kv(loaded, tmp_path)
+
+    assert not loaded.compiled.is_off
+
+
+@pytest.mark.parametrize("failing", [raises, forgets])
+def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
+    failing: Callable[..., torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
+    first, again, plain = (
+        load_model(source, ModelConfig(), None, lambda _: None) for _ in range(3)
+    )
+
+    with monkeypatch.context() as broken:
+        broken.setattr(CompiledStep, "logits", failing)
+        check_over_rounded_kv(first, tmp_path)
+    check_over_rounded_kv(again, tmp_path)
+    ensure_trusted(plain, tmp_path)
+
+    assert "compiled step over kv=int8" in caplog.text
+    is_off = [loaded.compiled is None or loaded.compiled.is_off for loaded in (first, again, plain)]
+    assert is_off == [True, True, False]

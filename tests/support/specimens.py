@@ -18,8 +18,8 @@ from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
-from kvchat.engine.assembly import kv_geometry
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.model.compiled_step import compiled_model

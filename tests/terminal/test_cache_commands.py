@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.host import trouble_notice
-from kvchat.core.stats import KeptPack, StoreStatus, TierStatus, Verified
+from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
 from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS
 from support.pty_screen import PtyScreen
@@ -106,6 +106,20 @@ def test_a_long_conversation_goes_straight_down() -> None:
         "0 B used: nothing is kept",
         "Chats keep nothing here: --disk-cache is 0.",
     ]
+
+
+def test_kv_of_two_dtypes_of_one_model_is_told_apart() -> None:
+    """Two lines of the same model differed in a digest only."""
+    own, rounded = (
+        ModelDirStatus("ab" * 16, 1, 16, 1024, 0.0, model="demo", kv_dtype=kv_dtype)
+        for kv_dtype in ("", "int8")
+    )
+
+    [_, _, one, other, *_] = cache_lines.status_lines(
+        StoreStatus(Path("kv"), 0, (own, rounded)), {}
+    )
+    assert one.startswith("  demo: 1 pack, 16 tokens")
+    assert other.startswith("  demo, KV in int8: 1 pack, 16 tokens")
 
 
 def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:

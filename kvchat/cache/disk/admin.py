@@ -56,9 +56,9 @@ class StoreAdmin:
     """Administers the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. `state` has what is known of its
-    models; `block_size` is assumed of others. Everything raises StoreError where
-    the directory cannot be used, and where an identity's part of it cannot once all others are
-    done. May be used from any thread.
+    models; `block_size` is assumed of others. `locate` and `why` look at KV of the setting
+    `kv_dtype` only. Everything raises StoreError where the directory cannot be used, and where an
+    identity's part of it cannot once all others are done. May be used from any thread.
     """
 
     def __init__(
@@ -67,11 +67,12 @@ class StoreAdmin:
         size: Size | None = None,
         state: Path | None = None,
         block_size: int = _DEFAULT_BLOCK_SIZE,
+        kv_dtype: str = "auto",
     ) -> None:
         self.directory = directory
         self._size = size
         self._state = state
-        self._lookup = StoreLookup(directory, state, block_size)
+        self._lookup = StoreLookup(directory, state, block_size, kv_dtype)
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -289,6 +290,7 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
             for pin in model_dir.pins
         ),
         model=model.name if model is not None else "",
+        kv_dtype=model.kv_dtype if model is not None else "",
     )
 
 

@@ -17,6 +17,7 @@ from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.rates import RateMemory, kept_prefill_rate
+from kvchat.core.config import INT8_KV
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import read_state, write_state
@@ -29,13 +30,17 @@ _MAX_MODELS = 256
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model as it was last run with one identity. `rates` names its rates in a RateMemory."""
+    """A model as it was last run with one identity. `rates` names its rates in a RateMemory.
+
+    `kv_dtype` is the dtype of its KV as the settings spell it, "" where it is the model's own.
+    """
 
     name: str
     rates: str
     block_size: int
     block_bytes: int
     is_draft: bool = False
+    kv_dtype: str = ""
 
 
 class KnownModels:
@@ -69,6 +74,8 @@ def _sound(model: object) -> KnownModel | None:
     if not isinstance(model, dict):
         return None
     kinds = {"name": str, "rates": str, "block_size": int, "block_bytes": int, "is_draft": bool}
+    kinds["kv_dtype"] = str
+    model = {"kv_dtype": "", **model}  # what was noted before it was
     if model.keys() != kinds.keys() or any(type(model[k]) is not kind for k, kind in kinds.items()):
         return None
     return KnownModel(**model) if min(model["block_size"], model["block_bytes"]) > 0 else None
@@ -80,14 +87,17 @@ _log = logging.getLogger(__name__)
 class StoreLookup:
     """Looks up contexts in the store in `directory`; `state` has what is known of its models.
 
-    `block_size` is assumed of identities that are not known. The name "" stands for any model. May
-    be used from any thread.
+    `block_size` is assumed of identities that are not known. The name "" stands for any model.
+    KV of another dtype than the setting `kv_dtype` is not looked at. May be used from any thread.
     """
 
-    def __init__(self, directory: Path, state: Path | None, block_size: int) -> None:
+    def __init__(
+        self, directory: Path, state: Path | None, block_size: int, kv_dtype: str = "auto"
+    ) -> None:
         self._directory = directory
         self._state = state
         self._block_size = block_size
+        self._kv_dtype = kv_dtype
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -99,7 +109,12 @@ class StoreLookup:
         """Return why the disk does not have more of a context; None if it has all full blocks."""
         known = KnownModels(self._state).read()
         encoded = encode_ids(token_ids)
-        found = self._most_kept(known, self._paths(), name, encoded)
+        paths = self._paths()
+        found = self._most_kept(known, self._usable(known, paths, name), encoded)
+        if found is None or not found[2]:
+            others = self._of_other_dtypes(known, paths, name)
+            if any(self._num_kept(path, encoded, known[path.name].block_size) for path in others):
+                return MissReason.OTHER_MODEL
         if found is None:
             return MissReason.NEVER_WRITTEN
         path, block_size, count = found
@@ -118,7 +133,8 @@ class StoreLookup:
     def _located(
         self, known: dict[str, KnownModel], paths: list[Path], name: str, token_ids: TokenIds
     ) -> KvPlaces:
-        found = self._most_kept(known, paths, name, encode_ids(token_ids))
+        usable = self._usable(known, paths, name)
+        found = self._most_kept(known, usable, encode_ids(token_ids))
         num_kept, model, block_size = 0, _newest(known, name), self._block_size
         if found is not None:
             path, block_size, count = found
@@ -127,7 +143,7 @@ class StoreLookup:
         return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates, block_size)
 
     def _most_kept(
-        self, known: dict[str, KnownModel], paths: list[Path], name: str, encoded: bytes
+        self, known: dict[str, KnownModel], paths: list[Path], encoded: bytes
     ) -> tuple[Path, int, int] | None:
         """Return the model directory that has most of a context, its block size, and the number of
         blocks; the one used last of several.
@@ -135,13 +151,25 @@ class StoreLookup:
         best = None
         for path in paths:
             model = known.get(path.name)
-            if model is not None and (model.is_draft or name not in ("", model.name)):
-                continue
             block_size = model.block_size if model is not None else self._block_size
             count = self._num_kept(path, encoded, block_size)
             if best is None or count * block_size > best[1] * best[2]:
                 best = path, block_size, count
         return best
+
+    def _usable(self, known: dict[str, KnownModel], paths: list[Path], name: str) -> list[Path]:
+        """Return the directories of KV that a model may use, and of KV that is not known."""
+        others = self._of_other_dtypes(known, paths, name)
+        mine = [path for path in paths if path not in others]
+        return [p for p in mine if p.name not in known or _is_of(known[p.name], name)]
+
+    def _of_other_dtypes(
+        self, known: dict[str, KnownModel], paths: list[Path], name: str
+    ) -> list[Path]:
+        """Return the directories of a model's KV in another dtype than that of the settings."""
+        wanted = {"auto": ("",), INT8_KV: (INT8_KV,)}.get(self._kv_dtype, ("", self._kv_dtype))
+        named = [path for path in paths if path.name in known and _is_of(known[path.name], name)]
+        return [path for path in named if known[path.name].kv_dtype not in wanted]
 
     def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
         try:
@@ -154,6 +182,11 @@ class StoreLookup:
         rates = RateMemory(self._state, model.rates).read()
         num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
         return ReadRates(kept_prefill_rate(rates), num_bytes * model.block_size / model.block_bytes)
+
+
+def _is_of(model: KnownModel, name: str) -> bool:
+    """Return whether KV is that of the model `name`, and not of a draft model."""
+    return not model.is_draft and name in ("", model.name)
 
 
 def _newest(known: dict[str, KnownModel], name: str) -> KnownModel | None:

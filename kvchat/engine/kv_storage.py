@@ -1,0 +1,139 @@
+"""How a model's KV is stored: its form, its identity, and the memory that it may take.
+
+All follow from the model and the settings. Stored KV of another identity is never read.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from kvchat.cache.disk.format import FORMAT_VERSION
+from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.core.config import INT8_KV, CacheConfig, Size, format_bytes
+from kvchat.core.errors import ModelError
+from kvchat.model.device import dtype_name, dtype_of, free_bytes
+from kvchat.model.loader import LoadedModel
+from kvchat.model.packed_experts import has_packed_experts
+from kvchat.model.spec import ModelSpec
+from kvchat.model.state import state_bytes
+from kvchat_kernels.kv_layer import KvLayer
+
+# Increase it if the content of a slot changes for the same token: with the layout of a block image,
+# or with the values that the attention writes. 4: experts and packed checkpoints stay in blocks.
+_KV_VERSION = 4
+
+_DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
+# On a CPU, the device is host memory: there is no other memory to demote KV to.
+_DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
+_MAX_DEFAULT_HOST_BYTES = 16 << 30
+# Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
+_CARRIER_BLOCKS = 256
+
+
+def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
+    """Return 16 bytes that name the KV a model computes, as this engine stores it."""
+    facts = {
+        "version": _KV_VERSION,
+        "format": FORMAT_VERSION,
+        "content": content_digest,
+        "dtype": dtype_name(loaded.dtype),
+        "weights": loaded.weights,
+        "kv_dtype": dtype_name(geometry.dtype),
+        "block_size": geometry.block_size,
+        "layers": [(x.num_kv_heads, x.key_dim, x.value_dim) for x in geometry.layers],
+        "rope": [*loaded.frozen_rope, loaded.max_context] if loaded.frozen_rope else [],
+    }
+    if loaded.spec.state:
+        facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
+    if has_packed_experts(loaded.module):  # a GPU leaves experts as they are
+        facts["experts"] = loaded.weights
+    if loaded.spec.gathered is not None:
+        facts["path"] = "gathered"
+    if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
+        facts["kv_format"] = geometry.format.name
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+
+
+def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
+    """Return the shape and format of the KV pools for a model computing in `dtype`."""
+    kv_dtype = dtype_of(config.kv_dtype) or dtype
+    layers = tuple(
+        LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
+        for layer in spec.storing_layers
+    )
+    if not layers:
+        layers = (_carrier(spec, dtype, config.block_size * kv_dtype.itemsize),)
+    kv_format = Int8Format() if config.kv_dtype == INT8_KV else PlainFormat()
+    return KvGeometry(layers, kv_dtype, config.block_size, kv_format)
+
+
+def require_kv_dtype(name: str, spec: ModelSpec, device: torch.device, config: CacheConfig) -> None:
+    """Raise ModelError if the KV of the model `name` cannot be of 8 bits where it is to be."""
+    if config.kv_dtype != INT8_KV:
+        return
+    hint = "Use --kv-dtype auto."
+    if spec.state:
+        reason = "it keeps recurrent state beside its KV"
+    elif spec.gathered is not None:
+        reason = "it runs on the gathered path (docs/models.md)"
+    elif device.type != "cpu":
+        reason = "it runs on a GPU, and KV of 8 bits is for a CPU only"
+        hint = "Use --kv-dtype auto, or --device cpu."
+    else:
+        return
+    raise ModelError(f"--kv-dtype int8 does not work with {name}: {reason}.", hint)
+
+
+def small_kv(
+    geometry: KvGeometry, device: torch.device, num_blocks: int, block_size: int
+) -> Sequence[KvLayer]:
+    """Return KV of a model for a test: so many blocks, of so many tokens, in its format."""
+    return KvPool(replace(geometry, block_size=block_size), num_blocks, device).layers
+
+
+def _carrier(spec: ModelSpec, dtype: torch.dtype, bytes_an_element: int) -> LayerGeometry:
+    """Return a layer for a model without attention: its blocks hold snapshots of state only.
+
+    Blocks of tokens stay empty, so blocks are small; a snapshot takes `_CARRIER_BLOCKS` of them.
+    """
+    block_bytes = state_bytes(spec.state, dtype) / _CARRIER_BLOCKS
+    width = max(1, math.ceil(block_bytes / 2 / bytes_an_element))
+    return LayerGeometry(1, width, width)
+
+
+def device_budget(config: CacheConfig, device: torch.device) -> int:
+    """Return the bytes KV may take on `device`."""
+    size = config.device_bytes or _DEFAULT_SHARE[device.type]
+    return size.resolve(free_bytes(device))
+
+
+def host_budget(config: CacheConfig, device: torch.device) -> int:
+    """Return the bytes KV may take in host memory beside `device`."""
+    size = config.host_bytes or _DEFAULT_HOST_SHARE[device.type]
+    num_bytes = size.resolve(free_bytes(torch.device("cpu")))
+    return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
+
+
+def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
+    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
+    budget = device_budget(config, device)
+    num_blocks = budget // geometry.block_bytes
+    if num_blocks < 2:
+        raise ModelError(
+            f"--device-cache allows {format_bytes(budget)}, less than the two blocks of "
+            f"{format_bytes(geometry.block_bytes)} a conversation needs.",
+            "Raise it.",
+        )
+    try:
+        kv_pool = KvPool(geometry, num_blocks, device)
+    except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
+        raise ModelError(
+            f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
+        ) from error
+    if device.type != "cpu":
+        kv_pool.warm_up()
+    return kv_pool
