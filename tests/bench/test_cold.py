@@ -153,10 +153,8 @@ class ForkedProcesses:
     ) -> ForkedLife:
         assert tuple(command[:3]) == processes.COMMAND
         shell = Shell(Path(env["HOME"]), module="support.patient_kvchat")
-        life = self.server.start(shell, *command[3:], variables=env)
-        with life.stdin:
-            life.stdin.write(stdin.read())
-        return life
+        streams = {0: stdin.fileno(), 2: stderr.fileno()}
+        return self.server.start(shell, *command[3:], variables=env, streams=streams)
 
 
 def test_real_processes_bring_a_conversation_back(

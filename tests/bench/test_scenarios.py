@@ -28,7 +28,7 @@ from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import UsageError
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.fork_server import ForkServer, ShellThatRunsForks
+from support.fork_server import ForkedShell, ForkServer
 from support.gguf_files import write_gguf
 
 Reports = Callable[[str], Result]
@@ -113,7 +113,7 @@ def test_a_chat_reads_what_is_new_and_no_more(report_of: Reports) -> None:
 def test_recorded_conversations_are_replayed(
     checkpoint: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    ShellThatRunsForks(tmp_path, server=fork_server).run(
+    ForkedShell(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--input-format", "lines", "--max-tokens", "20",
         "--sessions-dir", str(tmp_path / "sessions"), stdin=b"one\ntwo\nthree\n",
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_recorded_conversations_are_replayed(
 def test_fewer_bits_are_measured_on_recorded_conversations(
     checkpoint: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    ShellThatRunsForks(tmp_path, server=fork_server).run(
+    ForkedShell(tmp_path, server=fork_server).run(
         "--model", str(checkpoint), "--max-tokens", "20", "--sessions-dir",
         str(tmp_path / "sessions"), "-p", "one two three",
     )  # fmt: skip
@@ -328,7 +328,7 @@ def test_the_command_keeps_a_report_where_it_is_told_to(
     home = tmp_path / "home"
     home.mkdir()
 
-    done = ShellThatRunsForks(home, server=fork_server).run(
+    done = ForkedShell(home, server=fork_server).run(
         "bench", "radix", "--shape", "tiny", "--quick", "--repeats", "1", "--record", "reports"
     )
 
@@ -343,7 +343,7 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_made_for_it(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """Sixteen gigabytes of random weights were written first."""
-    done = ShellThatRunsForks(tmp_path, server=fork_server).run(
+    done = ForkedShell(tmp_path, server=fork_server).run(
         *("bench", "kernels", "--shape", "8b", "--device", "cuda"),
         TMPDIR=str(tmp_path / "nowhere"),
         CUDA_VISIBLE_DEVICES="",

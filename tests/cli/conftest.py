@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import save_checkpoint, tiny_model
-from support.commands import Shell
-from support.fork_server import ForkServer, ShellThatRunsForks
+from support.fork_server import ForkedShell, ForkServer
 
 
 @pytest.fixture
-def shell(tmp_path: Path, fork_server: ForkServer) -> Shell:
+def shell(tmp_path: Path, fork_server: ForkServer) -> ForkedShell:
     home = tmp_path / "home"
     home.mkdir()
-    return ShellThatRunsForks(home, server=fork_server)
+    return ForkedShell(home, server=fork_server)
 
 
 @pytest.fixture(scope="session")

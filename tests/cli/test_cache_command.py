@@ -12,6 +12,7 @@ import pytest
 from kvchat.cli import doctor
 from support.commands import ROOT, Shell
 from support.failing_files import Faults
+from support.fork_server import ForkedShell
 from support.pack_chains import LAYOUT
 from support.pty_screen import PtyScreen
 from support.stored_packs import StoredPacks, stored_packs
@@ -133,14 +134,10 @@ def test_no_store_is_fine_and_an_unusable_one_is_one_sentence(
     )
 
 
-def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: Shell, tiny: str) -> None:
+def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: ForkedShell, tiny: str) -> None:
     chat = shell.start("-m", tiny, *GREEDY, "--input-format", "lines", "--json")
-    assert chat.stdin is not None
-    assert chat.stdout is not None
 
     def ask(text: str) -> dict[str, object]:
-        assert chat.stdin is not None
-        assert chat.stdout is not None
         chat.stdin.write(f"{text}\n".encode())
         chat.stdin.flush()
         return json.loads(chat.stdout.readline())

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from support.commands import TIMEOUT_S, Shell, objects
+from support.fork_server import ForkedLife, ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
@@ -99,10 +100,10 @@ def test_json_requests_run_as_one_batch_and_carry_their_ids(shell: Shell, tiny: 
     assert short["usage"]["completion_tokens"] <= 3
 
 
-def test_a_sender_may_wait_for_an_answer_before_its_next_request(shell: Shell, tiny: str) -> None:
+def test_a_sender_may_wait_for_an_answer_before_its_next_request(
+    shell: ForkedShell, tiny: str
+) -> None:
     with shell.start("-m", tiny, *GREEDY, "--input-format", "jsonl") as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         for number in range(2):
             process.stdin.write(json.dumps({"id": number, "prompt": "hi"}).encode() + b"\n")
             process.stdin.flush()
@@ -196,11 +197,9 @@ def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, en
     assert any(b'"finish":"timeout"' in session.read_bytes() for session in shell.sessions)
 
 
-def _started_answering(shell: Shell, model: str) -> "subprocess.Popen[bytes]":
+def _started_answering(shell: ForkedShell, model: str) -> ForkedLife:
     asked = ("--temperature", "0", "--output-format", "stream-json", "-p", "Hello")
     process = shell.start("-m", model, *asked)
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.close()
     while b"delta" not in process.stdout.readline():
         assert process.poll() is None
@@ -220,12 +219,11 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_ends_the_answer_and_keeps_it(
-    shell: Shell, endless: str, number: int, code: int
+    shell: ForkedShell, endless: str, number: int, code: int
 ) -> None:
     process = _started_answering(shell, endless)
 
     process.send_signal(number)
-    assert process.stdout is not None
     end = json.loads(process.stdout.read().splitlines()[-1])
 
     assert process.wait(60) == code
@@ -234,7 +232,7 @@ def test_a_signal_ends_the_answer_and_keeps_it(
     assert b'"finish":"cancelled"' in shell.sessions[0].read_bytes()
 
 
-def test_a_killed_process_loses_at_most_a_second_of_text(shell: Shell, endless: str) -> None:
+def test_a_killed_process_loses_at_most_a_second_of_text(shell: ForkedShell, endless: str) -> None:
     process = _started_answering(shell, endless)
 
     process.kill()
@@ -246,10 +244,8 @@ def test_a_killed_process_loses_at_most_a_second_of_text(shell: Shell, endless: 
     assert b"cut off" in shown.stdout
 
 
-def test_a_closed_pipe_ends_quietly(shell: Shell, endless: str) -> None:
+def test_a_closed_pipe_ends_quietly(shell: ForkedShell, endless: str) -> None:
     process = _started_answering(shell, endless)
-    assert process.stdout is not None
-    assert process.stderr is not None
 
     process.stdout.close()
 
@@ -257,7 +253,7 @@ def test_a_closed_pipe_ends_quietly(shell: Shell, endless: str) -> None:
     assert process.stderr.read() == b""
 
 
-def test_two_processes_do_not_write_to_one_session(shell: Shell, endless: str) -> None:
+def test_two_processes_do_not_write_to_one_session(shell: ForkedShell, endless: str) -> None:
     process = _started_answering(shell, endless)
     try:
         done = shell.run("-m", endless, "-c", "-p", "me too")

@@ -3,80 +3,37 @@
 import json
 import signal
 import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.checkpoints import save_checkpoint, tiny_model
-from support.commands import Shell
+from support.fork_server import ForkedShell
+from support.server_process import ServerProcess, served
 
 MESSAGES = [{"role": "user", "content": "One two three four five six seven eight nine ten."}]
 
 
-class Server:
-    """A running server and its port."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
-        self.process = process
-        self._port = port
-
-    def fetch(self, path: str, body: object = None) -> Any:
-        data = json.dumps(body).encode() if body is not None else None
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", data, 60) as got:
-            return json.load(got)
-
-    def wait_until_ready(self) -> None:
-        until = time.monotonic() + 120
-        while time.monotonic() < until:
-            try:
-                self.fetch("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):  # refused, or 503 while it loads
-                assert self.process.poll() is None, self.process.communicate()
-                time.sleep(0.1)
-        raise AssertionError("the server is not ready")
-
-    def ask(self) -> Any:
-        body = {"model": "small", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
-        return self.fetch("/v1/chat/completions", body)["usage"]["kvchat"]
+def asked(server: ServerProcess) -> Any:
+    body = {"model": "small", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    return server.fetch("/v1/chat/completions", body)["usage"]["kvchat"]
 
 
-@contextmanager
-def served(shell: Shell, model: str, *options: str) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        shell.command("serve", "-m", model, "--name", "small", "--port", str(port), *options),
-        env=shell.environment,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        server = Server(process, port)
-        server.wait_until_ready()
-        yield server
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny: str) -> None:
-    with served(shell.patient, tiny) as server:
-        first = server.ask()
+def test_a_server_keeps_what_it_read_and_chats_use_its_engine(
+    shell: ForkedShell, tiny: str
+) -> None:
+    small = ("-m", tiny, "--name", "small")
+    with served(shell.patient, *small) as server:
+        first = asked(server)
         done = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json")
         beside = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json", "--seed", "1")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 143
     assert not list(shell.home.rglob("server.json"))  # what told chats of it goes with it
 
-    with served(shell.patient, tiny) as server:
-        again = server.ask()
+    with served(shell.patient, *small) as server:
+        again = asked(server)
 
     for answered in (done, beside):
         assert answered.returncode == 0, answered.stderr
@@ -89,15 +46,17 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(shell: Shell, tiny
 
 
 def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_only(
-    shell: Shell, tiny: str
+    shell: ForkedShell, tiny: str
 ) -> None:
     int8 = ("--kv-dtype", "int8")
     ask = ("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json")
-    with served(shell.patient, tiny, *int8) as server:
-        server.ask()
+    small = ("-m", tiny, "--name", "small", *int8)
+    with served(shell.patient, *small) as server:
+        asked(server)
         chats = [shell.run(*ask, *options) for options in (int8, ())]
-    with served(shell.patient, tiny, *int8) as server:  # the first was killed
-        again = server.ask()
+        server.process.send_signal(signal.SIGKILL)
+    with served(shell.patient, *small) as server:
+        again = asked(server)
 
     alike, other = (json.loads(chat.stdout)["model"] for chat in chats)
     assert alike["device"].startswith("kvchat at 127.0.0.1")
@@ -118,7 +77,7 @@ def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_on
     ],
 )
 def test_an_address_that_cannot_be_used_is_a_usage_error(
-    shell: Shell, arguments: tuple[str, ...], sentence: bytes
+    shell: ForkedShell, arguments: tuple[str, ...], sentence: bytes
 ) -> None:
     done = shell.run("serve", *arguments)
 
@@ -127,7 +86,7 @@ def test_an_address_that_cannot_be_used_is_a_usage_error(
     assert b"Traceback" not in done.stderr
 
 
-def test_a_server_whose_model_cannot_be_loaded_ends(shell: Shell, tmp_path: Path) -> None:
+def test_a_server_whose_model_cannot_be_loaded_ends(shell: ForkedShell, tmp_path: Path) -> None:
     """It stayed, and answered every request with an error."""
     stateful = str(save_checkpoint(tmp_path / "stateful", tiny_model("mamba")))
 
@@ -139,7 +98,7 @@ def test_a_server_whose_model_cannot_be_loaded_ends(shell: Shell, tmp_path: Path
     assert sentence.endswith("it keeps recurrent state beside its KV. Use --kv-dtype auto.")
 
 
-def test_a_port_in_use_is_named(shell: Shell) -> None:
+def test_a_port_in_use_is_named(shell: ForkedShell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = shell.run("serve", "--port", str(taken.getsockname()[1]))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
-from support.commands import Shell
+from support.fork_server import ForkedShell, ForkServer
 from support.pty_screen import PtyScreen
 from support.server_process import ServerProcess, served
 
@@ -26,24 +26,24 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Shell:
-    return Shell(tmp_path)
+def home(tmp_path: Path, fork_server: ForkServer) -> ForkedShell:
+    return ForkedShell(tmp_path, server=fork_server)
 
 
 @pytest.fixture
-def server(home: Shell, endless: str) -> Iterator[ServerProcess]:
+def server(home: ForkedShell, endless: str) -> Iterator[ServerProcess]:
     with served(home, "-m", endless) as server:
         yield server
 
 
-def chat_of(home: Shell, model: str, *arguments: str) -> PtyScreen:
+def chat_of(home: ForkedShell, model: str, *arguments: str) -> PtyScreen:
     command = ["-m", model, "--temperature", "0", *arguments]
     chat = PtyScreen("kvchat", command, environment=home.environment)
     return chat.wait_for("/help for help")
 
 
 def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
-    home: Shell, endless: str, server: ServerProcess
+    home: ForkedShell, endless: str, server: ServerProcess
 ) -> None:
     chat = chat_of(home, endless, "--max-tokens", "8")
     try:
@@ -62,7 +62,7 @@ def test_an_idle_chat_goes_on_and_the_line_that_was_being_typed_is_kept(
 
 
 def test_a_chat_joins_the_server_that_has_come_instead(
-    home: Shell, endless: str, server: ServerProcess
+    home: ForkedShell, endless: str, server: ServerProcess
 ) -> None:
     """The second server used the first one's engine, and when that ended its own, for ever."""
     chat = chat_of(home, endless, "--max-tokens", "8")
@@ -82,7 +82,7 @@ def test_a_chat_joins_the_server_that_has_come_instead(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["KILL", "TERM"])
 def test_half_an_answer_is_kept_and_can_be_continued(
-    home: Shell, endless: str, server: ServerProcess, how: signal.Signals
+    home: ForkedShell, endless: str, server: ServerProcess, how: signal.Signals
 ) -> None:
     chat = chat_of(home, endless)
     try:

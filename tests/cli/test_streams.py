@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from support.commands import TIMEOUT_S, Shell
+from support.fork_server import ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "4")
 
@@ -24,16 +25,25 @@ def run(
     )
 
 
-@pytest.mark.parametrize("redirections", ["<&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [[0], [1], [0, 1, 2]])
 def test_a_closed_stream_keeps_no_prompt_from_its_answer(
-    shell: Shell, tiny: str, redirections: str
+    shell: ForkedShell, tiny: str, closed: list[int]
 ) -> None:
     # With -p given, "Standard input is closed. Give a prompt with -p." was said; with stdout
     # closed, that an AttributeError was a bug.
-    done = run(shell, ["-m", tiny, *GREEDY, "-p", "hi", "-q"], redirections)
+    asked = ("-m", tiny, *GREEDY, "-p", "hi", "-q")
+    done = shell.run(*asked, streams=dict.fromkeys(closed))
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(shell.sessions) == 1
+    assert bool(done.stdout) == (1 not in closed)
+
+
+@pytest.mark.parametrize("redirections", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_stream_may_be_closed_before_python_starts(shell: ForkedShell, redirections: str) -> None:
+    done = run(shell, ["config", "show"], redirections)
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(shell.sessions) == 1
     assert bool(done.stdout) == (redirections == "<&-")
 
 

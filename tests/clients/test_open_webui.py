@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.commands import Shell
+from support.fork_server import ForkedShell, ForkServer
 from support.server_process import ServerProcess, served
 
 CHAT = "/v1/chat/completions"
@@ -89,11 +89,11 @@ class Page:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Shell:
-    return Shell(tmp_path).patient
+def shell(tmp_path: Path, fork_server: ForkServer) -> ForkedShell:
+    return ForkedShell(tmp_path, server=fork_server).patient
 
 
-def test_a_page_reads_only_what_is_new_also_after_a_kill(shell: Shell) -> None:
+def test_a_page_reads_only_what_is_new_also_after_a_kill(shell: ForkedShell) -> None:
     with served(shell, "-m", "demo") as server:
         assert "demo" in [model["id"] for model in server.fetch("/v1/models")["data"]]
         page = Page(server)
@@ -114,7 +114,7 @@ def test_a_page_reads_only_what_is_new_also_after_a_kill(shell: Shell) -> None:
     assert after_kill <= SLACK
 
 
-def test_the_pages_own_requests_do_not_push_the_chat_out(shell: Shell) -> None:
+def test_the_pages_own_requests_do_not_push_the_chat_out(shell: ForkedShell) -> None:
     """The device holds one long context; each request of the page's own needs a part of it."""
     with served(shell, "-m", "demo", "--device-cache", "64MB") as server:
         page = Page(server)

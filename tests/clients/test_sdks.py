@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.commands import Shell
+from support.fork_server import ForkedShell, ForkServer
 from support.server_process import ServerProcess, served
 
 openai = pytest.importorskip("openai", reason="openai is not installed: pip install -e .[dev]")
@@ -18,8 +18,10 @@ PLAIN: Any = {"model": "demo", "extra_body": {"temperature": 0}}  # anthropic na
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    shell = Shell(tmp_path_factory.mktemp("home"))
+def server(
+    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
+) -> Iterator[ServerProcess]:
+    shell = ForkedShell(tmp_path_factory.mktemp("home"), server=fork_server)
     with served(shell, "-m", "demo", "--api-key", KEY) as server:
         yield server
 

@@ -1,16 +1,17 @@
 """Importing torch and transformers without what an answer does not need, beside the plain import.
 
-Each case is a process of its own, because modules are imported once.
+Each case is a process of its own, because modules are imported once: a fork of a process that has
+imported what the cases begin with.
 """
 
-import os
-import subprocess
-import sys
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from support.checkpoints import save_checkpoint, tiny_model
+import pytest
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from support.checkpoints import save_checkpoint, tiny_model
+from support.other_process import run_python, start_python
 
 _LEAN = "from kvchat.model.lean_import import import_transformers\nimport_transformers()\n"
 _LOGITS = """
@@ -28,23 +29,63 @@ with torch.inference_mode():
 """
 
 
-def _printed(program: str) -> list[str]:
-    paths = os.pathsep.join(str(_REPOSITORY / name) for name in ("", "kernels", "tests"))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+_FORKS = """
+import json, os, sys
+exec(sys.argv[1], {})
+for line in sys.stdin:
+    if os.fork() == 0:
+        exec(json.loads(line), {})
+        os._exit(0)
+    print("ended", os.wait()[1])
+"""
+
+
+class Forks:
+    """A Python that has run the beginning of all programs; each program is a fork of it."""
+
+    def __init__(self, beginning: str) -> None:
+        self._process = start_python(_FORKS, beginning)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+
+    def printed(self, program: str) -> list[str]:
+        """Run a program to its end; return the lines that it printed."""
+        self._to.write(json.dumps(program) + "\n")
+        self._to.flush()
+        lines = []
+        while not (line := self._from.readline()).startswith("ended "):
+            assert line, "the process is gone"
+            lines.append(line.removesuffix("\n"))
+        assert line == "ended 0\n"
+        return lines
+
+    def close(self) -> None:
+        self._to.close()
+        self._from.close()
+        assert self._process.wait(60.0) == 0
+
+
+@pytest.fixture(scope="module")
+def lean() -> Iterator[Forks]:
+    forks = Forks(_LEAN)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Forks]:
+    forks = Forks("import torch, transformers.modeling_utils")
+    yield forks
+    forks.close()
 
 
 _HEAVY = ("torch._inductor", "torch.distributed.tensor", "torch._refs", "torch._prims", "sympy")
 
 
-def test_a_model_loads_with_less_of_torch_and_computes_the_same(tmp_path: Path) -> None:
+def test_a_model_loads_with_less_of_torch_and_computes_the_same(
+    lean: Forks, plain: Forks, tmp_path: Path
+) -> None:
     """The first lean start probes the model, which needs some of it; the second knows the result.
 
     So it imports less than `import torch, transformers` alone.
@@ -52,17 +93,17 @@ def test_a_model_loads_with_less_of_torch_and_computes_the_same(tmp_path: Path) 
     path = str(save_checkpoint(tmp_path, tiny_model("llama")))
     told = f"print([m for m in {_HEAVY} if m in sys.modules])"
 
-    plain = _printed(_LOGITS.format(path=path).replace('"state"', '"other"') + told)
-    first = _printed(_LEAN + _LOGITS.format(path=path) + told)
-    second = _printed(_LEAN + _LOGITS.format(path=path) + told)
+    whole = plain.printed(_LOGITS.format(path=path).replace('"state"', '"other"') + told)
+    first = lean.printed(_LOGITS.format(path=path) + told)
+    second = lean.printed(_LOGITS.format(path=path) + told)
 
-    assert plain[0] == first[0] == second[0]
-    assert plain[1] == str(list(_HEAVY)), "else they are not needed"
+    assert whole[0] == first[0] == second[0]
+    assert whole[1] == str(list(_HEAVY)), "else they are not needed"
     assert first[1] == str(list(_HEAVY[2:]))
     assert second[1] == "[]"
 
 
-def test_a_name_that_was_not_read_is_found_when_it_is_asked_for() -> None:
+def test_a_name_that_was_not_read_is_found_when_it_is_asked_for(lean: Forks, plain: Forks) -> None:
     """transformers has no BertTokenizerFast of its own, and searches others for it."""
     program = """
 import transformers
@@ -73,13 +114,13 @@ print(BertTokenizerFast.__name__, LlamaForCausalLM.__name__, Qwen2Config.__name_
 print(hasattr(transformers, "Unheard"), transformers.models.llama.__name__)
 print(sorted(set(transformers.__all__)), len(set(transformers.models.__all__)))
 """
-    lean, plain = _printed(_LEAN + program), _printed(program)
+    some, all_names = lean.printed(program), plain.printed(program)
 
-    assert [lean[0], plain[0]] == ["True", "False"]
-    assert lean[1:] == plain[1:]
+    assert [some[0], all_names[0]] == ["True", "False"]
+    assert some[1:] == all_names[1:]
 
 
-def test_an_operator_without_memory_is_imported_when_a_model_uses_it() -> None:
+def test_an_operator_without_memory_is_imported_when_a_model_uses_it(lean: Forks) -> None:
     program = """
 import sys, torch
 from kvchat.model.lean_import import import_meta_operators
@@ -95,7 +136,7 @@ with operators_on_meta():
     print(layer(torch.zeros(1, dtype=torch.long, device="meta")).shape)
 print("torch._refs" in sys.modules, import_meta_operators(), torch.Generator().initial_seed())
 """
-    assert _printed(_LEAN + program) == [
+    assert lean.printed(program) == [
         "torch.Size([2]) meta False",
         "not there",
         "torch.Size([1, 4])",
@@ -103,7 +144,7 @@ print("torch._refs" in sys.modules, import_meta_operators(), torch.Generator().i
     ]
 
 
-def test_what_needs_the_compiler_gets_it() -> None:
+def test_what_needs_the_compiler_gets_it(lean: Forks) -> None:
     program = """
 import torch
 was = torch.distributed.is_available()
@@ -112,7 +153,7 @@ print(compiled(torch.ones(1)).item(), was, "torch._inductor" in __import__("sys"
 import torch._dynamo.utils
 print(torch._dynamo.disable is __import__("sys").modules["torch._dynamo"].disable)
 """
-    assert _printed(_LEAN + program) == ["2.0 True True", "True"]
+    assert lean.printed(program) == ["2.0 True True", "True"]
 
 
 def test_what_the_stand_in_lacks_costs_the_plain_import_only() -> None:
@@ -136,4 +177,6 @@ for lacking in ("disable", "allow_in_graph", "assume_constant_result"):
     assert os.wait()[1] == 0
 """
     lacking = ("disable", "allow_in_graph", "assume_constant_result")
-    assert _printed(program) == [f"{name} module transformers.modeling_utils" for name in lacking]
+    assert run_python(program).splitlines() == [
+        f"{name} module transformers.modeling_utils" for name in lacking
+    ]

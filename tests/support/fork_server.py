@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pkgutil
+import select
 import signal
 import socket
 import sqlite3
@@ -39,25 +40,41 @@ _IMPORTED = (
 )
 _LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
 _MOST_BYTES = 1 << 20
+Streams = Mapping[int, int | None]
+PIPES: Streams = MappingProxyType({})
 _READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH_", "OMP_", "PYTHON")
 
 
 class ForkedLife:
-    """A kvchat that runs, as `subprocess.Popen` shows one: pipes at all three ends."""
+    """A kvchat that runs, as `subprocess.Popen` shows one, with pipes at all three ends.
+
+    Nothing comes through the pipe of a stream that has another descriptor, or none.
+    """
 
     def __init__(self, pid: int, pipes: Sequence[int], server: "ForkServer") -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
+        self._process = os.pidfd_open(pid)
         self.stdin: IO[bytes] = open(pipes[0], "wb")  # noqa: SIM115
         self.stdout: IO[bytes] = open(pipes[1], "rb")  # noqa: SIM115
         self.stderr: IO[bytes] = open(pipes[2], "rb")  # noqa: SIM115
 
-    def kill(self) -> None:
-        if self.returncode is None:  # until it is waited for, no other process has its number
-            os.kill(self.pid, signal.SIGKILL)
+    def __enter__(self) -> "ForkedLife":
+        return self
 
-    def finish(self, given: bytes, timeout: float) -> tuple[bytes, bytes]:
+    def __exit__(self, *exception: object) -> None:
+        self._close()
+        self.wait()
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:  # until it is waited for, no other process has its number
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, given: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
         """Write its standard input, wait for its end, and return what it wrote to the others."""
         with ThreadPoolExecutor(3) as pool:
             pool.submit(self._give, given)
@@ -68,23 +85,40 @@ class ForkedLife:
                 self.kill()
                 raise
             output = [reading.result() for reading in told]
-        for stream in (self.stdout, self.stderr):
-            stream.close()
+        self._close()
         return output[0], output[1]
 
     def _give(self, given: bytes) -> None:
         with suppress(BrokenPipeError), self.stdin:
             self.stdin.write(given)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; -9 where a signal 9 ended it, as `Popen` says."""
-        if self.returncode is None:
-            self.returncode = self._server.wait(self.pid, timeout)
+    def _close(self) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            stream.close()
+
+    def poll(self) -> int | None:
+        """Return what `wait` returns, or None while it runs."""
+        with suppress(TimeoutError):
+            self.wait(0.0)
         return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; -9 where a signal 9 ended it, as `Popen` says. Raises TimeoutError."""
+        if self.returncode is None:
+            self._wait_for_end(timeout)
+            self.returncode = self._server.exit_code(self.pid)
+            os.close(self._process)
+        return self.returncode
+
+    def _wait_for_end(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
+            raise TimeoutError
 
 
 class ForkServer:
-    """Runs one server; lives are forked from it by `start`, and end with it at the latest."""
+    """Runs one server; lives are forked from it by `start`."""
 
     def __init__(self, home: Path) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,31 +133,35 @@ class ForkServer:
         *arguments: str,
         kill_at: int | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
+        streams: Streams = PIPES,
     ) -> ForkedLife:
         """Fork a kvchat, as `ForkedShell.start` says; `variables` are added to its environment."""
         (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = os.pipe(), os.pipe(), os.pipe()
+        pipes = (stdin, stdout, stderr)
+        ends = {number: streams.get(number, pipe) for number, pipe in enumerate(pipes)}
+        given = {number: end for number, end in ends.items() if end is not None}
         asked = {
             "arguments": arguments,
             "environment": {**shell.environment, **variables},
             "home": str(shell.home),
             "is_patient": shell.module != "kvchat",
             "kill_at": kill_at,
+            "streams": list(given),
         }
-        theirs = [stdin, stdout, stderr]
-        socket.send_fds(self._socket, [json.dumps(asked).encode()], theirs)
-        for end in theirs:
-            os.close(end)
-        return ForkedLife(int(self._answer(None)), [ours_in, ours_out, ours_err], self)
+        socket.send_fds(self._socket, [json.dumps(asked).encode()], list(given.values()))
+        for pipe in pipes:
+            os.close(pipe)
+        return ForkedLife(self._answer(), [ours_in, ours_out, ours_err], self)
 
-    def wait(self, pid: int, timeout_s: float | None) -> int:
-        self._socket.send(json.dumps({"wait": pid}).encode())
-        return int(self._answer(timeout_s))
+    def exit_code(self, pid: int) -> int:
+        """Return the exit code of a life that has ended, once."""
+        self._socket.send(json.dumps({"ended": pid}).encode())
+        return self._answer()
 
-    def _answer(self, timeout_s: float | None) -> bytes:
-        self._socket.settimeout(timeout_s)
+    def _answer(self) -> int:
         answer = self._socket.recv(_MOST_BYTES)
         assert answer, "the fork server is gone"
-        return answer
+        return int(answer)
 
     def close(self) -> None:
         self._socket.close()
@@ -131,32 +169,38 @@ class ForkServer:
 
 
 @dataclass(frozen=True)
-class ShellThatRunsForks(Shell):
-    """A shell whose `run` forks; `start` and the commands of others begin with Python itself."""
+class ForkedShell(Shell):
+    """A shell whose kvchats are forks; the commands of others begin with Python itself.
+
+    `streams` are descriptors in the place of pipes, by the number of the stream (0, 1 or 2), and
+    None for a stream that is closed. They stay the caller's.
+    """
 
     server: ForkServer | None = None
 
     def run(
-        self, *arguments: str, stdin: bytes | None = None, **variables: str
+        self,
+        *arguments: str,
+        stdin: bytes | None = None,
+        streams: Streams = PIPES,
+        **variables: str,
     ) -> "subprocess.CompletedProcess[bytes]":
         """Run kvchat to its end in a fork, or afresh for variables that imported modules read."""
         if any(name.startswith(_READ_BY_IMPORTS) for name in variables):
+            assert not streams
             return super().run(*arguments, stdin=stdin, **variables)
         assert self.server is not None
-        life = self.server.start(self, *arguments, variables=variables)
-        stdout, stderr = life.finish(stdin or b"", TIMEOUT_S)
+        life = self.server.start(self, *arguments, variables=variables, streams=streams)
+        stdout, stderr = life.communicate(stdin or b"", TIMEOUT_S)
         assert life.returncode is not None
         return subprocess.CompletedProcess(arguments, life.returncode, stdout, stderr)
 
-
-@dataclass(frozen=True)
-class ForkedShell(ShellThatRunsForks):
-    """A shell whose `start` forks, too."""
-
-    def start(self, *arguments: str, kill_at: int | None = None) -> ForkedLife:  # type: ignore[override]
+    def start(  # type: ignore[override]
+        self, *arguments: str, kill_at: int | None = None, streams: Streams = PIPES
+    ) -> ForkedLife:
         """Start kvchat; it kills itself where it does operation `kill_at` on files or tables."""
         assert self.server is not None
-        return self.server.start(self, *arguments, kill_at=kill_at)
+        return self.server.start(self, *arguments, kill_at=kill_at, streams=streams)
 
 
 class Deaths(Faults):
@@ -172,9 +216,7 @@ class Deaths(Faults):
 
 def _live(asked: dict[str, Any], ends: Sequence[int]) -> None:
     """Become the kvchat that was asked for; leaves by SystemExit, as `python -m kvchat` does."""
-    for number, end in enumerate(ends):
-        os.dup2(end, number)
-        os.close(end)
+    _take_streams(dict(zip(asked["streams"], ends, strict=True)))
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["home"])
@@ -187,6 +229,17 @@ def _live(asked: dict[str, Any], ends: Sequence[int]) -> None:
     deaths.install(pytest.MonkeyPatch())
     with deaths.armed(kill_at):
         run()
+
+
+def _take_streams(given: Mapping[int, int]) -> None:
+    """Make descriptors the standard streams; the others are closed, as Python finds them then."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if number in given:
+            os.dup2(given[number], number)
+            os.close(given[number])
+        else:
+            os.close(number)
+            setattr(sys, name, None)
 
 
 def _import_everything() -> None:
@@ -215,8 +268,8 @@ def serve() -> None:
         if not message:
             return None
         asked = json.loads(message)
-        if "wait" in asked:
-            _, status = os.waitpid(asked["wait"], 0)
+        if "ended" in asked:
+            _, status = os.waitpid(asked["ended"], 0)
             ours.send(str(os.waitstatus_to_exitcode(status)).encode())
             continue
         pid = os.fork()

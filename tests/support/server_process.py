@@ -1,4 +1,4 @@
-"""ServerProcess: `kvchat serve` as a process of its own, for the clients that call it."""
+"""ServerProcess: a `kvchat serve` that runs, for the clients that call it."""
 
 import json
 import socket
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from support.commands import Shell
+from support.fork_server import ForkedLife
 
 _PATIENCE_S = 180
 
@@ -18,7 +19,7 @@ _PATIENCE_S = 180
 class ServerProcess:
     """A running server. `url` has no path."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes] | ForkedLife", port: int) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{port}"
 
@@ -61,15 +62,10 @@ def served(shell: Shell, *arguments: str) -> Iterator[ServerProcess]:
     """Yield a server that is ready; it is killed with SIGKILL at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen(
-        shell.command("serve", *arguments, "--port", str(port)),
-        env=shell.environment,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        server = ServerProcess(process, port)
-        server.wait_until_ready()
-        yield server
-    finally:
-        process.kill()
-        process.communicate()
+    with shell.start("serve", *arguments, "--port", str(port)) as process:
+        try:
+            server = ServerProcess(process, port)
+            server.wait_until_ready()
+            yield server
+        finally:
+            process.kill()
