@@ -2,17 +2,15 @@
 
 Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
 model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. One
-row is sampled, with top-k and top-p, beside greedy: all others are greedy. KV of another dtype than
-the model's is measured beside KV of the model's dtype. A token's time is also fitted as a + b *
-context: a is the weights, b the KV. No figure where ours and transformers do not generate the same;
-with fewer bits, which change what is generated, where the two passes over the very same weights do
-not agree.
+row is sampled, with top-k and top-p, beside greedy: all others are greedy. `kv` measures KV of 8
+bits. A token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where
+ours and transformers do not generate the same; with fewer bits, which change what is generated,
+where the two passes over the very same weights do not agree.
 """
 
 import importlib.util
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -38,7 +36,7 @@ from kvchat.model.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
 
 _CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}
-_NUM_TOKENS = 64
+NUM_TOKENS = 64
 # What models recommend. The seed is fixed, so that all runs say the same.
 _SAMPLED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=1)
 _MIN_COSINE = 0.98
@@ -53,7 +51,7 @@ def run(setup: BenchSetup) -> Result:
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weights": loaded.weights,
         "device": loaded.device.type,
-        "tokens": _NUM_TOKENS,
+        "tokens": NUM_TOKENS,
     }
     peer = Transformers(setup.source, loaded.device, loaded.dtype)
     refusal = _difference(assembled, peer, setup.cache.kv_dtype)
@@ -68,16 +66,14 @@ def run(setup: BenchSetup) -> Result:
     figures: list[Figure] = []
     rates: dict[int, float] = {}
     for length in dict.fromkeys(map(setup.scaled, _CONTEXTS[assembled.loaded.device.type])):
-        if length + _NUM_TOKENS < assembled.engine.max_context:
+        if length + NUM_TOKENS < assembled.engine.max_context:
             beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, length)
             figures += [beside_peer, *moved]
-            rates[length + _NUM_TOKENS // 2] = beside_peer.value
-    lengths = [middle - _NUM_TOKENS // 2 for middle in rates]
+            rates[length + NUM_TOKENS // 2] = beside_peer.value
+    lengths = [middle - NUM_TOKENS // 2 for middle in rates]
     if lengths:
         figures.append(_sampled(setup, assembled, lengths[0]))
     del peer  # free its weights
-    if setup.cache.kv_dtype != "auto":
-        figures += _beside_own_kv(setup, assembled, lengths)
     llama, note = _beside_llama_cpp(setup, assembled, lengths)
     notes = (str(bandwidth), note)
     return Result(
@@ -111,11 +107,11 @@ def _measure(
     prompt = random_ids(length, spec.vocab_size, seed=2)
 
     mine, theirs = alternated(
-        partial(_decode_rate, engine, prompt),
-        partial(peer.decode_rate, prompt, _NUM_TOKENS),
+        partial(decode_rate, engine, prompt),
+        partial(peer.decode_rate, prompt, NUM_TOKENS),
         setup.repeats,
     )
-    kv_bytes = engine.cache.kv_pool.geometry.token_bytes * (length + _NUM_TOKENS // 2)
+    kv_bytes = engine.cache.kv_pool.geometry.token_bytes * (length + NUM_TOKENS // 2)
     num_bytes = streamed_bytes(assembled) + kv_bytes
     name = f"context {length:,}"
     return [
@@ -151,8 +147,8 @@ def _sampled(setup: BenchSetup, assembled: AssembledEngine, length: int) -> Figu
     engine = assembled.engine
     prompt = random_ids(length, assembled.loaded.spec.vocab_size, seed=2)
     sampled, greedy = alternated(
-        partial(_decode_rate, engine, prompt, _SAMPLED),
-        partial(_decode_rate, engine, prompt),
+        partial(decode_rate, engine, prompt, _SAMPLED),
+        partial(decode_rate, engine, prompt),
         setup.repeats,
     )
     return Figure(
@@ -167,41 +163,12 @@ def _sampled(setup: BenchSetup, assembled: AssembledEngine, length: int) -> Figu
     )
 
 
-def _beside_own_kv(
-    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
-) -> list[Figure]:
-    """Return our rates beside those over KV of the model's dtype."""
-    own = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
-    dtype = str(own.loaded.dtype).removeprefix("torch.")
-    figures = []
-    for length in lengths:
-        prompt = random_ids(length, own.loaded.spec.vocab_size, seed=2)
-        rounded, plain = alternated(
-            partial(_decode_rate, assembled.engine, prompt),
-            partial(_decode_rate, own.engine, prompt),
-            setup.repeats,
-        )
-        figures.append(
-            Figure(
-                f"context {length:,}, KV in {setup.cache.kv_dtype}",
-                rounded.median,
-                "tokens/s",
-                plain.median,
-                f"KV in {dtype}",
-                rounded.median / plain.median,
-                "times that",
-                spread=rounded.spread,
-            )
-        )
-    return figures
-
-
-def _decode_rate(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> float:
+def decode_rate(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> float:
     """Return tokens a second after the first."""
-    spec = RequestSpec(tuple(prompt), sampling, max_tokens=_NUM_TOKENS)
+    spec = RequestSpec(tuple(prompt), sampling, max_tokens=NUM_TOKENS)
     [completion] = complete_requests(engine, [spec])
     timing = completion.finished.timing
-    return rate(_NUM_TOKENS - 1, timing.decode_s)
+    return rate(NUM_TOKENS - 1, timing.decode_s)
 
 
 def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, float]) -> list[Figure]:
@@ -247,8 +214,8 @@ def _beside_llama_cpp(
     for length in lengths:
         prompt = random_ids(length, vocab_size, seed=2)
         mine, theirs = alternated(
-            partial(_decode_rate, assembled.engine, prompt),
-            partial(peer.decode_rate, prompt, _NUM_TOKENS),
+            partial(decode_rate, assembled.engine, prompt),
+            partial(peer.decode_rate, prompt, NUM_TOKENS),
             setup.repeats,
         )
         figures.append(

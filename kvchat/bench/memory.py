@@ -1,7 +1,6 @@
 """Scenario `memory`: the unused share of allocated KV memory, for requests of mixed lengths.
 
-Compares with a cache that reserves the longest context for every request. Sums over all steps. Also
-the bytes of a token's KV.
+Compares with a cache that reserves the longest context for every request. Sums over all steps.
 """
 
 import random
@@ -10,10 +9,7 @@ from dataclasses import dataclass
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
-from kvchat.core.config import CacheConfig
-from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.request import RequestSpec
 
 _NUM_REQUESTS = 24
@@ -61,23 +57,7 @@ def run(setup: BenchSetup) -> Result:
                 "ours over contiguous",
                 "< 4 %",
             ),
-            _token_bytes(assembled),
         ),
-    )
-
-
-def _token_bytes(assembled: AssembledEngine) -> Figure:
-    """Return the bytes of a token's KV beside KV of the model's dtype."""
-    geometry, loaded = assembled.engine.cache.kv_pool.geometry, assembled.loaded
-    own = kv_geometry(loaded.spec, CacheConfig(geometry.block_size), loaded.dtype)
-    return Figure(
-        "KV of a token",
-        geometry.token_bytes,
-        "bytes",
-        own.token_bytes,
-        f"in {str(loaded.dtype).removeprefix('torch.')}",
-        geometry.token_bytes / own.token_bytes,
-        "times that",
     )
 
 

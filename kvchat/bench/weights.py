@@ -36,7 +36,7 @@ def run(setup: BenchSetup) -> Result:
     """Measure every weight format on the same texts."""
     settings = {"model": setup.source.name, "sessions": str(setup.sessions)}
     try:
-        texts = _texts(setup)
+        texts = recorded_texts(setup)
     except KvchatError as error:
         return Result("weights", settings, refusal=f"the model cannot chat: {error}")
     if not texts:
@@ -76,7 +76,7 @@ def _forms(setup: BenchSetup) -> list[tuple[str, ModelSource]]:
     return forms
 
 
-def _texts(setup: BenchSetup) -> list[list[int]]:
+def recorded_texts(setup: BenchSetup) -> list[list[int]]:
     """Return the tokens of the longest branch of every recorded conversation."""
     model = read_chat_model(setup.source)
     paths = sorted(setup.sessions.glob("*.jsonl")) if setup.sessions is not None else []

@@ -20,7 +20,7 @@ from kvchat.bench import decode
 from kvchat.bench.engines import new_engine
 from kvchat.bench.prefill import num_flops
 from kvchat.bench.report import Result, print_json, print_result, record
-from kvchat.bench.scenarios import _ELSEWHERE, DEFAULT_NAMES, NAMES, scenario
+from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
@@ -185,24 +185,44 @@ def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
     assert sampled.ratio == pytest.approx(sampled.value / (sampled.beside or 0.0))
 
 
-@pytest.mark.parametrize(
-    ("name", "figures"),
-    [
-        ("decode", ["context 32, KV in int8", "context 128, KV in int8"]),
-        ("memory", ["KV of a token"]),
-    ],
-)
-def test_kv_of_8_bits_is_measured_beside_the_models_own(
-    name: str, figures: list[str], checkpoint: Path
-) -> None:
-    setup = quick(checkpoint)
-    result = scenario(name)(replace(setup, cache=replace(setup.cache, kv_dtype="int8")))
+def test_kv_of_8_bits_is_measured_beside_the_models_own(report_of: Reports) -> None:
+    result = report_of("kv")
 
     assert not result.refusal
-    rows = {row.name: row for row in result.figures}
-    for figure in figures:
-        assert rows[figure].value > 0
-        assert "float32" in rows[figure].beside_name
+    assert [row.name for row in result.figures] == ["KV of a token", "context 32", "context 128"]
+    # A head's 16 numbers of float32 take 64 bytes; in 8 bits 18, with their scale.
+    assert result.figures[0].ratio == pytest.approx(18 / 64)
+    for figure in result.figures:
+        assert figure.value > 0
+        assert figure.beside_name == "KV in float32"
+    assert "--sessions" in result.notes[0]
+    assert_readable(result)
+
+
+def test_what_kv_of_8_bits_does_to_perplexity_is_measured() -> None:
+    setup = BenchSetup(find_model("demo"), ModelConfig("demo"), SMALL, 1, True, SESSIONS)
+    result = scenario("kv")(setup)
+
+    assert not result.notes
+    assert result.figures[-1].name == "perplexity"
+    assert result.figures[-1].ratio == pytest.approx(1, abs=0.02)
+
+
+def test_kv_of_8_bits_has_no_figures_where_it_does_not_work(tmp_path: Path) -> None:
+    model = tiny_model("mamba")
+    source = find_model(str(save_checkpoint(tmp_path, model)))
+    setup = BenchSetup(source, ModelConfig(str(tmp_path)), SMALL, 1, True)
+
+    assert "recurrent state" in scenario("kv")(setup).refusal
+
+
+def test_requests_together_generate_what_they_do_one_after_another(report_of: Reports) -> None:
+    """The lengths are the same, so the ratio of the rates is that of the times."""
+    rates, seconds = report_of("concurrency").figures
+
+    assert rates.ratio is not None
+    assert seconds.ratio is not None
+    assert rates.ratio == pytest.approx(1 / seconds.ratio)
 
 
 def test_what_is_moved_is_read_against_every_ceiling(checkpoint: Path, report_of: Reports) -> None:
@@ -372,9 +392,3 @@ def test_the_first_prompt_of_a_process_is_beside_later_ones(checkpoint: Path) ->
     assert first.beside is not None
     assert first.ratio == pytest.approx(first.value / first.beside)
     assert loading.value > 0
-
-
-def test_what_another_scenario_measures_is_named() -> None:
-    with pytest.raises(UsageError, match=r"no scenario 'concurrency'\. `clients` measures this\."):
-        scenario("concurrency")
-    assert not set(_ELSEWHERE) & set(NAMES)
