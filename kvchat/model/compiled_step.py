@@ -7,7 +7,7 @@ in 16 bits. That both compute the same model is for the self-test to show.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
+from kvchat_kernels.cpu_products import multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.paged_attention import PagedSequences
 
@@ -25,13 +26,15 @@ _log = logging.getLogger(__name__)
 
 # With fewer weights in all, a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 20
-# With more rows, one pass of torch's products over the weights is faster than several of these.
-_MOST_ROWS = 4 * MAX_ROWS
+# With more rows, one pass of torch's products over the weights is as fast as several of these.
+_MOST_ROWS = 8 * MAX_ROWS
+# The same, and of a single sequence, where torch multiplies with the weights as they are.
+_MOST_NATIVE_ROWS, _MOST_NATIVE_OF_ONE = 4 * MAX_ROWS, MAX_ROWS
 
 
 class CompiledStep:
-    """Runs steps over the pools it was made for: at most MAX_ROWS rows at once, and of several
-    sequences up to _MOST_ROWS, group by group. One step at a time.
+    """Runs steps over the pools it was made for: MAX_ROWS rows at once, group by group, up to
+    _MOST_ROWS, or fewer where torch's products are faster. One step at a time.
     """
 
     def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
@@ -40,17 +43,35 @@ class CompiledStep:
         self._parts = StepProgram(decoder, pools)
         self._vocab_size = decoder.head.num_out
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
+        weights = decoder.layers[0].attention.out.weights
+        is_native = isinstance(weights, torch.Tensor) and (
+            weights.dtype == torch.float32 or multiplies_in(weights.dtype)
+        )
+        self._most_rows = _MOST_NATIVE_ROWS if is_native else _MOST_ROWS
+        self._most_of_one = _MOST_NATIVE_OF_ONE if is_native else _MOST_ROWS
 
-    def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
+    def logits(
+        self, batch: ForwardBatch, check: Callable[[], None] = lambda: None
+    ) -> torch.Tensor | None:
         """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
 
-        None, and nothing was done, for a step that is too large.
+        None, and nothing was done, for a step that is too large. `check` is called between groups
+        of rows, and may raise StepAbandoned.
         """
-        groups = _groups(batch)
-        if groups is None:
+        sequences = batch.sequences
+        if not isinstance(sequences, PagedSequences):
             return None
-        rows = [self._run(group) for group in groups]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        num_rows = batch.token_ids.shape[0]
+        if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
+            return None
+        if num_rows <= MAX_ROWS:
+            return self._run(batch)
+        rows = []
+        for start in range(0, num_rows, MAX_ROWS):
+            if start:
+                check()
+            rows.append(self._run(_part(batch, start, min(start + MAX_ROWS, num_rows))))
+        return torch.cat(rows)
 
     def _run(self, batch: ForwardBatch) -> torch.Tensor:
         sequences = batch.sequences
@@ -97,38 +118,31 @@ class CompiledStep:
         return logits
 
 
-def _groups(batch: ForwardBatch) -> list[ForwardBatch] | None:
-    """Return a step as groups of whole sequences of at most MAX_ROWS rows; None if it is larger."""
+def _part(batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
+    """Return the rows [`start`, `end`) of a step as a step.
+
+    The KV that its rows attend to, of earlier rows of their sequences, is written by then.
+    """
     sequences = batch.sequences
-    if not isinstance(sequences, PagedSequences) or batch.token_ids.shape[0] > _MOST_ROWS:
-        return None
-    if batch.token_ids.shape[0] <= MAX_ROWS:
-        return [batch]
-    if max(sequences.query_lens) > MAX_ROWS:
-        return None
-    groups, first, start, end = [], 0, 0, 0
-    for index, count in enumerate(sequences.query_lens):
-        if end + count - start > MAX_ROWS:
-            groups.append(_part(batch, sequences, slice(first, index), start, end))
-            first, start = index, end
-        end += count
-    groups.append(_part(batch, sequences, slice(first, None), start, end))
-    return groups
-
-
-def _part(
-    batch: ForwardBatch, sequences: PagedSequences, which: slice, start: int, end: int
-) -> ForwardBatch:
-    """Return the sequences `which` of a step, whose rows are [`start`, `end`)."""
+    assert isinstance(sequences, PagedSequences)
+    which, query_lens, context_lens, after = [], [], [], 0
+    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+    for index, (count, context_len) in enumerate(lengths):
+        before, after = after, after + count
+        first, last = max(before, start), min(after, end)
+        if first < last:
+            which.append(index)
+            query_lens.append(last - first)
+            context_lens.append(context_len - (after - last))
     rows = batch.logit_rows
     return ForwardBatch(
         batch.token_ids[start:end],
         batch.positions[start:end],
         batch.slot_mapping[start:end],
         PagedSequences(
-            sequences.query_lens[which],
-            sequences.context_lens[which],
-            sequences.block_tables[which],
+            tuple(query_lens),
+            tuple(context_lens),
+            sequences.block_tables[which[0] : which[-1] + 1],
             sequences.block_size,
         ),
         rows[(rows >= start) & (rows < end)] - start,
