@@ -247,7 +247,7 @@ def _run_script(
             notices.tell(problem)
         if request.input_format == "jsonl":
             script.answer_batch(read_requests(sys.stdin.buffer, notices))
-            return script.exit_code
+            return script.exit_code  # its conversations have no files
         _tell_about(controller, notices)
         for problem in toolbox.problems if toolbox is not None else ():
             notices.tell(problem)
@@ -257,7 +257,7 @@ def _run_script(
             lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
             commands = _script_commands(setup, look)
             script.answer_lines(commands, lines, request.prompt)
-        return script.exit_code
+        return script.end()
     finally:
         _let_go(controller)
         if toolbox is not None:
@@ -341,6 +341,7 @@ def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
         ),
         shows_stats=settings["stats"],
         picks_session=request.picks,
+        kv_dtype="auto" if has_endpoint(settings) else settings["kv_dtype"],
         editor=os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi",
     )
     try:

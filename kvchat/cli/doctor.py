@@ -162,7 +162,8 @@ def _log_file() -> Iterator[Finding]:
 
 def _kv() -> Iterator[Finding]:
     """Report the KV on disk, and whether more can be written."""
-    status = store_admin(resolve({}, os.environ, user_paths().config)).status()
+    settings = resolve({}, os.environ, user_paths().config)
+    status = store_admin(settings).status()
     directory = status.directory
     existing = nearest_existing(directory)
     advice = ""
@@ -170,7 +171,8 @@ def _kv() -> Iterator[Finding]:
         advice = f"{status.trouble} `kvchat cache verify` drops what is damaged."
     elif not os.access(existing, os.W_OK | os.X_OK):
         advice = "It cannot be written to: choose another with --cache-dir."
-    yield Finding("KV", f"{used_of_limit(status)} in {directory}", advice)
+    dtype = f", KV in {settings['kv_dtype']}" if settings["kv_dtype"] != "auto" else ""
+    yield Finding("KV", f"{used_of_limit(status)} in {directory}{dtype}", advice)
 
 
 def _demo() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from kvchat.cli.streams import can_write_at_once
 from kvchat.core.errors import KvchatError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import Sanitizer, sanitize
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, MissReason
 
 Facts = Callable[[], ModelReady | None]
 
@@ -63,7 +63,7 @@ def final_object(
         **exchange.fields(ended.sample),
         "text": ended.text,
         "finish_reason": ended.reason.value,
-        "usage": ended.usage.as_dict(),
+        "usage": _usage_object(ended),
         "timing": timing,
         "model": model_object(ready),
     }
@@ -74,6 +74,13 @@ def final_object(
     if read_again:
         result["read_again"] = read_again
     return result
+
+
+def _usage_object(ended: AnswerEnded) -> dict[str, object]:
+    """Return the token counts; those that a server does not tell are None, not 0."""
+    if ended.miss_reason is MissReason.NOT_TOLD:
+        return ended.usage.as_dict() | {"cached_tokens": None, "prefilled_tokens": None}
+    return ended.usage.as_dict()
 
 
 def model_object(ready: ModelReady | None) -> dict[str, object] | None:

@@ -23,7 +23,14 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
 from kvchat.cli.streams import Interrupted, Interruption
-from kvchat.core.errors import ContextTooLong, ExitCode, KvchatError, TimedOut, UsageError
+from kvchat.core.errors import (
+    ContextTooLong,
+    ExitCode,
+    KvchatError,
+    StoreError,
+    TimedOut,
+    UsageError,
+)
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
@@ -179,6 +186,7 @@ class Script:
         self._has_told_notes = False
         self._shows_stats = setup.shows_stats
         self._has_told_load = False
+        self._has_told_unsaved = False
         self.exit_code = ExitCode.OK
 
     def answer(self, text: str) -> None:
@@ -219,6 +227,16 @@ class Script:
             self._fail(UsageError(str(line)))
         else:
             self._carry_out(commands, line)
+
+    def end(self) -> ExitCode:
+        """Close the conversation and return the exit code; says, if no answer did, that some of it
+        is not saved.
+        """
+        if (problem := self._controller.close_session()) is not None:
+            if not self._has_told_unsaved:
+                self._setup.notices.error(StoreError(problem))
+            self._note(ExitCode.STORE)
+        return self.exit_code
 
     @property
     def _is_over(self) -> bool:
@@ -341,7 +359,8 @@ class Script:
             if self._is_heard:
                 self._setup.writer.write(exchange, event, read_again)
         if isinstance(event, SavingFailed):
-            self._setup.notices.tell(event.message)
+            self._has_told_unsaved = True  # the exit code tells whether it was so to the end
+            self._setup.notices.error(StoreError(event.message))
         elif isinstance(event, AnswerFailed):
             self._fail(event.error)
             if isinstance(event.error, ContextTooLong):

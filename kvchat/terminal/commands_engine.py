@@ -217,7 +217,8 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     ready = context.controller.host.ready
     limit = ready.told_context_limit if ready is not None else None
     turns = plural(sum(turn.is_message for turn in path), "turn")
-    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}"]
+    kv = _kv_words(ready) if ready is not None else ""
+    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}{kv}"]
     if limit:
         share, left = used / limit, max(0, limit - used)
         shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
@@ -350,8 +351,12 @@ def _context_words(limit: int | None) -> str:
 
 
 def _device_words(ready: ModelReady) -> str:
-    kv = f", KV in {ready.kv_dtype}" if ready.kv_dtype else ""
-    return f"{ready.device}, {ready.dtype}{kv}"
+    return f"{ready.device}, {ready.dtype}{_kv_words(ready)}"
+
+
+def _kv_words(ready: ModelReady) -> str:
+    """Return the dtype of the KV as the end of a sentence, "" if it is the model's own."""
+    return f", KV in {ready.kv_dtype}" if ready.kv_dtype else ""
 
 
 def describe_model(controller: ChatController) -> str:

@@ -73,7 +73,7 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
 
 async def edit(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    number, _, text = arguments.partition(" ")
+    number, text = [*arguments.split(maxsplit=1), "", ""][:2]
     turn = controller.user_turn(number)
     conversation = controller.require_conversation()
     cost = await controller.engine.cost(conversation.context_ids(turn.parent_id))

@@ -48,6 +48,7 @@ class ReplSetup:
     editor         the command line of the user's editor
     picks_session  whether the chat begins with the picker of saved conversations
     toolbox        the tools that are offered to the model, None for none
+    kv_dtype       the dtype of the KV as the settings spell it; the first line names all but "auto"
     """
 
     controller: ChatController
@@ -58,6 +59,7 @@ class ReplSetup:
     editor: str = "vi"
     picks_session: bool = False
     toolbox: Toolbox | None = None
+    kv_dtype: str = "auto"
 
 
 def run(setup: ReplSetup) -> int:
@@ -80,7 +82,7 @@ async def run_repl(setup: ReplSetup) -> int:
     dialogue = Dialogue(controller, view, registry, level, setup.toolbox)
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
-            _greet(controller, view)
+            _greet(controller, view, setup.kv_dtype)
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             dialogue.expect_tools()
@@ -121,11 +123,14 @@ def _new_view(setup: ReplSetup) -> View:
     return new_live_prompt(painter, setup.controller, setup.history_path, setup.editor)
 
 
-def _greet(controller: ChatController, view: View) -> None:
+def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
     """Show one line about kvchat and its model, and the state of an opened conversation."""
     from kvchat import __version__
 
-    parts = [f"kvchat {__version__}", model_label(controller.host.model.name), "/help for help"]
+    parts = [f"kvchat {__version__}", model_label(controller.host.model.name)]
+    if kv_dtype != "auto":
+        parts.append(f"KV in {kv_dtype}")
+    parts.append("/help for help")
     if controller.host.store is None:
         parts.append("nothing is saved")
     lines = _in_lines(parts, view.render_context.width, view.painter.look.glyphs.separator)

@@ -229,6 +229,9 @@ def test_the_doctor_looks_at_it(shell: Shell, store: StoredPacks) -> None:
     assert line.startswith("ok  KV ")
     assert line.endswith(f"used in {store.directory}")
 
+    # It was silent on KV in another dtype than the model's, which `kvchat cache` names.
+    assert b", KV in int8\n" in shell.run("doctor", KVCHAT_KV_DTYPE="int8").stdout
+
     store.spoil_table()
     done = shell.run("doctor")
     assert done.returncode == 1

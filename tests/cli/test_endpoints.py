@@ -210,6 +210,17 @@ def test_a_key_is_in_no_file_and_in_no_message(shell: Shell) -> None:
     assert not any(key.encode() in path.read_bytes() for path in files)
 
 
+def test_json_says_nothing_that_the_server_does_not_tell(shell: Shell) -> None:
+    """It was 0 of each tier for a server that tells no count."""
+    with fake_server(lambda path, body: chunks("Hello", " there.")) as fake:
+        done = shell.run("--endpoint", fake.url, "--output-format", "json", "-p", "hi")
+
+    usage = json.loads(done.stdout)["usage"]
+    assert usage["cached_tokens"] is None
+    assert usage["prefilled_tokens"] is None
+    assert usage["prompt_tokens"] > 0
+
+
 def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path: Path) -> None:
     """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
     on this machine.

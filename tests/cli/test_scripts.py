@@ -270,16 +270,25 @@ def test_two_processes_do_not_write_to_one_session(shell: ForkedShell, endless: 
 def test_a_full_disk_is_told_and_the_answer_still_comes(
     shell: Shell, tiny: str, num_blocks: int
 ) -> None:
+    """It ended with 0, and a script took the conversation for saved."""
     lines = b"first message\n" + b"second " * 20 + b"\n"
 
     done = shell.run_on_full_disk(
         num_blocks, "-m", tiny, *GREEDY, "--input-format", "lines", stdin=lines
     )
 
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 6, done.stderr
     assert done.stdout.count(b"\n") >= 2
     assert done.stderr.count(b"cannot be saved") == 1
     assert len(shell.sessions) == num_blocks  # one that is not even begun leaves no file
+
+
+def test_a_quiet_one_shot_that_cannot_be_saved_says_so_once(shell: Shell, tiny: str) -> None:
+    done = shell.run_on_full_disk(0, "-m", tiny, *GREEDY, "--quiet", "-p", "Hello")
+
+    assert done.returncode == 6, done.stderr
+    assert done.stdout.endswith(b"\n")
+    assert done.stderr.count(b"cannot be saved") == done.stderr.count(b"\n") == 1
 
 
 def test_an_import_that_finds_the_disk_full_says_so_and_leaves_nothing(shell: Shell) -> None:

@@ -33,6 +33,13 @@ def test_going_back_and_forth_in_the_tree_loses_nothing(start_chat: StartChat) -
     chat.enter("/switch 2").wait_for(lambda text: "❯ two" in _after(text, "/switch 2"))
 
 
+def test_any_blank_ends_the_number_of_an_edited_message(start_chat: StartChat) -> None:
+    """A tab, as pasted from a table, was taken for a part of the number."""
+    chat = start_chat()
+    chat.enter("one").wait_for("tokens, ")
+    chat.enter("\x1b[200~/edit 1\ttwo\x1b[201~").wait_for("You said 'two' (0).")
+
+
 def test_siblings_are_flipped_with_alt_and_the_arrows(start_chat: StartChat) -> None:
     chat = start_chat()
     chat.enter("one").wait_for("tokens, ")
