@@ -8,13 +8,22 @@ import pytest
 from support.fork_server import ForkedShell, ForkServer
 from support.server_process import ServerProcess, served
 
-openai = pytest.importorskip("openai", reason="openai is not installed: pip install -e .[dev]")
-anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed: the same")
-
 KEY = "a-key-of-the-test"
 USER: Any = [{"role": "user", "content": "My dog is called Rex."}]
 SHORT: Any = {"model": "demo", "temperature": 0}
 PLAIN: Any = {"model": "demo", "extra_body": {"temperature": 0}}  # anthropic names no temperature
+
+
+# In fixtures: each worker collects this file, and one runs it.
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    reason = "openai is not installed: pip install -e .[dev]"
+    return pytest.importorskip("openai", reason=reason)
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    return pytest.importorskip("anthropic", reason="anthropic is not installed: the same")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +36,13 @@ def server(
 
 
 @pytest.fixture
-def of_openai(server: ServerProcess) -> Iterator[Any]:
+def of_openai(openai: Any, server: ServerProcess) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def of_anthropic(server: ServerProcess) -> Iterator[Any]:
+def of_anthropic(anthropic: Any, server: ServerProcess) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -95,7 +104,7 @@ def test_openai_continues_a_stored_response(of_openai: Any) -> None:
     of_openai.responses.delete(first.id)
 
 
-def test_openai_raises_its_own_errors(of_openai: Any) -> None:
+def test_openai_raises_its_own_errors(openai: Any, of_openai: Any) -> None:
     create = of_openai.chat.completions.create
     with pytest.raises(openai.NotFoundError):
         create(model="another", messages=USER)
@@ -131,7 +140,7 @@ def test_anthropic_counts_tokens(of_anthropic: Any) -> None:
     assert counted == told
 
 
-def test_anthropic_raises_its_own_errors(of_anthropic: Any) -> None:
+def test_anthropic_raises_its_own_errors(anthropic: Any, of_anthropic: Any) -> None:
     with pytest.raises(anthropic.NotFoundError):
         of_anthropic.messages.create(messages=USER, max_tokens=1, model="another")
     with pytest.raises(anthropic.BadRequestError):
