@@ -28,13 +28,16 @@ _log = logging.getLogger(__name__)
 _WEIGHTS_PER_THREAD = 1 << 20
 # With more rows, one pass of torch's products over the weights is as fast as several of these.
 _MOST_ROWS = 8 * MAX_ROWS
-# The same, and of a single sequence, where torch multiplies with the weights as they are.
-_MOST_NATIVE_ROWS, _MOST_NATIVE_OF_ONE = 4 * MAX_ROWS, MAX_ROWS
+# The same, and of one sequence, where torch multiplies with the weights as they are, and where
+# the next check for a stop would come too late: with more weights, a group of rows takes 150 ms or
+# more on a slow core. Products of torch are asked for a stop one by one.
+_FEWER_ROWS, _FEWER_OF_ONE = 4 * MAX_ROWS, MAX_ROWS
+_MOST_WEIGHTS = 1 << 27
 
 
 class CompiledStep:
     """Runs steps over the pools it was made for: MAX_ROWS rows at once, group by group, up to
-    _MOST_ROWS, or fewer where torch's products are faster. One step at a time.
+    _MOST_ROWS, or fewer where torch's products are better. One step at a time.
     """
 
     def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
@@ -47,8 +50,9 @@ class CompiledStep:
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )
-        self._most_rows = _MOST_NATIVE_ROWS if is_native else _MOST_ROWS
-        self._most_of_one = _MOST_NATIVE_OF_ONE if is_native else _MOST_ROWS
+        has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS
+        self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS
+        self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
 
     def logits(
         self, batch: ForwardBatch, check: Callable[[], None] = lambda: None
