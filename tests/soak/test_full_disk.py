@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvchat.chat.store import SessionStore
+from kvchat.core.errors import ExitCode
 from support.fork_server import ForkedShell
 from support.outside import Outside
 from support.soak_sizes import short_and_long
@@ -66,7 +67,7 @@ def test_a_full_disk_costs_kv_but_no_word_that_was_not_told(
             free = _free_bytes(full)
             file.write(bytes(max(0, free - (number % 4) * (256 << 10))))
         victim = Victim(shell, model, session, [f"{number}{LINE}", f"{number}b"], *flags)
-        run = victim.finish()
+        run = victim.finish((ExitCode.OK, ExitCode.STORE))
         assert all(has_ended for _, has_ended in run.answers)
         is_told = "saved" in run.complaint
         ballast.unlink()

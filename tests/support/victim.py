@@ -5,6 +5,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,10 +151,11 @@ class Victim:
         """Return what was written to its standard error, once it has ended."""
         return self._process.stderr.read().decode(errors="replace")
 
-    def finish(self) -> Run:
+    def finish(self, exit_codes: Sequence[int] = (0,)) -> Run:
+        """Read to the end of the process, which ends with one of these codes."""
         while self._take(WAIT_S):
             pass
-        assert self._process.wait(WAIT_S) == 0, self.complaint()
+        assert self._process.wait(WAIT_S) in exit_codes, self.complaint()
         return self._close()
 
     def _close(self) -> Run:
