@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import httpx2
 import torch
 
-from kvchat.bench.engines import GREEDY, new_engine, random_ids
+from kvchat.bench.engines import GREEDY, model_facts, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, ProcessFailed, engine_flags, private_home
 from kvchat.bench.report import Figure, Result
@@ -77,10 +77,7 @@ def run(setup: BenchSetup) -> Result:
     assembled = new_engine(source, setup.model, setup.cache)
     loaded = assembled.loaded
     settings = {
-        "model": source.name,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weights": loaded.weights,
-        "device": loaded.device.type,
+        **model_facts(source, loaded),
         "prompt": _PROMPT_TOKENS,
         "answer": _ANSWER_TOKENS,
     }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvchat.bench.engines import GREEDY, complete_requests, new_engine, random_ids
+from kvchat.bench.engines import GREEDY, complete_requests, model_facts, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
@@ -25,14 +25,10 @@ _FEWEST_TOKENS, _MOST_TOKENS = 16, 96
 def run(setup: BenchSetup) -> Result:
     """Measure the tokens a second of both orders, in turns."""
     assembled = new_engine(setup.source, setup.model, setup.cache)
-    loaded = assembled.loaded
     rounds = _Rounds(setup, assembled)
     together, alone = alternated(rounds.together, rounds.one_by_one, setup.repeats)
     settings = {
-        "model": setup.source.name,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weights": loaded.weights,
-        "device": loaded.device.type,
+        **model_facts(setup.source, assembled.loaded),
         "requests": _NUM_REQUESTS,
         "prompts": f"{_SHORTEST}-{setup.scaled(_LONGEST)}",
         "answers": f"{_FEWEST_TOKENS}-{_MOST_TOKENS}",

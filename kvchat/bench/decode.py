@@ -20,6 +20,7 @@ from kvchat.bench.engines import (
     complete,
     complete_requests,
     free_memory,
+    model_facts,
     new_engine,
     random_ids,
 )
@@ -47,10 +48,7 @@ def run(setup: BenchSetup) -> Result:
     assembled = new_engine(setup.source, setup.model, setup.cache)
     loaded = assembled.loaded
     settings = {
-        "model": setup.source.name,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weights": loaded.weights,
-        "device": loaded.device.type,
+        **model_facts(setup.source, loaded),
         "tokens": NUM_TOKENS,
     }
     peer = Transformers(setup.source, loaded.device, loaded.dtype)

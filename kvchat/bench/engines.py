@@ -14,6 +14,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from kvchat.model.loader import LoadedModel
 from kvchat.model.source import ModelSource
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -36,6 +37,16 @@ def new_engine(
 ) -> AssembledEngine:
     """Build an engine. It stores facts about the model in `state`, or nowhere if that is None."""
     return build_engine(source, model, cache, engine or EngineConfig(), state, lambda event: None)
+
+
+def model_facts(source: ModelSource, loaded: LoadedModel) -> dict[str, object]:
+    """Return the settings of a result that say which model was measured, and how it was loaded."""
+    return {
+        "model": source.name,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "weights": loaded.weights,
+        "device": loaded.device.type,
+    }
 
 
 def free_memory() -> None:

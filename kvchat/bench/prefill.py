@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from kvchat.bench.decode import streamed_bytes
-from kvchat.bench.engines import complete, free_memory, new_engine, random_ids
+from kvchat.bench.engines import complete, free_memory, model_facts, new_engine, random_ids
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth, measure_products
 from kvchat.bench.peers import Transformers
 from kvchat.bench.report import Figure, Result
@@ -28,10 +28,7 @@ def run(setup: BenchSetup) -> Result:
     assembled = new_engine(setup.source, setup.model, setup.cache)
     loaded = assembled.loaded
     settings = {
-        "model": setup.source.name,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weights": loaded.weights,
-        "device": loaded.device.type,
+        **model_facts(setup.source, loaded),
         "step_tokens": assembled.engine.status().max_step_tokens,
     }
     if compare_with_own(loaded) < _MIN_COSINE:

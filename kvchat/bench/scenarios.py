@@ -55,7 +55,7 @@ def scenario(name: str) -> Scenario:
 
 
 # The scenarios that run by default. Of the others `replay` and `weights` need recordings, `kernels`
-# needs a GPU, and `equality` and `clients` are slow. `kv` compares with a choice that few make.
+# needs a GPU, `equality`, `clients` and `concurrency` are slow; `kv` compares with what few choose.
 DEFAULT_NAMES = (
     "turns",
     "resume",
@@ -65,8 +65,7 @@ DEFAULT_NAMES = (
     "tiers",
     "radix",
     "memory",
-    "concurrency",
     "startup",
     "cold",
 )
-NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality", "clients", "kv")
+NAMES = (*DEFAULT_NAMES, "replay", "weights", "kernels", "equality", "clients", "concurrency", "kv")

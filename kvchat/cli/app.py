@@ -163,8 +163,8 @@ def bench(
     scenarios: Annotated[
         list[str] | None,
         typer.Argument(
-            help="turns resume cold decode spec prefill tiers radix memory concurrency startup "
-            "kernels weights replay equality clients kv"
+            help="turns resume cold decode spec prefill tiers radix memory startup kernels "
+            "weights replay equality clients concurrency kv"
         ),
     ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,

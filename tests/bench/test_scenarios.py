@@ -218,8 +218,10 @@ def test_kv_of_8_bits_has_no_figures_where_it_does_not_work(tmp_path: Path) -> N
 
 def test_requests_together_generate_what_they_do_one_after_another(report_of: Reports) -> None:
     """The lengths are the same, so the ratio of the rates is that of the times."""
-    rates, seconds = report_of("concurrency").figures
+    result = report_of("concurrency")
 
+    rates, seconds = result.figures
+    assert_readable(result)
     assert rates.ratio is not None
     assert seconds.ratio is not None
     assert rates.ratio == pytest.approx(1 / seconds.ratio)

@@ -262,6 +262,19 @@ def test_a_short_prompt_beside_others_is_computed_group_by_group(
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+def test_a_large_model_leaves_a_prompt_to_the_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups of rows are slow, and Esc would wait for a whole one."""
+    monkeypatch.setattr("kvchat.model.compiled_step._MOST_WEIGHTS", 0)
+    loaded = load(tmp_path, "llama", weights="int8")
+    model = PagedModel(loaded, pools_of(loaded))
+    assert model.compiled is not None
+
+    assert model.compiled.logits(batch_of([(MAX_ROWS + 1, 60)])) is None
+    assert model.compiled.logits(batch_of([(MAX_ROWS, 60), (1, 60)])) is not None
+
+
 def test_a_step_of_several_groups_can_be_abandoned_between_them(tmp_path: Path) -> None:
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
