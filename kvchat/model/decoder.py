@@ -81,8 +81,8 @@ class Mixture:
     router       the scores, a row for each expert
     normalises   whether a row's factors have the sum 1
     experts      matrices with the rows of all experts one below another
-    shared       an expert that all rows have beside theirs, and the matrix of the one number whose
-                 sigmoid it is multiplied with
+    shared       an expert that all rows have beside theirs
+    shared_gate  the matrix of the one number whose sigmoid `shared` is multiplied with; None: by 1
     """
 
     router: Matrix
@@ -180,6 +180,7 @@ class _Family:
     normalises: bool | None = None
 
 
+_GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(),
@@ -187,6 +188,8 @@ _FAMILIES = {
     "qwen2": _Family(),
     "qwen3": _Family(),
     "seed_oss": _Family(),
+    "internlm3": _Family(),
+    "iquestcoder": _Family(),
     "cwm": _Family(),
     "smollm3": _Family(),
     "phi3": _Family(),
@@ -196,11 +199,15 @@ _FAMILIES = {
     "gemma3_text": _Family(_GEMMA, 1.0),
     "olmo2": _Family(_OLMO),
     "olmo3": _Family(_OLMO),
+    "exaone4": _Family(_OLMO),
     "mixtral": _Family(normalises=True),
     "qwen2_moe": _Family(),
     "qwen3_moe": _Family(),
     "olmoe": _Family(),
-    "granitemoe": _Family(mlp="block_sparse_moe", router="router", normalises=True),
+    "flex_olmo": _Family(_OLMO),
+    "mellum": _Family(),
+    "granitemoe": _GRANITE_MIXTURE,
+    "granitemoeshared": _GRANITE_MIXTURE,
 }
 _ACTIVATIONS = {
     "SiLU": Activation.SILU,
@@ -263,22 +270,25 @@ class _Reader:
         ]
         return DecoderLayer(
             self._attention(layer.self_attn, spec, int(path[-2])),
-            self._mlp_or_mixture(getattr(layer, self._family.mlp)),
+            self._mlp_or_mixture(layer),
             *norms,
         )
 
-    def _mlp_or_mixture(self, module: Any) -> Mlp | Mixture:
+    def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
+        family, module = self._family, getattr(layer, self._family.mlp)
         if not hasattr(module, "experts"):
             return _mlp(module)
-        family, router = self._family, getattr(module, self._family.router)
-        shared = getattr(module, "shared_expert", None)
+        router = getattr(module, family.router)
+        # Granite has it beside the mixture, Qwen in it.
+        shared = getattr(layer, "shared_mlp", None) or getattr(module, "shared_expert", None)
+        gate = getattr(module, "shared_expert_gate", None)
         return Mixture(
             router=Matrix(_whole(router.weight.detach()), None),
             top_k=int(router.top_k),
             normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
             experts=_experts(module.experts),
             shared=None if shared is None else _mlp(shared),
-            shared_gate=None if shared is None else _matrix(module.shared_expert_gate),
+            shared_gate=None if gate is None else _matrix(gate),
         )
 
     def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
@@ -299,11 +309,17 @@ class _Reader:
             float(attention.scaling),
             head_norm,
             norms,
-            bool(getattr(attention, "use_rope", True)),
+            self._rotates(attention),
             kind,
             softcap,
             sinks.detach().float() if sinks is not None else None,
         )
+
+    def _rotates(self, attention: Any) -> bool:
+        # A model of EXAONE with windows rotates in the layers with windows only.
+        if self._config.model_type == "exaone4" and attention.sliding_window is not None:
+            return bool(attention.is_sliding)
+        return bool(getattr(attention, "use_rope", True))
 
     def _head_norms(
         self, attention: Any, spec: LayerSpec
@@ -329,13 +345,18 @@ class _Reader:
 
 
 def _activation(module: Any) -> Activation:
-    act = type(getattr(module, "act_fn", None) or module.activation_fn).__name__
+    names = ("act_fn", "activation_fn", "activation")
+    found = [getattr(module, name) for name in names if hasattr(module, name)]
+    act = type(found[0]).__name__ if found else "None"
     if act not in _ACTIVATIONS:
         raise _Unknown(f"has the activation {act}")
     return _ACTIVATIONS[act]
 
 
 def _mlp(module: Any) -> Mlp:
+    if hasattr(module, "output_linear"):  # Granite's shared expert
+        both, down = _matrix(module.input_linear), _matrix(module.output_linear)
+        return Mlp((both,), down, _activation(module))
     gate_up = _matrices(module, "gate_up_proj", ("gate_proj", "up_proj"))
     return Mlp(gate_up, _matrix(module.down_proj), _activation(module))
 

@@ -47,6 +47,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 2},
     "olmo2": {},
     "olmo3": {},
+    "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "internlm3": {},
+    "iquestcoder": {},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
     "cwm": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
@@ -64,11 +67,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 8},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mellum": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+    },
     "granitemoe": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "residual_multiplier": 0.5,
         "logits_scaling": 4.0,
+    },
+    "granitemoeshared": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+        "residual_multiplier": 0.5,
     },
 }
 # New tokens and context of each sequence of a step.
