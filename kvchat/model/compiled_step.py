@@ -94,6 +94,8 @@ class CompiledStep:
             rows *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():
             angles.set(batch.positions, end)
+        if self._parts.query_factors is not None:
+            self._parts.query_factors.set(batch.positions)
 
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""

@@ -121,6 +121,14 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Q at position p is multiplied with 1 + beta * ln(1 + floor(p / length)): Ministral 3."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A whole model. `rotary` is transformers' module for angles.
 
@@ -138,6 +146,7 @@ class Decoder:
     embedding_factor: float = 1.0
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
+    query_scale: QueryScale | None = None
 
 
 def num_weights(decoder: Decoder) -> int:
@@ -185,6 +194,7 @@ _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(),
     "ministral": _Family(),
+    "ministral3": _Family(),
     "qwen2": _Family(),
     "qwen3": _Family(),
     "seed_oss": _Family(),
@@ -257,7 +267,15 @@ class _Reader:
             embedding_factor=getattr(config, "embedding_multiplier", 1.0),
             logits_divisor=getattr(config, "logits_scaling", 1.0),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
+            query_scale=self._query_scale(),
         )
+
+    def _query_scale(self) -> QueryScale | None:
+        if self._config.model_type != "ministral3":
+            return None
+        settings = self._config.rope_parameters
+        length = settings["original_max_position_embeddings"]
+        return QueryScale(float(settings["llama_4_scaling_beta"]), int(length))
 
     def _layer(self, spec: LayerSpec) -> DecoderLayer:
         path = spec.module_name.split(".")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.decoder import Decoder, DecoderAttention, Mixture, Mlp, Norm
+from kvchat.model.decoder import Decoder, DecoderAttention, Mixture, Mlp, Norm, QueryScale
 from kvchat.model.step_experts import add_mixture, add_mlp
 from kvchat.model.step_operations import (
     Activations,
@@ -90,12 +90,26 @@ class Angles:
         return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
+class QueryFactors:
+    """What Q is multiplied with at a step's positions, float32 [rows]."""
+
+    def __init__(self, scale: QueryScale) -> None:
+        self._scale = scale
+        self.values = floats(1)[:, 0]
+
+    def set(self, positions: torch.Tensor) -> None:
+        """Renew them for `positions`."""
+        periods = torch.floor(positions / self._scale.length)
+        self.values[: len(positions)] = 1 + self._scale.beta * torch.log1p(periods)
+
+
 class StepProgram:
     """The program of a decoder over the pools of its layers. Its parts are to be set for a step:
 
     stream               float32 [MAX_ROWS, hidden], the embedded tokens
     header, head_header  of the layers, and of the rows that logits are wanted of
     angles, parts        by the kinds of layers that share them
+    query_factors        of a model whose Q is scaled by position
     of_rows, of_picked, of_head, of_parts
                          operations with as many units as rows, as wanted rows, as `head_units`
                          if any row is wanted, and as jobs times KV heads
@@ -114,6 +128,8 @@ class StepProgram:
         self.header, self.head_header = self._operations.header, self._operations.head_header
         self.angles: dict[str | None, Angles] = {}
         self.parts: dict[Any, Parts] = {}
+        scale = decoder.query_scale
+        self.query_factors = QueryFactors(scale) if scale is not None else None
         self.logits_address = self._build()
         operations = self._operations
         self.program = Program(operations.all)
@@ -242,6 +258,8 @@ class StepProgram:
                 place.KEY_NORM: key.weight,
                 place.EPSILON: query.epsilon,
             }
+        if self.query_factors is not None:
+            task[place.QUERY_FACTORS] = self.query_factors.values
         heads = Heads(
             spec.num_heads,
             spec.num_kv_heads,
@@ -250,6 +268,7 @@ class StepProgram:
             rotated,
             layer.head_norm,
             *_stored(pool),
+            self.query_factors is not None,
         )
         self._operations.add(rotation.rotation_kernel(heads), task, None)
 

@@ -28,6 +28,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
     "ministral": {},
+    "ministral3": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 7,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "qwen2": {},
     "qwen3": {},
     "smollm3": {"no_rope_layer_interval": 2},

@@ -28,6 +28,7 @@ class Place(IntEnum):
     QUERY_NORM, KEY_NORM      weights, float32 [dim], or [heads * dim] for a norm of all heads
     EPSILON                   float32
     KEY_SCALES, VALUE_SCALES  bfloat16 [slots, KV heads, dim / group], where pools are of 8 bits
+    QUERY_FACTORS             float32 [rows], what Q is multiplied with after it is rotated
     """
 
     QKV = 0
@@ -41,6 +42,7 @@ class Place(IntEnum):
     EPSILON = 8
     KEY_SCALES = 9
     VALUE_SCALES = 10
+    QUERY_FACTORS = 11
 
 
 class HeadNorm(StrEnum):
@@ -68,6 +70,7 @@ class Heads:
     stored: Stored
     key_group: int = 0
     value_group: int = 0
+    scales_query: bool = False
 
 
 @cache
@@ -88,6 +91,8 @@ def _write(code: Code, heads: Heads) -> None:
         if heads.rotated:
             with code.loop(0, count) as head:
                 _write_rotation(code, heads, address + head * heads.key_dim * 4)
+    if heads.scales_query:
+        _write_scaling(code, row, heads.num_heads * heads.key_dim)
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
     with code.when(slot > -1):
         for address, pool, dim, scales, group in (
@@ -155,3 +160,9 @@ def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
         second = code.load(head, index * 4 + half * 4, F32S)
         code.store(first * cos - second * sin, head, index * 4)
         code.store(second * cos + first * sin, head, index * 4 + half * 4)
+
+
+def _write_scaling(code: Code, row: Value, width: int) -> None:
+    factor = code.spread(code.load(code.field(Place.QUERY_FACTORS), code.unit * 4, F32))
+    with code.loop(0, width, LANES) as index:
+        code.store(code.load(row, index * 4, F32S) * factor, row, index * 4)
