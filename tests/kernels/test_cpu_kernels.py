@@ -108,6 +108,19 @@ def test_products_are_exact_to_float32(dtype: torch.dtype, has_bias: bool) -> No
             assert not out[:, num_out:].any(), "what lies beside it is not written"
 
 
+@pytest.mark.parametrize(
+    ("num_out", "row_bytes", "most_bytes"),
+    [(256, 256, 1 << 15), (3072, 256, 3 << 15), (896, 952, 896 * 952 // 8), (32000, 1792, 1 << 18)],
+)
+def test_a_unit_is_an_eighth_of_a_matrix_within_limits(
+    num_out: int, row_bytes: int, most_bytes: int
+) -> None:
+    """Matrices of 64 KB were one unit each: two threads read prompts hardly faster than one."""
+    rows = products.unit_rows(num_out, row_bytes)
+    assert rows % products.WEIGHT_ROWS == 0
+    assert most_bytes - products.WEIGHT_ROWS * row_bytes < rows * row_bytes <= most_bytes
+
+
 @pytest.mark.parametrize("norm", rotation.HeadNorm)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_normed_rotated_and_written(dtype: torch.dtype, norm: rotation.HeadNorm) -> None:

@@ -21,8 +21,9 @@ _X_COUNTS = (5, 3, 2, 1)
 _FEW_X = 3
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
-# A unit's weights: long enough runs of memory for the processor to read ahead in.
-_UNIT_BYTES = 1 << 18
+# A unit's weights: long enough runs of memory for the processor to read ahead in, but a matrix that
+# is small has several units too, which threads share.
+_MOST_BYTES, _LEAST_BYTES, _UNITS = 1 << 18, 1 << 15, 8
 # The number of columns is a multiple, which is what a cache line holds of 16-bit weights.
 COLUMNS = 32
 
@@ -49,7 +50,8 @@ class Place(IntEnum):
 
 def unit_rows(num_out: int, row_bytes: int) -> int:
     """Return how many rows of a matrix a unit has."""
-    rows = max(WEIGHT_ROWS, _UNIT_BYTES // row_bytes // WEIGHT_ROWS * WEIGHT_ROWS)
+    num_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, num_out * row_bytes // _UNITS))
+    rows = max(WEIGHT_ROWS, num_bytes // row_bytes // WEIGHT_ROWS * WEIGHT_ROWS)
     return min(rows, -(-num_out // WEIGHT_ROWS) * WEIGHT_ROWS)
 
 
