@@ -262,12 +262,8 @@ class Reply:
     def poll(self) -> list[ChatEvent]:
         """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
-        while not self.is_finished:
-            try:
-                event = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            events.extend(self._take(event))
+        while not self.is_finished and not self._queue.empty():
+            events.extend(self._take(self._queue.get_nowait()))
         return events + self._save_due()
 
     def _take(self, event: RequestEvent) -> list[ChatEvent]:

@@ -64,6 +64,7 @@ def serve(
         log_config=None,
         log_level="error",
         access_log=False,
+        proxy_headers=False,  # nothing here depends on the client's address
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
