@@ -17,9 +17,10 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
+from kvchat.server.bodies import read_body
 from kvchat.server.cache_control import CacheMarks
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, read_body, sampling_options, stops
+from kvchat.server.fields import Fields, sampling_options, stops
 from kvchat.server.generation_fields import AnswerFormat, answer_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
@@ -37,7 +38,7 @@ class AnthropicApi:
         self._service = service
 
     async def messages(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
@@ -52,7 +53,7 @@ class AnthropicApi:
         return JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})
 
     async def count_tokens(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages", CONTEXTS_COUNTED)

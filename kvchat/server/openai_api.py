@@ -23,8 +23,9 @@ from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.bodies import read_body
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
+from kvchat.server.fields import Fields, num_samples, sampling_options, stops
 from kvchat.server.generation_fields import (
     answer_format,
     chat_logprobs,
@@ -81,7 +82,7 @@ class OpenAiApi:
         return {**model, "context_length": ready.context_limit} if ready is not None else model
 
     async def chat(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED, "prompt_logprobs")
         self._service.require_room(fields, "messages")
@@ -110,7 +111,7 @@ class OpenAiApi:
         )
 
     async def completions(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
         prompts = await fields.read(_prompts)

@@ -23,8 +23,9 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.bodies import read_body
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, read_body, sampling_options
+from kvchat.server.fields import Fields, sampling_options
 from kvchat.server.generation_fields import (
     answer_format,
     require_tellable,
@@ -57,7 +58,7 @@ class ResponsesApi:
         self.stored = StoredResponses(service)
 
     async def respond(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         _check_others(fields)
@@ -79,7 +80,7 @@ class ResponsesApi:
 
     async def compact(self, request: Request) -> Response:
         """Answer with one item that takes the place of a conversation."""
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields)
