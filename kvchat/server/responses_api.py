@@ -19,7 +19,7 @@ from kvchat.chat.compaction import OPENING, REPLY, max_summary_tokens, request_t
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
@@ -84,12 +84,15 @@ class ResponsesApi:
         self._service.require_model(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields)
-        given = await fields.read(lambda body: _request_chat(body, earlier), len(earlier))
+        # The tools stand before the conversation: without them nothing of it would be cached.
+        given, tools = await fields.read(
+            lambda body: (_request_chat(body, earlier), _tools(body)), len(earlier)
+        )
         given.ask(request_text(""))
         ready = self._service.host.ready
         limit = ready.context_limit if ready is not None else self._service.host.model.max_context
         options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
-        answer = await self._service.answering.chat(given.chat(), options)
+        answer = await self._service.answering.chat(given.chat(tools), options)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         if ended.reason is not FinishReason.STOP or not ended.text.strip():
             sentence = "The model wrote no complete summary; nothing is compacted."
@@ -140,8 +143,11 @@ def _check_others(fields: Fields) -> None:
 
 def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
     """Return the conversation of a request, whose first items are those of earlier responses."""
-    tools = read_tools(map(_tool, fields.objects_if_any("tools")))
-    return _request_chat(fields, earlier).chat(tools)
+    return _request_chat(fields, earlier).chat(_tools(fields))
+
+
+def _tools(fields: Fields) -> ToolSet | None:
+    return read_tools(map(_tool, fields.objects_if_any("tools")))
 
 
 def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:

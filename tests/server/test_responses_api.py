@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.chat_model import ChatModel
 from server.conftest import Serve
 from support.asgi_client import post
 from support.scripted_engine import Script
@@ -166,6 +167,22 @@ def test_a_compaction_item_stands_for_the_conversation(serve: Serve) -> None:
     assert heard[1] == "When?"
     assert follow_up["usage"]["input_tokens"] > len("The launch is on Tuesday. When?")
     assert again["status"] == "completed"
+
+
+def test_a_conversation_with_tools_is_compacted_from_the_cache(
+    serve: Serve, tool_model: ChatModel
+) -> None:
+    """Its definitions were left out, so the conversation was computed again."""
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    app = serve(lambda question, sample: Script("We launch on Tuesday."), served=tool_model)
+    question = {"role": "user", "content": "When do we launch?"}
+
+    usage = post(app, PATH, asked([question], tools=tools)).json["usage"]
+    conversation = [question, {"role": "assistant", "content": "We launch on Tuesday."}]
+    compaction = post(app, f"{PATH}/compact", asked(conversation, tools=tools)).json
+
+    cached = compaction["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= usage["input_tokens"] > len("When do we launch?")
 
 
 @pytest.mark.parametrize("held", ["", "no base64!", "aGVsbG8=", None])
