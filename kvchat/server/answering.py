@@ -21,6 +21,7 @@ from kvchat.chat.events import (
     AnswerFailed,
     AnswerText,
     ChatEvent,
+    ContextScored,
     ReadingPrompt,
     SavingFailed,
 )
@@ -33,7 +34,7 @@ from kvchat.server.metrics import Metrics
 
 T = TypeVar("T")
 # What is told of an answer while it is generated.
-Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
+Told = ReadingPrompt | ContextScored | AnswerText | AnswerCall | AnswerEnded
 
 # A client may count a connection without a byte as dead: a long prefill sends this often.
 PING_INTERVAL_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScored, ReadingPrompt
 from kvchat.server.answering import Answer, Told
 from kvchat.server.api_errors import ApiError
 
@@ -59,16 +59,21 @@ class TextFrame:
 
 
 Progress = Callable[[ReadingPrompt], str]
+Scored = Callable[[ContextScored], str]
 
 
 def stream_response(
-    answer: Answer, writer: StreamWriter, progress: Progress | None = None
+    answer: Answer,
+    writer: StreamWriter,
+    progress: Progress | None = None,
+    scored: Scored | None = None,
 ) -> Response:
     """Return a response that streams an answer; the answer is closed when the client goes.
 
-    `progress` writes how much of the prompt is read; None if the client does not want to know.
+    `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
+    if the client does not want to know.
     """
-    return _EventStream(answer, writer, progress)
+    return _EventStream(answer, writer, progress, scored)
 
 
 class _EventStream(Response):
@@ -80,13 +85,20 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, writer: StreamWriter, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        writer: StreamWriter,
+        progress: Progress | None,
+        scored: Scored | None,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers)
         del self.headers["content-length"]
         self._answer = answer
         self._writer = writer
         self._progress = progress
+        self._scored = scored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.ensure_future(self._watch(receive))
@@ -112,7 +124,7 @@ class _EventStream(Response):
                 await send(_piece(begun))
             async with aclosing(answer.events()) as events:  # type: ignore[type-var]
                 async for told in events:
-                    written = "".join([_event(event, writer, self._progress) for event in told])
+                    written = "".join([self._event(event) for event in told])
                     if answer.is_complete:
                         written += writer.finish()
                     if written or not told:
@@ -120,16 +132,17 @@ class _EventStream(Response):
         except ApiError as error:
             await send(_piece(writer.fail(error)))
 
+    def _event(self, event: Told) -> str:
+        if isinstance(event, AnswerText):
+            return self._writer.text(event)
+        if isinstance(event, ReadingPrompt):
+            return self._progress(event) if self._progress is not None else ""
+        if isinstance(event, ContextScored):
+            return self._scored(event) if self._scored is not None else ""
+        if isinstance(event, AnswerCall):
+            return self._writer.call(event)
+        return self._writer.ended(event)
+
 
 def _piece(text: str, has_more: bool = True) -> Message:
     return {"type": "http.response.body", "body": text.encode(), "more_body": has_more}
-
-
-def _event(event: Told, writer: StreamWriter, progress: Progress | None) -> str:
-    if isinstance(event, AnswerText):
-        return writer.text(event)
-    if isinstance(event, ReadingPrompt):
-        return progress(event) if progress is not None else ""
-    if isinstance(event, AnswerCall):
-        return writer.call(event)
-    return writer.ended(event)

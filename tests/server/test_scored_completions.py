@@ -15,6 +15,7 @@ from support.stateful_models import STATEFUL
 from support.tiny_host import tiny_host
 
 TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
 STOP = 260
 CONTEXT = [(37 * i) % 251 for i in range(90)]
 CONTINUATIONS = [[65, 66, 67], [120], [3, STOP, 9, 9, 9, 200, 13]]
@@ -152,8 +153,68 @@ def test_vllm_s_field_tells_them_by_ids(scored: Scored) -> None:
         assert [ranks[1], ranks[2]] == right[place].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_stream_begins_with_the_prompt_and_its_logprobs(scored: Scored, max_tokens: int) -> None:
+    model, app = scored
+    fields = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "logit_bias": {STOP: -100}}
+    whole = ask(app, PROMPTS[0], **fields).json["choices"]
+
+    stream = ask(app, PROMPTS[0], **fields, stream=True)
+    choices = [chunk["choices"][0] for _, chunk in stream.events if chunk != "[DONE]"]
+
+    first = choices[0]
+    told, right = first["logprobs"], expected(model, PROMPTS[0])
+    own = right[torch.arange(len(PROMPTS[0]) - 1), torch.tensor(PROMPTS[0][1:])]
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+    assert "".join(choice["text"] for choice in choices) == whole[0]["text"]
+    assert choices[-1]["finish_reason"] == whole[0]["finish_reason"] == "length"
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    for name in ("tokens", "text_offset"):
+        joined = [entry for column in columns for entry in column[name]]
+        assert joined == whole[0]["logprobs"][name]
+
+
+def test_a_stream_of_several_answers_begins_each_with_the_prompt(scored: Scored) -> None:
+    _, app = scored
+    stream = ask(app, "häuser", echo=True, logprobs=1, max_tokens=2, n=2, stream=True)
+
+    begun = [chunk["choices"][0] for _, chunk in stream.events if chunk != "[DONE]"][:2]
+
+    assert [choice["index"] for choice in begun] == [0, 1]
+    assert [choice["text"] for choice in begun] == ["häuser"] * 2
+    assert begun[0]["logprobs"] == begun[1]["logprobs"]
+
+
+def test_a_chat_tells_the_logprobs_of_its_whole_context(scored: Scored) -> None:
+    """Those of the template's marks too; beside the choices, as in vLLM."""
+    model, app = scored
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "Who lives here?"}],
+        "max_tokens": 2,
+        "temperature": 0,
+        "prompt_logprobs": 2,
+    }
+    asked_once = post(app, CHAT, body).json
+    got = post(app, CHAT, body | {"logprobs": True, "top_logprobs": 2}).json
+
+    first, *others = got["prompt_logprobs"]
+    assert first is None
+    assert len(others) == got["usage"]["prompt_tokens"] - 1
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert asked_once["prompt_logprobs"] == got["prompt_logprobs"]
+    assert asked_once["choices"][0]["logprobs"] is None
+    assert len(got["choices"][0]["logprobs"]["content"]) == 2
+    ids = [int(next(iter(told))) for told in others]  # the token itself is told first
+    said = [told[str(own)]["decoded_token"] for told, own in zip(others, ids, strict=True)]
+    assert "".join(said).startswith("<|start|>user\nWho lives here?<|end|>")
+    right = expected(model, [model.config.bos_token_id, *ids])
+    for place, (told, own) in enumerate(zip(others, ids, strict=True)):
+        assert told[str(own)]["logprob"] == pytest.approx(float(right[place, own]), abs=1e-4)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a stream": ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
     "a stream for vLLM's field": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     "two numbers": ({"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs"),
     "too many": ({"prompt_logprobs": 21}, "prompt_logprobs"),
