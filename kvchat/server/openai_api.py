@@ -51,6 +51,8 @@ from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 Prompt = str | tuple[int, ...]
 
 _MOST_PROMPTS = 128
+# Of all prompts together: 128 answers to each of 128 prompts kept all others waiting.
+_MOST_ANSWERS = 1024
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
@@ -116,9 +118,13 @@ class OpenAiApi:
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         choices = [_chat_choice(ended, num_top is not None) for ended in answers]
         usage = usage_of(answers, answer.difference)
+        whole = {**head.as_dict(), "choices": choices, "usage": usage}
+        if not options.scores_prompt:
+            return JSONResponse(whole)
         codec = self._service.host.model.tokenizer
-        told = {"prompt_logprobs": of_prompt(answers[0], codec)} if options.scores_prompt else {}
-        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage, **told})
+        return await asyncio.to_thread(
+            lambda: JSONResponse({**whole, "prompt_logprobs": of_prompt(answers[0], codec)})
+        )
 
     async def completions(self, request: Request) -> Response:
         fields = await read_body(await request.body())
@@ -126,6 +132,8 @@ class OpenAiApi:
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
         prompts = await fields.read(_prompts)
         options = self._options(fields, ("max_tokens",))
+        if len(prompts) * options.num_samples > _MOST_ANSWERS:
+            raise fields.fault("n", f"times the prompts must be at most {_MOST_ANSWERS:,} answers")
         tells_ids, echoes = fields.flag("return_token_ids"), fields.flag("echo")
         num_top = text_logprobs(fields)
         num_of_prompt = prompt_logprobs(fields, num_top)
@@ -147,15 +155,21 @@ class OpenAiApi:
             answer = await self._service.answering.complete(prompts[0], options)
             includes_usage, num_samples = _includes_usage(fields), options.num_samples
             texts = _TextChunks(answer, head, includes_usage, num_samples, prompts[0], form)
-            return stream_response(answer, texts, _progress_of(texts, fields), texts.scored)
+            scored = texts.scored if options.scores_prompt else None
+            return stream_response(answer, texts, _progress_of(texts, fields), scored)
         answered = await until_gone(request, self._complete_all(prompts, options))
-        choices = [
-            {"index": place * options.num_samples + ended.sample, **form.choice(prompt, ended)}
-            for place, (prompt, answers) in enumerate(zip(prompts, answered, strict=True))
-            for ended in answers
-        ]
-        usage = _usage_of_all(answered)
-        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage})
+
+        def response() -> Response:
+            choices = [
+                {"index": place * options.num_samples + ended.sample, **form.choice(prompt, ended)}
+                for place, (prompt, answers) in enumerate(zip(prompts, answered, strict=True))
+                for ended in answers
+            ]
+            usage = _usage_of_all(answered)
+            return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage})
+
+        # 20 logprobs for each of 4,000 tokens take half a second, in which other streams go on.
+        return await asyncio.to_thread(response) if options.scores_prompt else response()
 
     async def _complete_all(
         self, prompts: Sequence[Prompt], options: AskOptions

@@ -47,6 +47,7 @@ _TRUNCATIONS = ("auto", "disabled")
 # What a request says of itself; the response says it again.
 _DESCRIPTIONS = ("user", "safety_identifier", "prompt_cache_key")
 _MOST_METADATA = 16
+_MOST_NAME, _MOST_TEXT = 64, 512  # characters
 _COMPACTED = b"kvchat summary\n"  # begins what a compaction item holds
 
 
@@ -133,12 +134,20 @@ def _check_others(fields: Fields) -> None:
         raise fields.fault("truncation", f"must be {' or '.join(_TRUNCATIONS)}")
     fields.whole("max_tool_calls", 1)
     for name in _DESCRIPTIONS:
-        fields.text(name)
+        _check_short(fields, name)
     metadata = fields.nested("metadata")
     if len(metadata.values) > _MOST_METADATA:
         raise fields.fault("metadata", f"must have at most {_MOST_METADATA} fields")
     for name in metadata.values:
-        metadata.text(name)
+        if len(name) > _MOST_NAME:
+            raise fields.fault("metadata", f"must have names of at most {_MOST_NAME} characters")
+        _check_short(metadata, name)
+
+
+def _check_short(fields: Fields, name: str) -> None:
+    """Raise ApiError for a long text: the response repeats it, and is kept."""
+    if len(fields.text(name) or "") > _MOST_TEXT:
+        raise fields.fault(name, f"must be a text of at most {_MOST_TEXT} characters")
 
 
 def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:

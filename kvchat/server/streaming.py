@@ -124,13 +124,22 @@ class _EventStream(Response):
                 await send(_piece(begun))
             async with aclosing(answer.events()) as events:  # type: ignore[type-var]
                 async for told in events:
-                    written = "".join([self._event(event) for event in told])
+                    written = await self._written(told)
                     if answer.is_complete:
                         written += writer.finish()
                     if written or not told:
                         await send(_piece(written or _PING))
         except ApiError as error:
             await send(_piece(writer.fail(error)))
+
+    async def _written(self, told: list[Told]) -> str:
+        """Return events as text; the logprobs of a prompt, which are many, from another thread."""
+        if self._scored is not None and any(isinstance(event, ContextScored) for event in told):
+            return await asyncio.to_thread(self._events, told)
+        return self._events(told)
+
+    def _events(self, told: list[Told]) -> str:
+        return "".join([self._event(event) for event in told])
 
     def _event(self, event: Told) -> str:
         if isinstance(event, AnswerText):

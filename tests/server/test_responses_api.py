@@ -105,7 +105,11 @@ def test_a_response_says_again_what_the_request_said_of_itself(serve: Serve) -> 
         ("max_tool_calls", 0),
         ("metadata", {"a": 1}),
         ("metadata", {str(n): "" for n in range(17)}),
+        ("metadata", {"n" * 65: ""}),
+        # One of 1 MB kept all other requests waiting for 0.8 s: the stored response repeats it.
+        ("metadata", {"a": "x" * 513}),
         ("user", 5),
+        ("user", "x" * 513),
     ],
 )
 def test_what_would_change_the_response_or_is_no_such_field_is_refused(

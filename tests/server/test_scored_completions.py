@@ -1,5 +1,6 @@
 """Logprobs of prompts beside transformers' own forward pass, as programs that score texts ask."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvchat.server import openai_api
 from kvchat.server.guard import App
 from server.conftest import Serve, served_by
 from support.asgi_client import Got, post
@@ -214,12 +216,44 @@ def test_a_chat_tells_the_logprobs_of_its_whole_context(scored: Scored) -> None:
         assert told[str(own)]["logprob"] == pytest.approx(float(right[place, own]), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "form"),
+    [
+        (TEXT, {"prompt": "x", "prompt_logprobs": 2}, "of_prompt"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}, "echoed"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2, "stream": True}, "echoed"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 2}, "of_prompt"),
+    ],
+)
+def test_logprobs_of_prompts_are_written_while_the_event_loop_goes_on(
+    scored: Scored,
+    path: str,
+    fields: dict[str, Any],
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of 4,000 tokens, 20 for each, stopped all other streams for half a second."""
+    whole, threads = getattr(openai_api, form), []
+
+    def noted(*parts: Any) -> Any:
+        threads.append(threading.current_thread())
+        return whole(*parts)
+
+    monkeypatch.setattr(openai_api, form, noted)
+    got = post(scored[1], path, {"model": "scripted", "max_tokens": 1, **fields})
+
+    assert got.status == 200
+    assert threads
+    assert threading.current_thread() not in threads
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a stream for vLLM's field": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     "two numbers": ({"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs"),
     "too many": ({"prompt_logprobs": 21}, "prompt_logprobs"),
     "several prompts in a stream": ({"prompt": ["a", "b"], "stream": True}, "prompt"),
     "too many prompts": ({"prompt": ["a"] * 129}, "prompt"),
+    "too many answers": ({"prompt": ["a"] * 128, "n": 9}, "n"),
     "prompts of prompts": ({"prompt": [["a"]]}, "prompt"),
 }
 
