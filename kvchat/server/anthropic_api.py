@@ -13,7 +13,7 @@ from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, is_too_deep
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
@@ -131,7 +131,10 @@ def _calls(message: Fields) -> list[tuple[str, ToolCall]]:
     for block in _blocks(message, "content", "tool_use"):
         if not block.text("name"):
             raise block.fault("name", "is missing")
-        call = ToolCall(block.text("name") or "", block.nested("input").values)
+        arguments = block.nested("input").values
+        if is_too_deep(arguments):
+            raise block.fault("input", "must not be nested so deeply")
+        call = ToolCall(block.text("name") or "", arguments)
         calls.append((block.text("id") or "", call))
     return calls
 

@@ -26,7 +26,7 @@ from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, is_too_deep
 from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
@@ -283,6 +283,8 @@ def given_call(function: Fields) -> ToolCall:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.fault("arguments", "must be the text of a JSON object")
+    if is_too_deep(arguments):
+        raise function.fault("arguments", "must not be nested so deeply")
     return ToolCall(name, arguments)
 
 
