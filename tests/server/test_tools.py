@@ -340,3 +340,14 @@ def test_arguments_and_parameters_that_are_nested_too_deeply_are_refused(
     ]
 
     assert [each.status for each in got] == [status] * len(got)
+
+
+def test_definitions_that_exceed_the_context_are_refused_as_such(app: App) -> None:
+    """It was a 503 that blamed the checkpoint: its template may write 1 MiB."""
+    tool = {"name": "find", "description": "a b " * 500_000}
+    tools = [{"type": "function", "function": tool}]
+
+    refused = post(app, CHAT, {**chat_body(ASKED), "tools": tools})
+
+    assert refused.status == 400
+    assert refused.json["error"]["code"] == "context_length_exceeded"
