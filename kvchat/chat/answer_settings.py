@@ -33,8 +33,8 @@ class AskOptions:
     max_calls     the most tool calls of an answer; None sets no limit, 0 reads calls as text
     num_top_logprobs   likeliest tokens told beside each token; None tells no logprobs at all.
                        Calls have none; where calls are channels, answers with tools have none
-    scores_prompt  whether the prompt's tokens have their logprobs told too, at the answer's end;
-                   then all of the prompt is computed, whatever is cached
+    scores_prompt  whether the prompt's tokens have their logprobs told too, before the answer's
+                   text and at its end; then all of the prompt is computed, whatever is cached
     tells_ids     whether the events of the reply have the answer's token ids
     grammar       what the text of the answer after its thinking matches; None for any text
     chosen        names of the sampling parameters that the user set, not the model's defaults

@@ -25,6 +25,17 @@ class ReadingPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextScored:
+    """The logprobs of all tokens of `context` but the first, before the answers' first text.
+
+    Comes once, and only where they were asked for.
+    """
+
+    context: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerText:
     """More text of one sample's answer, or of the thinking before it.
 
@@ -91,4 +102,12 @@ class SavingFailed:
     message: str
 
 
-ChatEvent = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded | AnswerFailed | SavingFailed
+ChatEvent = (
+    ReadingPrompt
+    | ContextScored
+    | AnswerText
+    | AnswerCall
+    | AnswerEnded
+    | AnswerFailed
+    | SavingFailed
+)

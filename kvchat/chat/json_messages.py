@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, is_too_deep
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 
@@ -169,7 +169,9 @@ def _calls(fields: dict[str, Any], number: int) -> Iterator[tuple[str, ToolCall]
         for call in given:
             function = call["function"]
             arguments = json.loads(function["arguments"] or "{}")
-            if not isinstance(arguments, dict) or not isinstance(function["name"], str):
+            if not isinstance(arguments, dict) or is_too_deep(arguments):
+                raise TypeError
+            if not isinstance(function["name"], str):
                 raise TypeError
             yield str(call["id"]), ToolCall(function["name"], arguments)
     except (KeyError, TypeError, ValueError, RecursionError) as error:

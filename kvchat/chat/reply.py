@@ -21,6 +21,7 @@ from kvchat.chat.events import (
     AnswerFailed,
     AnswerText,
     ChatEvent,
+    ContextScored,
     ReadingPrompt,
     SavingFailed,
 )
@@ -209,7 +210,7 @@ class Reply:
 
     `notify` is called on the engine's thread when there are events to poll; it must not block.
     One consumer only; `cancel` may be called from any thread. `scored_context` is the context if
-    the logprobs of all tokens are told at the end.
+    the logprobs of its tokens are told too: before the first text, and with all others at the end.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class Reply:
         self._num_open = len(answers)
         self._scored_context = scored_context
         self._scored: list[TokenLogprobs] = []  # of the context, from its second token on
+        self._is_context_told = not scored_context
         self.num_tokens = 0  # generated so far, over all samples
         self._cancel: Callable[[FinishReason], None] | None = None
 
@@ -262,25 +264,28 @@ class Reply:
     def poll(self) -> list[ChatEvent]:
         """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
-        while not self.is_finished:
-            try:
-                event = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            events.extend(self._take(event))
+        while not self.is_finished and not self._queue.empty():
+            events.extend(self._take(self._queue.get_nowait()))
         return events + self._save_due()
 
     def _take(self, event: RequestEvent) -> list[ChatEvent]:
         if isinstance(event, PrefillProgress):
             return [ReadingPrompt(event.cached, event.done, event.total)]
         if isinstance(event, TokensGenerated):
-            return self._extend(event)
+            return self._context() + self._extend(event)
         if isinstance(event, SampleFinished):
-            return self._end(event)
+            return self._context() + self._end(event)
         if isinstance(event, PromptScored):
             self._scored.extend(event.logprobs)
             return []
         return self._fail(event)
+
+    def _context(self) -> list[ChatEvent]:
+        """Return the logprobs of the context, once all are known, for the first time only."""
+        if self._is_context_told:
+            return []
+        self._is_context_told = True
+        return [ContextScored(self._scored_context, tuple(self._scored))]
 
     def _extend(self, event: TokensGenerated) -> list[ChatEvent]:
         answer = self._answers[event.sample]

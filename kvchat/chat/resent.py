@@ -20,7 +20,7 @@ from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats
 from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
@@ -157,6 +157,15 @@ class ResentChats:
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)
 
+    def _require_room(self, tools: ToolSet, limit: int) -> None:
+        """Raise ContextTooLong for definitions that the template would write in vain."""
+        if self._host.model.tokenizer.exceeds(tools.text, limit):
+            raise ContextTooLong(
+                f"The tools have {len(tools.text):,} characters, and the context holds {limit:,} "
+                "tokens.",
+                "Offer fewer tools, or describe them in fewer words.",
+            )
+
     def _opened(self, chat: ResentChat, think: Think, num_contexts: int) -> ChatSession:
         """Return a session with all messages but a last one of the user.
 
@@ -169,6 +178,8 @@ class ResentChats:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         ready = self._host.ready
         limit = ready.context_limit if ready is not None else math.inf
+        if chat.tools is not None and ready is not None:
+            self._require_room(chat.tools, ready.context_limit)
         session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
         digest = self._digest()
         num_tokens = 0

@@ -27,25 +27,37 @@ _TABLE = (
 )
 _DEFAULT_MAX_BYTES = 64 << 20
 _PIECE_CHARACTERS = 1 << 16
+# Making ids of a million characters takes most of a second, in which no other request is encoded.
+_DEFAULT_MAX_CHARACTERS = 1 << 20
 
 
 class ResponseMemory:
     """Records by id, the least recently used dropped first. One thread uses it.
 
-    `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records.
+    `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records,
+    `max_characters` the JSON of one.
     """
 
     def __init__(
-        self, path: Path | None, tokenizer: TextCodec, max_bytes: int = _DEFAULT_MAX_BYTES
+        self,
+        path: Path | None,
+        tokenizer: TextCodec,
+        max_bytes: int = _DEFAULT_MAX_BYTES,
+        max_characters: int = _DEFAULT_MAX_CHARACTERS,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
+        self._max_characters = max_characters
         self._db = open_private_database(path, _TABLE)
 
     def put(self, response_id: str, record: Mapping[str, Any]) -> None:
-        """Keep a record of JSON's types; what cannot be written is dropped."""
+        """Keep a record of JSON's types; what is too long or cannot be written is dropped."""
+        text = json.dumps(record, separators=(",", ":"))
+        if len(text) > self._max_characters:
+            _log.warning("a response of %d characters is too long to be kept", len(text))
+            return
         try:
-            ids = self._ids(json.dumps(record, separators=(",", ":")))
+            ids = self._ids(text)
             if ids is None:
                 return
             row = (self._key(response_id), ids, time.time())

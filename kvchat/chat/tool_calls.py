@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvchat.chat.tools import ToolCall, ToolSet
+from kvchat.chat.tools import ToolCall, ToolSet, is_too_deep
 
 Reader = Callable[[str, ToolSet], list[ToolCall] | None]
 
@@ -178,7 +178,12 @@ def _call(value: Any) -> ToolCall | None:
 
 
 def _is_writable(call: ToolCall) -> bool:
-    """Whether a call can be written as JSON in UTF-8: NaN and halves of characters cannot."""
+    """Whether a call can be written as JSON in UTF-8: NaN and halves of characters cannot.
+
+    What is nested too deeply for a template counts as such too.
+    """
+    if is_too_deep(call.arguments):
+        return False
     try:
         json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):

@@ -9,7 +9,25 @@ from kvchat.core.errors import UsageError
 
 # The order in which models see the fields of a definition in their training.
 _FIELDS = ("name", "description", "parameters")
+# Deeper values are refused: what reads them calls itself, in templates of checkpoints too.
+_MOST_DEPTH = 100
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def is_too_deep(value: object) -> bool:
+    """Return whether lists and objects of JSON are nested deeper than calls and definitions may."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        level = [item for holder in level for item in _items(holder)]
+        if not level:
+            return False
+    return True
+
+
+def _items(holder: object) -> Iterable[object]:
+    if isinstance(holder, Mapping):
+        return holder.values()
+    return holder if isinstance(holder, list) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +77,12 @@ class ToolSet:
     def __init__(self, definitions: Iterable[Mapping[str, Any]]) -> None:
         """Take functions, each with `name` and perhaps `description` and `parameters`.
 
-        Raises UsageError for two of one name.
+        Raises UsageError for two of one name, and for parameters that are nested too deeply.
         """
         functions = [_in_order(definition) for definition in definitions]
+        for function in functions:
+            if is_too_deep(function["parameters"]):
+                raise UsageError(f"The parameters of {function['name']!r} are nested too deeply.")
         self._by_name = {function["name"]: function for function in functions}
         if len(self._by_name) < len(functions):
             raise UsageError("Two tools have the same name.")

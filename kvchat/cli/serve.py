@@ -1,5 +1,6 @@
 """`kvchat serve`: offers the model and its cache to other programs over HTTP."""
 
+import gc
 import os
 import secrets
 import sys
@@ -105,6 +106,9 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
 def _tell(event: LoadEvent) -> None:
     """Report the end of loading. Called on the engine's thread."""
     if isinstance(event, ModelReady):
+        # What is loaded now stays. Python need not look through it for garbage at each full
+        # collection, which would stop all streams for a while.
+        gc.freeze()
         for note in event.notes:
             _say(note)
         kv = f", KV in {event.kv_dtype}" if event.kv_dtype else ""

@@ -21,7 +21,9 @@ from kvchat.chat.events import (
     AnswerFailed,
     AnswerText,
     ChatEvent,
+    ContextScored,
     ReadingPrompt,
+    SavingFailed,
 )
 from kvchat.chat.resent import Asked, ResentChats
 from kvchat.chat.resent_chat import Difference, ResentChat
@@ -32,7 +34,7 @@ from kvchat.server.metrics import Metrics
 
 T = TypeVar("T")
 # What is told of an answer while it is generated.
-Told = ReadingPrompt | AnswerText | AnswerCall | AnswerEnded
+Told = ReadingPrompt | ContextScored | AnswerText | AnswerCall | AnswerEnded
 
 # A client may count a connection without a byte as dead: a long prefill sends this often.
 PING_INTERVAL_S = 10.0
@@ -109,10 +111,10 @@ class Answer:
 
     async def _hear_first(self) -> None:
         """Wait a while for the engine's first event: a refusal still gets its own HTTP status."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PING_INTERVAL_S):
-                await self._has_news.wait()
-        self._has_news.clear()  # before the poll: what comes after it sets it again
+        self._listen_for_silence()
+        await self._has_news.wait()
+        if not self._is_silent:  # else `events` tells of the silence first
+            self._has_news.clear()  # before the poll: what comes after it sets it again
         self._first = self._require_asked().reply.poll()
         failed = next((event for event in self._first if isinstance(event, AnswerFailed)), None)
         if failed is not None:
@@ -130,13 +132,10 @@ class Answer:
         ApiError if the request fails.
         """
         reply, events = self._require_asked().reply, self._first
-        self._listen_for_silence()
         while True:
-            told = [event for event in events if isinstance(event, Told)]
-            failed = next((event for event in events if isinstance(event, AnswerFailed)), None)
+            told, failed = self._heard(events)
             self.is_complete = reply.is_finished and failed is None
             if told:
-                self._note_ends(told)
                 yield told
             if failed is not None:
                 raise as_api_error(failed.error)
@@ -166,11 +165,19 @@ class Answer:
         next_s = left_s if left_s > 0 else PING_INTERVAL_S
         self._silence = self._loop.call_later(next_s, self._listen_for_silence)
 
-    def _note_ends(self, told: list[Told]) -> None:
-        for event in told:
+    def _heard(self, events: list[ChatEvent]) -> tuple[list[Told], AnswerFailed | None]:
+        """Return what is to be told of events, and the failure if there is one; note all ends."""
+        told: list[Told] = []
+        failed = None
+        for event in events:
+            if isinstance(event, AnswerFailed):
+                failed = event
+            elif not isinstance(event, SavingFailed):
+                told.append(event)
             if isinstance(event, AnswerEnded):
                 self._metrics.note_answer(event.usage, event.timing)
                 self._remember(self._require_asked(), event)
+        return told, failed
 
     @property
     def difference(self) -> Difference | None:

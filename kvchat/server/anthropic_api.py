@@ -13,13 +13,14 @@ from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, is_too_deep
 from kvchat.core.types import FinishReason, Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
+from kvchat.server.bodies import read_body
 from kvchat.server.cache_control import CacheMarks
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, read_body, sampling_options, stops
+from kvchat.server.fields import Fields, sampling_options, stops
 from kvchat.server.generation_fields import AnswerFormat, answer_format
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
@@ -37,7 +38,7 @@ class AnthropicApi:
         self._service = service
 
     async def messages(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
@@ -52,7 +53,7 @@ class AnthropicApi:
         return JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})
 
     async def count_tokens(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
@@ -130,7 +131,10 @@ def _calls(message: Fields) -> list[tuple[str, ToolCall]]:
     for block in _blocks(message, "content", "tool_use"):
         if not block.text("name"):
             raise block.fault("name", "is missing")
-        call = ToolCall(block.text("name") or "", block.nested("input").values)
+        arguments = block.nested("input").values
+        if is_too_deep(arguments):
+            raise block.fault("input", "must not be nested so deeply")
+        call = ToolCall(block.text("name") or "", arguments)
         calls.append((block.text("id") or "", call))
     return calls
 

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.core.cost import KvPlaces
-from kvchat.server.fields import Fields, read_body
+from kvchat.server.bodies import Body, read_body
+from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class ChatApi:
     async def locate(self, request: Request) -> Response:
         """Say where the KV of `contexts` is."""
         fields = await _read(request)
-        places = await _of(self._host.locate(_contexts(fields)))
+        places = await _of(self._host.locate(await fields.read(_contexts)))
         return JSONResponse({"places": [_place(place) for place in places]})
 
     async def pin(self, request: Request) -> Response:
@@ -38,7 +39,7 @@ class ChatApi:
         fields = await _read(request)
         label = (fields.text("label") or "")[:_MOST_LABEL_CHARS]
         ttl_s = fields.number("ttl_s")
-        ids = _ids(fields, fields.raw("token_ids"))
+        ids = await fields.read(_token_ids)
         pinned = self._host.pin(ids, label, ttl_s if ttl_s is not None else math.inf)
         num_tokens = await _of(pinned)
         return JSONResponse({"num_tokens": num_tokens})
@@ -46,7 +47,7 @@ class ChatApi:
     async def forget(self, request: Request) -> Response:
         """Drop the KV of `contexts` from memory, but for as many first tokens as `kept` says."""
         fields = await _read(request)
-        contexts, kept = _contexts(fields), fields.raw("kept")
+        contexts, kept = await fields.read(_contexts), fields.raw("kept")
         is_good = isinstance(kept, list) and len(kept) == len(contexts)
         if not is_good or not all(type(n) is int and n >= 0 for n in kept):
             raise fields.fault("kept", "must have a whole number for each context")
@@ -56,19 +57,19 @@ class ChatApi:
     async def prefetch(self, request: Request) -> Response:
         """Begin to bring the KV of `token_ids` to the device."""
         fields = await _read(request)
-        self._host.prefetch(_ids(fields, fields.raw("token_ids")))
+        self._host.prefetch(await fields.read(_token_ids))
         return JSONResponse({})
 
     async def read_ahead(self, request: Request) -> Response:
         """Prefill `token_ids` while nothing else runs; without them end that."""
         fields = await _read(request)
-        ids = _ids(fields, fields.raw("token_ids"))
+        ids = await fields.read(_token_ids)
         self._host.read_ahead(ids) if ids else self._host.end_read_ahead()
         return JSONResponse({})
 
 
-async def _read(request: Request) -> Fields:
-    return read_body(await request.body())
+async def _read(request: Request) -> Body:
+    return await read_body(await request.body())
 
 
 async def _of(asked: "Future[T]") -> T:
@@ -82,7 +83,11 @@ def _contexts(fields: Fields) -> list[list[int]]:
     return [_ids(fields, context, "contexts") for context in contexts]
 
 
-def _ids(fields: Fields, value: Any, name: str = "token_ids") -> list[int]:
+def _token_ids(fields: Fields) -> list[int]:
+    return _ids(fields, fields.raw("token_ids"), "token_ids")
+
+
+def _ids(fields: Fields, value: Any, name: str) -> list[int]:
     is_good = isinstance(value, list) and all(type(token) is int for token in value)
     if not is_good or not all(0 <= token < 1 << 31 for token in value):
         raise fields.fault(name, "must be token ids")

@@ -1,29 +1,20 @@
-"""Fields: reads the JSON body of a request; each fault names its field.
+"""Fields: reads the fields of a request's JSON; each fault names its field.
 
 Fields that would change the answer and that kvchat does not have are refused, not ignored.
 """
 
-import asyncio
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
 from kvchat.core.errors import UsageError
 from kvchat.server.api_errors import ApiError
 
-T = TypeVar("T")
-
 _MOST = 2**63 - 1
 _MOST_STOPS = 16
 _MOST_SAMPLES = 128
 _SHOWN_CHARS = 80
-# Reading the objects of a larger body takes more than a few milliseconds.
-_MOST_BYTES_AT_ONCE = 1 << 17
-_MOST_OBJECTS_AT_ONCE = 1000
-# What stands in any body with half a character.
-_SIGNS_OF_SURROGATES = (b"\\ud", b"\\uD")
 
 
 class Fields:
@@ -121,49 +112,6 @@ class Fields:
                 full = self.name_of(name)
                 sentence = f"kvchat does not support {full}."
                 raise ApiError(400, sentence, full, "unsupported_parameter")
-
-
-class Body(Fields):
-    """The fields of a request's whole body, which has `num_bytes`."""
-
-    def __init__(self, values: Mapping[str, Any], num_bytes: int) -> None:
-        super().__init__(values)
-        self._num_bytes = num_bytes
-
-    async def read(self, read: Callable[["Body"], T], num_others: int = 0) -> T:
-        """Return what `read` makes of the fields.
-
-        A large body is read on another thread, so that the streams of other clients go on: 200,000
-        messages take seconds. `num_others` objects that are no part of the body are read with it.
-        """
-        is_small = self._num_bytes <= _MOST_BYTES_AT_ONCE and num_others <= _MOST_OBJECTS_AT_ONCE
-        return read(self) if is_small else await asyncio.to_thread(read, self)
-
-
-def read_body(body: bytes) -> Body:
-    """Parse a request's body; raises ApiError for anything but a JSON object in UTF-8."""
-    try:
-        values = json.loads(body.decode("utf-8-sig"))
-        if any(sign in body for sign in _SIGNS_OF_SURROGATES):
-            values = _without_surrogates(values)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "The body is not JSON.") from None
-    if not isinstance(values, dict):
-        raise ApiError(400, "The body must be a JSON object.")
-    return Body(values, len(body))
-
-
-def _without_surrogates(values: Any) -> Any:
-    """Return a value of JSON with a question mark for each half of a character.
-
-    Clients that cut a text send one, and no response could be written with it.
-    """
-    text = json.dumps(values, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.loads(text.encode(errors="replace"))
-    return values
 
 
 def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:

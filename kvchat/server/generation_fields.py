@@ -69,18 +69,15 @@ def chat_logprobs(fields: Fields) -> int | None:
 
 def text_logprobs(fields: Fields) -> int | None:
     """Return the same for a plain completion, where `logprobs` is the number."""
-    num_top = fields.whole("logprobs", 0, _MOST_TOP_LOGPROBS)
-    if num_top is not None and fields.flag("echo") and fields.flag("stream"):
-        raise fields.fault(
-            "logprobs", "is not told of a prompt in a stream; leave out echo or stream"
-        )
-    return num_top
+    return fields.whole("logprobs", 0, _MOST_TOP_LOGPROBS)
 
 
 def prompt_logprobs(fields: Fields, num_top: int | None) -> int | None:
     """Return how many logprobs vLLM's field asks for beside each of a prompt's; None for none.
 
     num_top   how many are told beside the answer's, of which there can be no other number
+
+    Raises ApiError for a stream, as vLLM does.
     """
     num_of_prompt = fields.whole("prompt_logprobs", 0, _MOST_TOP_LOGPROBS)
     if num_of_prompt is None:
@@ -88,7 +85,7 @@ def prompt_logprobs(fields: Fields, num_top: int | None) -> int | None:
     if fields.flag("stream"):
         raise fields.fault("prompt_logprobs", "is not told in a stream; leave out stream")
     if num_top is not None and num_top != num_of_prompt:
-        raise fields.fault("prompt_logprobs", "must be the number that logprobs is")
+        raise fields.fault("prompt_logprobs", "must be the number of the answer's logprobs")
     return num_of_prompt
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.shown_logprobs import ShownToken, shown_token
 from kvchat.chat.tokenizer import TextCodec
+from kvchat.core.types import TokenLogprobs
 
 # What stands for a logarithm of 0, which JSON does not have.
 _LEAST = -9999.0
@@ -38,15 +39,18 @@ def legacy(tokens: Sequence[ShownToken], start: int) -> dict[str, Any]:
     }
 
 
-def echoed(ended: AnswerEnded, tokens: TextCodec, starts_before: bool) -> dict[str, Any]:
+def echoed(
+    first_id: int, scored: Sequence[TokenLogprobs], tokens: TextCodec, starts_before: bool
+) -> dict[str, Any]:
     """Return the columns of a plain completion that repeats its prompt: an entry for every id.
 
     Nothing stands before the first token of the prompt, so it has no logprob.
 
+    first_id        the first token of the prompt; `scored` are those after it
     starts_before   the first token is none of the text, as BOS that the tokenizer puts before it
     """
-    first = ShownToken(tokens.token_bytes(ended.scored_context[0]), 0.0)
-    shown = [shown_token(each, tokens.token_bytes) for each in ended.scored]
+    first = ShownToken(tokens.token_bytes(first_id), 0.0)
+    shown = [shown_token(each, tokens.token_bytes) for each in scored]
     start = -len(first.content.decode(errors="replace")) if starts_before else 0
     columns = legacy((first, *shown), start)
     columns["token_logprobs"][0] = columns["top_logprobs"][0] = None

@@ -15,16 +15,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
+from kvchat.chat.events import (
+    AnswerCall,
+    AnswerEnded,
+    AnswerText,
+    ContextScored,
+    ReadingPrompt,
+)
 from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, is_too_deep
+from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.bodies import read_body
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, num_samples, read_body, sampling_options, stops
+from kvchat.server.fields import Fields, num_samples, sampling_options, stops
 from kvchat.server.generation_fields import (
     answer_format,
     chat_logprobs,
@@ -43,6 +51,8 @@ from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 Prompt = str | tuple[int, ...]
 
 _MOST_PROMPTS = 128
+# Of all prompts together: 128 answers to each of 128 prompts kept all others waiting.
+_MOST_ANSWERS = 1024
 _DONE = "data: [DONE]\n\n"
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
@@ -81,17 +91,20 @@ class OpenAiApi:
         return {**model, "context_length": ready.context_limit} if ready is not None else model
 
     async def chat(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED, "prompt_logprobs")
+        fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
         chat = await fields.read(_chat)
         limits = ("max_completion_tokens", "max_tokens")
+        num_top = chat_logprobs(fields)
+        num_of_prompt = prompt_logprobs(fields, num_top)
         options = replace(
             self._options(fields, limits, chat),
             max_calls=openai_choice(fields).max_calls,
             think=self._think(fields),
-            num_top_logprobs=chat_logprobs(fields),
+            num_top_logprobs=num_top if num_top is not None else num_of_prompt,
+            scores_prompt=num_of_prompt is not None,
         )
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
@@ -103,18 +116,24 @@ class OpenAiApi:
             chunks = _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
             return stream_response(answer, chunks, _progress_of(chunks, fields))
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        has_logprobs = options.num_top_logprobs is not None
-        choices = [_chat_choice(ended, has_logprobs) for ended in answers]
-        return JSONResponse(
-            {**head.as_dict(), "choices": choices, "usage": usage_of(answers, answer.difference)}
+        choices = [_chat_choice(ended, num_top is not None) for ended in answers]
+        usage = usage_of(answers, answer.difference)
+        whole = {**head.as_dict(), "choices": choices, "usage": usage}
+        if not options.scores_prompt:
+            return JSONResponse(whole)
+        codec = self._service.host.model.tokenizer
+        return await asyncio.to_thread(
+            lambda: JSONResponse({**whole, "prompt_logprobs": of_prompt(answers[0], codec)})
         )
 
     async def completions(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
         prompts = await fields.read(_prompts)
         options = self._options(fields, ("max_tokens",))
+        if len(prompts) * options.num_samples > _MOST_ANSWERS:
+            raise fields.fault("n", f"times the prompts must be at most {_MOST_ANSWERS:,} answers")
         tells_ids, echoes = fields.flag("return_token_ids"), fields.flag("echo")
         num_top = text_logprobs(fields)
         num_of_prompt = prompt_logprobs(fields, num_top)
@@ -129,22 +148,28 @@ class OpenAiApi:
         options = await with_format(self._service, wanted, options)
         head = self._head("cmpl", "text_completion")
         codec = self._service.host.model.tokenizer
+        form = _TextForm(codec, echoes, num_top is not None, num_of_prompt is not None)
         if fields.flag("stream"):
             if len(prompts) > 1:
                 raise fields.fault("prompt", "must be one prompt in a stream")
-            echo = _text_of(prompts[0], codec) if echoes else ""
             answer = await self._service.answering.complete(prompts[0], options)
-            texts = _TextChunks(answer, head, _includes_usage(fields), options.num_samples, echo)
-            return stream_response(answer, texts, _progress_of(texts, fields))
+            includes_usage, num_samples = _includes_usage(fields), options.num_samples
+            texts = _TextChunks(answer, head, includes_usage, num_samples, prompts[0], form)
+            scored = texts.scored if options.scores_prompt else None
+            return stream_response(answer, texts, _progress_of(texts, fields), scored)
         answered = await until_gone(request, self._complete_all(prompts, options))
-        form = _TextForm(codec, echoes, num_top is not None, num_of_prompt is not None)
-        choices = [
-            {"index": place * options.num_samples + ended.sample, **form.choice(prompt, ended)}
-            for place, (prompt, answers) in enumerate(zip(prompts, answered, strict=True))
-            for ended in answers
-        ]
-        usage = _usage_of_all(answered)
-        return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage})
+
+        def response() -> Response:
+            choices = [
+                {"index": place * options.num_samples + ended.sample, **form.choice(prompt, ended)}
+                for place, (prompt, answers) in enumerate(zip(prompts, answered, strict=True))
+                for ended in answers
+            ]
+            usage = _usage_of_all(answered)
+            return JSONResponse({**head.as_dict(), "choices": choices, "usage": usage})
+
+        # 20 logprobs for each of 4,000 tokens take half a second, in which other streams go on.
+        return await asyncio.to_thread(response) if options.scores_prompt else response()
 
     async def _complete_all(
         self, prompts: Sequence[Prompt], options: AskOptions
@@ -258,6 +283,8 @@ def given_call(function: Fields) -> ToolCall:
         arguments = None
     if not isinstance(arguments, dict):
         raise function.fault("arguments", "must be the text of a JSON object")
+    if is_too_deep(arguments):
+        raise function.fault("arguments", "must not be nested so deeply")
     return ToolCall(name, arguments)
 
 
@@ -372,10 +399,9 @@ class _TextForm:
 
     def choice(self, prompt: Prompt, ended: AnswerEnded) -> dict[str, Any]:
         """Return one choice but for its index."""
-        echo = _text_of(prompt, self.codec) if self.echoes else ""
         told = {"prompt_logprobs": of_prompt(ended, self.codec)} if self.tells_of_prompt else {}
         return {
-            "text": echo + ended.thinking + ended.text,
+            "text": self.echo(prompt) + ended.thinking + ended.text,
             **({"token_ids": list(ended.token_ids)} if ended.token_ids else {}),
             "logprobs": self._logprobs(prompt, ended) if self.has_logprobs else None,
             **told,
@@ -385,10 +411,21 @@ class _TextForm:
     def _logprobs(self, prompt: Prompt, ended: AnswerEnded) -> dict[str, Any]:
         if not self.echoes:
             return legacy((*ended.thinking_logprobs, *ended.logprobs), 0)
-        first = ended.scored_context[0]
+        return self.columns(prompt, ended.scored_context[0], ended.scored)
+
+    def echo(self, prompt: Prompt) -> str:
+        """Return what is repeated of the prompt."""
+        return _text_of(prompt, self.codec) if self.echoes else ""
+
+    def columns(
+        self, prompt: Prompt, first: int, scored: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """Return the logprobs of a prompt that is repeated; `scored` are those after its `first`
+        token, and may go on behind the prompt.
+        """
         is_written = isinstance(prompt, str) and prompt.startswith(_text_of((first,), self.codec))
         is_added = isinstance(prompt, str) and self.codec.is_hidden(first) and not is_written
-        return echoed(ended, self.codec, is_added)
+        return echoed(first, scored, self.codec, is_added)
 
 
 class _Chunks:
@@ -484,16 +521,33 @@ class _ChatChunks(_Chunks):
 
 class _TextChunks(_Chunks):
     def __init__(
-        self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int, echo: str
+        self,
+        answer: Answer,
+        head: _Head,
+        includes_usage: bool,
+        num_samples: int,
+        prompt: Prompt,
+        form: _TextForm,
     ) -> None:
         super().__init__(answer, head, includes_usage, num_samples)
-        self._echo = echo
-        self._lengths: Counter[int] = Counter()
+        self._prompt = prompt
+        self._form = form
+        self._echo = form.echo(prompt)
+        self._lengths = Counter(dict.fromkeys(range(num_samples), len(self._echo)))
 
     def begin(self) -> str:
+        return "" if self._form.has_logprobs else self._prompt_said(None)
+
+    def scored(self, event: ContextScored) -> str:
+        """Return the prompt that is repeated, with the logprobs of its tokens, as vLLM does."""
+        columns = self._form.columns(self._prompt, event.context[0], event.logprobs)
+        return self._prompt_said(columns)
+
+    def _prompt_said(self, logprobs: dict[str, Any] | None) -> str:
         if not self._echo:
             return ""
-        return "".join(self._piece(sample, self._echo) for sample in range(self._num_samples))
+        pieces = (self._piece(n, self._echo, None, logprobs) for n in range(self._num_samples))
+        return "".join(pieces)
 
     def text(self, event: AnswerText) -> str:
         start = self._lengths[event.sample]

@@ -19,12 +19,13 @@ from kvchat.chat.compaction import OPENING, REPLY, max_summary_tokens, request_t
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
+from kvchat.server.bodies import read_body
 from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, read_body, sampling_options
+from kvchat.server.fields import Fields, sampling_options
 from kvchat.server.generation_fields import (
     answer_format,
     require_tellable,
@@ -46,6 +47,7 @@ _TRUNCATIONS = ("auto", "disabled")
 # What a request says of itself; the response says it again.
 _DESCRIPTIONS = ("user", "safety_identifier", "prompt_cache_key")
 _MOST_METADATA = 16
+_MOST_NAME, _MOST_TEXT = 64, 512  # characters
 _COMPACTED = b"kvchat summary\n"  # begins what a compaction item holds
 
 
@@ -57,7 +59,7 @@ class ResponsesApi:
         self.stored = StoredResponses(service)
 
     async def respond(self, request: Request) -> Response:
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         _check_others(fields)
@@ -79,16 +81,19 @@ class ResponsesApi:
 
     async def compact(self, request: Request) -> Response:
         """Answer with one item that takes the place of a conversation."""
-        fields = read_body(await request.body())
+        fields = await read_body(await request.body())
         self._service.require_model(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields)
-        given = await fields.read(lambda body: _request_chat(body, earlier), len(earlier))
+        # The tools stand before the conversation: without them nothing of it would be cached.
+        given, tools = await fields.read(
+            lambda body: (_request_chat(body, earlier), _tools(body)), len(earlier)
+        )
         given.ask(request_text(""))
         ready = self._service.host.ready
         limit = ready.context_limit if ready is not None else self._service.host.model.max_context
         options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
-        answer = await self._service.answering.chat(given.chat(), options)
+        answer = await self._service.answering.chat(given.chat(tools), options)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         if ended.reason is not FinishReason.STOP or not ended.text.strip():
             sentence = "The model wrote no complete summary; nothing is compacted."
@@ -129,18 +134,29 @@ def _check_others(fields: Fields) -> None:
         raise fields.fault("truncation", f"must be {' or '.join(_TRUNCATIONS)}")
     fields.whole("max_tool_calls", 1)
     for name in _DESCRIPTIONS:
-        fields.text(name)
+        _check_short(fields, name)
     metadata = fields.nested("metadata")
     if len(metadata.values) > _MOST_METADATA:
         raise fields.fault("metadata", f"must have at most {_MOST_METADATA} fields")
     for name in metadata.values:
-        metadata.text(name)
+        if len(name) > _MOST_NAME:
+            raise fields.fault("metadata", f"must have names of at most {_MOST_NAME} characters")
+        _check_short(metadata, name)
+
+
+def _check_short(fields: Fields, name: str) -> None:
+    """Raise ApiError for a long text: the response repeats it, and is kept."""
+    if len(fields.text(name) or "") > _MOST_TEXT:
+        raise fields.fault(name, f"must be a text of at most {_MOST_TEXT} characters")
 
 
 def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
     """Return the conversation of a request, whose first items are those of earlier responses."""
-    tools = read_tools(map(_tool, fields.objects_if_any("tools")))
-    return _request_chat(fields, earlier).chat(tools)
+    return _request_chat(fields, earlier).chat(_tools(fields))
+
+
+def _tools(fields: Fields) -> ToolSet | None:
+    return read_tools(map(_tool, fields.objects_if_any("tools")))
 
 
 def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:

@@ -17,6 +17,9 @@ _KEEP_ALIVE_S = 30
 # The headers of a request have to arrive within twice this time.
 _HEADERS_S = 15.0
 _BACKLOG = 512
+# One connection holds the event loop no longer than this; so many bytes are parsed between looks.
+_TURN_S = 0.01
+_BYTES_BETWEEN_LOOKS = 4096
 _MAX_HEADER_BYTES = 64 << 10
 _CODES = {signal.SIGINT: ExitCode.INTERRUPT, signal.SIGTERM: ExitCode.TERMINATED}
 
@@ -64,6 +67,7 @@ def serve(
         log_config=None,
         log_level="error",
         access_log=False,
+        proxy_headers=False,  # nothing here depends on the client's address
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
@@ -76,12 +80,16 @@ def serve(
 
 
 class HastyProtocol(H11Protocol):
-    """Closes a connection whose request does not begin: uvicorn limits the size of headers, not
-    the time that they take, so a client that sends none would keep its connection for ever.
+    """Limits what one connection costs the others; uvicorn limits the size of headers alone.
+
+    A connection whose request does not begin is closed: a client that sends no headers would keep
+    it for ever. What has come is parsed in turns: 256 KiB, which come at once, of chunks with one
+    byte each take seconds.
     """
 
     _seen: object = object()  # no request: the first look never closes
     _check: asyncio.TimerHandle | None = None
+    _waiting = b""  # what has come, but is not parsed yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -91,6 +99,27 @@ class HastyProtocol(H11Protocol):
         if self._check is not None:
             self._check.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        is_taken_later = bool(self._waiting)
+        self._waiting += data
+        if not is_taken_later:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Parse what has come, and leave to the next turn what this one has no time for."""
+        end_s, place = self.loop.time() + _TURN_S, 0
+        while place < len(self._waiting) and not self.transport.is_closing():
+            super().data_received(self._waiting[place : place + _BYTES_BETWEEN_LOOKS])
+            place += _BYTES_BETWEEN_LOOKS
+            if self.loop.time() >= end_s:
+                break
+        self._waiting = b"" if self.transport.is_closing() else self._waiting[place:]
+        if self._waiting:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._take_turn)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def _close_if_idle(self) -> None:
         """Close where no request has come or was answered since the last look."""

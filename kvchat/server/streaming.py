@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ReadingPrompt
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScored, ReadingPrompt
 from kvchat.server.answering import Answer, Told
 from kvchat.server.api_errors import ApiError
 
@@ -59,36 +59,54 @@ class TextFrame:
 
 
 Progress = Callable[[ReadingPrompt], str]
+Scored = Callable[[ContextScored], str]
 
 
 def stream_response(
-    answer: Answer, writer: StreamWriter, progress: Progress | None = None
-) -> StreamingResponse:
+    answer: Answer,
+    writer: StreamWriter,
+    progress: Progress | None = None,
+    scored: Scored | None = None,
+) -> Response:
     """Return a response that streams an answer; the answer is closed when the client goes.
 
-    `progress` writes how much of the prompt is read; None if the client does not want to know.
+    `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
+    if the client does not want to know.
     """
-    return _EventStream(answer, _written(answer, writer, progress))
+    return _EventStream(answer, writer, progress, scored)
 
 
-class _EventStream(StreamingResponse):
-    """A response that closes its answer, whatever ends it.
+class _EventStream(Response):
+    """Writes an answer's events while they come, and closes the answer, whatever ends it.
 
-    Starlette would watch the client in a task group and cancel what writes. It is enough to tell
-    the answer, which costs half as much for each request.
+    Starlette's own streams take what they send from one more generator, and watch the client in a
+    task group, which costs twice as much for each request.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, content: AsyncIterator[str]) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        writer: StreamWriter,
+        progress: Progress | None,
+        scored: Scored | None,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(content, headers=headers)
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
         self._answer = answer
+        self._writer = writer
+        self._progress = progress
+        self._scored = scored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.ensure_future(self._watch(receive))
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            await self.stream_response(send)
+            await send(start)
+            await self._write(send)
+            await send(_piece("", has_more=False))
         finally:
             watching.cancel()
             self._answer.close()
@@ -98,30 +116,42 @@ class _EventStream(StreamingResponse):
             pass
         self._answer.leave()
 
+    async def _write(self, send: Send) -> None:
+        """Send what there is to write: all events that have come together go out together."""
+        writer, answer = self._writer, self._answer
+        try:
+            if begun := writer.begin():
+                await send(_piece(begun))
+            async with aclosing(answer.events()) as events:  # type: ignore[type-var]
+                async for told in events:
+                    written = await self._written(told)
+                    if answer.is_complete:
+                        written += writer.finish()
+                    if written or not told:
+                        await send(_piece(written or _PING))
+        except ApiError as error:
+            await send(_piece(writer.fail(error)))
 
-async def _written(
-    answer: Answer, writer: StreamWriter, progress: Progress | None
-) -> AsyncIterator[str]:
-    """Yield what there is to write: all events that have come together go out together."""
-    try:
-        if begun := writer.begin():
-            yield begun
-        async with aclosing(answer.events()) as events:  # type: ignore[type-var]
-            async for told in events:
-                written = "".join([_event(event, writer, progress) for event in told])
-                if answer.is_complete:
-                    written += writer.finish()
-                if written or not told:
-                    yield written or _PING
-    except ApiError as error:
-        yield writer.fail(error)
+    async def _written(self, told: list[Told]) -> str:
+        """Return events as text; the logprobs of a prompt, which are many, from another thread."""
+        if self._scored is not None and any(isinstance(event, ContextScored) for event in told):
+            return await asyncio.to_thread(self._events, told)
+        return self._events(told)
+
+    def _events(self, told: list[Told]) -> str:
+        return "".join([self._event(event) for event in told])
+
+    def _event(self, event: Told) -> str:
+        if isinstance(event, AnswerText):
+            return self._writer.text(event)
+        if isinstance(event, ReadingPrompt):
+            return self._progress(event) if self._progress is not None else ""
+        if isinstance(event, ContextScored):
+            return self._scored(event) if self._scored is not None else ""
+        if isinstance(event, AnswerCall):
+            return self._writer.call(event)
+        return self._writer.ended(event)
 
 
-def _event(event: Told, writer: StreamWriter, progress: Progress | None) -> str:
-    if isinstance(event, AnswerText):
-        return writer.text(event)
-    if isinstance(event, ReadingPrompt):
-        return progress(event) if progress is not None else ""
-    if isinstance(event, AnswerCall):
-        return writer.call(event)
-    return writer.ended(event)
+def _piece(text: str, has_more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": has_more}

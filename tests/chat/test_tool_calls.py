@@ -141,6 +141,7 @@ UNREADABLE = (
     '<tool_call>{"name": "find", "arguments": {"q": NaN}}</tool_call>',
     '<tool_call>{"name": "find", "arguments": {"q": -Infinity}}</tool_call>',
     '<tool_call>{"name": "find", "arguments": {"q": ' + "9" * 5000 + "}}</tool_call>",
+    '<tool_call>{"name": "find", "arguments": {"q": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
     "a < b and <tool",
 )
 

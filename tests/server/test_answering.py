@@ -39,16 +39,21 @@ class _NoLedger:
 
 
 class Engine:
-    """What stands on the other side of one reply: it tells events when the test says so."""
+    """What stands on the other side of one reply: it tells events when the test says so.
 
-    def __init__(self) -> None:
+    `news` is told as the answer begins, so that its start does not wait.
+    """
+
+    def __init__(self, *news: Any) -> None:
+        self.news = news
         self.tokenizer = ChatTokenizer(text_files(byte_level()))
         self.reply: Reply | None = None
 
     def begin(self, notify: Callable[[], None]) -> Asked:
         decoding = Decoding(self.tokenizer.new_stream([]), (), starts_thinking=False)
         self.reply = Reply(_NoLedger(), [decoding], notify)
-        self.tell(READ)  # the answer begins with news: its start does not wait
+        for event in self.news:
+            self.tell(event)
         session: Any = SimpleNamespace(close=lambda: None)
         return Asked(session, self.reply)
 
@@ -85,7 +90,7 @@ def test_an_end_that_comes_after_the_first_look_is_heard(text: str) -> None:
     """
 
     async def run() -> list[Any]:
-        engine = Engine()
+        engine = Engine(READ)
         answer = await started(engine)
         if text:
             engine.say(text)
@@ -107,7 +112,7 @@ def test_an_end_that_comes_after_the_first_look_is_heard(text: str) -> None:
 
 def test_what_comes_while_an_event_is_written_is_heard() -> None:
     async def run() -> list[Any]:
-        engine, heard = Engine(), []
+        engine, heard = Engine(READ), []
         answer = await started(engine)
         engine.say("a")
         await turn()
@@ -157,7 +162,7 @@ def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
 
     async def run() -> list[list[Any]]:
-        engine, told = Engine(), []
+        engine, told = Engine(READ), []
         answer = await started(engine)
         async for events in answer.events():
             told.append(events)
@@ -171,6 +176,28 @@ def test_silence_is_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read
     assert silences[:2] == [[], []]
     assert isinstance(ended[-1], AnswerEnded)
+
+
+def test_silence_before_the_first_event_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvchat.server.answering.PING_INTERVAL_S", 0.01)
+
+    async def run() -> list[list[Any]]:
+        engine, told = Engine(), []
+        answer = await started(engine)
+        async for events in answer.events():
+            told.append(events)
+            if len(told) == 1:
+                engine.tell(READ)
+                engine.tell(ENDED)
+        answer.close()
+        return told
+
+    silence, *others = asyncio.run(run())
+
+    assert silence == []
+    read, ended = [event for events in others for event in events]
+    assert isinstance(read, ReadingPrompt)
+    assert isinstance(ended, AnswerEnded)
 
 
 def test_the_server_ends_while_a_request_is_encoded(

@@ -328,7 +328,6 @@ def test_bad_values_of_the_other_interfaces_are_refused_too(app: App) -> None:
     for got, param in (
         (text(app, logprobs=True), "logprobs"),
         (text(app, logprobs=99), "logprobs"),
-        (text(app, logprobs=1, echo=True, stream=True), "logprobs"),
         (respond(app, top_logprobs=21), "top_logprobs"),
         (respond(app, include="all"), "include"),
         (respond(app, text={"format": bad_format}), "text.format.schema"),

@@ -181,4 +181,4 @@ def test_a_schema_of_a_tool_that_is_nested_too_deeply_is_refused(app: App) -> No
 
     got = chat(app, "required", tools=[tool])
 
-    assert (got.status, got.json["error"]["param"]) == (400, "tool_choice")
+    assert (got.status, got.json["error"]["param"]) == (400, "tools")

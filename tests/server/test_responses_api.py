@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.chat_model import ChatModel
 from server.conftest import Serve
 from support.asgi_client import post
 from support.scripted_engine import Script
@@ -104,7 +105,11 @@ def test_a_response_says_again_what_the_request_said_of_itself(serve: Serve) -> 
         ("max_tool_calls", 0),
         ("metadata", {"a": 1}),
         ("metadata", {str(n): "" for n in range(17)}),
+        ("metadata", {"n" * 65: ""}),
+        # One of 1 MB kept all other requests waiting for 0.8 s: the stored response repeats it.
+        ("metadata", {"a": "x" * 513}),
         ("user", 5),
+        ("user", "x" * 513),
     ],
 )
 def test_what_would_change_the_response_or_is_no_such_field_is_refused(
@@ -166,6 +171,22 @@ def test_a_compaction_item_stands_for_the_conversation(serve: Serve) -> None:
     assert heard[1] == "When?"
     assert follow_up["usage"]["input_tokens"] > len("The launch is on Tuesday. When?")
     assert again["status"] == "completed"
+
+
+def test_a_conversation_with_tools_is_compacted_from_the_cache(
+    serve: Serve, tool_model: ChatModel
+) -> None:
+    """Its definitions were left out, so the conversation was computed again."""
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    app = serve(lambda question, sample: Script("We launch on Tuesday."), served=tool_model)
+    question = {"role": "user", "content": "When do we launch?"}
+
+    usage = post(app, PATH, asked([question], tools=tools)).json["usage"]
+    conversation = [question, {"role": "assistant", "content": "We launch on Tuesday."}]
+    compaction = post(app, f"{PATH}/compact", asked(conversation, tools=tools)).json
+
+    cached = compaction["usage"]["input_tokens_details"]["cached_tokens"]
+    assert cached >= usage["input_tokens"] > len("When do we launch?")
 
 
 @pytest.mark.parametrize("held", ["", "no base64!", "aGVsbG8=", None])

@@ -1,5 +1,6 @@
 """Logprobs of prompts beside transformers' own forward pass, as programs that score texts ask."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvchat.server import openai_api
 from kvchat.server.guard import App
 from server.conftest import Serve, served_by
 from support.asgi_client import Got, post
@@ -15,6 +17,7 @@ from support.stateful_models import STATEFUL
 from support.tiny_host import tiny_host
 
 TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
 STOP = 260
 CONTEXT = [(37 * i) % 251 for i in range(90)]
 CONTINUATIONS = [[65, 66, 67], [120], [3, STOP, 9, 9, 9, 200, 13]]
@@ -152,13 +155,105 @@ def test_vllm_s_field_tells_them_by_ids(scored: Scored) -> None:
         assert [ranks[1], ranks[2]] == right[place].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_stream_begins_with_the_prompt_and_its_logprobs(scored: Scored, max_tokens: int) -> None:
+    model, app = scored
+    fields = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "logit_bias": {STOP: -100}}
+    whole = ask(app, PROMPTS[0], **fields).json["choices"]
+
+    stream = ask(app, PROMPTS[0], **fields, stream=True)
+    choices = [chunk["choices"][0] for _, chunk in stream.events if chunk != "[DONE]"]
+
+    first = choices[0]
+    told, right = first["logprobs"], expected(model, PROMPTS[0])
+    own = right[torch.arange(len(PROMPTS[0]) - 1), torch.tensor(PROMPTS[0][1:])]
+    assert told["token_logprobs"][0] is None
+    assert told["token_logprobs"][1:] == pytest.approx(own.tolist(), abs=1e-4)
+    assert "".join(choice["text"] for choice in choices) == whole[0]["text"]
+    assert choices[-1]["finish_reason"] == whole[0]["finish_reason"] == "length"
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    for name in ("tokens", "text_offset"):
+        joined = [entry for column in columns for entry in column[name]]
+        assert joined == whole[0]["logprobs"][name]
+
+
+def test_a_stream_of_several_answers_begins_each_with_the_prompt(scored: Scored) -> None:
+    _, app = scored
+    stream = ask(app, "häuser", echo=True, logprobs=1, max_tokens=2, n=2, stream=True)
+
+    begun = [chunk["choices"][0] for _, chunk in stream.events if chunk != "[DONE]"][:2]
+
+    assert [choice["index"] for choice in begun] == [0, 1]
+    assert [choice["text"] for choice in begun] == ["häuser"] * 2
+    assert begun[0]["logprobs"] == begun[1]["logprobs"]
+
+
+def test_a_chat_tells_the_logprobs_of_its_whole_context(scored: Scored) -> None:
+    """Those of the template's marks too; beside the choices, as in vLLM."""
+    model, app = scored
+    body = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "Who lives here?"}],
+        "max_tokens": 2,
+        "temperature": 0,
+        "prompt_logprobs": 2,
+    }
+    asked_once = post(app, CHAT, body).json
+    got = post(app, CHAT, body | {"logprobs": True, "top_logprobs": 2}).json
+
+    first, *others = got["prompt_logprobs"]
+    assert first is None
+    assert len(others) == got["usage"]["prompt_tokens"] - 1
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert asked_once["prompt_logprobs"] == got["prompt_logprobs"]
+    assert asked_once["choices"][0]["logprobs"] is None
+    assert len(got["choices"][0]["logprobs"]["content"]) == 2
+    ids = [int(next(iter(told))) for told in others]  # the token itself is told first
+    said = [told[str(own)]["decoded_token"] for told, own in zip(others, ids, strict=True)]
+    assert "".join(said).startswith("<|start|>user\nWho lives here?<|end|>")
+    right = expected(model, [model.config.bos_token_id, *ids])
+    for place, (told, own) in enumerate(zip(others, ids, strict=True)):
+        assert told[str(own)]["logprob"] == pytest.approx(float(right[place, own]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "form"),
+    [
+        (TEXT, {"prompt": "x", "prompt_logprobs": 2}, "of_prompt"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}, "echoed"),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2, "stream": True}, "echoed"),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 2}, "of_prompt"),
+    ],
+)
+def test_logprobs_of_prompts_are_written_while_the_event_loop_goes_on(
+    scored: Scored,
+    path: str,
+    fields: dict[str, Any],
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of 4,000 tokens, 20 for each, stopped all other streams for half a second."""
+    whole, threads = getattr(openai_api, form), []
+
+    def noted(*parts: Any) -> Any:
+        threads.append(threading.current_thread())
+        return whole(*parts)
+
+    monkeypatch.setattr(openai_api, form, noted)
+    got = post(scored[1], path, {"model": "scripted", "max_tokens": 1, **fields})
+
+    assert got.status == 200
+    assert threads
+    assert threading.current_thread() not in threads
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a stream": ({"echo": True, "logprobs": 1, "stream": True}, "logprobs"),
     "a stream for vLLM's field": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     "two numbers": ({"prompt_logprobs": 1, "logprobs": 2}, "prompt_logprobs"),
     "too many": ({"prompt_logprobs": 21}, "prompt_logprobs"),
     "several prompts in a stream": ({"prompt": ["a", "b"], "stream": True}, "prompt"),
     "too many prompts": ({"prompt": ["a"] * 129}, "prompt"),
+    "too many answers": ({"prompt": ["a"] * 128, "n": 9}, "n"),
     "prompts of prompts": ({"prompt": [["a"]]}, "prompt"),
 }
 

@@ -41,6 +41,22 @@ def test_a_free_port_is_taken(host: str) -> None:
         assert bound.getsockname()[1] > 0
 
 
+async def answer_of(app: Any, sent: bytes) -> bytes:
+    """Return all that a server of `app` answers on one connection until it closes it."""
+    config = uvicorn.Config(app, http=HastyProtocol, lifespan="off", log_config=None)
+    config.load()
+    state, loop = ServerState(), asyncio.get_running_loop()
+    server = await loop.create_server(
+        lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
+    )
+    async with server, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(sent)
+        answered = await reader.read()
+        writer.close()
+        return answered
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: loc", b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_connection_without_a_whole_request_is_closed(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
@@ -52,21 +68,44 @@ def test_a_connection_without_a_whole_request_is_closed(
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    async def until_closed() -> bytes:
-        config = uvicorn.Config(app, http=HastyProtocol, lifespan="off", log_config=None)
-        config.load()
-        state, loop = ServerState(), asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
-        )
-        async with server, asyncio.timeout(20):
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            writer.write(sent)
-            answered = await reader.read()
-            writer.close()
-            return answered
+    assert asyncio.run(answer_of(app, sent))[:12] in (b"", b"HTTP/1.1 204", b"HTTP/1.1 400")
 
-    assert asyncio.run(until_closed())[:12] in (b"", b"HTTP/1.1 204", b"HTTP/1.1 400")
+
+HEAD = (
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "answer"), [(b"0\r\n\r\n", b"30000"), (b"no chunk\r\n", b"400 Bad Request")]
+)
+def test_many_small_chunks_are_parsed_in_turns(
+    monkeypatch: pytest.MonkeyPatch, end: bytes, answer: bytes
+) -> None:
+    """200,000 chunks of one byte stopped all other connections for 2.6 s."""
+    monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
+    num_turns, take_turn = 0, HastyProtocol._take_turn
+
+    def counted(protocol: HastyProtocol) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        take_turn(protocol)
+
+    monkeypatch.setattr(HastyProtocol, "_take_turn", counted)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, has_more = b"", True
+        while has_more:
+            message = await receive()
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(len(body)).encode()})
+
+    answered = asyncio.run(answer_of(app, HEAD + b"1\r\nx\r\n" * 30_000 + end))
+
+    assert answer in answered
+    assert num_turns >= 30_000 * 6 // 4096
 
 
 def test_a_connection_is_kept_for_a_while_after_a_long_answer() -> None:

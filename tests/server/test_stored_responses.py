@@ -146,6 +146,18 @@ def test_records_have_a_limit_of_bytes_and_the_oldest_go_first(
     memory.close()
 
 
+def test_a_response_that_is_too_long_is_not_kept(model: ChatModel) -> None:
+    """What a client may add to its items is no part of the context: only this limits it."""
+    memory = ResponseMemory(None, model.tokenizer, max_characters=100)
+
+    memory.put("short", {"input": "x" * 50})
+    memory.put("long", {"input": "x" * 100})
+
+    assert memory.find("short") == {"input": "x" * 50}
+    assert memory.find("long") is None
+    memory.close()
+
+
 def test_a_record_of_another_tokenizer_is_not_known(model: ChatModel, tmp_path: Path) -> None:
     memory = ResponseMemory(tmp_path / "answers.db", model.tokenizer)
     memory.put("r", {"text": "a"})

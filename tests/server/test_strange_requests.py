@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.chat_model import ChatModel
-from kvchat.server.fields import Body, read_body
+from kvchat.server.bodies import Body, read_body
 from kvchat.server.guard import App
 from server.conftest import Serve
 from support.asgi_client import Got, call, post
@@ -300,7 +300,7 @@ def test_a_large_body_is_read_while_the_event_loop_goes_on() -> None:
         return went_on.wait(20.0)
 
     async def both(num_others: int, *padding: str) -> bool:
-        body = read_body(json.dumps({"model": "scripted", "padding": padding}).encode())
+        body = await read_body(json.dumps({"model": "scripted", "padding": padding}).encode())
         reading = asyncio.create_task(body.read(read, num_others))
         asyncio.get_running_loop().call_later(0.0, went_on.set)
         return await reading
@@ -309,7 +309,7 @@ def test_a_large_body_is_read_while_the_event_loop_goes_on() -> None:
     went_on.clear()
     assert asyncio.run(both(200_000))
     went_on.clear()
-    body = read_body(b"{}")
+    body = asyncio.run(read_body(b"{}"))
     assert asyncio.run(body.read(lambda body: threading.current_thread())) is (
         threading.current_thread()
     ), "a small one costs no thread"

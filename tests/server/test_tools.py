@@ -305,3 +305,49 @@ def test_a_stream_of_a_response_has_the_arguments_of_the_call(app: App) -> None:
     assert [item["type"] for item in whole["output"]] == ["message", "function_call"]
     numbers = [data["sequence_number"] for _, data in events]
     assert numbers == list(range(len(events)))
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return {"q": value}
+
+
+@pytest.mark.parametrize(("depth", "status"), [(90, 200), (110, 400), (450, 400), (900, 400)])
+def test_arguments_and_parameters_that_are_nested_too_deeply_are_refused(
+    app: App, depth: int, status: int
+) -> None:
+    """Arguments of 900 levels were a 500: placeholders for reserved texts are put in level by
+    level.
+    """
+    arguments = json.dumps(nested(depth))
+    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    called = [ASKED, {"role": "assistant", "tool_calls": [call]}, result]
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(depth)}}
+    use = {"type": "tool_use", "id": "c", "name": "find", "input": nested(depth)}
+    used = [ASKED, {"role": "assistant", "content": [use]}]
+    used.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]})
+    item = {"type": "function_call", "call_id": "c", "name": "find", "arguments": arguments}
+    items = [ASKED, item, {"type": "function_call_output", "call_id": "c", "output": "x"}]
+
+    got = [
+        post(app, CHAT, chat_body(*called)),
+        post(app, CHAT, {**chat_body(ASKED), "tools": [tool]}),
+        post(app, MESSAGES, {"model": "scripted", "max_tokens": 50, "messages": used}),
+        post(app, RESPONSES, {"model": "scripted", "input": items}),
+    ]
+
+    assert [each.status for each in got] == [status] * len(got)
+
+
+def test_definitions_that_exceed_the_context_are_refused_as_such(app: App) -> None:
+    """It was a 503 that blamed the checkpoint: its template may write 1 MiB."""
+    tool = {"name": "find", "description": "a b " * 500_000}
+    tools = [{"type": "function", "function": tool}]
+
+    refused = post(app, CHAT, {**chat_body(ASKED), "tools": tools})
+
+    assert refused.status == 400
+    assert refused.json["error"]["code"] == "context_length_exceeded"

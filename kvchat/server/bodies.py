@@ -1,0 +1,121 @@
+"""Bodies: parses the JSON of a request without stopping the streams of other clients for long.
+
+Python's parser does not give the interpreter up until it ends. What it takes depends on the number
+of values, not of bytes: 5 million token ids take half a second, a text of as many bytes 20 ms, and
+3 million empty lists three seconds, most of it in garbage collection. So the values of a large body
+are counted first, piece by piece, and more than any request needs are refused.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from kvchat.server.api_errors import ApiError
+from kvchat.server.fields import Fields
+
+T = TypeVar("T")
+
+# Enough for a context of a million token ids; a text is one value, however long.
+MOST_VALUES = 1 << 20
+# Lists and objects together; the messages of a conversation are objects.
+MOST_NESTED = 1 << 17
+# Keys of objects: a bias for each token of a large vocabulary.
+MOST_KEYS = 1 << 18
+# Parsing this many bytes takes a few milliseconds, whatever they are. So does reading the fields.
+_MOST_BYTES_AT_ONCE = 1 << 17
+_MOST_OBJECTS_AT_ONCE = 1000
+_BYTES_OF_PIECE = 1 << 18
+# What stands in any body with half a character.
+_SIGNS_OF_SURROGATES = (b"\\ud", b"\\uD")
+
+
+class Body(Fields):
+    """The fields of a request's whole body, which has `num_bytes`."""
+
+    def __init__(self, values: Mapping[str, Any], num_bytes: int) -> None:
+        super().__init__(values)
+        self._num_bytes = num_bytes
+
+    async def read(self, read: Callable[["Body"], T], num_others: int = 0) -> T:
+        """Return what `read` makes of the fields.
+
+        A large body is read on another thread, so that the streams of other clients go on: 200,000
+        messages take seconds. `num_others` objects that are no part of the body are read with it.
+        """
+        is_small = self._num_bytes <= _MOST_BYTES_AT_ONCE and num_others <= _MOST_OBJECTS_AT_ONCE
+        return read(self) if is_small else await asyncio.to_thread(read, self)
+
+
+async def read_body(body: bytes) -> Body:
+    """Parse a request's body, a large one on another thread.
+
+    Raises ApiError for anything but a JSON object in UTF-8, and for one of too many values.
+    """
+    if len(body) <= _MOST_BYTES_AT_ONCE:
+        return _parsed(body)
+    return await asyncio.to_thread(_counted_and_parsed, body)
+
+
+class Counts(NamedTuple):
+    """How many values JSON has at most, how many of them are lists and objects, and the keys."""
+
+    values: int
+    nested: int
+    keys: int
+
+
+def _counted_and_parsed(body: bytes) -> Body:
+    counts = count_values(body)
+    for number, most, name in (
+        (counts.values, MOST_VALUES, "values"),
+        (counts.nested, MOST_NESTED, "lists and objects"),
+        (counts.keys, MOST_KEYS, "keys of objects"),
+    ):
+        if number > most:
+            sentence = f"The body has {number:,} {name}, and at most {most:,} are read."
+            raise ApiError(413, sentence, code="too_many_values")
+    return _parsed(body)
+
+
+def count_values(body: bytes, piece: int = _BYTES_OF_PIECE) -> Counts:
+    """Count the signs outside of strings that a value comes after.
+
+    `piece` bytes are looked at without giving the interpreter up.
+    """
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quotation mark is a string's
+    num_commas = num_nested = num_keys = num_marks = 0
+    for start in range(0, len(plain), piece):
+        parts = plain[start : start + piece].split(b'"')
+        outside = b"".join(parts[num_marks % 2 :: 2])
+        num_marks += len(parts) - 1
+        num_commas += outside.count(b",")
+        num_nested += outside.count(b"[") + outside.count(b"{")
+        num_keys += outside.count(b":")
+    return Counts(1 + num_commas + num_nested, num_nested, num_keys)
+
+
+def _parsed(body: bytes) -> Body:
+    try:
+        values = json.loads(body.decode("utf-8-sig"))
+        if any(sign in body for sign in _SIGNS_OF_SURROGATES):
+            values = _without_surrogates(values)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "The body is not JSON.") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "The body must be a JSON object.")
+    return Body(values, len(body))
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Return a value of JSON with a question mark for each half of a character.
+
+    Clients that cut a text send one, and no response could be written with it.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(k): _without_surrogates(item) for k, item in value.items()}
+    return value
