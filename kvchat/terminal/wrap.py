@@ -17,6 +17,7 @@ from kvchat.core.text import sanitize
 _IDEOGRAPH = (
     "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 )
+_MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
 
@@ -72,7 +73,8 @@ def one_row(text: str, max_cells: int) -> str:
 def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
     """Return each text in one row, as `one_row` does, so that rows of different texts differ.
 
-    Texts that would be cut to the same row lose the words that they begin with in common.
+    Texts that would be cut to the same row lose words from what they begin with in common: of it,
+    only as much stays as there is room for.
     """
     rows = [one_row(text, max_cells) for text in texts]
     alike: dict[str, list[int]] = {}
@@ -86,8 +88,11 @@ def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
         if len(set(lines)) == 1 or not start:
             continue
         rests = rows_apart([line[start:] for line in lines], max_cells - 1)
+        rests = [rest.removeprefix("…") for rest in rests]
+        room = max_cells - 1 - max(map(cell_len, rests))
+        head = first_cells(lines[0][:start], room).rstrip(" ·") if room >= _MIN_HEAD_CELLS else ""
         for place, rest in zip(places, rests, strict=True):
-            rows[place] = f"…{rest.removeprefix('…')}"
+            rows[place] = f"{head}…{rest}"
     return rows
 
 
@@ -106,3 +111,8 @@ def first_cells(text: str, max_cells: int) -> str:
         if cells > max_cells:
             return text[:index]
     return text
+
+
+def last_cells(text: str, max_cells: int) -> str:
+    """Return the longest ending of a text that fits into a width in cells."""
+    return first_cells(text[::-1], max_cells)[::-1]

@@ -54,7 +54,7 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
 
 
 def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: PtyScreen) -> None:
-    """The question opened under the fingers, with yes highlighted, and the Enter ran the command."""
+    """The question opened during typing, with yes highlighted, and the Enter ran the command."""
     chat.type('call run_command {"command": "echo ran > b.txt"}\rthen tell me')
     chat.wait_for("Run run_command").type("\r")
 

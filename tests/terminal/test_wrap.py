@@ -72,10 +72,18 @@ def test_rows_of_different_texts_differ() -> None:
     """In a picker of 40 columns four questions were "What is the c…"."""
     texts = ["What is the capital of France?", "What is the capital of Spain?", "hello"]
 
-    assert rows_apart(texts, 17) == ["…France?", "…Spain?", "hello"]
+    assert rows_apart(texts, 15) == ["…France?", "…Spain?", "hello"]
+    assert rows_apart(texts, 17) == ["What is t…France?", "What is t…Spain?", "hello"]
     assert rows_apart(texts, 40) == texts
-    assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["…a", "…b"]
+    assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["xxxxxxxxxx…a", "xxxxxxxxxx…b"]
     assert rows_apart(["the same text twice"] * 2, 10) == ["the same…"] * 2
+
+
+def test_chats_of_one_title_keep_it_in_the_list() -> None:
+    """Beside a long price the rows were "…09ef" and "…bdda", with 20 columns free."""
+    chats = [f"My name is Ada. · 25 Nov 15:12 · {end}" for end in ("09ef", "bdda")]
+
+    assert rows_apart(chats, 26) == ["My name is Ada. · 25…09ef", "My name is Ada. · 25…bdda"]
 
 
 def test_rows_apart_keep_to_their_cells() -> None:
