@@ -306,13 +306,18 @@ class EngineQueries:
         return places[0].cost() if places else None
 
     async def cost_at_opening(self) -> Cost | None:
-        """Return what the next message of the conversation opened last cost when it was opened."""
-        asked = self._host.places_at_opening
+        """Return what the next message of the conversation opened last cost when it was opened;
+        None if it is empty, or so long that no message fits.
+        """
+        asked, ready = self._host.places_at_opening, self._host.ready
         if asked is None:
             return None
         opened = asked
         places = await self._answer_of(lambda: opened)
-        return places[0].cost() if places and places[0].num_tokens else None
+        if not places or not places[0].num_tokens:
+            return None
+        is_over = ready is not None and places[0].num_tokens >= ready.context_limit
+        return None if is_over else places[0].cost()
 
     async def status(self) -> EngineStatus | None:
         """Return the engine's status; None while it loads or does not answer in time."""
