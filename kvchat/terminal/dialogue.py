@@ -53,7 +53,7 @@ class Dialogue(CommandContext):
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self.num_unsent = 0  # messages that were waiting when the chat ended
+        self.num_unsent = 0  # messages typed and waiting when the chat ended
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -296,6 +296,7 @@ class Dialogue(CommandContext):
             task.cancel()
         queued = self._queue.texts
         await self.settle()
+        self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
             self._show_unsent((*queued, self._view.prompt_text))
         self._view.leave()

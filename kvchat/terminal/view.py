@@ -143,7 +143,13 @@ class View(Page, Protocol):
         """Pass input to `listener` until `leave` is called or the input ends."""
 
     def leave(self) -> None:
-        """End `run` soon; `run` restores the terminal before it returns."""
+        """End `run` soon; `run` restores the terminal before it returns. Text in the prompt goes to
+        the input history.
+        """
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether all that was typed is in the input history of the next chat."""
 
 
 def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True, hanging: int = 0) -> None:
