@@ -25,6 +25,7 @@ from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolba
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
+from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox
 
 _STOP_PATIENCE_S = 2.0
@@ -499,7 +500,7 @@ class Dialogue(CommandContext):
         controller, ready = self.controller, self.controller.host.ready
         facts = ToolbarFacts(
             model=model_label(controller.host.model.name),
-            title=one_line(controller.label, 48),
+            title=simple_emoji(one_line(controller.label, 48)),
             branch=controller.branch,
             context_tokens=self._num_context_tokens,
             context_limit=ready.told_context_limit if ready is not None else None,

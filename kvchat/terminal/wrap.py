@@ -17,6 +17,13 @@ from kvchat.core.text import sanitize
 _IDEOGRAPH = (
     "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 )
+_EMOJI = "\u2190-\u2bff\U0001f000-\U0001faff"
+_FLAG_A = 0x1F1E6
+_FLAG_LETTER = re.compile("[\U0001f1e6-\U0001f1ff]")
+# Variation selectors and skin tones; a lone skin tone is an emoji of its own.
+_VARIANTS = re.compile(f"[\ufe0e\ufe0f]|(?<=[{_EMOJI}])[\U0001f3fb-\U0001f3ff]")
+_JOINED = re.compile(f"(?<=[{_EMOJI}])(?:\u200d[{_EMOJI}])+")  # other scripts join letters
+_UNSURE = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
 _MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
@@ -62,9 +69,25 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
     return folds, column
 
 
+def simple_emoji(text: str) -> str:
+    """Return text whose emoji take the same number of cells everywhere.
+
+    Terminals and libraries disagree on joined emoji (2 cells or 6 for a family), on skin tones and
+    on flags. A joined emoji becomes its first part, and a flag the letters of its country.
+    """
+    if not _UNSURE.search(text):
+        return text
+    text = _JOINED.sub("", _VARIANTS.sub("", text))
+    return _FLAG_LETTER.sub(lambda match: chr(ord(match[0]) - _FLAG_A + ord("A")), text)
+
+
+def _line(text: str) -> str:
+    return " ".join(simple_emoji(sanitize(text)).split())
+
+
 def one_row(text: str, max_cells: int) -> str:
     """Return text as `one_line` does, cut to what a row of the screen has room for."""
-    line = " ".join(sanitize(text).split())
+    line = _line(text)
     if cell_len(line) <= max_cells:
         return line
     return first_cells(line, max_cells - 1).rstrip(" …") + "…"  # it may have been cut before
@@ -81,7 +104,7 @@ def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
     for place, row in enumerate(rows):
         alike.setdefault(row, []).append(place)
     for places in alike.values():
-        lines = [" ".join(sanitize(texts[place]).split()) for place in places]
+        lines = [_line(texts[place]) for place in places]
         columns = enumerate(zip(*lines, strict=False))
         end = next((n for n, column in columns if len(set(column)) > 1), min(map(len, lines)))
         start = lines[0].rfind(" ", 0, end) + 1 or end
@@ -98,7 +121,7 @@ def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
 
 def wrapped_rows(text: str, width: int) -> list[str]:
     """Return text as `one_line` does, broken into rows of at most `width` cells."""
-    line = " ".join(sanitize(text).split())
+    line = _line(text)
     starts = [0, *break_offsets(line, width), len(line)]
     return [line[a:b].rstrip() for a, b in pairwise(starts)]
 

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from prompt_toolkit.utils import get_cwidth
 from rich.cells import cell_len
 
 from kvchat.terminal.wrap import break_offsets, one_row, rows_apart
@@ -77,6 +78,20 @@ def test_rows_of_different_texts_differ() -> None:
     assert rows_apart(texts, 40) == texts
     assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["xxxxxxxxxx…a", "xxxxxxxxxx…b"]
     assert rows_apart(["the same text twice"] * 2, 10) == ["the same…"] * 2
+
+
+def test_emoji_in_lists_take_the_same_cells_everywhere() -> None:
+    """A family in a title took 2 cells in tmux and 6 for the prompt: its row kept old letters."""
+    family, heart = "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u2764\ufe0f"
+    thumb, flag = "\U0001f44d\U0001f3fd", "\U0001f1eb\U0001f1f7"
+
+    row = one_row(f"{family} {heart} {thumb} {flag}!", 40)
+
+    assert row == "\U0001f469 \u2764 \U0001f44d FR!"
+    assert cell_len(row) == get_cwidth(row) == 11
+    assert (
+        one_row("\u0915\u094d\u200d\u0937", 9) == "\u0915\u094d\u200d\u0937"
+    )  # joined letters stay
 
 
 def test_chats_of_one_title_keep_it_in_the_list() -> None:
