@@ -6,6 +6,7 @@ SamplingParams checks the values.
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think, parse_think
@@ -94,7 +95,10 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
         sampling = replace(options.sampling, **{field: value})  # type: ignore[arg-type]
         return replace(options, sampling=sampling, chosen=options.chosen | {field})
     if name not in _OTHERS:
-        raise UsageError(f"{name} is no setting.", f"There are: {', '.join(NAMES)}.")
+        begun = [known for known in NAMES if known.startswith(name)]
+        close = begun or get_close_matches(name, NAMES, 1)
+        known = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}."
+        raise UsageError(f"{name} is no setting.", known)
     if name == "think":
         return replace(options, think=parse_think(text))
     is_unset = text.lower() in _UNSET

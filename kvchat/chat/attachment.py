@@ -5,6 +5,7 @@ A file's text is put in a code fence below its name, so that a model sees its be
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -83,14 +84,27 @@ def _pin_label(name: str, pins: Collection[str]) -> str:
 _LOOKS_LIKE_PATH = re.compile(r"/|\.[A-Za-z0-9]{1,5}$")
 
 
-def missing_files(text: str, pins: Collection[str] = ()) -> list[str]:
-    """Return the @paths of a message that look like files, but name neither a file nor a pin."""
+def unattached(text: str, pins: Collection[str] = ()) -> list[str]:
+    """Return why each @path of a message that names neither a file nor a pin is not attached.
+
+    A word that neither exists nor looks like a path, as @someone, is meant as it is.
+    """
     names = (match[1] or match[2].rstrip(_TRAILING) for match in _MENTION.finditer(text))
-    return [
-        name
-        for name in names
-        if _LOOKS_LIKE_PATH.search(name) and _existing(name) is None and not _pin_label(name, pins)
-    ]
+    missing = (name for name in names if _existing(name) is None and not _pin_label(name, pins))
+    return [reason for name in missing if (reason := _why_unattached(name))]
+
+
+def _why_unattached(name: str) -> str:
+    shown = one_line(name, 60)
+    with suppress(OSError, ValueError, RuntimeError):
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return f"{shown} is a directory"
+        if path.exists():
+            return f"{shown} is not a regular file"
+    if set(name) & set("*?["):
+        return f"@ takes one file, /file {shown} all that match"
+    return f"There is no file {shown}" if _LOOKS_LIKE_PATH.search(name) else ""
 
 
 def matching_paths(word: str) -> list[Path]:

@@ -24,7 +24,7 @@ from kvchat.chat.compaction import (
 )
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.host import ChatHost, EngineQueries
+from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.pin_files import PinFiles
@@ -483,7 +483,8 @@ class ChatController:
             return None
         conversation = copy.deepcopy(self.conversation)
         await asyncio.to_thread(readopt, conversation, host.model)
-        return await EngineQueries(host).cost(conversation.context_ids())
+        engine = EngineQueries(host, patience_s=PATIENCE_AFTER_LOADING_S)
+        return await engine.cost(conversation.context_ids())
 
     def change_host(self, host: ChatHost) -> ChatHost:
         """Switch to another model, which is loaded; return the old host, for the caller to close.

@@ -95,6 +95,8 @@ def write_new(path: Path, content: str) -> None:
         file = open(path, "x", encoding="utf-8", opener=_open_private)  # noqa: SIM115
     except FileExistsError as error:
         raise UsageError(f"{path} exists already.", "Choose another name.") from error
+    except FileNotFoundError as error:
+        raise UsageError(f"There is no directory {path.parent}.") from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
     try:

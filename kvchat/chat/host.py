@@ -264,7 +264,9 @@ async def close_host(host: ChatHost) -> None:
         threading.Thread(target=host.close, daemon=True).start()
 
 
-_ENGINE_PATIENCE_S = 2.0
+_PATIENCE_S = 2.0
+# The engine of a model just loaded runs a few steps before it answers.
+PATIENCE_AFTER_LOADING_S = 20.0
 _DISK_CACHE_FAILED = "the disk cache failed"
 _MAX_TROUBLE_CHARS = 4096
 
@@ -273,11 +275,14 @@ class EngineQueries:
     """Queries the engine of one host, or the store `kept` while the model loads; remembers the
     problems reported.
 
-    The engine has two seconds to answer a query; after that the result is None (unknown).
+    The engine has `patience_s` to answer a query; after that the result is None (unknown).
     """
 
-    def __init__(self, host: ChatHost, kept: KeptKv | None = None) -> None:
+    def __init__(
+        self, host: ChatHost, kept: KeptKv | None = None, patience_s: float = _PATIENCE_S
+    ) -> None:
         self._host = host
+        self._patience_s = patience_s
         self._kept = kept
         self._told: set[str] = set()
 
@@ -306,13 +311,18 @@ class EngineQueries:
         return places[0].cost() if places else None
 
     async def cost_at_opening(self) -> Cost | None:
-        """Return what the next message of the conversation opened last cost when it was opened."""
-        asked = self._host.places_at_opening
+        """Return what the next message of the conversation opened last cost when it was opened;
+        None if it is empty, or so long that no message fits.
+        """
+        asked, ready = self._host.places_at_opening, self._host.ready
         if asked is None:
             return None
         opened = asked
         places = await self._answer_of(lambda: opened)
-        return places[0].cost() if places and places[0].num_tokens else None
+        if not places or not places[0].num_tokens:
+            return None
+        is_over = ready is not None and places[0].num_tokens >= ready.context_limit
+        return None if is_over else places[0].cost()
 
     async def status(self) -> EngineStatus | None:
         """Return the engine's status; None while it loads or does not answer in time."""
@@ -338,7 +348,7 @@ class EngineQueries:
         if self._host.ready is None:
             return None
         try:
-            async with asyncio.timeout(_ENGINE_PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 return await asyncio.wrap_future(ask())
         except (TimeoutError, KvchatError):
             return None

@@ -55,7 +55,7 @@ class ChatSession:
             odd = "Some tokens of this conversation are none of the model's"
             notes = (*notes, f"{odd}; it will be read again once, from its text.")
         elif is_changed and any(turn.is_adopted for turn in conversation.turns()):
-            notes = (*notes, "Another model wrote this conversation; it will be read again once.")
+            notes = (*notes, "Another model wrote this conversation; this one reads it once.")
         self.notes = notes
 
     @classmethod

@@ -252,7 +252,7 @@ class SessionStore:
             os.close(descriptor)
         raise StoreError(
             f"The session {path.stem} is open in another kvchat.",
-            "Close it there, or use --fork to go on in a copy.",
+            f"Close it there, or go on in a copy: kvchat -r {path.stem} --fork",
         )
 
     def ids(self) -> list[str]:

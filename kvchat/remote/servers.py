@@ -28,6 +28,7 @@ _ASK_S = 10.0
 _MOST_BYTES = 64 << 20
 _MOST_NAMED = 8
 _LARGE_CONTEXT = 1 << 20
+_CLOSED = re.compile("closed connection|disconnected")
 _ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
@@ -249,6 +250,9 @@ def reason_of(error: Exception) -> str:
     """Return an HTTP library's error in a few words."""
     if isinstance(error, httpx2.TimeoutException | TimeoutError):
         return "it took too long"
+    is_protocol = isinstance(error, httpx2.RemoteProtocolError)
+    if isinstance(error, httpx2.ReadError) or (is_protocol and _CLOSED.search(str(error))):
+        return "it closed the connection"
     words = _ERROR_NUMBER.sub("", one_line(str(error), 120)).rstrip(".")
     return words[:1].lower() + words[1:] or type(error).__name__
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, missing_files
+from kvchat.chat.attachment import Attached, unattached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, ChatEvent
+from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError
@@ -121,8 +122,8 @@ class Answering:
                 tell(self._view, f"with {names}", gap=False)
             for note in notes:
                 tell(self._view, note, gap=False)
-            for name in missing_files(text, self._controller.pins.paths()):
-                tell(self._view, f"There is no file {one_line(name)}: sent as text.", gap=False)
+            for why in unattached(text, self._controller.pins.paths()):
+                tell(self._view, f"{why}: sent as text.", gap=False)
             self._write_gap()
             answer_view = await self._follow(
                 lambda notify: self._controller.ask(text, notify), stats_level
@@ -276,9 +277,12 @@ class Answering:
     async def _pick(self, answer_view: AnswerView) -> None:
         """Let the user choose which of several answers becomes the tip."""
         ended = [answer_view.ended[sample] for sample in sorted(answer_view.ended)]
+        conversation = self._controller.require_conversation()
+        turns = [conversation.turn(answer.turn_id) for answer in ended]
         choices = [
-            Choice(f"answer {number}", one_line(answer.text, 56))
-            for number, answer in enumerate(ended, start=1)
+            # The number that the toolbar and /tree show: earlier answers count.
+            Choice(f"answer {answer_place(conversation, turn)[0]}", one_line(turn.text, 56))
+            for turn in turns
         ]
         index = await self._view.choose("Go on from", choices)
         self._controller.move(ended[index or 0].turn_id)

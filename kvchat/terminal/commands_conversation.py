@@ -1,6 +1,7 @@
 """Commands on whole conversations: begin, resume, rename, export, import, delete, leave."""
 
 import asyncio
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,6 +81,9 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         session_id = await _pick_session(context, store, arguments, "Delete")
     else:
         session_id = current
+    if session_id is None and arguments:
+        context.say("Nothing is deleted.")
+        return
     if session_id is None:
         raise UsageError("There is nothing to delete.")
     label = _label(store, session_id)
@@ -130,7 +134,18 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
         kind = documents.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = user_path(name or own_name)
-    return kind, path / own_name if path.is_dir() else path
+    if path.is_dir():
+        path /= own_name
+    return kind, _free(path) if path.name == own_name else path
+
+
+def _free(path: Path) -> Path:
+    """Return `path`, or with a number before the suffix the first one that does not exist."""
+    free, number = path, 1
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
 
 
 def _store(context: "CommandContext") -> SessionStore:

@@ -86,6 +86,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
     relay.attach(loop, hear)
     try:
         ready = await outcome
+        context.show_stage("")
         if not await context.confirm_cost(await controller.cost_with(host), "/model"):
             await close_host(host)
             return

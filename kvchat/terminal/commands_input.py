@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvchat.chat import answer_settings
 from kvchat.chat.attachment import matching_paths
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.thinking import Think, split_thinking
@@ -77,12 +78,24 @@ async def system(context: "CommandContext", arguments: str) -> None:
     text = None if arguments == "clear" else arguments
     if text is not None and text.startswith("@"):
         text = _read_text(user_path(text[1:]))
+    _require_room(controller, text or "")
     cost = await controller.engine.cost(controller.ids_with_system(text))
     if not await context.confirm_cost(cost, "/system"):
         return
     controller.set_system(text)
     context.say("The system prompt is set." if text else "There is no system prompt any more.")
     context.conversation_changed()
+
+
+def _require_room(controller: ChatController, system: str) -> None:
+    """Raise UsageError if a system prompt would leave no message any room."""
+    count, ready = controller.num_tokens(system), controller.host.ready
+    if ready is not None and count >= ready.context_limit:
+        raise UsageError(
+            f"This system prompt has {count:,} tokens, and the context holds "
+            f"{ready.context_limit:,}.",
+            "Shorten it.",
+        )
 
 
 def _read_text(path: Path) -> str:
@@ -228,7 +241,7 @@ COMMANDS = (
         "show the conversation, the system prompt, the settings or the model",
         show,
         Group.INPUT,
-        "[chat|system|model]",
+        "[chat|system|settings|model]",
         is_available_while_answering=True,
         subcommands=("chat", "system", "settings", "model"),
     ),

@@ -100,6 +100,12 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         now_s = time.time()
         # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
         token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
+        limit = controller.host.ready.context_limit if controller.host.ready is not None else None
+        if limit is not None and len(token_ids) >= limit:
+            raise UsageError(
+                f"These files have {len(token_ids):,} tokens, and the context holds {limit:,}.",
+                "Pin fewer of them.",
+            )
         openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
         use = _use(controller) + (_DATED if is_dated else "")

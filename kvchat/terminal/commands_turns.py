@@ -205,7 +205,8 @@ def _trail(context: "CommandContext", leaf: Turn) -> str:
     conversation = context.controller.require_conversation()
     path = [turn for turn in conversation.path(leaf.turn_id) if turn.summary_of is None]
     texts = [turn_summary(turn, 32) for turn in path[-2:]] or ["a summary"]
-    return f"{MessageNumbers(conversation).of(leaf)}. {': '.join(texts)}"
+    separator = context.page.painter.look.glyphs.separator
+    return f"{MessageNumbers(conversation).of(leaf)}. {separator.join(texts)}"
 
 
 def _count(arguments: str) -> int:

@@ -25,6 +25,7 @@ from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolba
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
+from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox
 
 _STOP_PATIENCE_S = 2.0
@@ -53,7 +54,7 @@ class Dialogue(CommandContext):
         self.registry = registry
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
-        self.num_unsent = 0  # messages that were waiting when the chat ended
+        self.num_unsent = 0  # messages typed and waiting when the chat ended
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -296,6 +297,7 @@ class Dialogue(CommandContext):
             task.cancel()
         queued = self._queue.texts
         await self.settle()
+        self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
             self._show_unsent((*queued, self._view.prompt_text))
         self._view.leave()
@@ -498,7 +500,7 @@ class Dialogue(CommandContext):
         controller, ready = self.controller, self.controller.host.ready
         facts = ToolbarFacts(
             model=model_label(controller.host.model.name),
-            title=one_line(controller.label, 48),
+            title=simple_emoji(one_line(controller.label, 48)),
             branch=controller.branch,
             context_tokens=self._num_context_tokens,
             context_limit=ready.told_context_limit if ready is not None else None,

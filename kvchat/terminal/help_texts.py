@@ -24,7 +24,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         ("/import ~/old/20260101-120000-abcd.jsonl", "a session file"),
     ),
     "undo": (("/undo", "before your last message"), ("/undo 3", "before the last three")),
-    "redo": (("/redo", "take the last /undo back"), ("/undo 3", "then /redo: all three again")),
+    "redo": (("/redo", "take the last /undo back"), ("/redo", "after /undo 3: all three again")),
     "rewind": (("/rewind", "choose a message"), ("/rewind 2", "back to message 2")),
     "edit": (
         ("/edit 2", "message 2, as /tree numbers it; alone: the last one"),

@@ -26,12 +26,14 @@ _log = logging.getLogger(__name__)
 class PrivateHistory(History):
     """History in `path`, which is created on first use.
 
-    With `path` None or an unusable file, the history lasts until exit only.
+    With `path` None or an unusable file, the history lasts until exit only. `is_complete` is
+    whether the file has every entry so far.
     """
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
         self._path = path
+        self.is_complete = path is not None
 
     def load_history_strings(self) -> Iterable[str]:
         """Yield the entries, the newest first."""
@@ -46,6 +48,7 @@ class PrivateHistory(History):
     def store_string(self, string: str) -> None:
         """Append an entry."""
         if self._path is None or len(string) > _MAX_ENTRY_CHARS:
+            self.is_complete = False
             return
         try:
             private_directory(self._path.parent)
@@ -54,6 +57,7 @@ class PrivateHistory(History):
             with os.fdopen(descriptor, "wb") as file:
                 file.write(json.dumps(string).encode() + b"\n")
         except (OSError, StoreError) as error:
+            self.is_complete = False
             _log.info("the history cannot be kept: %s", error)
 
     def forget(self, texts: Collection[str]) -> None:

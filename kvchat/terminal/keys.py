@@ -22,7 +22,7 @@ from prompt_toolkit.keys import Keys
 
 from kvchat.core.errors import ExitCode
 from kvchat.terminal.multiline import continues, is_block_open, without_block_marks
-from kvchat.terminal.pickers import Picker
+from kvchat.terminal.pickers import PAGE_ROWS, Picker
 
 if TYPE_CHECKING:
     from kvchat.terminal.prompt import LivePrompt
@@ -255,6 +255,22 @@ def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
     def _down(event: E) -> None:
         picker_of().move(+1)
 
+    @bind("pageup")
+    def _page_up(event: E) -> None:
+        picker_of().move(-PAGE_ROWS, wraps=False)
+
+    @bind("pagedown")
+    def _page_down(event: E) -> None:
+        picker_of().move(+PAGE_ROWS, wraps=False)
+
+    @bind("home")
+    def _first(event: E) -> None:
+        picker_of().move(-picker_of().count, wraps=False)
+
+    @bind("end")
+    def _last(event: E) -> None:
+        picker_of().move(+picker_of().count, wraps=False)
+
     @bind("enter")
     def _pick(event: E) -> None:
         if picker_of().is_asking:
@@ -296,9 +312,20 @@ def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
     def _erase(event: E) -> None:
         picker_of().erase()
 
+    @bind("c-w")
+    def _erase_word(event: E) -> None:
+        picker_of().erase_word()
+
+    @bind("c-u")
+    def _erase_all(event: E) -> None:
+        picker_of().erase_all()
+
     @bind(Keys.Any)
     @bind(Keys.BracketedPaste)
     def _type(event: E) -> None:
-        picker_of().type("".join(char for char in event.data if char.isprintable()))
+        # The data of any other special key is its escape sequence, which is no text.
+        is_typed = not isinstance(event.key_sequence[0].key, Keys)
+        if is_typed or event.key_sequence[0].key is Keys.BracketedPaste:
+            picker_of().type("".join(char for char in event.data if char.isprintable()))
 
     return bindings

@@ -176,6 +176,10 @@ class LineView:
             if self._is_prompted:
                 self._put("\n")
 
+    @property
+    def keeps_history(self) -> bool:
+        return False
+
     def leave(self) -> None:
         self._left.set()
 

@@ -14,10 +14,12 @@ from kvchat.terminal.paint import Fragments
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice, PickerActions
-from kvchat.terminal.wrap import first_cells, one_row, rows_apart, wrapped_rows
+from kvchat.terminal.wrap import first_cells, last_cells, one_row, rows_apart, wrapped_rows
 
 _PREVIEW_ROWS = 2
-_FEW = 3  # so few choices, as yes and no, need no search
+_FEW = 4  # so few choices, as yes and no, need no search
+PAGE_ROWS = 8
+_HINT = "Enter picks, Esc cancels"
 SEPARATOR = " · "  # between the parts of a choice's detail, the most important first
 
 
@@ -77,10 +79,16 @@ class Picker:
             if not choice.is_gone and all(word in choice.searched_text for word in words)
         ]
 
-    def move(self, step: int) -> None:
-        """Move the cursor; it wraps around at the ends."""
+    @property
+    def count(self) -> int:
+        """How many choices are shown."""
+        return len(self._shown)
+
+    def move(self, step: int, wraps: bool = True) -> None:
+        """Move the cursor; at the ends it stays or `wraps` around."""
         if self._shown:
-            self._position = (self._position + step) % len(self._shown)
+            position, last = self._position + step, self.count - 1
+            self._position = position % self.count if wraps else min(max(0, position), last)
             self._tell_highlighted()
 
     def type(self, text: str) -> None:
@@ -89,18 +97,30 @@ class Picker:
         """
         if self.is_deleting:
             self._end_deleting(is_sure=text.lower() == "y")
-        elif self.entry is not None:
-            self.entry += text
         else:
-            self.filter += text
-            self.refresh()
+            self._set_typed(self._typed + text)
 
     def erase(self) -> None:
         """Remove the last character of the filter, or of the new title."""
+        self._set_typed(self._typed[:-1])
+
+    def erase_word(self) -> None:
+        """Remove the last word of the filter, or of the new title."""
+        self._set_typed(self._typed.rstrip().rpartition(" ")[0])
+
+    def erase_all(self) -> None:
+        """Remove the filter, or the new title."""
+        self._set_typed("")
+
+    @property
+    def _typed(self) -> str:
+        return self.filter if self.entry is None else self.entry
+
+    def _set_typed(self, text: str) -> None:
         if self.entry is not None:
-            self.entry = self.entry[:-1]
+            self.entry = text
         else:
-            self.filter = self.filter[:-1]
+            self.filter = text
             self.refresh()
 
     # Actions
@@ -112,7 +132,7 @@ class Picker:
 
     def begin_renaming(self) -> None:
         if self._actions is not None and self.result is not None:
-            self.entry = ""
+            self.entry = self._choices[self.result].name
 
     def begin_deleting(self) -> None:
         self.is_deleting = self._actions is not None and self.result is not None
@@ -140,32 +160,31 @@ class Picker:
 
     # Drawing
 
-    def height(self, max_rows: int) -> int:
-        """Return how many rows the picker takes."""
-        below = self._num_rows_below(max_rows)
-        return 1 + max(1, min(len(self._shown), max_rows - 1 - below)) + below
-
-    def _title(self, width: int) -> Fragments:
-        """Return the title, wrapped where it is too long for a row, and the hint after it."""
+    def _title(self, width: int, room: int) -> Fragments:
+        """Return the title, wrapped where it is too long for a row, and after it what was typed or
+        a hint, and the place in a list that is longer than `room`.
+        """
         rows = wrapped_rows(self.title, width)
+        fragments: Fragments = [("class:picker.title", "\n".join(rows))]
+        cells = width - 1 - cell_len(rows[-1])
+        place = f"  {self._position + 1} of {self.count}" if self.count > room else ""
+        if self.filter:
+            typed = last_cells(self.filter, max(1, cells - 2 - cell_len(place)))
+            return [*fragments, ("class:picker.detail", f"  {typed}{place}")]
         is_long = len(self._choices) > _FEW or self._actions is not None
-        search = "type to search, " if is_long else ""
-        hint = self.filter or f"{search}Enter picks, Esc does not"
-        room = width - cell_len(rows[-1])
-        title: Fragments = [("class:picker.title", "\n".join(rows))]
-        if cell_len(hint) + 2 > room and not self.filter:
-            return title
-        return [*title, ("class:picker.detail", first_cells(f"  {hint}", room))]
+        hints = (f"  type to search, {_HINT}" if is_long else f"  {_HINT}", f"  {_HINT}", "")
+        after = next((hint + place for hint in hints if cell_len(hint + place) <= cells), "")
+        return [*fragments, ("class:picker.detail", after)]
 
     def fragments(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
         """Return the picker as formatted text: a title, the choices around the cursor, and with
         actions a preview and the keys.
         """
-        fragments = self._title(width)
-        if not self._shown:
-            fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
         num_title_rows = len(wrapped_rows(self.title, width))
         room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
+        fragments = self._title(width, room)
+        if not self._shown:
+            fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         places = range(first, min(first + room, len(self._shown)))
         for place, label in zip(places, self._labels(places, width), strict=True):
@@ -217,11 +236,15 @@ class Picker:
             for cut in (one_row(row, width - 5) for row in rows)
         ]
         style = "class:notice" if self.is_asking else "class:picker.detail"
-        return [*fragments, ("", "\n"), (style, one_row(self._keys(glyphs), width - 1))]
+        return [*fragments, ("", "\n"), (style, one_row(self._keys(glyphs, width - 1), width - 1))]
 
-    def _keys(self, glyphs: Glyphs) -> str:
+    def _keys(self, glyphs: Glyphs, width: int) -> str:
         if self.entry is not None:
-            return f"New title: {self.entry}_  (Enter renames, Esc does not)"
+            label, keys = "New title: ", "  (Enter renames, Esc cancels)"
+            room = width - len(label) - 1
+            if cell_len(self.entry) > room - len(keys):
+                keys = ""
+            return f"{label}{last_cells(self.entry, room)}_{keys}"
         if self.is_deleting:
             return "Delete it for good? y deletes, any other key does not"
         num_hidden = sum(choice.is_hidden and not choice.is_gone for choice in self._choices)

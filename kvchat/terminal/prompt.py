@@ -382,7 +382,14 @@ class LivePrompt:
         finally:
             self._write_waiting(at_end=True)
 
+    @property
+    def keeps_history(self) -> bool:
+        history = self.buffer.history
+        return isinstance(history, PrivateHistory) and history.is_complete
+
     def leave(self) -> None:
+        if self.buffer.text.strip():
+            self.buffer.append_to_history()
         if self._app.is_running and not self._app.is_done:
             self._app.exit()
 

@@ -91,8 +91,7 @@ async def run_repl(setup: ReplSetup) -> int:
             await _run_until_left(dialogue, view)
         has_been_used = dialogue.has_been_used
         problem = controller.close_session()
-        has_history = setup.history_path is not None and not setup.look.is_plain
-        _take_leave(dialogue, has_been_used, problem, has_history)
+        _take_leave(dialogue, has_been_used, problem, view.keeps_history)
         is_lost = problem is not None and dialogue.exit_code is ExitCode.OK
         return ExitCode.STORE if is_lost else dialogue.exit_code
     finally:

@@ -100,7 +100,7 @@ class SessionPicker:
             session.rename(title)
         elif not self._changed(lambda: _rename(self._store, chat.summary.session_id, title)):
             return
-        self._choices[index] = replace(self._choices[index], label=title)
+        self._choices[index] = replace(self._choices[index], label=title, name=title)
 
     def delete(self, index: int) -> None:
         session_id = self._chats[index].summary.session_id
@@ -133,6 +133,7 @@ def _choice(chat: SavedChat, hides_one_shots: bool) -> Choice:
     return Choice(
         chat.label,
         f"{age}{SEPARATOR}{plural(chat.summary.num_turns, 'turn')}",
+        name=one_line(chat.summary.title),
         preview=chat.preview,
         searched=chat.text,
         is_hidden=chat.is_one_shot and hides_one_shots,

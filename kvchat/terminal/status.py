@@ -238,7 +238,8 @@ class PrefillMeter:
 class ToolbarFacts:
     """The values that the toolbar shows.
 
-    warmth      what the next message costs, in a few words; "" if not known
+    warmth      what the next message costs, in a few words; "" if not known. It is not shown
+                during an answer, which changes it, and where the context is full
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
     loading     the stage of loading, empty when the model is loaded
@@ -274,7 +275,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
         facts.model,
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
         "" if is_full else context,
-        facts.warmth,
+        "" if facts.answering or _is_over(facts) else facts.warmth,
     ]
     separator = glyphs.separator
     urgent = [part for part in urgent if part]
@@ -310,6 +311,11 @@ def _fitting(title: str, room: int, glyphs: Glyphs) -> str:
 
 def _is_nearly_full(facts: ToolbarFacts) -> bool:
     return facts.context_tokens >= NEARLY_FULL * (facts.context_limit or float("inf"))
+
+
+def _is_over(facts: ToolbarFacts) -> bool:
+    """Whether no next message fits, so that it costs nothing."""
+    return facts.context_tokens >= (facts.context_limit or float("inf"))
 
 
 def _context(facts: ToolbarFacts, width: int) -> str:

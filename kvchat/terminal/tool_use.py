@@ -63,7 +63,9 @@ class ToolUse:
         if allowed is not None or not toolbox.has(call.name):
             return allowed is not False
         choices = _choices(toolbox.is_allowed_by_call(call.name))
-        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", choices)
+        # An Enter that was meant for the message being typed must not say yes.
+        current = _NO if self._view.prompt_text else _YES
+        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", choices, current)
         if answer == _ALWAYS:
             toolbox.allow(call)
         elif answer == _NEVER:

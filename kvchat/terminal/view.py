@@ -18,6 +18,7 @@ from kvchat.terminal.theme import Role
 class Choice:
     """One line of a picker. `detail` is shown after the label, dimmed.
 
+    name        what a new title is made from, if the choice can be renamed
     preview     lines below the list while it is the current choice
     searched    more text that the filter searches, in lower case
     is_hidden   shown after a key, or if a search finds hidden ones alone; `is_gone` never
@@ -25,6 +26,7 @@ class Choice:
 
     label: str
     detail: str = ""
+    name: str = ""
     preview: tuple[str, ...] = ()
     searched: str = ""
     is_hidden: bool = False
@@ -141,7 +143,13 @@ class View(Page, Protocol):
         """Pass input to `listener` until `leave` is called or the input ends."""
 
     def leave(self) -> None:
-        """End `run` soon; `run` restores the terminal before it returns."""
+        """End `run` soon; `run` restores the terminal before it returns. Text in the prompt goes to
+        the input history.
+        """
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether all that was typed is in the input history of the next chat."""
 
 
 def tell(page: Page, text: str, role: Role = Role.NOTE, gap: bool = True, hanging: int = 0) -> None:

@@ -17,6 +17,14 @@ from kvchat.core.text import sanitize
 _IDEOGRAPH = (
     "\u2e80-\u303e\u3041-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 )
+_EMOJI = "\u2190-\u2bff\U0001f000-\U0001faff"
+_FLAG_A = 0x1F1E6
+_FLAG_LETTER = re.compile("[\U0001f1e6-\U0001f1ff]")
+# Variation selectors and skin tones; a lone skin tone is an emoji of its own.
+_VARIANTS = re.compile(f"[\ufe0e\ufe0f]|(?<=[{_EMOJI}])[\U0001f3fb-\U0001f3ff]")
+_JOINED = re.compile(f"(?<=[{_EMOJI}])(?:\u200d[{_EMOJI}])+")  # other scripts join letters
+_UNSURE = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
+_MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
 
@@ -61,9 +69,25 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
     return folds, column
 
 
+def simple_emoji(text: str) -> str:
+    """Return text whose emoji take the same number of cells everywhere.
+
+    Terminals and libraries disagree on joined emoji (2 cells or 6 for a family), on skin tones and
+    on flags. A joined emoji becomes its first part, and a flag the letters of its country.
+    """
+    if not _UNSURE.search(text):
+        return text
+    text = _JOINED.sub("", _VARIANTS.sub("", text))
+    return _FLAG_LETTER.sub(lambda match: chr(ord(match[0]) - _FLAG_A + ord("A")), text)
+
+
+def _line(text: str) -> str:
+    return " ".join(simple_emoji(sanitize(text)).split())
+
+
 def one_row(text: str, max_cells: int) -> str:
     """Return text as `one_line` does, cut to what a row of the screen has room for."""
-    line = " ".join(sanitize(text).split())
+    line = _line(text)
     if cell_len(line) <= max_cells:
         return line
     return first_cells(line, max_cells - 1).rstrip(" …") + "…"  # it may have been cut before
@@ -72,28 +96,32 @@ def one_row(text: str, max_cells: int) -> str:
 def rows_apart(texts: Sequence[str], max_cells: int) -> list[str]:
     """Return each text in one row, as `one_row` does, so that rows of different texts differ.
 
-    Texts that would be cut to the same row lose the words that they begin with in common.
+    Texts that would be cut to the same row lose words from what they begin with in common: of it,
+    only as much stays as there is room for.
     """
     rows = [one_row(text, max_cells) for text in texts]
     alike: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
         alike.setdefault(row, []).append(place)
     for places in alike.values():
-        lines = [" ".join(sanitize(texts[place]).split()) for place in places]
+        lines = [_line(texts[place]) for place in places]
         columns = enumerate(zip(*lines, strict=False))
         end = next((n for n, column in columns if len(set(column)) > 1), min(map(len, lines)))
         start = lines[0].rfind(" ", 0, end) + 1 or end
         if len(set(lines)) == 1 or not start:
             continue
         rests = rows_apart([line[start:] for line in lines], max_cells - 1)
+        rests = [rest.removeprefix("…") for rest in rests]
+        room = max_cells - 1 - max(map(cell_len, rests))
+        head = first_cells(lines[0][:start], room).rstrip(" ·") if room >= _MIN_HEAD_CELLS else ""
         for place, rest in zip(places, rests, strict=True):
-            rows[place] = f"…{rest.removeprefix('…')}"
+            rows[place] = f"{head}…{rest}"
     return rows
 
 
 def wrapped_rows(text: str, width: int) -> list[str]:
     """Return text as `one_line` does, broken into rows of at most `width` cells."""
-    line = " ".join(sanitize(text).split())
+    line = _line(text)
     starts = [0, *break_offsets(line, width), len(line)]
     return [line[a:b].rstrip() for a, b in pairwise(starts)]
 
@@ -106,3 +134,8 @@ def first_cells(text: str, max_cells: int) -> str:
         if cells > max_cells:
             return text[:index]
     return text
+
+
+def last_cells(text: str, max_cells: int) -> str:
+    """Return the longest ending of a text that fits into a width in cells."""
+    return first_cells(text[::-1], max_cells)[::-1]

@@ -1,6 +1,7 @@
 """What the next message is said to cost is what the answer then takes, wherever its KV is."""
 
 import asyncio
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from kvchat.chat.host import ChatHost, EngineQueries
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.cost import Cost
+from kvchat.core.cost import Cost, KvPlaces
+from kvchat.core.types import CachedTokens
 from support.patient_kvchat import be_patient
 from support.tiny_host import BLOCK_SIZE, ask, tiny_host
 
@@ -173,3 +175,31 @@ def test_looking_at_costs_is_no_use_of_what_is_kept(life: Life) -> None:
     assert [pack.last_used_s for pack in life.admin.tree()[0][1]] == [
         pack.last_used_s for pack in before
     ]
+
+
+class _Busy:
+    """A host whose engine answers when the event loop has had its turn, or never."""
+
+    ready = object()
+
+    def __init__(self, answer: KvPlaces | None) -> None:
+        self._answer = answer
+
+    def locate(self, contexts: list[list[int]]) -> "Future[list[KvPlaces]]":
+        found: Future[list[KvPlaces]] = Future()
+        if self._answer is not None:
+            asyncio.get_running_loop().call_soon(found.set_result, [self._answer])
+        return found
+
+
+def test_a_query_waits_as_long_as_its_asker_wants() -> None:
+    """An engine that did not answer within 2 s of /model left 113 s of reading without a price."""
+    late = KvPlaces(1967, CachedTokens())
+
+    patient = EngineQueries(_Busy(late), patience_s=60.0)  # type: ignore[arg-type]
+    gone = EngineQueries(_Busy(None), patience_s=0.0)  # type: ignore[arg-type]
+
+    cost = asyncio.run(patient.cost([1] * 1967))
+    assert cost is not None
+    assert cost.num_read == 1967
+    assert asyncio.run(gone.cost([1])) is None

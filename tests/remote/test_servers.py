@@ -1,9 +1,10 @@
 """Finding out what a server is, and what is said if it is none."""
 
+import httpx2
 import pytest
 
 from kvchat.core.errors import ModelError, UsageError
-from kvchat.remote.servers import Kind, address_of, find_server
+from kvchat.remote.servers import Kind, address_of, find_server, reason_of
 from support.fake_llm_server import FakeServer, Refusal, fake_server, models
 
 SECRET = "sk-secret-of-the-user"
@@ -210,3 +211,18 @@ def test_an_answer_without_end_is_not_read_to_its_end() -> None:
     ):
         find_server(address_of(fake.url))
     assert fake.is_abandoned.wait(10)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx2.RemoteProtocolError(
+            "peer closed connection without sending complete message body (incomplete chunked read)"
+        ),
+        httpx2.RemoteProtocolError("Server disconnected without sending a response."),
+        httpx2.ReadError(""),
+    ],
+)
+def test_a_server_that_goes_is_told_of_without_the_words_of_http(error: Exception) -> None:
+    """Of a killed server the chat said "peer closed connection ... (incomplete chunked read)"."""
+    assert reason_of(error) == "it closed the connection"

@@ -8,7 +8,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.chat.attachment import mentioned_files, mentioned_pins, missing_files
+from kvchat.chat.attachment import mentioned_files, mentioned_pins, unattached
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.pin_files import PinFiles
@@ -199,7 +199,7 @@ def test_a_file_comes_before_a_pin_of_its_name(
 
     assert mentioned_files(text, pins) == [Path("/x/a.md"), Path("/x/b.md"), Path("/x/c.md")]
     assert mentioned_pins(text, pins) == ["manual", "the book"]
-    assert missing_files("@notes.md and @manual.md", {"manual.md"}) == ["notes.md"]
+    assert unattached("@notes.md and @manual.md", {"manual.md"}) == ["There is no file notes.md"]
     Path("manual").write_text("a file")
     assert mentioned_files(text, pins) == [Path("manual"), Path("/x/c.md")]
     assert mentioned_pins(text, pins) == ["the book"]

@@ -50,10 +50,17 @@ class SureCommands(ScriptCommands):
         return True
 
 
-def do(controller: ChatController, line: str) -> str:
+class NoChoicePage(ScriptPage):
+    """A user who leaves every list with Esc."""
+
+    async def choose(self, *asked: object, **settings: object) -> int | None:
+        return None
+
+
+def do(controller: ChatController, line: str, page_class: type[ScriptPage] = ScriptPage) -> str:
     """Carry out a command, saying yes where it asks; return the questions and what it said."""
     said: list[str] = []
-    page = ScriptPage(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
+    page = page_class(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
     commands = SureCommands(controller, page, build_registry(), False)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
@@ -187,6 +194,72 @@ def test_a_session_that_cannot_be_read_can_be_deleted(
     assert f"Delete “{damaged}” for good?" in said
     assert f"Deleted: {damaged}" in said
     assert store.ids() == [controller.require_session().session_id]
+
+
+def test_leaving_the_list_of_what_to_delete_is_no_error(
+    controller: ChatController, store: SessionStore
+) -> None:
+    """Esc said "There is nothing to delete.", of two conversations that were there."""
+    for text in ("my cat", "my dog"):
+        ask(controller, text)
+        do(controller, "/new")
+
+    assert do(controller, "/delete my", NoChoicePage) == "Nothing is deleted.\n"
+    assert len(store.ids()) == 2
+
+
+# Writing
+
+
+def test_a_second_export_finds_a_name_of_its_own(
+    controller: ChatController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After more turns, /export refused: the file exists already, choose another name."""
+    monkeypatch.chdir(tmp_path)
+    ask(controller, "one")
+    first = do(controller, "/export")
+    ask(controller, "two")
+    second = do(controller, "/export")
+
+    assert "-2.md" in second
+    assert "-2.md" not in first
+    assert sorted("two" in path.read_text() for path in tmp_path.glob("*.md")) == [False, True]
+
+
+def test_an_export_says_which_directory_is_missing(
+    controller: ChatController, tmp_path: Path
+) -> None:
+    """The help's own example failed with "No such file or directory" and the name of the file."""
+    ask(controller, "one")
+    with pytest.raises(UsageError, match=f"There is no directory {tmp_path}/notes"):
+        do(controller, f"/export json {tmp_path}/notes/chat.json")
+
+
+# Settings
+
+
+def test_a_system_prompt_that_leaves_no_room_is_refused(controller: ChatController) -> None:
+    """It was set, and then no message fitted any more."""
+    ask(controller, "one")
+    limit = controller.host.ready.context_limit  # type: ignore[union-attr]
+
+    with pytest.raises(UsageError, match=f"tokens, and the context holds {limit:,}"):
+        do(controller, f"/system {'x ' * limit}")
+
+    assert controller.require_conversation().system is None
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("temp", "Did you mean temperature?"), ("topp", "Did you mean top-p?"), ("foo", "There are:")],
+)
+def test_a_setting_that_does_not_exist_names_the_closest(
+    controller: ChatController, name: str, answer: str
+) -> None:
+    """/set temp 0.5 listed nine names."""
+    with pytest.raises(UsageError) as caught:
+        do(controller, f"/set {name} 1")
+    assert answer in str(caught.value)
 
 
 @pytest.mark.parametrize("size", [70_000, 33_000], ids=["chat", "engine"])

@@ -1,5 +1,6 @@
 """/help COMMAND, the first screen, completion, and what small commands say."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from kvchat.chat.attachment import matching_paths, missing_files
+from kvchat.chat.attachment import matching_paths, unattached
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
@@ -57,7 +58,22 @@ def test_a_missing_file_is_told_from_other_words_with_an_at_sign(tmp_path: Path)
     there = tmp_path / "notes.txt"
     there.write_text("x")
     text = f"@{there} and @ntoes.txt, @docs/nothing and @ada, me@example.org @property"
-    assert missing_files(text) == ["ntoes.txt", "docs/nothing"]
+    assert unattached(text) == ["There is no file ntoes.txt", "There is no file docs/nothing"]
+
+
+def test_what_is_no_file_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory went out as text in silence, and "there is no file /dev/zero" was not true."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert unattached("@docs, @docs/ @pipe @docs/*.md") == [
+        "docs is a directory",
+        "docs/ is a directory",
+        "pipe is not a regular file",
+        "@ takes one file, /file docs/*.md all that match",
+    ]
 
 
 def test_a_pattern_names_the_files_that_match(tmp_path: Path) -> None:

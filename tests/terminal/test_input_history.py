@@ -28,6 +28,20 @@ def test_a_forgotten_block_is_not_recalled(tmp_path: Path, files: str) -> None:
     assert b"secret" not in path.read_bytes()
 
 
+@pytest.mark.parametrize("entry", ["short", "long " * 5000])
+def test_a_history_says_whether_the_next_chat_has_all_of_it(tmp_path: Path, entry: str) -> None:
+    """On a full disk "Up brings it back" was not true, nor of a long paste."""
+    kept = PrivateHistory(tmp_path / "history")
+    lost = PrivateHistory(tmp_path / "history" / "is a file")
+    for history in (kept, lost):
+        history.append_string(entry)
+
+    assert kept.is_complete == (
+        entry in PrivateHistory(tmp_path / "history").load_history_strings()
+    )
+    assert not lost.is_complete
+
+
 def test_without_a_path_nothing_is_written_and_what_is_forgotten_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,3 +334,18 @@ def test_forgetting_the_last_turn_leaves_the_turns_before(
     chat.do("/forget last yes")
     chat.do("/forget last yes")
     assert "Forgotten: the conversation" in chat.do("/forget yes")
+
+
+def test_files_that_do_not_fit_are_no_pin_and_the_error_speaks_of_files(
+    new_chat: NewChat, tmp_path: Path
+) -> None:
+    """It said "The prompt has 16,926 tokens ... start a new conversation", of a pin."""
+    chat = new_chat()
+    chat.controller.host.wait_until_ready()
+    limit = chat.controller.host.ready.context_limit  # type: ignore[union-attr]
+    (tmp_path / "long.txt").write_text("ship " * limit)
+
+    with pytest.raises(UsageError, match=f"These files have .* the context holds {limit:,}"):
+        chat.do(f"/pin {tmp_path}/long.txt")
+
+    assert chat.pins() == {}

@@ -196,6 +196,19 @@ def test_messages_that_were_waiting_are_told_of_and_kept(
     again.type("\x1b[A").wait_for_shown("❯ a question")
 
 
+def test_half_a_message_is_kept_when_the_chat_is_ended(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """SIGTERM, or the window closed, and what was being typed was gone."""
+    history = tmp_path / "history"
+    chat = start_chat("--history", str(history))
+    chat.type("half a thought").wait_for_shown("❯ half a thought").kill(signal.SIGTERM)
+
+    assert chat.finish() == 143
+    assert "1 message was not sent. In the next chat, Up brings it back." in chat.text
+    start_chat("--history", str(history)).type("\x1b[A").wait_for_shown("❯ half a thought")
+
+
 def test_a_message_that_waits_behind_an_answer_is_told_of(start_chat: StartChat) -> None:
     chat = start_chat(is_saved=False)
     chat.enter("slow 3000").wait_for("line-0004")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvchat.chat.saved_chats import read_chats
 from kvchat.chat.store import SessionStore
-from kvchat.terminal.pickers import Picker
+from kvchat.terminal.pickers import PAGE_ROWS, Picker
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice
 from support.pty_screen import PtyScreen
@@ -113,6 +113,46 @@ def test_a_picker_keeps_to_its_rows_and_columns_and_names_its_keys() -> None:
             assert "cold, about 14 s" in drawn[1]
 
 
+def test_a_long_list_is_paged_and_says_how_long_it_is() -> None:
+    """Of 195 conversations eight rows were shown, and no word of the others."""
+    picker = Picker("Go on with", [Choice(f"chat {n}") for n in range(200)], 0, _Actions())
+    assert _drawn(picker, 12, 100)[0].endswith("Esc cancels  1 of 200")
+    picker.move(+PAGE_ROWS, wraps=False)
+    assert _drawn(picker, 12, 40)[0] == "Go on with  9 of 200"
+    picker.move(+picker.count, wraps=False)
+    assert picker.result == 199
+    picker.move(-picker.count, wraps=False)
+    assert picker.result == 0
+
+    picker.type("chat 19 or so")
+    picker.erase_word()
+    picker.erase_word()
+    assert _drawn(picker, 12, 40)[0] == "Go on with  chat 19  1 of 12"
+    picker.erase_all()
+    assert picker.count == 200
+
+
+def test_the_end_of_a_long_search_and_of_a_long_title_is_seen() -> None:
+    """What was typed beyond the row was not seen."""
+    picker = Picker("Go on with", [Choice("a", name="holiday")], 0, _Actions())
+    picker.begin_renaming()
+    picker.type(" plans for the whole of the summer 2027")
+    assert _drawn(picker, 9, 40)[-1] == "New title: he whole of the summer 2027_"
+    picker.end_asking(is_wanted=False)
+    picker.type("words " * 20 + "last")
+    assert _drawn(picker, 9, 40)[0].endswith("words last")
+
+
+def test_special_keys_are_no_search_text(start_chat: StartChat, tmp_path: Path) -> None:
+    """PageDown and End put their escape sequences, "[6~[4~", into the search."""
+    _fill(tmp_path)
+    chat = start_chat(columns=100, rows=30)
+    chat.enter("/resume").wait_for_shown("❯ hello · my cat is Mia")
+    chat.type("\x1b[D\x1bOP\x1b[3~\x1b[6~").wait_for_shown("❯ hello · what is a radix tree")
+    chat.type("\x1b[5~").wait_for_shown("❯ hello · my cat is Mia")
+    chat.type("\x1b[F\r").wait_for("A tree of prefixes.")
+
+
 def test_conversations_are_searched_inside_renamed_and_deleted(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
@@ -123,7 +163,8 @@ def test_conversations_are_searched_inside_renamed_and_deleted(
     assert "Hello, script" not in chat.text
     chat.type("prefixes").wait_for_shown("┊ what is a radix tree")
     chat.wait_for(lambda _: "Mia" not in chat.shown)
-    chat.type(_CTRL_R).wait_for_shown("New title:").type("trees\r").wait_for_shown("❯ trees")
+    chat.type(_CTRL_R).wait_for_shown("New title: hello_").type("\x15trees\r")
+    chat.wait_for_shown("❯ trees")
     chat.type("\x7f" * 8).wait_for_shown("my cat is Mia")
     chat.type(_CTRL_O).wait_for_shown("hello").wait_for_shown("hides 1 one-shot")
     chat.type("script").wait_for_shown("┊ Hello, script.")

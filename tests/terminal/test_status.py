@@ -186,6 +186,16 @@ def test_the_toolbar_tells_where_one_is() -> None:
     )
 
 
+def test_the_toolbar_prices_no_message_that_cannot_be_sent() -> None:
+    """A reading at 52%, 22 s left, stood beside "cold, about 113 s"."""
+    reading = toolbar(replace(_FACTS, answering="reading 36 s", warmth="cold"), 140, _GLYPHS)
+    full = toolbar(replace(_FACTS, context_tokens=40_000, warmth="cold"), 140, _GLYPHS)
+
+    assert reading.endswith("context 4.1k/32k · reading 36 s")
+    assert "122% full" in full
+    assert "cold" not in full
+
+
 def test_a_narrow_toolbar_gives_up_what_matters_least_first() -> None:
     busy = ToolbarFacts(
         model="demo",

@@ -53,6 +53,15 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
     chat.wait_for("the user does not allow this call")
 
 
+def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: PtyScreen) -> None:
+    """The question opened during typing, with yes highlighted, and the Enter ran the command."""
+    chat.type('call run_command {"command": "echo ran > b.txt"}\rthen tell me')
+    chat.wait_for("Run run_command").type("\r")
+
+    chat.wait_for("not run: run_command")
+    chat.wait_for_shown("then tell me")
+
+
 def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("always\r")

@@ -63,7 +63,7 @@ TREE = {
 PICKER = {
     (100, 30): [
         "❯ /resume",
-        "Go on with  type to search, Enter picks, Esc does not",
+        "Go on with  type to search, Enter picks, Esc cancels",
         "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns",
         "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns",
         "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 1 turn",
@@ -74,7 +74,7 @@ PICKER = {
     ],
     (40, 12): [
         "❯ /resume",
-        "Go on with",
+        "Go on with  Enter picks, Esc cancels",
         "  hello · what is…  cold, about 0.1 s",
         "❯ hello · my cat i…  cold, about 0.1 s",
         "  Summarise the mi…  cold, about 3.9 s",

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from prompt_toolkit.utils import get_cwidth
 from rich.cells import cell_len
 
 from kvchat.terminal.wrap import break_offsets, one_row, rows_apart
@@ -72,10 +73,32 @@ def test_rows_of_different_texts_differ() -> None:
     """In a picker of 40 columns four questions were "What is the c…"."""
     texts = ["What is the capital of France?", "What is the capital of Spain?", "hello"]
 
-    assert rows_apart(texts, 17) == ["…France?", "…Spain?", "hello"]
+    assert rows_apart(texts, 15) == ["…France?", "…Spain?", "hello"]
+    assert rows_apart(texts, 17) == ["What is t…France?", "What is t…Spain?", "hello"]
     assert rows_apart(texts, 40) == texts
-    assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["…a", "…b"]
+    assert rows_apart(["x" * 30 + "a", "x" * 30 + "b"], 12) == ["xxxxxxxxxx…a", "xxxxxxxxxx…b"]
     assert rows_apart(["the same text twice"] * 2, 10) == ["the same…"] * 2
+
+
+def test_emoji_in_lists_take_the_same_cells_everywhere() -> None:
+    """A family in a title took 2 cells in tmux and 6 for the prompt: its row kept old letters."""
+    family, heart = "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u2764\ufe0f"
+    thumb, flag = "\U0001f44d\U0001f3fd", "\U0001f1eb\U0001f1f7"
+
+    row = one_row(f"{family} {heart} {thumb} {flag}!", 40)
+
+    assert row == "\U0001f469 \u2764 \U0001f44d FR!"
+    assert cell_len(row) == get_cwidth(row) == 11
+    assert (
+        one_row("\u0915\u094d\u200d\u0937", 9) == "\u0915\u094d\u200d\u0937"
+    )  # joined letters stay
+
+
+def test_chats_of_one_title_keep_it_in_the_list() -> None:
+    """Beside a long price the rows were "…09ef" and "…bdda", with 20 columns free."""
+    chats = [f"My name is Ada. · 25 Nov 15:12 · {end}" for end in ("09ef", "bdda")]
+
+    assert rows_apart(chats, 26) == ["My name is Ada. · 25…09ef", "My name is Ada. · 25…bdda"]
 
 
 def test_rows_apart_keep_to_their_cells() -> None:
