@@ -402,8 +402,17 @@ class ChatController:
             cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
             times = Times(self.host.began_s, cleared_s)
             cached = cached_ids(conversation, ended.turn_id, ended.usage)
-            return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            reuse = reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            return replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
         return None
+
+    def _why_changed(self, reuse: Reuse) -> MissReason | None:
+        """Return what changed about the model's run since its KV was kept; None if nothing did."""
+        ready = self.host.ready
+        may_be = reuse.miss_reason in (MissReason.NEVER_WRITTEN, MissReason.OTHER_MODEL)
+        if not (may_be and reuse.num_lost) or self.kept is None or ready is None:
+            return None
+        return self.kept.why_changed(ready, reuse.ids, reuse.cached.total)
 
     def _title_for(self, session: ChatSession, text: str) -> str:
         """Return the title of a new conversation that begins with a file: the message after it.

@@ -31,6 +31,8 @@ class MissReason(StrEnum):
     OVER_BUDGET = "over budget"
     QUARANTINED = "quarantined"
     OTHER_MODEL = "model changed"
+    OTHER_WEIGHTS = "weights or dtype changed"
+    OTHER_KV = "KV format changed"
     SLOWER = "slower to read than to compute"
     LATE = "came too late"
     NO_ROOM = "no room on the device"
