@@ -110,8 +110,8 @@ class Answering:
         answered, it goes back into the prompt, and the files stay attached.
         """
         attached = self._controller.attached
-        edited = edited or self._controller.edited
-        self._controller.edited = edited
+        edited = edited or self._controller.place.edited
+        self._controller.place.edited = edited
         try:
             notes = self._controller.attach_mentioned(text)
             self._view.write_turn(text)
@@ -254,7 +254,7 @@ class Answering:
         """
         self._controller.attached = attached
         has_room = not self._view.prompt_text
-        self._controller.edited = edited if has_room else None
+        self._controller.place.edited = edited if has_room else None
         if not has_room:
             return
         self._view.put_back(text, gives_way)
@@ -281,4 +281,4 @@ class Answering:
             for number, answer in enumerate(ended, start=1)
         ]
         index = await self._view.choose("Go on from", choices)
-        self._controller.move(ended[index or 0].turn_id)
+        self._controller.place.move(ended[index or 0].turn_id)
