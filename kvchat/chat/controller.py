@@ -62,6 +62,7 @@ class ChatController:
     place      where in the conversation the next message goes
     attached   files to put before the next message
     engine     queries to the host's engine
+    has_lost   whether a conversation was left that could not be saved whole
     kept       maintenance of the KV on disk, None where no KV is kept on disk
     tools      the tools that new conversations offer to the model, None for none
     pins       the files of pins, which can be attached by the pin's name
@@ -91,6 +92,7 @@ class ChatController:
         self.attached = attached
         self.kept = kept
         self.tools = tools
+        self.has_lost = False
         self.last: AnswerEnded | None = None
         self._last_session_id = ""
         self._held: tuple[int, tuple[ToolResult, ...]] = (ROOT, ())
@@ -401,10 +403,16 @@ class ChatController:
 
         Returns None, or a sentence on what could not be saved.
         """
-        problem = self.close_session()
+        problem = self._leave()
         self.attached = ()
         self.title = title
         return problem
+
+    def close_deleted(self) -> None:
+        """Close the conversation, of which nothing is to be saved, and drop attached files."""
+        self.close_session()
+        self.attached = ()
+        self.title = ""
 
     def open(self, session_id: str) -> ChatSession:
         """Open a saved conversation; if that fails, the current one stays open.
@@ -427,9 +435,15 @@ class ChatController:
 
     def _exchange(self, session: ChatSession) -> None:
         """Replace the open session; the new one's notes say what the old one could not save."""
-        if (problem := self.close_session()) is not None:
+        if (problem := self._leave()) is not None:
             session.notes = (*session.notes, problem)
         self.place = Place(session)
+
+    def _leave(self) -> str | None:
+        """Close a conversation that is to be kept; return None or what could not be saved."""
+        problem = self.close_session()
+        self.has_lost |= problem is not None
+        return problem
 
     async def cost_with(self, host: ChatHost) -> Cost | None:
         """Return what the next message costs with another, loaded model; None if nothing is said

@@ -88,7 +88,7 @@ async def forget_conversation(controller: "ChatController") -> ForgottenKv:
         contexts += store.read(session_id).conversation.contexts()  # as another model wrote them
     shared = await asyncio.to_thread(_others, controller, session_id)
     gone = await _forget_kv(controller, contexts, shared, session_id)
-    controller.begin_new()
+    controller.close_deleted()
     if store is not None:
         store.remove(session_id)
     return gone
