@@ -41,6 +41,15 @@ class MissReason(StrEnum):
     NOT_TOLD = "the server does not tell what it had cached"
 
 
+class Health(StrEnum):
+    """Whether a model answers. The values are those of `/health`."""
+
+    OK = "ok"
+    LOADING = "loading"
+    STALLED = "stalled"
+    FAILED = "failed"
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
