@@ -22,7 +22,7 @@ from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.paint import Row
-from kvchat.terminal.status import StatsLevel, format_seconds, plural
+from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
@@ -238,7 +238,8 @@ class Answering:
         whole = "\n".join([*(file.text for file in attached), text])
         num_tokens = self._controller.num_tokens(whole)
         if ready is not None and num_tokens >= ready.context_limit:
-            tell(self._view, f"Your message alone has {num_tokens:,} tokens: send a part of it.")
+            tokens = f"{about(self._controller.host.model)}{num_tokens:,} tokens"
+            tell(self._view, f"Your message alone has {tokens}: send a part of it.")
 
     def _give_back(
         self,

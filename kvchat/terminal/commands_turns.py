@@ -14,7 +14,7 @@ from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
-from kvchat.terminal.status import format_seconds, plural
+from kvchat.terminal.status import about, format_seconds, plural
 from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
@@ -117,10 +117,11 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         return
     old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
+    some = about(controller.host.model)
     last = "the last one stays" if kept == 1 else f"the last {kept} stay"
     context.say(
-        f"Summarising {plural(len(plan.messages), 'message')}, {plan.num_tokens:,} of {before:,} "
-        f"tokens; {last if kept else 'none stays'} word by word.",
+        f"Summarising {plural(len(plan.messages), 'message')}, {some}{plan.num_tokens:,} of "
+        f"{before:,} tokens; {last if kept else 'none stays'} word by word.",
     )
     ended = await context.show_summary(plan, arguments)
     if ended.reason is FinishReason.CANCELLED:
@@ -131,9 +132,9 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     saved = controller.compact(plan, summary)
     after = before - saved
     context.say(
-        f"Compacted: {before:,} tokens became {after:,}. It cost {_reading(ended)}, and the next "
-        f"message reads the {after:,} once. All messages are kept: /undo or /switch {old_branch} "
-        "goes back."
+        f"Compacted: {some}{before:,} tokens became {after:,}. It cost {_reading(ended)}, and the "
+        f"next message reads the {after:,} once. All messages are kept: /undo or "
+        f"/switch {old_branch} goes back."
     )
     context.conversation_changed()
 

@@ -21,7 +21,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import StatsLevel, ToolbarFacts, about, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
@@ -501,6 +501,7 @@ class Dialogue(CommandContext):
             title=one_line(controller.label, 48),
             branch=controller.place.branch,
             context_tokens=self._num_context_tokens,
+            about=about(controller.host.model),
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
