@@ -37,6 +37,7 @@ class ChatModel:
 
     max_context       the most tokens of a context
     vocab_size        every id is below it; None if not known
+    counts_tokens     whether ids are tokens; else their number is an estimate of that of the tokens
     """
 
     name: str
@@ -46,6 +47,7 @@ class ChatModel:
     sampling_defaults: dict[str, float]
     max_context: int = _LARGE_CONTEXT
     vocab_size: int | None = None
+    counts_tokens: bool = True
 
     def user_ids(
         self,

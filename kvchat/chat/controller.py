@@ -1,7 +1,7 @@
 """ChatController: the open conversation, its model, and the operations on them.
 
-Slash commands and keys call it. Moving between turns deletes nothing: all turns stay in the tree.
-Queries to the engine other than answers go through EngineQueries of `host.py`.
+Slash commands and keys call it. `place.py` moves between the turns, and queries to the engine other
+than answers go through EngineQueries of `host.py`.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from kvchat.chat.compaction import (
     plan_compaction,
     request_text,
 )
-from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
-from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.pin_files import PinFiles
+from kvchat.chat.place import Place
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.thinking import Think
@@ -48,7 +48,7 @@ from kvchat.chat.why import (
 from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.events import LoadEvent
-from kvchat.core.text import one_line, whole_number
+from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
 from kvchat.model.local_models import local_models, model_lines
 
@@ -59,9 +59,10 @@ NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
 class ChatController:
     """One conversation at a time. `session` is None until the first message creates one.
 
+    place      where in the conversation the next message goes
     attached   files to put before the next message
-    edited     the turn that the next message replaces, None if it replaces none
     engine     queries to the host's engine
+    has_lost   whether a conversation was left that could not be saved whole
     kept       maintenance of the KV on disk, None where no KV is kept on disk
     tools      the tools that new conversations offer to the model, None for none
     pins       the files of pins, which can be attached by the pin's name
@@ -84,23 +85,26 @@ class ChatController:
         self.host = host
         self.engine = EngineQueries(host, kept)
         self.new_host = new_host
-        self.session = session
+        self.place = Place(session)
         self.options = options
         self.system = system
         self.title = title
         self.attached = attached
         self.kept = kept
         self.tools = tools
-        self.edited: Turn | None = None
+        self.has_lost = False
         self.last: AnswerEnded | None = None
         self._last_session_id = ""
-        self._undone: list[int] = []
         self._held: tuple[int, tuple[ToolResult, ...]] = (ROOT, ())
 
     # State
     @property
+    def session(self) -> ChatSession | None:
+        return self.place.session
+
+    @property
     def conversation(self) -> Conversation | None:
-        return self.session.conversation if self.session is not None else None
+        return self.place.conversation
 
     @property
     def label(self) -> str:
@@ -108,31 +112,8 @@ class ChatController:
         return self.conversation.label if self.conversation is not None else self.title
 
     @property
-    def user_turns(self) -> list[Turn]:
-        """The user's messages on the path to the tip; `MessageNumbers` numbers them."""
-        path = self.conversation.path() if self.conversation is not None else []
-        return [turn for turn in path if turn.is_message]
-
-    @property
     def context_ids(self) -> list[int]:
         return self.conversation.context_ids() if self.conversation is not None else []
-
-    @property
-    def branch(self) -> tuple[int, int] | None:
-        """The tip's number among its siblings and their count, None if it has no sibling."""
-        if self.conversation is None or self.conversation.tip_id == ROOT:
-            return None
-        siblings = [turn.turn_id for turn in self.conversation.siblings(self.conversation.tip_id)]
-        if len(siblings) < 2:
-            return None
-        return siblings.index(self.conversation.tip_id) + 1, len(siblings)
-
-    @property
-    def editing(self) -> str:
-        """Which message the next one replaces, as text for the toolbar; "" for none."""
-        if self.edited is None or self.conversation is None:
-            return ""
-        return f"editing {MessageNumbers(self.conversation).of(self.edited)}"
 
     @property
     def think_problem(self) -> str | None:
@@ -141,39 +122,11 @@ class ChatController:
 
     def require_conversation(self) -> Conversation:
         """Return the conversation; raises UsageError while it is empty."""
-        if self.conversation is None or not len(self.conversation):
-            raise UsageError("The conversation is empty.")
-        return self.conversation
+        return self.place.require_conversation()
 
     def require_session(self) -> ChatSession:
         """Return the session; raises UsageError before the first message."""
-        self.require_conversation()
-        assert self.session is not None
-        return self.session
-
-    def user_turn(self, number: str) -> Turn:
-        """Return the message on the path with this number; the last one for "".
-
-        Raises UsageError for a number that is not one of the path.
-        """
-        turns = self.user_turns
-        if not turns or self.conversation is None:
-            raise UsageError("There is no message yet.")
-        if not number:
-            return turns[-1]
-        numbers = MessageNumbers(self.conversation)
-        wanted = whole_number(number)
-        if wanted is not None:
-            for turn in turns:
-                if numbers.of(turn) == wanted:
-                    return turn
-            if numbers.find(wanted) is not None:
-                raise UsageError(
-                    f"Message {wanted} is on another branch.", f"/switch {wanted} goes there."
-                )
-        known = in_words([numbers.of(turn) for turn in turns])
-        said = one_line(number, 20)
-        raise UsageError(f"{said} is no message; on this branch they are numbered {known}.")
+        return self.place.require_session()
 
     # Asking
 
@@ -237,8 +190,7 @@ class ChatController:
         session = self._ensure_session()
         whole = "".join(f"{file.text}\n" for file in self.attached) + text
         title = self._title_for(session, text)
-        edited = self.edited
-        place = edited.parent_id if edited is not None else session.conversation.tip_id
+        place = self.place.parent_id
         below, results = self._held
         held = results if place == below else ()
         try:
@@ -249,9 +201,8 @@ class ChatController:
             raise
         if title:
             session.rename(title)
-        self.edited = None
+        self.place.reset()
         self.attached = ()
-        self._undone.clear()
         return reply
 
     def give_results(
@@ -293,12 +244,11 @@ class ChatController:
         self.options = replace(self.options, max_calls=None if tools else 0)
         if self.session is not None and self.has_other_tools:
             self.session.set_tools(tools)
-            self._undone.clear()
-            self.edited = None
+            self.place.reset()
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last message once more."""
-        self._undone.clear()
+        self.place.drop_undone()
         return self.require_session().retry(options, notify)
 
     def continue_answer(self, notify: Callable[[], None] | None = None) -> Reply:
@@ -344,8 +294,7 @@ class ChatController:
             )
         before = len(self.context_ids)
         session.compact(plan, summary)
-        self.edited = None
-        self._undone.clear()
+        self.place.reset()
         return before - len(self.context_ids)
 
     @property
@@ -402,8 +351,17 @@ class ChatController:
             cleared_s = self.kept.cleared_s() if self.kept is not None else 0.0
             times = Times(self.host.began_s, cleared_s)
             cached = cached_ids(conversation, ended.turn_id, ended.usage)
-            return reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            reuse = reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            return replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
         return None
+
+    def _why_changed(self, reuse: Reuse) -> MissReason | None:
+        """Return what changed about the model's run since its KV was kept; None if nothing did."""
+        ready = self.host.ready
+        may_be = reuse.miss_reason in (MissReason.NEVER_WRITTEN, MissReason.OTHER_MODEL)
+        if not (may_be and reuse.num_lost) or self.kept is None or ready is None:
+            return None
+        return self.kept.why_changed(ready, reuse.ids, reuse.cached.total)
 
     def _title_for(self, session: ChatSession, text: str) -> str:
         """Return the title of a new conversation that begins with a file: the message after it.
@@ -422,17 +380,17 @@ class ChatController:
             self._discard()
 
     def _discard(self) -> None:
-        session, self.session = self.session, None
-        self.edited = None
-        self._undone.clear()
+        session, self.place = self.session, Place(None)
         if session is not None:
             session.discard()
 
     def _ensure_session(self) -> ChatSession:
-        if self.session is None:
-            one_shot = self.options.is_one_shot
-            self.session = self.host.new_session(self.system, self.title, one_shot, self.tools)
-        return self.session
+        if self.session is not None:
+            return self.session
+        one_shot = self.options.is_one_shot
+        session = self.host.new_session(self.system, self.title, one_shot, self.tools)
+        self.place = Place(session)
+        return session
 
     # Conversations
 
@@ -445,10 +403,16 @@ class ChatController:
 
         Returns None, or a sentence on what could not be saved.
         """
-        problem = self.close_session()
+        problem = self._leave()
         self.attached = ()
         self.title = title
         return problem
+
+    def close_deleted(self) -> None:
+        """Close the conversation, of which nothing is to be saved, and drop attached files."""
+        self.close_session()
+        self.attached = ()
+        self.title = ""
 
     def open(self, session_id: str) -> ChatSession:
         """Open a saved conversation; if that fails, the current one stays open.
@@ -471,9 +435,15 @@ class ChatController:
 
     def _exchange(self, session: ChatSession) -> None:
         """Replace the open session; the new one's notes say what the old one could not save."""
-        if (problem := self.close_session()) is not None:
+        if (problem := self._leave()) is not None:
             session.notes = (*session.notes, problem)
-        self.session = session
+        self.place = Place(session)
+
+    def _leave(self) -> str | None:
+        """Close a conversation that is to be kept; return None or what could not be saved."""
+        problem = self.close_session()
+        self.has_lost |= problem is not None
+        return problem
 
     async def cost_with(self, host: ChatHost) -> Cost | None:
         """Return what the next message costs with another, loaded model; None if nothing is said
@@ -499,9 +469,9 @@ class ChatController:
             session.complete()
             session.close()
             try:
-                self.session = _reopened(host, session)
+                self.place = self.place.reopened(_reopened(host, session))
             except KvchatError:
-                self.session = _reopened(old, session)
+                self.place = self.place.reopened(_reopened(old, session))
                 raise
         self.host, self.options = host, options
         self.last = None  # its figures are the other model's
@@ -511,71 +481,8 @@ class ChatController:
     def close_session(self) -> str | None:
         """Close the conversation's file; return None or a sentence on what could not be saved."""
         problem = self.session.close() if self.session is not None else None
-        self.session = None
-        self.edited = None
-        self._undone.clear()
+        self.place = Place(None)
         return problem
-
-    # Moving in the tree
-
-    def move(self, turn_id: int) -> None:
-        """Make another turn the tip."""
-        self.edited = None
-        self._undone.clear()
-        self.require_session().move_tip(turn_id)
-
-    def undo(self, count: int = 1) -> Turn | None:
-        """Move the tip back by as many messages as there are, `count` at most; `redo` reverts it.
-
-        Returns the message that is now the next one, None at the beginning.
-        """
-        session = self.require_session()
-        tip = session.conversation.tip_id
-        self.edited = None
-        turn: Turn | None = None
-        for _ in range(count):
-            back = session.undo()
-            if back is None:
-                break
-            turn = back
-        if turn is not None:
-            self._undone.append(tip)
-        return turn
-
-    def forget(self, turn_id: int) -> None:
-        """Remove a turn and all turns below it permanently. Raises StoreError."""
-        self.require_session().forget(turn_id)
-        self.edited = None
-        self._undone.clear()
-
-    def redo(self) -> bool:
-        """Revert the last undo, or else move the tip down to the newest next answer.
-
-        Returns false if there is nothing below the tip.
-        """
-        session = self.require_session()
-        conversation = session.conversation
-        if self._undone:
-            session.move_tip(self._undone.pop())
-            return True
-        further = _further_on(conversation, conversation.tip_id)
-        if further is None:
-            return False
-        answer = _further_on(conversation, further.turn_id) if further.role is Role.USER else None
-        session.move_tip((answer or further).turn_id)
-        return True
-
-    def step_sibling(self, step: int) -> Turn | None:
-        """Make the next or previous sibling answer the tip; None where there is none."""
-        branch = self.branch
-        if branch is None or self.conversation is None:
-            return None
-        number, count = branch
-        if not 1 <= number + step <= count:
-            return None
-        turn = self.conversation.siblings(self.conversation.tip_id)[number - 1 + step]
-        self.move(turn.turn_id)
-        return turn
 
     # System prompts
 
@@ -589,30 +496,9 @@ class ChatController:
         return [*first, *(token for turn in path[1:] for token in turn.token_ids)]
 
     def set_system(self, system: str | None) -> None:
-        """Use another system prompt for this and later messages.
-
-        Undone turns stay on the old prompt's branch and `redo` does not reach them. A message being
-        edited becomes its copy under the new prompt.
-        """
+        """Use another system prompt for this and later messages."""
         self.system = system
-        if self.session is None:
-            return
-        before = self.user_turns
-        self.session.set_system(system)
-        self._undone.clear()
-        if self.edited is not None:
-            number = before.index(self.edited) if self.edited in before else None
-            self.edited = self.user_turns[number] if number is not None else None
-
-
-def _further_on(conversation: Conversation, turn_id: int) -> Turn | None:
-    """Return the newest child of a turn; of ROOT, only a child with the current system prompt."""
-    below = [
-        turn
-        for turn in conversation.children(turn_id)
-        if turn_id != ROOT or turn.system == conversation.system
-    ]
-    return below[-1] if below else None
+        self.place.set_system(system)
 
 
 def _reopened(host: ChatHost, session: ChatSession) -> ChatSession:

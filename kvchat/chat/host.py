@@ -32,11 +32,15 @@ from kvchat.core.events import (
 )
 from kvchat.core.stats import EngineStatus
 from kvchat.core.text import one_line
-from kvchat.core.types import Tier
+from kvchat.core.types import Health, Tier
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, DrivenEngine, EngineThread
 
 T = TypeVar("T")
+
+# A step takes tenths of a second, and a call less; a long step shows between its products that it
+# goes on. A device that is lost, or a disk that does not answer, takes longer than this.
+_STALLED_S = 60.0
 
 
 class ChatHost:
@@ -47,6 +51,7 @@ class ChatHost:
                      it must not block
     store            None saves nothing
     rebuild          builds another engine if one ends by itself, None where none can be built
+    clock            returns seconds, to tell for how long the engine has given no sign of life
 
     began_s             when this host was made, in seconds since the epoch
     places_at_opening   where the KV was of the conversation opened last, None if none was opened
@@ -62,6 +67,7 @@ class ChatHost:
         on_load: Callable[[LoadEvent], None] | None = None,
         prefetch_pages: Callable[[list[int]], object] | None = None,
         rebuild: Build | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self._prefetch_pages = prefetch_pages
@@ -71,7 +77,7 @@ class ChatHost:
         self.began_s = time.time()
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
-        self._engine = EngineThread(build, self._hear, rebuild)
+        self._engine = EngineThread(build, self._hear, rebuild, clock)
         self.places_at_opening: Future[list[KvPlaces]] | None = None
 
     def _hear(self, event: LoadEvent) -> None:
@@ -94,6 +100,20 @@ class ChatHost:
     def failure(self) -> KvchatError | None:
         """Why the model could not be loaded; None while it loads or after it was loaded."""
         return self._outcome.error if isinstance(self._outcome, LoadFailed) else None
+
+    @property
+    def health(self) -> Health:
+        """Whether the model answers; STALLED once a step takes longer than any step should."""
+        if self.failure is not None:
+            return Health.FAILED
+        if self.ready is None:
+            return Health.LOADING
+        return Health.STALLED if self.silent_s > _STALLED_S else Health.OK
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the engine has made no step although it has work; 0 without work."""
+        return self._engine.silent_s
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
         """Wait until the model is loaded or loading has failed; raises TimedOut at the limit.

@@ -88,7 +88,7 @@ async def forget_conversation(controller: "ChatController") -> ForgottenKv:
         contexts += store.read(session_id).conversation.contexts()  # as another model wrote them
     shared = await asyncio.to_thread(_others, controller, session_id)
     gone = await _forget_kv(controller, contexts, shared, session_id)
-    controller.begin_new()
+    controller.close_deleted()
     if store is not None:
         store.remove(session_id)
     return gone
@@ -107,7 +107,7 @@ async def forget_last_turn(controller: "ChatController") -> ForgottenKv:
     before = conversation.context_ids(last.parent_id)
     others = await asyncio.to_thread(_others, controller, session.session_id)
     gone = await _forget_kv(controller, below, [*others, *beside, before], "")
-    controller.forget(last.turn_id)
+    controller.place.forget(last.turn_id)
     return gone
 
 

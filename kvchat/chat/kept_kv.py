@@ -7,6 +7,7 @@ from typing import Protocol
 from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.errors import KvchatError
+from kvchat.core.events import ModelReady
 from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
 from kvchat.core.types import MissReason
 
@@ -32,6 +33,15 @@ class KeptKv(Protocol):
 
     def why(self, name: str, token_ids: Sequence[int]) -> MissReason | None:
         """Return why not more of a context is on disk; None if all of it is."""
+
+    def why_changed(
+        self, ready: ModelReady, token_ids: Sequence[int], num_cached: int
+    ) -> MissReason | None:
+        """Return what changed since a run that kept more than `num_cached` tokens of a context.
+
+        `ready` is the loaded model; the run was of the same model, with other settings. None if
+        there was no such run. It reads keys only, and raises nothing.
+        """
 
     def cleared_s(self) -> float:
         """Return when the store was cleared last, in seconds since the epoch; 0 if never."""

@@ -39,6 +39,7 @@ def message_model(name: str, max_context: int) -> ChatModel:
         stop_token_ids=tokenizer.stop_token_ids,
         sampling_defaults={},
         max_context=max_context,
+        counts_tokens=False,
     )
 
 

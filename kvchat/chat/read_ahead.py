@@ -82,8 +82,7 @@ class ReadAhead:
         conversation = controller.conversation
         if conversation is None:
             conversation = Conversation("", time.time(), controller.system)
-        edited = controller.edited
-        parent = conversation.tip_id if edited is None else edited.parent_id
+        parent = controller.place.parent_id
         before = conversation.context_ids(parent) if parent != ROOT else []
         system = conversation.system if not before else None
         one, other = (

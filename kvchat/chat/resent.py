@@ -67,7 +67,7 @@ class ResentChats:
         session = self._opened(chat, options.think, num_contexts=1)
         difference = self._seen.note(chat.system, chat.messages, chat.tools)
         if difference is not None:
-            difference = difference.counted_without(chat.num_added)
+            difference = difference.as_sent(chat)
         last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)

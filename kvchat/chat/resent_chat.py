@@ -5,9 +5,9 @@ that follows. SeenChats finds that message, and the server says which it was.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from itertools import accumulate, groupby, takewhile
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
@@ -46,6 +46,14 @@ def joined(messages: Sequence[Message]) -> Message:
 
 
 @dataclass(frozen=True, slots=True)
+class SentMessage:
+    """A message as the client sent it, and its index in the client's list."""
+
+    index: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
 class KeptPart:
     """The beginning of a conversation whose KV a client wants to be kept on disk for a while.
 
@@ -63,15 +71,15 @@ class KeptPart:
 class ResentChat:
     """A system prompt, tools, and messages that alternate, the user's first.
 
-    If the last message is the assistant's, the answer continues it. `num_added` messages at the
-    beginning are not the client's.
+    If the last message is the assistant's, the answer continues it. `sent` are, for each message,
+    those of the client that it joins.
     """
 
     system: str | None
     messages: tuple[Message, ...]
     tools: ToolSet | None = None
     kept: tuple[KeptPart, ...] = ()
-    num_added: int = 0
+    sent: tuple[tuple[SentMessage, ...], ...] = ()
 
     @property
     def is_continuation(self) -> bool:
@@ -84,14 +92,20 @@ class ResentChat:
 
 
 def resent_chat(
-    system: str | None, messages: Iterable[Message], tools: ToolSet | None = None
+    system: str | None,
+    messages: Sequence[Message],
+    tools: ToolSet | None = None,
+    indexes: Sequence[int] | None = None,
 ) -> ResentChat:
     """Join neighbouring messages of one role; raises UsageError without a user message first.
 
-    Results have to follow an answer with as many calls.
+    Results have to follow an answer with as many calls. `indexes` are those of the messages in the
+    client's list, None if they are that list.
     """
-    groups = [list(group) for _, group in groupby(messages, lambda message: message.role)]
-    merged = [joined(group) for group in groups]
+    numbered = zip(indexes or range(len(messages)), messages, strict=True)
+    sent = [SentMessage(index, message) for index, message in numbered]
+    groups = [tuple(group) for _, group in groupby(sent, lambda each: each.message.role)]
+    merged = [joined([each.message for each in group]) for group in groups]
     if not merged:
         raise UsageError("There is no message to answer.")
     if merged[0].role is not Role.USER:
@@ -105,15 +119,15 @@ def resent_chat(
         num_calls = len(merged[number - 1].calls) if number else 0
         if len(message.results) > num_calls:
             raise UsageError("There is a result of a tool without a call before it.")
-    return ResentChat(system or None, tuple(merged), tools)
+    return ResentChat(system or None, tuple(merged), tools, sent=tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Where a conversation differs from an earlier one that began alike.
 
-    place      index of the message among the client's of the user and the assistant, where
-               neighbours of one role count as one; or `system`, or `tools`
+    place      index of the message, where neighbours of one role are one until `as_sent`; or
+               `system`, or `tools`
     character  index of the first other character in it
     was, now   what stood there and what stands there now, shortened
     """
@@ -123,10 +137,13 @@ class Difference:
     was: str
     now: str
 
-    def counted_without(self, num_added: int) -> "Difference":
-        """Return the same with a place that does not count messages at the beginning."""
-        place = self.place - num_added if isinstance(self.place, int) else self.place
-        return replace(self, place=place)
+    def as_sent(self, chat: ResentChat) -> "Difference":
+        """Return the same with a place in the list of the client that has sent the chat."""
+        if not isinstance(self.place, int) or self.place >= len(chat.sent):
+            return self
+        parts = [part for part in _starts(chat.sent[self.place]) if part[0] <= self.character]
+        start, index = parts[-1] if parts else (0, chat.sent[self.place][0].index)
+        return replace(self, place=index, character=self.character - start)
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -135,6 +152,25 @@ class Difference:
             "was": self.was,
             "now": self.now,
         }
+
+
+def _starts(group: Sequence[SentMessage]) -> list[tuple[int, int]]:
+    """Return where each message of a group begins in `Message.whole` of all, and its index.
+
+    In it come the results of all messages, then the texts, then the calls.
+    """
+    messages = [(each.index, each.message) for each in group]
+    results = [(index, result.text) for index, each in messages for result in each.results]
+    texts = [(index, each.text) for index, each in messages if each.text]
+    calls = [(index, call.key) for index, each in messages for call in each.calls]
+    parts = [(index, len(text) + 1) for index, text in results]
+    parts += [(index, len(text) + 2) for index, text in texts[:-1]]
+    parts += [(index, len(text) + 1) for index, text in texts[-1:]]
+    parts += [(index, len(text) + 1) for index, text in calls]
+    ends = accumulate(length for _, length in parts)
+    starts = [0, *ends][: len(parts)]
+    each = zip(starts, (index for index, _ in parts), strict=True)
+    return [next(group) for _, group in groupby(each, lambda part: part[1])]
 
 
 class SeenChats:

@@ -283,6 +283,8 @@ _WHY = {
     MissReason.QUARANTINED: "what was kept is not this model's: "
     "a forward pass did not agree with it.",
     MissReason.OTHER_MODEL: "the model changed, or how it is run, and its KV with it.",
+    MissReason.OTHER_WEIGHTS: "--weights or --dtype changed, and the model's KV with it.",
+    MissReason.OTHER_KV: "--kv-dtype or --block-size changed, and KV is kept in another format.",
     MissReason.SLOWER: "reading them from disk takes longer here than computing them.",
     MissReason.LATE: "the disk took too long, and computing went on without it.",
     MissReason.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",

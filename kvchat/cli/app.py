@@ -12,7 +12,7 @@ import typer
 
 from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup
-from kvchat.cli.settings import BY_NAME, unknown_variables
+from kvchat.cli.settings import BY_NAME, OF_KV, unknown_variables
 
 config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
 
@@ -300,7 +300,8 @@ def sessions_list(
     """List conversations, the most recent first."""
     from kvchat.cli import sessions
 
-    kept = sessions.open_kept_kv(context.obj, context.find_root().params.get("kv_dtype"))
+    given = context.find_root().params
+    kept = sessions.open_kept_kv(context.obj, {name: given.get(name) for name in OF_KV})
     sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
 
 
@@ -398,7 +399,7 @@ def cache_default(
 ) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
     flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
-    flags |= {"sessions_dir": None, "kv_dtype": None}
+    flags |= dict.fromkeys(("sessions_dir", *OF_KV))
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
         cache_status(context, json_)

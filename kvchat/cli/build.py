@@ -63,12 +63,12 @@ def cache_directory(settings: Settings) -> Path:
 def store_admin(settings: Settings) -> "StoreAdmin":
     """Return the administration of the KV store on disk."""
     from kvchat.cache.disk.admin import StoreAdmin
+    from kvchat.cache.disk.lookup import KvSettings
 
-    config = settings.cache_config()
+    config, model = settings.cache_config(), settings.model_config()
     state = None if settings["incognito"] else user_paths().state
-    return StoreAdmin(
-        cache_directory(settings), config.disk_bytes, state, config.block_size, config.kv_dtype
-    )
+    wanted = KvSettings(config.block_size, config.kv_dtype, model.dtype, model.weights)
+    return StoreAdmin(cache_directory(settings), config.disk_bytes, state, wanted)
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":

@@ -128,16 +128,16 @@ def open_attached_host(
 ) -> "ChatHost | None":
     """Return a host for a `kvchat serve` that the user did not name, None if `find` finds none.
 
-    It must take token ids; raises ModelError if it does not, or does not answer. If it ends, the
-    chat goes on with the server that `find` finds then, or with the model that `load` loads.
+    It must take token ids; raises ModelError if it does not, or does not answer. If it ends or
+    computes nothing any more, the chat goes on with the server that `find` finds then, or with the
+    model that `load` loads.
     """
     from kvchat.chat.host import ChatHost
-    from kvchat.remote.servers import find_server
 
     running = find()
     if running is None:
         return None
-    server = find_server(running.address, settings["timeout"])
+    server = _answering_server(running.address, settings["timeout"])
     model = _own_tokenizer(server, settings["timeout"])
     if model is None:
         raise ModelError("The server has another model.")
@@ -146,12 +146,23 @@ def open_attached_host(
     def rebuild(progress: Callable[[LoadProgress], None]) -> "tuple[DrivenEngine, ModelReady]":
         again = find()
         with suppress(ModelError):  # as if there were none
-            if again is not None and (server := find_server(again.address)).tokenizer == digest:
+            server = _answering_server(again.address) if again is not None else None
+            if again is not None and server is not None and server.tokenizer == digest:
                 return _build(server, spell, again.has_ended)(progress)
         return load(progress)
 
     build = _build(server, spell, running.has_ended)
     return ChatHost(model, build, store, on_load, rebuild=rebuild)
+
+
+def _answering_server(address: "Address", limit_s: float | None = None) -> "Server":
+    """Return the server at an address; raises ModelError if it cannot answer, as `find_server`."""
+    from kvchat.remote.servers import find_server, is_standing
+
+    server = find_server(address, limit_s)
+    if is_standing(address):
+        raise ModelError(f"The server at {address.shown} computes nothing any more.", "Restart it.")
+    return server
 
 
 def _build(

@@ -229,12 +229,14 @@ class Script:
             self._carry_out(commands, line)
 
     def end(self) -> ExitCode:
-        """Close the conversation and return the exit code; says, if no answer did, that some of it
-        is not saved.
+        """Close the conversation and return the exit code, which tells if one is not saved whole.
+
+        Says it of this one if no answer did; a command that left another one has said it.
         """
-        if (problem := self._controller.close_session()) is not None:
-            if not self._has_told_unsaved:
-                self._setup.notices.error(StoreError(problem))
+        problem = self._controller.close_session()
+        if problem is not None and not self._has_told_unsaved:
+            self._setup.notices.error(StoreError(problem))
+        if problem is not None or self._controller.has_lost:
             self._note(ExitCode.STORE)
         return self.exit_code
 

@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
@@ -27,10 +28,11 @@ def open_store(sessions_dir: str | None) -> SessionStore:
     return session_store(resolve(flags, os.environ, user_paths().config))
 
 
-def open_kept_kv(sessions_dir: str | None, kv_dtype: str | None) -> StoreAdmin:
-    """Return the administration of the KV store that the settings name."""
-    flags = {"sessions_dir": sessions_dir, "kv_dtype": kv_dtype}
-    return store_admin(resolve(flags, os.environ, user_paths().config))
+def open_kept_kv(sessions_dir: str | None, of_kv: dict[str, Any]) -> StoreAdmin:
+    """Return the administration of the KV store that the settings name; `of_kv` are flags."""
+    return store_admin(
+        resolve({"sessions_dir": sessions_dir, **of_kv}, os.environ, user_paths().config)
+    )
 
 
 def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:

@@ -138,6 +138,8 @@ SETTINGS = (
     Setting("quiet", bool, False, "in scripts, nothing on stderr but errors"),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
+# The settings that KV on disk depends on, besides the model.
+OF_KV = ("kv_dtype", "dtype", "weights", "block_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,12 +96,15 @@ class ModelConfig:
     weights: str = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("--weights", self.weights, ("auto", "int8", "int4"))
+        _one_of("--weights", self.weights, ("auto", *FEWER_BITS))
         _one_of("--device", self.device, ("auto", "cpu", "cuda"))
         _one_of("--dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if self.threads is not None and not 1 <= self.threads <= _MAX_THREADS:
             raise UsageError(f"--threads is {self.threads}, but must be 1 to {_MAX_THREADS}.")
 
+
+# The forms of weights that round them.
+FEWER_BITS = ("int8", "int4")
 
 # A KV dtype that no model computes in: numbers of 8 bits with scales.
 INT8_KV = "int8"

@@ -20,6 +20,7 @@ class ModelReady:
 
     draft                   the name of the draft model, None where there is none
     kv_dtype                the dtype of KV, "" if it is `dtype`
+    weights                 the form of the weights, "" if it is not known or cannot be chosen
     is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
 
@@ -33,6 +34,7 @@ class ModelReady:
     draft: str | None = None
     is_context_limit_told: bool = True
     kv_dtype: str = ""
+    weights: str = ""
 
     @property
     def told_context_limit(self) -> int | None:

@@ -107,6 +107,9 @@ class ModelDirStatus:
     trouble       why it cannot be read, in a few words; empty if it can
     model         the name of the model, "" if it is not known here
     kv_dtype      the dtype of the KV, "" if it is the model's own or not known here
+    dtype         what the model computes in, "" if it is not known here
+    weights       the form of its weights, "" if it is not known here or cannot be chosen
+    block_size    tokens of a block
     """
 
     identity: str
@@ -118,6 +121,9 @@ class ModelDirStatus:
     pins: "tuple[KeptPin, ...]" = ()
     model: str = ""
     kv_dtype: str = ""
+    dtype: str = ""
+    weights: str = ""
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,23 @@ class MissReason(StrEnum):
     OVER_BUDGET = "over budget"
     QUARANTINED = "quarantined"
     OTHER_MODEL = "model changed"
+    OTHER_WEIGHTS = "weights or dtype changed"
+    OTHER_KV = "KV format changed"
     SLOWER = "slower to read than to compute"
     LATE = "came too late"
     NO_ROOM = "no room on the device"
     NO_TIER = "no disk cache"
     OFF = "the cache is off"
     NOT_TOLD = "the server does not tell what it had cached"
+
+
+class Health(StrEnum):
+    """Whether a model answers. The values are those of `/health`."""
+
+    OK = "ok"
+    LOADING = "loading"
+    STALLED = "stalled"
+    FAILED = "failed"
 
 
 class FinishReason(StrEnum):

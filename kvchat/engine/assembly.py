@@ -299,6 +299,9 @@ def new_connector(
                 geometry.block_bytes,
                 is_draft,
                 geometry.dtype_beside(loaded.dtype),
+                dtype_name(loaded.dtype),
+                chosen_weights(loaded),
+                loaded.asked_weights,
             ),
         )
         return Layout(identity, geometry.block_size, geometry.block_bytes)
@@ -374,7 +377,13 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
         load_s=time.perf_counter() - began_s,
         notes=loaded.notes,
         kv_dtype=engine.cache.kv_pool.geometry.dtype_beside(loaded.dtype),
+        weights=chosen_weights(loaded),
     )
+
+
+def chosen_weights(loaded: LoadedModel) -> str:
+    """Return the form of a model's weights; "" for a model that has no other."""
+    return loaded.weights if loaded.has_choice_of_weights else ""
 
 
 # Bytes of weights that a CPU cache holds.

@@ -170,13 +170,21 @@ class EngineThread:
     `rebuild` builds another engine if an engine raises EngineEnded; None if none can be built.
     Requests without any answer begin again there, others fail with that error.
 
-    Listeners are called on that thread and must return at once; a request that is cancelled while
-    it waits for another engine ends on the caller's thread. All public methods may be called from
-    any thread.
+    `clock` returns seconds, for `silent_s`. Listeners are called on that thread and must return at
+    once; a request that is cancelled while it waits for another engine ends on the caller's thread.
+    All public methods may be called from any thread.
     """
 
-    def __init__(self, build: Build, on_load: LoadListener, rebuild: Build | None = None) -> None:
+    def __init__(
+        self,
+        build: Build,
+        on_load: LoadListener,
+        rebuild: Build | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._build = build
+        self._clock = clock
+        self._heard_s: float | None = None  # the last sign of life, None while there is no work
         self._rebuild = rebuild
         self._on_load = on_load
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
@@ -226,6 +234,16 @@ class EngineThread:
         self._is_to_close = True
         self._send(_Close())
         self._thread.join(timeout_s)
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the engine has given no sign of life although it has work.
+
+        0 while it has none, or still loads. The signs are the beginning of each step and of each
+        call, and every question of a long step whether it is still wanted.
+        """
+        heard_s = self._heard_s
+        return self._clock() - heard_s if heard_s is not None else 0.0
 
     def _send(self, message: _Message) -> None:
         with self._lock:
@@ -316,15 +334,21 @@ class EngineThread:
 
     def _serve(self, engine: "DrivenEngine", ready_s: float) -> None:
         engine.abandon_steps(self._is_unwanted)
-        while True:
-            try:
-                message = self._messages.get(not engine.has_work, engine.idle_s)
-            except queue.Empty:
-                self._step(engine)
-                continue
-            if isinstance(message, _Close):
-                return
-            self._handle(engine, message, ready_s)
+        try:
+            while True:
+                has_work = engine.has_work
+                self._heard_s = self._clock() if has_work else None
+                try:
+                    message = self._messages.get(not has_work, engine.idle_s)
+                except queue.Empty:
+                    self._step(engine)
+                    continue
+                if isinstance(message, _Close):
+                    return
+                self._heard_s = self._clock()
+                self._handle(engine, message, ready_s)
+        finally:
+            self._heard_s = None
 
     def _is_unwanted(self, request_ids: frozenset[int]) -> bool:
         """Whether one of these requests is to be cancelled, or the thread is to end.
@@ -332,6 +356,7 @@ class EngineThread:
         A step that only reads ahead is given up for any cancel: the request that is to be cancelled
         waits for the end of this step.
         """
+        self._heard_s = self._clock()
         if self._is_to_close:
             return True
         told = tuple(self._to_cancel) if self._to_cancel else ()

@@ -87,9 +87,9 @@ class LoadedModel:
     to it, so it is part of the KV's identity. `identity` is the files' `sample_digest`. `marks`
     are the files' marks at loading, see `ModelSource.marks`. `notes` are warnings about the files
     for the user. `weights` is the format of the weights that results depend on: `own`, `blocks` of
-    a file, `int8` or `int4`. `step` holds the running step for the module's code. `fusing` replaces
-    modules' code during a step, on a GPU; `compiled` runs small steps on a CPU. `load_s` is in
-    seconds.
+    a file, `int8` or `int4`; `asked_weights` is the setting. `step` holds the running step for the
+    module's code. `fusing` replaces modules' code during a step, on a GPU; `compiled` runs small
+    steps on a CPU. `load_s` is in seconds.
     """
 
     source: ModelSource
@@ -107,6 +107,12 @@ class LoadedModel:
     fusing: Fusing | None = None
     compiled: CompiledModel | None = None
     weights: str = OWN
+    asked_weights: str = "auto"
+
+    @property
+    def has_choice_of_weights(self) -> bool:
+        """Whether the model can have weights in fewer bits than its checkpoint."""
+        return _runs_fused(self.spec)
 
 
 def read_config(source: ModelSource) -> Any:
@@ -314,6 +320,7 @@ def _load(
         fusing=fusing,
         compiled=compiled,
         weights=weights,
+        asked_weights=config.weights,
     )
 
 

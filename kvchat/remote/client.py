@@ -116,19 +116,23 @@ class Client:
         except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError, GenerationError):
             return None
 
-    async def answers(self, path: str, within_s: float) -> bool:
-        """Return whether the server answers a GET in time, whatever it says.
+    async def health(self, within_s: float) -> str | None:
+        """Return the state that the server tells in time: a `Health`, if it is kvchat's.
 
-        True too if it refuses or breaks the connection: it is not silent then, and requests that
-        run will say themselves whether it has ended.
+        None if it is silent. "" if it tells something else, refuses or breaks the connection:
+        requests that run will say themselves whether it has ended.
         """
         try:
-            async with asyncio.timeout(within_s), self._client.stream("GET", path):
-                return True
+            async with (
+                asyncio.timeout(within_s),
+                self._client.stream("GET", "/health") as response,
+            ):
+                told = _object(await _limited(response, _MOST_ERROR_BYTES))
         except (httpx2.TimeoutException, TimeoutError):
-            return False
-        except httpx2.HTTPError:
-            return True
+            return None
+        except (httpx2.HTTPError, GenerationError):
+            return ""
+        return str(told.get("status", ""))
 
 
 async def _limited(response: httpx2.Response, most: int) -> bytes:

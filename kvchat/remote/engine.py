@@ -34,6 +34,7 @@ from kvchat.core.stats import EngineStatus
 from kvchat.core.types import (
     CachedTokens,
     FinishReason,
+    Health,
     MissReason,
     StopWatcher,
     Timing,
@@ -60,6 +61,10 @@ _BROKEN_OFF = "The answer broke off, as its server {}."
 _GO_ON = "/continue goes on from there."
 _ENDED = "The kvchat serve that this chat used has ended."
 _SILENT = "The kvchat serve that this chat used does not answer any more."
+_STALLED = (
+    "The kvchat serve that this chat used answers, but computes nothing any more: restart it."
+)
+_ILL = (Health.STALLED, Health.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,8 @@ class RemoteEngine:
     spell       returns the ids of a text that follows an id, if the server takes the ids of the
                 chat's own tokenizer. None if ids stand for messages (`message_ids.py`)
     has_ended   whether the server has ended. After that, or after a connection broke or the server
-                fell silent, `step` raises EngineEnded. None for a server that the user named: only
-                its requests fail then
+                fell silent or computes nothing any more, `step` raises EngineEnded. None for a
+                server that the user named: only its requests fail then
     patience    how long a server may be silent
     """
 
@@ -264,7 +269,8 @@ class RemoteEngine:
             raise
 
     def _begin_watching(self) -> None:
-        if self._has_ended is not None and self._watch is None:
+        is_watched = self._has_ended is not None or self._server.kind is Kind.KVCHAT
+        if is_watched and self._watch is None:
             self._watch = self._loop.create_task(self._watched())
 
     # On the event loop
@@ -273,7 +279,8 @@ class RemoteEngine:
         """Ask the server whether it still runs, after each silence of running requests.
 
         A long prompt may be read in silence, but the question is answered meanwhile. So a server
-        whose process stands still is lost too, which would keep its connections for ever.
+        whose process stands still is lost too, which would keep its connections for ever, and one
+        whose engine stands still, which says so. A server that the user named may be silent.
         """
         try:
             while self._samples or self._is_doubted:
@@ -281,28 +288,41 @@ class RemoteEngine:
                 if left_s > 0 and not self._is_doubted:
                     await asyncio.sleep(left_s)
                     continue
-                if not await self._still_runs():
-                    self._lose_all()
+                if why := await self._fault():
+                    self._lose_all(why)
                     return
                 self._heard_s, self._is_doubted = time.perf_counter(), False
         finally:
             if self._watch is asyncio.current_task():
                 self._watch = None
 
-    async def _still_runs(self) -> bool:
-        """Ask twice: one answer may be late on a machine with too much to do."""
+    async def _fault(self) -> str:
+        """Return why the server is lost, "" if it is not.
+
+        Asks twice: one answer may be late on a machine with too much to do.
+        """
         heard_s = self._heard_s
         for _ in range(2):
-            is_answered = await self._client.answers("/health", self._patience.answer_s)
-            if is_answered or self._heard_s != heard_s:
-                return True
-        return False
+            state = await self._client.health(self._patience.answer_s)
+            if self._heard_s != heard_s:
+                return ""
+            if state is not None:
+                return _STALLED if state in _ILL else ""
+        return _SILENT if self._has_ended is not None else ""
 
-    def _lose_all(self) -> None:
-        """End the running requests, and the engine."""
-        self._why_lost, self._is_doubted = _SILENT, False
+    def _lose_all(self, why: str) -> None:
+        """End the running requests, and the engine if another one can replace it."""
+        does = "does not answer" if why == _SILENT else "computes nothing any more"
+        error: KvchatError = EngineEnded(_BROKEN_OFF.format(does), _GO_ON)
+        if self._has_ended is None:
+            error = GenerationError(
+                f"The server at {self._server.address.shown} computes nothing any more.",
+                "Restart it and /retry, or go on with /model NAME.",
+            )
+        else:
+            self._why_lost, self._is_doubted = why, False
         for sample in {sample.request_id: sample for sample in self._samples}.values():
-            self._fail(sample, EngineEnded(_BROKEN_OFF.format("does not answer"), _GO_ON))
+            self._fail(sample, error)
         for sample in self._samples:
             if sample.task is not None:
                 sample.task.cancel()

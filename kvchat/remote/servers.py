@@ -21,6 +21,7 @@ import httpx2
 
 from kvchat.core.errors import ModelError, TimedOut, UsageError
 from kvchat.core.text import one_line
+from kvchat.core.types import Health
 
 CONNECT_S = 5.0
 _ASK_S = 10.0
@@ -198,6 +199,14 @@ class Asker:
         except ModelError:
             return None
 
+    def health(self) -> str:
+        """Return the state that a server tells, as kvchat's does; "" for anything else."""
+        try:
+            found = self._wait(self._asked("/health", None, _ASK_S, takes_errors=True))
+        except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError, ModelError):
+            return ""
+        return str(found.get("status", "")) if isinstance(found, dict) else ""
+
     def _wait(self, question: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
@@ -206,14 +215,20 @@ class Asker:
             future.cancel()  # after Ctrl-C the question is still asked
             raise
 
-    async def _asked(self, path: str, body: Mapping[str, Any] | None, limit_s: float) -> Any:
+    async def _asked(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        limit_s: float,
+        takes_errors: bool = False,
+    ) -> Any:
         method = "GET" if body is None else "POST"
         async with (
             asyncio.timeout(limit_s),
             self._client.stream(method, path, json=body) as response,
         ):
             self._require_welcome(response)
-            if response.status_code != 200:
+            if response.status_code != 200 and not takes_errors:
                 return None
             text = bytearray()
             async for piece in response.aiter_bytes():
@@ -264,6 +279,12 @@ def redirect_words(response: httpx2.Response) -> tuple[str, str]:
         f"The server sends to another address: {target}.",
         "Give that address with --endpoint if you trust it. A key is never sent on.",
     )
+
+
+def is_standing(address: Address) -> bool:
+    """Return whether a server that answers says that its engine computes nothing any more."""
+    with Asker(address) as asker:
+        return asker.health() in (Health.STALLED, Health.FAILED)
 
 
 def find_server(address: Address, limit_s: float | None = None) -> Server:

@@ -97,6 +97,7 @@ def _chat(fields: Fields) -> ResentChat:
     chat.instruct(_text(fields, "system"))
     marks.read_all(fields, "system")
     for message in fields.objects("messages"):
+        chat.next_item()
         role = message.text("role")
         if role == "assistant":
             chat.answer(_text(message, "content", "tool_use"), _calls(message))

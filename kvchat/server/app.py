@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvchat.core.text import one_line
+from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
 from kvchat.server.api_errors import ApiError, response_to
 from kvchat.server.chat_api import ChatApi
@@ -79,11 +81,22 @@ def _counted(handler: Handler, path: str, service: Service) -> Handler:
 
 def _health(service: Service) -> Handler:
     async def health(request: Request) -> Response:
-        is_ready = service.host.ready is not None
-        status = "ok" if is_ready else "loading"
-        return JSONResponse({"status": status, "model": service.name}, 200 if is_ready else 503)
+        state = service.host.health
+        told = {"status": str(state), "model": service.name}
+        if (sentence := _trouble(state, service)) is not None:
+            told["message"] = sentence
+        return JSONResponse(told, 200 if state is Health.OK else 503)
 
     return health
+
+
+def _trouble(state: Health, service: Service) -> str | None:
+    """Return a sentence on why the model does not answer any more; None if it may."""
+    if state is Health.STALLED:
+        silent_s = round(service.host.silent_s)
+        return f"The engine has work and has made no step for {silent_s} s; restart kvchat serve."
+    failure = service.host.failure
+    return one_line(str(failure), 400) if failure is not None else None
 
 
 def _metrics(service: Service) -> Handler:

@@ -21,10 +21,18 @@ class RequestChat:
     def __init__(self) -> None:
         self._systems: list[str] = []
         self._messages: list[Message] = []
-        self._num_added = 0
+        self._indexes: list[int] = []
+        self._num_items = 0
         self._open_calls: dict[str, ToolCall] = {}
-        self._results: dict[str, ToolResult] = {}
+        self._results: dict[str, tuple[int, ToolResult]] = {}
         self._kept: list[tuple[int, float, str | None]] = []
+
+    def next_item(self) -> None:
+        """Begin the next item of the client's list: what is added until the next call is from it.
+
+        What is added before the first item counts as of the first.
+        """
+        self._num_items += 1
 
     def instruct(self, text: str) -> None:
         """Add to the system prompt; an instruction after the first message stands where it came."""
@@ -36,7 +44,7 @@ class RequestChat:
     def ask(self, text: str) -> None:
         """Add a message of the user."""
         self._end_calls()
-        self._messages.append(Message(Role.USER, text))
+        self._add(Message(Role.USER, text))
 
     def answer(self, text: str, calls: Iterable[tuple[str, ToolCall]] = ()) -> None:
         """Add an answer, with calls by the ids that the client gave them."""
@@ -44,10 +52,9 @@ class RequestChat:
             self._end_calls()
         if not self._messages:  # templates want a message of the user before it: an empty one
             self.ask("")
-            self._num_added = 1
         named = dict(calls)
         self._open_calls |= named
-        self._messages.append(Message(Role.ASSISTANT, text, tuple(named.values())))
+        self._add(Message(Role.ASSISTANT, text, tuple(named.values())))
 
     def add_result(self, item: Fields, id_field: str, text: str) -> None:
         """Add the result of a call; raises ApiError if the item's id names no call before it."""
@@ -55,7 +62,7 @@ class RequestChat:
         call = self._open_calls.get(call_id or "")
         if call is None or call_id is None:
             raise item.fault(id_field, "names no call of the answer before it")
-        self._results[call_id] = ToolResult(call.name, text)
+        self._results[call_id] = self._index, ToolResult(call.name, text)
 
     def keep_so_far(self, ttl_s: float, text: str | None = None) -> None:
         """Keep the KV of all that was added for so many seconds.
@@ -68,9 +75,10 @@ class RequestChat:
         """Return the conversation, or raise ApiError for one that cannot be answered."""
         self._end_calls()
         try:
-            chat = resent_chat("\n\n".join(self._systems), self._messages, tools)
+            system = "\n\n".join(self._systems)
+            chat = resent_chat(system, self._messages, tools, self._indexes)
             kept = tuple(self._joined(*part) for part in self._kept)
-            return replace(chat, kept=kept, num_added=self._num_added)
+            return replace(chat, kept=kept)
         except KvchatError as error:
             raise replace(as_api_error(error), param="messages") from error
 
@@ -84,6 +92,14 @@ class RequestChat:
         cut = joined([*before, replace(groups[-1][-1], text=text)])
         return KeptPart(len(groups), ttl_s, cut.text)
 
+    @property
+    def _index(self) -> int:
+        return max(0, self._num_items - 1)
+
+    def _add(self, message: Message, index: int | None = None) -> None:
+        self._messages.append(message)
+        self._indexes.append(self._index if index is None else index)
+
     def _end_calls(self) -> None:
         """Add the results of the last calls, in the order of the calls."""
         if not self._open_calls:
@@ -92,6 +108,6 @@ class RequestChat:
             if call_id not in self._results:
                 sentence = f"The call of {call.name!r} has no result."
                 raise ApiError(400, sentence, "messages", "invalid_value")
-        results = tuple(self._results[call_id] for call_id in self._open_calls)
-        self._messages.append(Message(Role.USER, "", results=results))
+        for index, result in (self._results[call_id] for call_id in self._open_calls):
+            self._add(Message(Role.USER, "", results=(result,)), index)
         self._open_calls, self._results = {}, {}

@@ -245,6 +245,7 @@ def _chat(fields: Fields) -> ResentChat:
     """Return the conversation of a request."""
     chat = RequestChat()
     for message in fields.objects("messages"):
+        chat.next_item()
         message.refuse("function_call", "audio")
         role, text = message.text("role"), message_text(message)
         if role in ("system", "developer"):

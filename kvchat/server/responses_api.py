@@ -166,6 +166,7 @@ def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:
     for item in earlier:
         _add_item(chat, item)
     if isinstance(given, str):
+        chat.next_item()
         chat.ask(given)
     else:
         for item in fields.objects("input"):
@@ -174,6 +175,7 @@ def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:
 
 
 def _add_item(chat: RequestChat, item: Fields) -> None:
+    chat.next_item()
     kind = item.text("type", "message")
     if kind == "message":
         _add_message(chat, item)

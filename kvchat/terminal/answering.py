@@ -23,7 +23,7 @@ from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.paint import Row
-from kvchat.terminal.status import StatsLevel, format_seconds, plural
+from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
@@ -111,8 +111,8 @@ class Answering:
         answered, it goes back into the prompt, and the files stay attached.
         """
         attached = self._controller.attached
-        edited = edited or self._controller.edited
-        self._controller.edited = edited
+        edited = edited or self._controller.place.edited
+        self._controller.place.edited = edited
         try:
             notes = self._controller.attach_mentioned(text)
             self._view.write_turn(text)
@@ -239,7 +239,8 @@ class Answering:
         whole = "\n".join([*(file.text for file in attached), text])
         num_tokens = self._controller.num_tokens(whole)
         if ready is not None and num_tokens >= ready.context_limit:
-            tell(self._view, f"Your message alone has {num_tokens:,} tokens: send a part of it.")
+            tokens = f"{about(self._controller.host.model)}{num_tokens:,} tokens"
+            tell(self._view, f"Your message alone has {tokens}: send a part of it.")
 
     def _give_back(
         self,
@@ -255,7 +256,7 @@ class Answering:
         """
         self._controller.attached = attached
         has_room = not self._view.prompt_text
-        self._controller.edited = edited if has_room else None
+        self._controller.place.edited = edited if has_room else None
         if not has_room:
             return
         self._view.put_back(text, gives_way)
@@ -285,4 +286,4 @@ class Answering:
             for turn in turns
         ]
         index = await self._view.choose("Go on from", choices)
-        self._controller.move(ended[index or 0].turn_id)
+        self._controller.place.move(ended[index or 0].turn_id)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from kvchat.core.config import format_bytes
+from kvchat.core.config import FEWER_BITS, format_bytes
 from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
 from kvchat.core.text import one_line
 from kvchat.terminal.status import plural
@@ -24,7 +24,7 @@ def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     lines = [
         one_line(str(status.directory), _PATH_CHARS),
         f"{used_of_limit(status)}: {_packs(status)}",
-        *(f"  {_model_dir(model_dir)}" for model_dir in status.model_dirs),
+        *(f"  {_model_dir(model_dir, status.model_dirs)}" for model_dir in status.model_dirs),
         *pin_lines(status, titles),
     ]
     if not status.limit_bytes:
@@ -66,10 +66,11 @@ def tree_lines(trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]], glyphs: G
     """Return a line per pack, below the one it continues; only branches are indented."""
     if not trees:
         return ["Nothing is kept."]
+    model_dirs = [model_dir for model_dir, _ in trees]
     return [
         line
         for model_dir, packs in trees
-        for line in (_model_dir(model_dir), *branch_lines(packs, glyphs))
+        for line in (_model_dir(model_dir, model_dirs), *branch_lines(packs, glyphs))
     ]
 
 
@@ -167,12 +168,28 @@ def _packs(status: StoreStatus) -> str:
     return f"{plural(status.num_packs, 'pack')}, {plural(status.num_tokens, 'token')}"
 
 
-def _model_dir(model_dir: ModelDirStatus) -> str:
+def _model_dir(model_dir: ModelDirStatus, model_dirs: Sequence[ModelDirStatus]) -> str:
+    """Return a line on one of a store's model directories."""
     size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
     used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
     model = one_line(model_dir.model, _LABEL_CHARS) or "a model not known here"
     kv = f", KV in {one_line(model_dir.kv_dtype, _LABEL_CHARS)}" if model_dir.kv_dtype else ""
-    return f"{model}{kv}: {size}, {used} ({model_dir.identity[:_IDENTITY_CHARS]})"
+    others = [other for other in model_dirs if other.model == model_dir.model]
+    run = _run_beside(model_dir, others) if model_dir.model else ""
+    return f"{model}{run}{kv}: {size}, {used} ({model_dir.identity[:_IDENTITY_CHARS]})"
+
+
+def _run_beside(model_dir: ModelDirStatus, others: Sequence[ModelDirStatus]) -> str:
+    """Return how a model was run, as far as that tells it from others of its name."""
+    blocks = f"blocks of {plural(model_dir.block_size, 'token')}" if model_dir.block_size else ""
+    weights = f"weights in {model_dir.weights}" if model_dir.weights in FEWER_BITS else ""
+    facts: list[tuple[str, set[str] | set[int]]] = [
+        (model_dir.dtype, {other.dtype for other in others}),
+        (weights, {other.weights for other in others}),
+        (blocks, {other.block_size for other in others}),
+    ]
+    told = [one_line(fact, _LABEL_CHARS) for fact, values in facts if fact and len(values) > 1]
+    return "".join(f", {fact}" for fact in told)
 
 
 def _when(time_s: float) -> str:

@@ -91,7 +91,7 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         context.say(f"Kept: {label}")
         return
     if session_id == current:
-        controller.begin_new()
+        controller.close_deleted()
     with suppress(SessionNotFound):  # closing deletes a file without its first line
         store.remove(session_id)
     context.say(f"Deleted: {label}")

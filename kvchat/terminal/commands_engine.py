@@ -28,6 +28,7 @@ from kvchat.terminal.help_texts import EXAMPLES
 from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.status import (
     StatsLevel,
+    about,
     detail_line,
     format_count,
     graph_lines,
@@ -219,10 +220,11 @@ async def context_(context: "CommandContext", arguments: str) -> None:
     limit = ready.told_context_limit if ready is not None else None
     turns = plural(sum(turn.is_message for turn in path), "turn")
     kv = _kv_words(ready) if ready is not None else ""
-    lines = [f"{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}{kv}"]
+    some = about(context.controller.host.model)
+    lines = [f"{some}{used:,} tokens: {asked:,} asked, {used - asked:,} answered, in {turns}{kv}"]
     if limit:
         share, left = used / limit, max(0, limit - used)
-        shown = f"{share:.0%} of {format_count(limit)}, {left:,} left"
+        shown = f"{some}{share:.0%} of {format_count(limit)}, {left:,} left"
         room = context.page.render_context.width - len(shown) - 1
         lines.append(f"{_bar(context.page.painter.look, share, room)}{shown}")
     cost = await context.controller.engine.cost(context.controller.context_ids)

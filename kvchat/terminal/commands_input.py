@@ -17,7 +17,7 @@ from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model
 from kvchat.terminal.history_view import show_turns
-from kvchat.terminal.status import StatsLevel, plural
+from kvchat.terminal.status import StatsLevel, about, plural
 
 _MAX_PROMPT_BYTES = 16 << 20
 _SETTING_COLUMNS = 21  # the longest name, and space after it
@@ -51,7 +51,7 @@ async def file(context: "CommandContext", arguments: str) -> None:
 
 
 def _tell_attached(context: "CommandContext", what: str, num_tokens: int) -> None:
-    tokens = plural(num_tokens, "token")
+    tokens = about(context.controller.host.model) + plural(num_tokens, "token")
     context.say(f"Attached {what}, {tokens}: it goes with your next message.")
 
 

@@ -14,7 +14,7 @@ from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
-from kvchat.terminal.status import format_seconds, plural
+from kvchat.terminal.status import about, format_seconds, plural
 from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
@@ -22,7 +22,7 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
 async def undo(context: "CommandContext", arguments: str) -> None:
-    turn = context.controller.undo(_count(arguments))
+    turn = context.controller.place.undo(_count(arguments))
     if turn is None:
         raise UsageError("This is the beginning.")
     what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
@@ -33,7 +33,7 @@ async def undo(context: "CommandContext", arguments: str) -> None:
 async def redo(context: "CommandContext", arguments: str) -> None:
     conversation = context.controller.require_conversation()
     before = {turn.turn_id for turn in conversation.path()}
-    if not context.controller.redo():
+    if not context.controller.place.redo():
         raise UsageError("There is nothing further on.")
     returned = [turn for turn in conversation.path() if turn.turn_id not in before]
     context.say(f"Back after: {_returned_in_words(returned)}  (/undo steps back)")
@@ -53,11 +53,11 @@ def _returned_in_words(turns: list[Turn]) -> str:
 
 async def rewind(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    turns = controller.user_turns
+    turns = controller.place.user_turns
     if not turns:
         raise UsageError("There is no message to go back to.")
     if arguments:
-        turn = controller.user_turn(arguments)
+        turn = controller.place.user_turn(arguments)
     else:
         numbers = MessageNumbers(controller.require_conversation())
         choices = [Choice(f"{numbers.of(turn)}. {turn_summary(turn, 60)}") for turn in turns]
@@ -65,7 +65,7 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
         if index is None:
             return
         turn = turns[index]
-    controller.move(turn.parent_id)
+    controller.place.move(turn.parent_id)
     context.page.put_text(turn.text)
     context.say(f"Back before: {turn_summary(turn, 60)}  (the other branch is kept: /tree)")
     context.conversation_changed()
@@ -74,7 +74,7 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
 async def edit(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
     number, text = [*arguments.split(maxsplit=1), "", ""][:2]
-    turn = controller.user_turn(number)
+    turn = controller.place.user_turn(number)
     conversation = controller.require_conversation()
     cost = await controller.engine.cost(conversation.context_ids(turn.parent_id))
     if not await context.confirm_cost(cost, f"/edit {number}".strip()):
@@ -82,7 +82,7 @@ async def edit(context: "CommandContext", arguments: str) -> None:
     if text.strip():
         context.send_instead(turn, text.strip())
         return
-    controller.edited = turn
+    controller.place.edited = turn
     context.page.put_text(turn.text)
     shown = MessageNumbers(conversation).of(turn)
     context.notice(f"Editing message {shown}: what you send next takes its place, as a branch.")
@@ -97,7 +97,7 @@ async def retry(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.controller.options, num_samples=count)
     controller = context.controller
-    asked = controller.require_conversation().context_ids(controller.user_turn("").turn_id)
+    asked = controller.require_conversation().context_ids(controller.place.user_turn("").turn_id)
     if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
         context.answer_again(options)
 
@@ -117,10 +117,11 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         return
     old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
+    some = about(controller.host.model)
     last = "the last one stays" if kept == 1 else f"the last {kept} stay"
     context.say(
-        f"Summarising {plural(len(plan.messages), 'message')}, {plan.num_tokens:,} of {before:,} "
-        f"tokens; {last if kept else 'none stays'} word by word.",
+        f"Summarising {plural(len(plan.messages), 'message')}, {some}{plan.num_tokens:,} of "
+        f"{before:,} tokens; {last if kept else 'none stays'} word by word.",
     )
     ended = await context.show_summary(plan, arguments)
     if ended.reason is FinishReason.CANCELLED:
@@ -131,9 +132,9 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     saved = controller.compact(plan, summary)
     after = before - saved
     context.say(
-        f"Compacted: {before:,} tokens became {after:,}. It cost {_reading(ended)}, and the next "
-        f"message reads the {after:,} once. All messages are kept: /undo or /switch {old_branch} "
-        "goes back."
+        f"Compacted: {some}{before:,} tokens became {after:,}. It cost {_reading(ended)}, and the "
+        f"next message reads the {after:,} once. All messages are kept: /undo or "
+        f"/switch {old_branch} goes back."
     )
     context.conversation_changed()
 
@@ -187,7 +188,7 @@ async def switch(context: "CommandContext", arguments: str) -> None:
         if index is None:
             return
         turn_id = leaves[index].turn_id
-    context.controller.move(turn_id)
+    context.controller.place.move(turn_id)
     show_where_it_stands(context.controller.require_conversation(), context.page)
     context.conversation_changed()
 

@@ -21,7 +21,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import StatsLevel, ToolbarFacts, model_label, toolbar
+from kvchat.terminal.status import StatsLevel, ToolbarFacts, about, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
@@ -251,19 +251,19 @@ class Dialogue(CommandContext):
 
     def stop_editing(self) -> None:
         self._queue.stop_editing()
-        self.controller.edited = None
+        self.controller.place.edited = None
         self._wake.set()
         self.refresh()
 
     def rewind(self) -> None:
-        if not self.is_busy and self.controller.user_turns:
+        if not self.is_busy and self.controller.place.user_turns:
             self.run_by_name("rewind")
 
     def show_sibling(self, step: int) -> None:
         if self.is_busy:
             return
-        turn = self.controller.step_sibling(step)
-        branch = self.controller.branch
+        turn = self.controller.place.step_sibling(step)
+        branch = self.controller.place.branch
         if turn is None or branch is None:
             self.notice("There is no other answer. /retry makes one.")
             return
@@ -374,7 +374,7 @@ class Dialogue(CommandContext):
 
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
-        self.controller.user_turn("")
+        self.controller.place.user_turn("")
         self._asked = lambda: self._answering.answer_again(options, self.stats_level)
         self._wake.set()
 
@@ -494,20 +494,21 @@ class Dialogue(CommandContext):
     def _meaning_of_escape(self) -> str:
         if self.is_answering:
             return "stops"
-        return "twice gives it up" if self.controller.edited is not None else ""
+        return "twice gives it up" if self.controller.place.edited is not None else ""
 
     def _toolbar(self, width: int) -> str:
         controller, ready = self.controller, self.controller.host.ready
         facts = ToolbarFacts(
             model=model_label(controller.host.model.name),
             title=simple_emoji(one_line(controller.label, 48)),
-            branch=controller.branch,
+            branch=controller.place.branch,
             context_tokens=self._num_context_tokens,
+            about=about(controller.host.model),
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             answering=self._answering.words,
             loading=self._stage or self._waiting,
-            editing=controller.editing,
+            editing=controller.place.editing,
             num_queued=len(self._queue),
             escape=self._meaning_of_escape,
         )

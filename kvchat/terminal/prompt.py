@@ -486,5 +486,5 @@ def _turns(controller: ChatController) -> Iterable[tuple[str, str]]:
     conversation = controller.conversation
     if conversation is not None:
         numbers = MessageNumbers(conversation)
-        for turn in controller.user_turns:
+        for turn in controller.place.user_turns:
             yield str(numbers.of(turn)), turn_summary(turn, 60)

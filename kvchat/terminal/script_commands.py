@@ -140,7 +140,7 @@ class ScriptCommands(CommandContext):
         return True
 
     def answer_again(self, options: AskOptions) -> None:
-        self.controller.user_turn("")
+        self.controller.place.user_turn("")
         self._request = AnswerRequest(lambda: self.controller.retry(options), options.num_samples)
 
     def continue_answer(self) -> None:
@@ -149,11 +149,12 @@ class ScriptCommands(CommandContext):
 
     def send_instead(self, turn: Turn, text: str) -> None:
         def ask() -> Reply:
-            self.controller.edited = turn
+            self.controller.place.edited = turn
             try:
                 return self.controller.ask(text)
             finally:
-                self.controller.edited = None  # if it was refused, the next line is a new message
+                # If it was refused, the next line is a new message.
+                self.controller.place.edited = None
 
         self._request = AnswerRequest(ask)
 

@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from rich.cells import cell_len
 
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.text import one_line
@@ -58,6 +59,11 @@ def model_label(name: str) -> str:
 def plural(count: int, noun: str) -> str:
     """Return `1 token`, `2 tokens`, `1,240 tokens`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def about(model: ChatModel) -> str:
+    """Return what stands before a number of tokens counted here: "about ", or "" if it is exact."""
+    return "" if model.counts_tokens else "about "
 
 
 class StatsLevel(IntEnum):
@@ -240,6 +246,7 @@ class ToolbarFacts:
 
     warmth      what the next message costs, in a few words; "" if not known. It is not shown
                 during an answer, which changes it, and where the context is full
+    about       "about " if the context's tokens are an estimate
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
     loading     the stage of loading, empty when the model is loaded
@@ -250,6 +257,7 @@ class ToolbarFacts:
     title: str = ""
     branch: tuple[int, int] | None = None
     context_tokens: int = 0
+    about: str = ""
     context_limit: int | None = None
     warmth: str = ""
     answering: str = ""
@@ -323,7 +331,7 @@ def _context(facts: ToolbarFacts, width: int) -> str:
     used, limit = facts.context_tokens, facts.context_limit
     if not used or not limit:
         return ""
-    words = f"context {format_count(used)}/{format_count(limit)}"
+    words = f"context {facts.about}{format_count(used)}/{format_count(limit)}"
     if not _is_nearly_full(facts):
         return words
     if width < _MIN_WORDY_COLUMNS:

@@ -82,18 +82,18 @@ def test_a_message_has_one_number_on_every_branch_and_in_every_copy(
 ) -> None:
     """/tree counted turns, /edit messages of the path, and /system doubled everything."""
     _say(controller, "one", "two")
-    controller.edited = controller.user_turn("2")
+    controller.place.edited = controller.place.user_turn("2")
     _say(controller, "two, edited")
     assert _drawn(controller) == ["1", "a1", " 2", " a2", " 3", " a3*"]
-    assert controller.user_turn("3").text == "two, edited"
+    assert controller.place.user_turn("3").text == "two, edited"
     with pytest.raises(UsageError, match="Message 2 is on another branch"):
-        controller.user_turn("2")
+        controller.place.user_turn("2")
     with pytest.raises(UsageError, match="on this branch they are numbered 1 and 3"):
-        controller.user_turn("9")
+        controller.place.user_turn("9")
 
     controller.set_system("Be brief.")
     assert _drawn(controller) == ["1", "a1", " 2", " a2", " 3", " a3", " [Be brief.]*"]
-    assert controller.user_turn("3").text == "two, edited"
+    assert controller.place.user_turn("3").text == "two, edited"
     _say(controller, "three")
     assert _drawn(controller)[-3:] == [" [Be brief.]", " 4", " a4*"]
 
@@ -139,7 +139,9 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
     assert path[0].text == f"{OPENING}Rex is a dog."
     assert [turn.text for turn in path[2:]] == ["three", "You said three", "four", "You said four"]
     assert saved == len(before) - len(controller.context_ids) > 200
-    assert [MessageNumbers(_conversation(controller)).of(t) for t in controller.user_turns] == [
+    assert [
+        MessageNumbers(_conversation(controller)).of(t) for t in controller.place.user_turns
+    ] == [
         3,
         4,
     ]
@@ -148,7 +150,7 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
     assert _drawn(controller)[-3:] == ["[S]", "5", "a5*"]
     place = find_place(_conversation(controller), "2")
     assert place is not None
-    controller.move(_conversation(controller).latest_below(place.turn_id))
+    controller.place.move(_conversation(controller).latest_below(place.turn_id))
     assert controller.context_ids == before, "the old branch is as it was"
 
 
@@ -164,14 +166,14 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
     twice = controller.context_ids
     assert len(twice) < len(second)
 
-    undone = [controller.undo(), controller.undo(), controller.undo()]
+    undone = [controller.place.undo(), controller.place.undo(), controller.place.undo()]
 
     summaries = [turn is not None and turn.summary_of is not None for turn in undone]
     assert summaries == [True, False, True]
     assert controller.context_ids == first
     seen = []
     while controller.context_ids != twice:
-        assert controller.redo()
+        assert controller.place.redo()
         seen.append(controller.context_ids)
     assert seen == [compacted, second, twice]
 
@@ -181,7 +183,7 @@ def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatC
     controller.compact(controller.plan_compaction(), "Rex is a dog.")
     controller.set_system("Be brief.")
 
-    turn = controller.undo()
+    turn = controller.place.undo()
 
     assert turn is not None
     assert turn.text == "three"
@@ -270,7 +272,7 @@ def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(
     controller.compact(controller.plan_compaction(), "Of a secret.")
     place = find_place(_conversation(controller), "2")
     assert place is not None
-    controller.forget(place.turn_id)
+    controller.place.forget(place.turn_id)
     assert _drawn(controller) == ["1", "a1*"]
     assert controller.host.store is not None
     data = controller.host.store.read_bytes(controller.require_session().session_id)

@@ -14,7 +14,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.types import CachedTokens
 from support.patient_kvchat import be_patient
-from support.tiny_host import BLOCK_SIZE, ask, tiny_host
+from support.tiny_host import BLOCK_SIZE, TINY_KV, ask, tiny_host
 
 TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. " * 2
 
@@ -38,7 +38,7 @@ class Life:
 
     @property
     def admin(self) -> StoreAdmin:
-        return StoreAdmin(self.kept, None, self.state, BLOCK_SIZE)
+        return StoreAdmin(self.kept, None, self.state, TINY_KV)
 
     def close(self) -> None:
         for host in self._hosts:

@@ -6,12 +6,14 @@ Some are in `test_why_again.py`, where what one process keeps is spoilt before t
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.lookup import KvSettings
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import ReadingPrompt
@@ -21,7 +23,7 @@ from kvchat.chat.store import SessionStore
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.pack_chains import payload_files
 from support.patient_kvchat import be_patient
-from support.tiny_host import answer_options, ask, finish, tiny_host
+from support.tiny_host import TINY_KV, answer_options, ask, finish, tiny_host
 
 TEXT = "Of the twelve ships in the harbour of Grimstad three are red and nine are blue. " * 2
 
@@ -31,12 +33,12 @@ class Runs:
 
     def __init__(self, checkpoint: Path, home: Path) -> None:
         self.checkpoint = checkpoint
-        self.kept = home / "kv"
+        self.kept, self.state = home / "kv", home / "state"
         self.store = SessionStore(home / "sessions")
         self._hosts: list[ChatHost] = []
 
     def start(self, **how: object) -> ChatHost:
-        settings = {"kept": self.kept, **how}
+        settings = {"kept": self.kept, "state": self.state, **how}
         host = tiny_host(self.checkpoint, self.store, **settings)  # type: ignore[arg-type]
         self._hosts.append(host)
         return host
@@ -52,7 +54,7 @@ class Runs:
         return controller.why_so_much(ended)
 
     def controller(self, host: ChatHost, session: ChatSession) -> ChatController:
-        kept = StoreAdmin(self.kept)
+        kept = StoreAdmin(self.kept, state=self.state, settings=TINY_KV)
         options: AskOptions = answer_options()
         return ChatController(host, lambda *_: host, session, options, kept=kept)
 
@@ -154,6 +156,39 @@ def _model(runs: Runs) -> str:
     return runs.why(host, host.open_session(session_id))
 
 
+def _kv_dtype(runs: Runs) -> str:
+    session_id = runs.held()
+    host = runs.start(wanted=replace(TINY_KV, kv_dtype="float16"))
+    return runs.why(host, host.open_session(session_id))
+
+
+def _kv_dtype_of_the_last_turn(runs: Runs) -> str:
+    """The first turn is there in both: the second was said not to be written before the run ended.
+
+    So was all that a run with other weights, or in another dtype, had kept.
+    """
+    return _second_turn_with(runs, replace(TINY_KV, kv_dtype="float16"))
+
+
+def _weights_of_the_last_turn(runs: Runs) -> str:
+    return _second_turn_with(runs, replace(TINY_KV, weights="int8"))
+
+
+def _dtype_of_the_last_turn(runs: Runs) -> str:
+    return _second_turn_with(runs, replace(TINY_KV, dtype="bfloat16"))
+
+
+def _second_turn_with(runs: Runs, wanted: KvSettings) -> str:
+    session_id = runs.held()
+    host = runs.start(wanted=wanted)
+    session = host.open_session(session_id)
+    ask(session, TEXT, 30)
+    runs.end()
+    session.close()
+    host = runs.start()
+    return runs.why(host, host.open_session(session_id))
+
+
 @pytest.mark.parametrize(
     ("cause", "words"),
     [
@@ -166,6 +201,10 @@ def _model(runs: Runs) -> str:
         (_no_cache, "the cache is off"),
         (_system_prompt, "system prompt changed"),
         (_model, "model changed"),
+        (_kv_dtype, "KV format changed"),
+        (_kv_dtype_of_the_last_turn, "KV format changed"),
+        (_weights_of_the_last_turn, "weights or dtype changed"),
+        (_dtype_of_the_last_turn, "weights or dtype changed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -65,7 +65,9 @@ def test_sending_reads_only_what_is_new(typing: Typing) -> None:
 
     num_new = ended.usage.prompt_tokens - len(FILE.text)
     assert ended.usage.prefilled_tokens <= num_new + BLOCK_SIZE
-    assert [turn.text for turn in typing.controller.user_turns] == [f"{FILE.text}\nWhat is in it?"]
+    assert [turn.text for turn in typing.controller.place.user_turns] == [
+        f"{FILE.text}\nWhat is in it?"
+    ]
 
 
 def test_what_is_edited_away_is_not_in_the_way(typing: Typing) -> None:
@@ -78,7 +80,7 @@ def test_what_is_edited_away_is_not_in_the_way(typing: Typing) -> None:
 
     assert ended.usage.prompt_tokens < 40
     assert typing.num_computed() - before <= ended.usage.prompt_tokens + 12
-    assert [turn.text for turn in typing.controller.user_turns] == ["no"]
+    assert [turn.text for turn in typing.controller.place.user_turns] == ["no"]
 
 
 def test_lines_are_read_as_they_are_finished(typing: Typing) -> None:

@@ -13,10 +13,12 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
-from kvchat.chat.resent_chat import Message, SeenChats, resent_chat
+from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats, resent_chat
+from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from kvchat.server.conversations import RequestChat
+from kvchat.server.fields import Fields
 from support.tiny_host import answer_options, finish
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
@@ -185,30 +187,77 @@ def test_a_changed_earlier_message_is_found() -> None:
     assert (found.place, found.character, found.now) == (1, 1, "!")
 
 
-def test_messages_that_the_client_did_not_send_are_not_counted() -> None:
-    """A chat that begins with an answer gets an empty message before it, and all places were one
-    too high.
-    """
-    seen = SeenChats()
-    seen.note(None, (U(""), A("a"), U("b"), A("c"), U("d")))
+def sent(*roles: str, change: int | None = None) -> ResentChat:
+    """Return what a client has sent: an item for each role, the one at `change` with another text.
 
-    found = seen.note(None, (U(""), A("a"), U("b!"), A("c"), U("d")))
+    An answer calls a tool if a result follows it.
+    """
+    request = RequestChat()
+    item = Fields({"id": "call"})
+    for number, role in enumerate(roles):
+        text = f"{role} {number}" + ("!" if number == change else "")
+        request.next_item()
+        if role == "system":
+            request.instruct(text)
+        elif role == "user":
+            request.ask(text)
+        elif role == "result":
+            request.add_result(item, "id", text)
+        else:
+            is_called = roles[number + 1 : number + 2] == ("result",)
+            calls = [("call", ToolCall("look", {}))] if is_called else []
+            request.answer(text, calls)
+    return request.chat()
+
+
+@pytest.mark.parametrize(
+    ("roles", "changes"),
+    [
+        (("user", "answer", "user", "answer", "user"), range(1, 4)),
+        (
+            ("user", "user", "user", "answer", "answer", "user", "user", "answer", "user"),
+            range(3, 8),
+        ),
+        (("system", "user", "answer", "user", "system", "user", "answer", "user"), range(2, 7)),
+        (("answer", "user", "user", "answer", "user"), range(4)),
+        (("user", "answer", "result", "user", "answer", "user", "answer", "user"), range(1, 7)),
+    ],
+)
+def test_a_changed_message_is_named_by_its_index_in_the_client_s_list(
+    roles: tuple[str, ...], changes: range
+) -> None:
+    """Neighbours of one role counted as one, and system messages and results not at all."""
+    for change in changes:
+        seen, before, now = SeenChats(), sent(*roles), sent(*roles, change=change)
+        assert seen.note(before.system, before.messages) is None
+
+        found = seen.note(now.system, now.messages)
+
+        assert found is not None
+        where = found.as_sent(now)
+        assert where.place == change
+        assert where.character == len(f"{roles[change]} {change}")
+        assert where.now.startswith("!")
+
+
+def test_what_is_no_message_is_named_as_it_is() -> None:
+    seen = SeenChats()
+    seen.note("s", (U("a"), A("b"), U("c")))
+
+    found = seen.note("t", (U("a"), A("b"), U("c"), A("d"), U("e")))
 
     assert found is not None
-    assert found.place == 2
-    assert found.counted_without(1).place == 1
-    system = seen.note("s", (U(""), A("a"), U("b!"), A("c"), U("d")))
-    assert system is not None
-    assert system.counted_without(1).place == "system"
+    assert found.as_sent(sent("system", "user", "answer", "user")).place == "system"
 
 
-def test_the_message_before_a_chat_that_begins_with_an_answer_is_not_the_client_s() -> None:
-    request = RequestChat()
-    request.instruct("Be brief.")
-    request.answer("Hello!")
-    request.ask("a")
-    assert request.chat().num_added == 1
+def test_of_joined_calls_and_texts_each_is_found() -> None:
+    """All texts come before all calls in what is compared."""
+    call = ToolCall("look", {"at": "x"})
+    group = [A("one"), Message(Role.ASSISTANT, "two", (call,)), A("three")]
+    chat = resent_chat(None, [U("a"), *group, U("b")], indexes=[3, 5, 6, 9, 10])
 
-    request = RequestChat()
-    request.ask("a")
-    assert request.chat().num_added == 0
+    whole = chat.messages[1].whole
+    for text, index in (("one", 5), ("two", 6), ("three", 9), (call.key, 6)):
+        place = whole.index(text)
+        found = Difference(1, place + 1, "", "").as_sent(chat)
+        assert (found.place, found.character) == (index, 1)

@@ -42,6 +42,8 @@ def test_every_tier_is_named() -> None:
         (MissReason.OVER_BUDGET, "over budget"),
         (MissReason.QUARANTINED, "not this model's"),
         (MissReason.OTHER_MODEL, "model changed"),
+        (MissReason.OTHER_WEIGHTS, "--weights or --dtype changed"),
+        (MissReason.OTHER_KV, "--kv-dtype or --block-size changed"),
         (MissReason.SLOWER, "longer here than computing"),
         (MissReason.LATE, "took too long"),
         (MissReason.NO_ROOM, "--device-cache"),

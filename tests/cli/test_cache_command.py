@@ -289,33 +289,38 @@ def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", [("cache",), ("sessions",), ("sessions", "list")], ids=str)
-def test_the_dtype_of_kv_counts_where_it_stands_before_the_command(
-    shell: Shell, command: tuple[str, ...]
+@pytest.mark.parametrize("flag", ["--kv-dtype", "--dtype", "--weights", "--block-size"])
+def test_how_kv_is_made_counts_where_it_stands_before_the_command(
+    shell: Shell, flag: str, command: tuple[str, ...]
 ) -> None:
     """What is ready depends on it."""
-    done = shell.run("--kv-dtype", "int4", *command)
+    done = shell.run(flag, "3", *command)
 
     assert done.returncode == 2
-    assert b"--kv-dtype is 'int4'" in done.stderr
+    assert f"{flag} is ".encode() in done.stderr
 
 
 def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: str) -> None:
     """Digests of 32 digits were all that told whose KV it was."""
     asked = ("-m", tiny, *GREEDY, "-p", "Of the twelve ships in the harbour three are red.")
-    shell.run(*asked, "--title", "Ships", "--block-size", "8")
+    blocks = ("--block-size", "8")
+    shell.run(*asked, "--title", "Ships", *blocks)
     name = tiny.rstrip("/").rpartition("/")[2]
-    listed = json.loads(shell.run("sessions", "list", "--json").stdout)
+    listed = json.loads(shell.run(*blocks, "sessions", "list", "--json").stdout)
 
     assert listed["next_message"]["cached"] > 0
-    assert b"(ready in 0.1 s)" in shell.run("sessions", "list").stdout
+    assert b"(ready in 0.1 s)" in shell.run(*blocks, "sessions", "list").stdout
     status = shell.run("cache").stdout.decode()
     assert f"{name}: " in status
     tree = shell.run("cache", "tree").stdout.decode()
     assert f"{name}: " in tree
     assert ", Ships" in tree
-    why = shell.run("cache", "why", listed["session"])
+    why = shell.run(*blocks, "cache", "why", listed["session"])
     assert (why.returncode, why.stderr) == (0, b"")
     assert why.stdout.startswith(b"Ships: ready: ")
+    why = shell.run("cache", "why", listed["session"])
+    assert why.stdout.startswith(b"Ships: cold: ")
+    assert b"read: --kv-dtype or --block-size changed, and KV is kept" in why.stdout
 
     shell.run("cache", "clear", "--yes")
 

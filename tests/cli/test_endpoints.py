@@ -1,6 +1,7 @@
 """--endpoint on the command line: names, keys, and what is said when no server can be used."""
 
 import json
+import re
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from kvchat.cli.running_server import announced, running_server
 from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
-from support.fake_llm_server import chunks, fake_server, raw_server
+from support.fake_llm_server import chunks, fake_server, models, raw_server
 from support.pty_screen import PtyScreen
 
 CONFIG = """
@@ -221,6 +222,26 @@ def test_json_says_nothing_that_the_server_does_not_tell(shell: Shell) -> None:
     assert usage["prompt_tokens"] > 0
 
 
+def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
+    tmp_path: Path,
+) -> None:
+    """/context, the toolbar and /file gave four characters a token as a count."""
+    (tmp_path / "note.txt").write_text("word " * 40)
+    listed = {"/v1/models": models("m", "someone", context_length=4096)}
+    with fake_server(lambda path, body: chunks("Hello", " there."), listed) as fake:
+        environment = {"HOME": str(tmp_path)}
+        chat = PtyScreen("kvchat", ["--endpoint", fake.url], columns=100, environment=environment)
+        try:
+            chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
+            chat.wait_for("context about ").enter("/context")
+            chat.wait_for(lambda text: bool(re.search(r"\babout \d+ tokens: \d+ asked", text)))
+            chat.wait_for(lambda text: bool(re.search(r"about \d+% of 4k", text)))
+            chat.enter(f"/file {tmp_path / 'note.txt'}").wait_for("Attached note.txt, about 5")
+            assert chat.enter("/exit").finish() == 0
+        finally:
+            chat.close()
+
+
 def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path: Path) -> None:
     """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
     on this machine.
@@ -231,6 +252,7 @@ def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path: Path) -
         try:
             chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
             chat.wait_for("first token").enter("/context").wait_for("asked, ")
+            chat.wait_for(lambda text: bool(re.search(r"\nabout \d+ tokens: \d+ asked", text)))
             chat.enter("/model").wait_for("context    the server does not tell")
             chat.enter("/exit")
             assert chat.finish() == 0

@@ -283,6 +283,22 @@ def test_a_full_disk_is_told_and_the_answer_still_comes(
     assert len(shell.sessions) == num_blocks  # one that is not even begun leaves no file
 
 
+@pytest.mark.parametrize("command", ["/new", "/resume Ships"])
+def test_a_conversation_that_a_command_left_unsaved_is_in_the_exit_code(
+    shell: ForkedShell, tiny: str, command: str
+) -> None:
+    """Only the last conversation of a script counted: after /new it ended with 0."""
+    shell.run("-m", tiny, *GREEDY, "--title", "Ships", "-p", "one")
+    lines = f"first message\n{'second ' * 20}\n{command}\n"
+
+    done = shell.run_on_full_disk(
+        0, "-m", tiny, *GREEDY, "--input-format", "lines", stdin=lines.encode()
+    )
+
+    assert done.returncode == 6, done.stderr
+    assert b"cannot be saved" in done.stderr
+
+
 def test_a_quiet_one_shot_that_cannot_be_saved_says_so_once(shell: Shell, tiny: str) -> None:
     done = shell.run_on_full_disk(0, "-m", tiny, *GREEDY, "--quiet", "-p", "Hello")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ModelError
@@ -203,14 +204,14 @@ def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
     built.engine.close()
 
     def kept(kv_dtype: str) -> int:
-        admin = StoreAdmin(store, state=state, kv_dtype=kv_dtype)
+        admin = StoreAdmin(store, state=state, settings=KvSettings(kv_dtype=kv_dtype))
         [places] = admin.locate([(str(checkpoint), ids)])
         return places.cached.disk
 
     assert kept("int8") == 32
     assert kept("auto") == kept("float16") == 0
     why = StoreAdmin(store, state=state).why(str(checkpoint), ids)
-    assert why is MissReason.OTHER_MODEL
+    assert why is MissReason.OTHER_KV
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64])

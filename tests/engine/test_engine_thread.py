@@ -292,6 +292,55 @@ def test_samples_cancelled_before_they_fork_let_the_listener_go(start) -> None: 
     assert not thread._running
 
 
+class OneLongStep:
+    """An engine that has one step to make, which asks once whether it is still wanted."""
+
+    idle_s = None
+
+    def __init__(self) -> None:
+        self.has_work = True
+        self.begun, self.may_ask, self.has_asked, self.may_end = (
+            threading.Event() for _ in range(4)
+        )
+
+    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+        self._is_unwanted = is_unwanted
+
+    def step(self) -> list[RequestEvent]:
+        self.begun.set()
+        assert self.may_ask.wait(WAIT_S)
+        assert not self._is_unwanted(frozenset({1}))
+        self.has_asked.set()
+        assert self.may_end.wait(WAIT_S)
+        self.has_work = False
+        return []
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_a_long_step_gives_signs_of_life_and_without_work_none_is_needed() -> None:
+    now_s, engine = [100.0], OneLongStep()
+    thread = EngineThread(
+        lambda _: (engine, READY),  # type: ignore[arg-type,return-value]
+        lambda _: None,
+        clock=lambda: now_s[0],
+    )
+    try:
+        assert engine.begun.wait(WAIT_S)
+        now_s[0] += 50
+        assert thread.silent_s == 50
+        engine.may_ask.set()
+        assert engine.has_asked.wait(WAIT_S)
+        assert thread.silent_s == 0
+        now_s[0] += 7
+        assert thread.silent_s == 7
+    finally:
+        engine.may_end.set()
+        thread.close(WAIT_S)
+    assert thread.silent_s == 0
+
+
 def test_calls_run_between_steps_and_bring_back_errors(start) -> None:  # type: ignore[no-untyped-def]
     thread = start()
 

@@ -1,7 +1,8 @@
 """A server that stands still without ending: its connections stay open, and nothing comes."""
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.engine import Patience, RemoteEngine
 from kvchat.remote.servers import Kind, Server, address_of
-from support.fake_llm_server import FakeServer, chunks, fake_server
+from support.fake_llm_server import FakeServer, Refusal, chunks, fake_server
 
 WAIT_S = 60.0
 FOREVER_S = 1000.0
@@ -80,6 +81,65 @@ def test_a_server_that_reads_a_long_prompt_in_silence_is_kept() -> None:
 
     assert isinstance(events[-1], SampleFinished)
     assert events[-1].reason is FinishReason.STOP
+
+
+def stalling(fake_gets: dict[str, object]) -> Callable[[str, Any], object]:
+    """Answer nothing to a request, and tell from then on that no step is made."""
+
+    def author(path: str, body: Any) -> Iterator[object]:
+        fake_gets["/health"] = Refusal(503, {"status": "stalled", "model": "m"})
+        yield from ()
+        threading.Event().wait(WAIT_S)
+
+    return author
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_server_whose_engine_stands_still_is_lost_although_it_answers(is_named: bool) -> None:
+    """The chat asked /health, got an answer, and waited for ever."""
+    events: list[RequestEvent] = []
+    gets: dict[str, object] = {}
+    patience = Patience(silence_s=0.01, answer_s=FOREVER_S)
+    with fake_server(stalling(gets), gets) as fake:
+        server = Server(address_of(fake.url), Kind.KVCHAT, "m")
+        has_ended = None if is_named else lambda: False
+        engine = RemoteEngine(server, lambda last_id, text: [7], has_ended, patience)
+        try:
+            engine.submit(SPEC)
+            if is_named:
+                run(engine, events)
+            else:
+                with pytest.raises(EngineEnded, match="computes nothing any more: restart it"):
+                    run(engine, events)
+        finally:
+            engine.close()
+
+    [failed] = events
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, EngineEnded) is not is_named
+    assert "computes nothing any more" in failed.error.message
+    assert "/model NAME" in failed.error.hint if is_named else "/continue" in failed.error.hint
+
+
+def test_a_server_that_the_user_named_may_be_silent() -> None:
+    def author(path: str, body: Any) -> Iterator[object]:
+        end_s = time.monotonic() + WAIT_S
+        while [asked.path for asked in fake.asked].count("/health") < 3:
+            assert time.monotonic() < end_s, "it was not asked"
+        yield {"choices": [{"text": "x", "token_ids": [5], "finish_reason": "stop"}]}
+
+    events: list[RequestEvent] = []
+    with fake_server(author) as fake:
+        server = Server(address_of(fake.url), Kind.KVCHAT, "m")
+        patience = Patience(silence_s=0.01, answer_s=0.01)
+        engine = RemoteEngine(server, lambda last_id, text: [7], None, patience)
+        try:
+            engine.submit(SPEC)
+            run(engine, events)
+        finally:
+            engine.close()
+
+    assert isinstance(events[-1], SampleFinished), events
 
 
 def test_a_server_that_stands_still_while_idle_is_lost_at_the_next_question() -> None:

@@ -201,3 +201,31 @@ def test_a_failure_of_the_engine_is_an_error_of_the_server(serve: Serve) -> None
 
     assert got.status == 500
     assert got.json["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "change"),
+    [(CHAT, "messages", 4), ("/v1/responses", "input", 3), ("/v1/messages", "messages", 3)],
+)
+def test_a_changed_message_is_named_by_its_index_in_the_request(
+    serve: Serve, path: str, name: str, change: int
+) -> None:
+    """Two messages of the user, one after the other, counted as one."""
+    app = serve()
+    roles = ["user", "assistant", "user", "user", "assistant", "user"]
+    if path == CHAT:
+        roles[:2] = ["system", "user", "assistant"]
+    messages = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(roles)]
+    body = {"model": "scripted", "max_tokens": 9, name: messages}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    first = post(app, path, body)
+    messages[change]["content"] += ", changed"
+
+    second = post(app, path, body)
+
+    assert (first.status, second.status) == (200, 200), second.json
+    assert first.json["usage"]["kvchat"]["changed"] is None
+    changed = second.json["usage"]["kvchat"]["changed"]
+    assert changed["message"] == change
+    assert changed["now"].startswith(", changed")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from kvchat.cache.disk.lookup import KvSettings
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.events import AnswerEnded
@@ -19,6 +20,7 @@ from kvchat.model.source import find_model
 
 BLOCK_SIZE = 8
 DISK = Size(num_bytes=1 << 30)
+TINY_KV = KvSettings(BLOCK_SIZE, dtype="float32")
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -34,20 +36,23 @@ def tiny_host(
     kept: Path | None = None,
     state: Path | None = None,
     device_bytes: int = 1 << 23,
+    wanted: KvSettings = TINY_KV,
 ) -> ChatHost:
     """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
 
-    KV is kept on disk in `kept`; `state` has what is measured and known of models.
+    KV is kept on disk in `kept`; `state` has what is measured and known of models. `wanted` are the
+    settings that KV depends on.
     """
     source = find_model(str(directory))
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[Engine, ModelReady]:
         assembled = build_engine(
             source,
-            ModelConfig(dtype="float32"),
+            ModelConfig(dtype=wanted.dtype, weights=wanted.weights),
             CacheConfig(
-                BLOCK_SIZE,
+                wanted.block_size,
                 Size(num_bytes=device_bytes),
+                kv_dtype=wanted.kv_dtype,
                 reuse=reuse,
                 disk_bytes=DISK,
                 directory=kept,

@@ -104,7 +104,7 @@ def test_a_new_process_attaches_a_pin_by_its_name_and_reads_it_from_the_disk(
     num_pinned = sum(len(f"a.md: {MANUAL}") for _ in range(2)) // BLOCK_SIZE * BLOCK_SIZE
     assert usage.cached.disk >= num_pinned
     assert usage.prefilled_tokens < 60
-    text = again.controller.user_turns[0].text
+    text = again.controller.place.user_turns[0].text
     assert text.startswith("a.md:\n```\n")
     assert "\nb.md:\n```\n" in text
 
@@ -116,7 +116,7 @@ def test_a_file_that_is_attached_twice_is_sent_once(new_chat: NewChat, docs: Pat
     chat.do(f"/file {docs}/a.md")
     chat.ask(f"Which are red in @{docs}/b.md?")
 
-    text = chat.controller.user_turns[0].text
+    text = chat.controller.place.user_turns[0].text
     assert [text.count(f"{name}:\n") for name in ("a.md", "b.md")] == [1, 1]
 
 

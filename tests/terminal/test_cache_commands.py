@@ -122,6 +122,37 @@ def test_kv_of_two_dtypes_of_one_model_is_told_apart() -> None:
     assert other.startswith("  demo, KV in int8: 1 pack, 16 tokens")
 
 
+def test_models_run_otherwise_are_told_apart_by_what_differs() -> None:
+    def lines(*runs: tuple[str, str, int]) -> list[str]:
+        dirs = tuple(
+            ModelDirStatus(
+                "ab" * 16,
+                1,
+                16,
+                1024,
+                0.0,
+                model="m",
+                dtype=dtype,
+                weights=weights,
+                block_size=size,
+            )
+            for dtype, weights, size in runs
+        )
+        told = cache_lines.status_lines(StoreStatus(Path("kv"), 1, dirs), {})[2:]
+        tree = cache_lines.tree_lines([(each, []) for each in dirs], ASCII_GLYPHS)
+        assert [line.strip() for line in told] == tree
+        return [line.partition(":")[0] for line in tree]
+
+    assert lines(("bfloat16", "own", 16)) == ["m"]
+    assert lines(("bfloat16", "own", 16), ("bfloat16", "int8", 16)) == ["m", "m, weights in int8"]
+    assert lines(("bfloat16", "own", 16), ("float32", "own", 16)) == ["m, bfloat16", "m, float32"]
+    assert lines(("bfloat16", "own", 16), ("bfloat16", "own", 8)) == [
+        "m, blocks of 16 tokens",
+        "m, blocks of 8 tokens",
+    ]
+    assert lines(("", "", 0), ("float32", "", 16)) == ["m", "m, float32, blocks of 16 tokens"]
+
+
 def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
     evil = TierStatus(trouble="the disk cache failed: \x1b]0;owned\x07.")
 

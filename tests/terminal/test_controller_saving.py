@@ -214,7 +214,7 @@ def test_only_a_conversation_without_answers_is_dropped(
     controller: ChatController, store: SessionStore
 ) -> None:
     finish(controller.ask("Hello"))
-    controller.undo()
+    controller.place.undo()
     list(controller.ask("x" * 33_000))
     controller.drop_refused()
 

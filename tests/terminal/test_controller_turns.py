@@ -83,13 +83,13 @@ def path_texts(controller: ChatController) -> list[str]:
 def test_redo_goes_from_a_question_to_its_answer(controller: ChatController) -> None:
     """With the tip on a question it went on to the next question, whose answer it left out."""
     ask(controller, "one", "two")
-    controller.move(1)
+    controller.place.move(1)
 
-    assert controller.redo()
+    assert controller.place.redo()
     assert controller.require_conversation().tip_id == 2
-    assert controller.redo()
+    assert controller.place.redo()
     assert controller.require_conversation().tip_id == 4
-    assert not controller.redo()
+    assert not controller.place.redo()
 
 
 def test_redo_says_in_one_line_what_came_back(controller: ChatController) -> None:
@@ -100,7 +100,7 @@ def test_redo_says_in_one_line_what_came_back(controller: ChatController) -> Non
     assert do(controller, "/redo") == "Back after: three  (/undo steps back)\n"
     do(controller, "/undo 2")
     assert do(controller, "/redo").startswith("Back after: three, the last of 2 messages  (")
-    controller.move(controller.user_turns[-1].turn_id)
+    controller.place.move(controller.place.user_turns[-1].turn_id)
     assert do(controller, "/redo").startswith("Back after: the answer You said three.  (")
 
 
@@ -113,7 +113,7 @@ def test_a_message_being_edited_is_edited_under_the_new_prompt(controller: ChatC
     do(controller, "/edit 2")
 
     do(controller, "/system Be brief.")
-    assert controller.editing == "editing 2"
+    assert controller.place.editing == "editing 2"
     ask(controller, "another two")
 
     assert path_texts(controller) == [
@@ -123,7 +123,7 @@ def test_a_message_being_edited_is_edited_under_the_new_prompt(controller: ChatC
         "You said another two.",
     ]
     assert controller.require_conversation().path()[0].system == "Be brief."
-    assert controller.editing == ""
+    assert controller.place.editing == ""
 
 
 @pytest.mark.parametrize("texts", [("one", "two"), ("one",)])
@@ -137,7 +137,7 @@ def test_redo_does_not_go_back_to_the_old_prompt(
 
     do(controller, "/system Be brief.")
 
-    assert not controller.redo()
+    assert not controller.place.redo()
     assert path_texts(controller) == before
     ask(controller, "three")
     assert controller.require_conversation().path()[0].system == "Be brief."
@@ -152,12 +152,12 @@ def test_a_turn_is_switched_to_by_the_number_that_the_tree_shows(
 ) -> None:
     """After /forget had left a gap, /switch refused the last turns and broke down on those gone."""
     ask(controller, "one", "two")
-    controller.move(2)
+    controller.place.move(2)
     ask(controller, "three")
-    controller.forget(3)
+    controller.place.forget(3)
 
     assert "2 you: three" in do(controller, "/tree")
-    controller.move(2)
+    controller.place.move(2)
     do(controller, "/switch 2")
     assert controller.require_conversation().tip_id == 6
     for number in ("3", "4", "0", "2.2", SUPERSCRIPT, ABSURD):
@@ -283,6 +283,6 @@ def test_an_edit_that_is_refused_leaves_the_conversation_where_it_was(
         list(request.ask())
 
     assert path_texts(controller) == before
-    assert controller.editing == ""
+    assert controller.place.editing == ""
     ask(controller, "three")
     assert path_texts(controller)[4] == "three"

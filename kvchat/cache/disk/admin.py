@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
-from kvchat.cache.disk.lookup import KnownModel, KnownModels, StoreLookup
+from kvchat.cache.disk.lookup import KnownModel, KnownModels, KvSettings, StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     drop,
@@ -30,9 +30,10 @@ from kvchat.cache.disk.quota import disk_budget, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
-from kvchat.core.config import CacheConfig, Size
+from kvchat.core.config import Size
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
+from kvchat.core.events import ModelReady
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     KeptPack,
@@ -49,16 +50,15 @@ T = TypeVar("T")
 _NO_LIMIT = 1 << 62
 _LOCK_PATIENCE_S = 5.0
 _CLEARED_NAME = "kvchat.cleared"
-_DEFAULT_BLOCK_SIZE = CacheConfig().block_size
 
 
 class StoreAdmin:
     """Administers the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. `state` has what is known of its
-    models; `block_size` is assumed of others. `locate` and `why` look at KV of the setting
-    `kv_dtype` only. Everything raises StoreError where the directory cannot be used, and where an
-    identity's part of it cannot once all others are done. May be used from any thread.
+    models. `locate` and `why` look for KV of the `settings`, by default the defaults. Everything
+    raises StoreError where the directory cannot be used, and where an identity's part of it cannot
+    once all others are done. May be used from any thread.
     """
 
     def __init__(
@@ -66,13 +66,12 @@ class StoreAdmin:
         directory: Path,
         size: Size | None = None,
         state: Path | None = None,
-        block_size: int = _DEFAULT_BLOCK_SIZE,
-        kv_dtype: str = "auto",
+        settings: KvSettings | None = None,
     ) -> None:
         self.directory = directory
         self._size = size
         self._state = state
-        self._lookup = StoreLookup(directory, state, block_size, kv_dtype)
+        self._lookup = StoreLookup(directory, state, settings or KvSettings())
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -81,6 +80,12 @@ class StoreAdmin:
     def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
         """Return why not more of a context is on disk; None if all of it is."""
         return self._lookup.why(name, token_ids)
+
+    def why_changed(
+        self, ready: ModelReady, token_ids: TokenIds, num_cached: int
+    ) -> MissReason | None:
+        """Return what changed since a run of the loaded model that kept more of a context."""
+        return self._lookup.why_changed(ready, token_ids, num_cached)
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
@@ -291,6 +296,9 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
         ),
         model=model.name if model is not None else "",
         kv_dtype=model.kv_dtype if model is not None else "",
+        dtype=model.dtype if model is not None else "",
+        weights=model.weights if model is not None else "",
+        block_size=model.block_size if model is not None else 0,
     )
 
 

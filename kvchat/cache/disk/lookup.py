@@ -4,12 +4,13 @@ An identity is a digest, and tells nothing of the model. Each engine notes its o
 file of the state directory, when it opens its store.
 
 The identity of a model is known only once it is loaded. Until then a conversation is looked up
-under the identities that the model of its name had, and under those that are not known.
+under the identities that the model of its name had with the present settings, and under those that
+are not known. What other settings have kept tells why there is not more.
 """
 
 import logging
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.rates import RateMemory, kept_prefill_rate
-from kvchat.core.config import INT8_KV
+from kvchat.core.config import FEWER_BITS, INT8_KV, CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
+from kvchat.core.events import ModelReady
 from kvchat.core.paths import read_state, write_state
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
 
@@ -29,10 +31,22 @@ _MAX_MODELS = 256
 
 
 @dataclass(frozen=True, slots=True)
+class KvSettings:
+    """The settings that KV depends on, as the user spells them. `block_size` counts tokens."""
+
+    block_size: int = CacheConfig().block_size
+    kv_dtype: str = "auto"
+    dtype: str = "auto"
+    weights: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model as it was last run with one identity. `rates` names its rates in a RateMemory.
 
     `kv_dtype` is the dtype of its KV as the settings spell it, "" where it is the model's own.
+    `dtype` is what it computes in, `weights` the form of its weights, "" where it has no other, and
+    `asked_weights` the setting that led to it; all are "" where an earlier kvchat noted the model.
     """
 
     name: str
@@ -41,6 +55,38 @@ class KnownModel:
     block_bytes: int
     is_draft: bool = False
     kv_dtype: str = ""
+    dtype: str = ""
+    weights: str = ""
+    asked_weights: str = ""
+
+    def difference_to(self, settings: KvSettings) -> MissReason | None:
+        """Return which settings the model was run without; None if it may have been run with them.
+
+        What `auto` makes of a dtype is not known here.
+        """
+        has_dtype = settings.dtype == "auto" or self.dtype in ("", settings.dtype)
+        if not (has_dtype and self._has_weights_of(settings.weights)):
+            return MissReason.OTHER_WEIGHTS
+        is_same = self.block_size == settings.block_size and self._has_kv_of(settings.kv_dtype)
+        return None if is_same else MissReason.OTHER_KV
+
+    def _has_weights_of(self, setting: str) -> bool:
+        if not self.weights or setting == self.asked_weights:
+            return True
+        return self.weights not in FEWER_BITS if setting == "auto" else self.weights == setting
+
+    def _has_kv_of(self, setting: str) -> bool:
+        if setting == "auto" or self.kv_dtype:
+            return self.kv_dtype == ("" if setting == "auto" else setting)
+        return setting != INT8_KV and self.dtype in ("", setting)
+
+    def difference_to_loaded(self, ready: ModelReady, block_size: int) -> MissReason | None:
+        """Return how the model was run otherwise than the one that is loaded; None if as that."""
+        for one, other in ((self.weights, ready.weights), (self.dtype, ready.dtype)):
+            if one != other and one and other:
+                return MissReason.OTHER_WEIGHTS
+        is_same = (self.kv_dtype, self.block_size) == (ready.kv_dtype, block_size)
+        return None if is_same else MissReason.OTHER_KV
 
 
 class KnownModels:
@@ -74,8 +120,9 @@ def _sound(model: object) -> KnownModel | None:
     if not isinstance(model, dict):
         return None
     kinds = {"name": str, "rates": str, "block_size": int, "block_bytes": int, "is_draft": bool}
-    kinds["kv_dtype"] = str
-    model = {"kv_dtype": "", **model}  # what was noted before it was
+    added = ("kv_dtype", "dtype", "weights", "asked_weights")
+    kinds |= dict.fromkeys(added, str)
+    model = {**dict.fromkeys(added, ""), **model}  # what was noted before they were
     if model.keys() != kinds.keys() or any(type(model[k]) is not kind for k, kind in kinds.items()):
         return None
     return KnownModel(**model) if min(model["block_size"], model["block_bytes"]) > 0 else None
@@ -84,20 +131,38 @@ def _sound(model: object) -> KnownModel | None:
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a model directory has of a context, in blocks of `block_size` tokens.
+
+    `difference` tells why the model cannot use it, None if it may.
+    """
+
+    path: Path
+    num_blocks: int
+    block_size: int
+    difference: MissReason | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+# Tells how a known model was run otherwise than the one whose KV is looked for.
+_Compare = Callable[[KnownModel], MissReason | None]
+
+
 class StoreLookup:
     """Looks up contexts in the store in `directory`; `state` has what is known of its models.
 
-    `block_size` is assumed of identities that are not known. The name "" stands for any model.
-    KV of another dtype than the setting `kv_dtype` is not looked at. May be used from any thread.
+    The block size of `settings` is assumed of identities that are not known. The name "" stands for
+    any model. Only KV of these settings counts as kept. May be used from any thread.
     """
 
-    def __init__(
-        self, directory: Path, state: Path | None, block_size: int, kv_dtype: str = "auto"
-    ) -> None:
+    def __init__(self, directory: Path, state: Path | None, settings: KvSettings) -> None:
         self._directory = directory
         self._state = state
-        self._block_size = block_size
-        self._kv_dtype = kv_dtype
+        self._settings = settings
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -107,21 +172,35 @@ class StoreLookup:
 
     def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
         """Return why the disk does not have more of a context; None if it has all full blocks."""
-        known = KnownModels(self._state).read()
-        encoded = encode_ids(token_ids)
-        paths = self._paths()
-        found = self._most_kept(known, self._usable(known, paths, name), encoded)
-        if found is None or not found[2]:
-            others = self._of_other_dtypes(known, paths, name)
-            if any(self._num_kept(path, encoded, known[path.name].block_size) for path in others):
-                return MissReason.OTHER_MODEL
-        if found is None:
-            return MissReason.NEVER_WRITTEN
-        path, block_size, count = found
-        keys = chain_keys(root_key(bytes.fromhex(path.name)), encoded, block_size * TOKEN_BYTES)
-        if count >= len(keys):
-            return None
-        return MissReasonLog(path).why(keys[count], encoded, count, block_size)
+        known, encoded = KnownModels(self._state).read(), encode_ids(token_ids)
+        kept = self._kept(known, self._paths(), name, encoded, self._difference)
+        found = _most(each for each in kept if each.difference is None)
+        reason = _why_missing(found, encoded)
+        if reason in (MissReason.NEVER_WRITTEN, MissReason.OTHER_MODEL):
+            num_found = found.num_tokens if found is not None else 0
+            return _why_changed(kept, num_found) or reason
+        return reason
+
+    def why_changed(
+        self, ready: ModelReady, token_ids: TokenIds, num_cached: int
+    ) -> MissReason | None:
+        """Return what changed since a run that kept more than `num_cached` tokens of a context.
+
+        `ready` is the loaded model; the run was of the same model. None if there was no such run.
+        """
+        known, block_size = KnownModels(self._state).read(), self._settings.block_size
+        paths = [path for path in self._paths() if path.name in known]
+        kept = self._kept(
+            known,
+            paths,
+            ready.name,
+            encode_ids(token_ids),
+            lambda model: model.difference_to_loaded(ready, block_size),
+        )
+        return _why_changed(kept, num_cached)
+
+    def _difference(self, model: KnownModel) -> MissReason | None:
+        return model.difference_to(self._settings)
 
     def _paths(self) -> list[Path]:
         try:
@@ -133,43 +212,34 @@ class StoreLookup:
     def _located(
         self, known: dict[str, KnownModel], paths: list[Path], name: str, token_ids: TokenIds
     ) -> KvPlaces:
-        usable = self._usable(known, paths, name)
-        found = self._most_kept(known, usable, encode_ids(token_ids))
-        num_kept, model, block_size = 0, _newest(known, name), self._block_size
+        kept = self._kept(known, paths, name, encode_ids(token_ids), self._difference)
+        found = _most(each for each in kept if each.difference is None)
+        num_kept, model, block_size = 0, _newest(known, name), self._settings.block_size
         if found is not None:
-            path, block_size, count = found
-            num_kept, model = count * block_size, known.get(path.name, model)
+            num_kept, block_size = found.num_tokens, found.block_size
+            model = known.get(found.path.name, model)
         rates = self._rates(model) if model is not None else ReadRates()
         return KvPlaces(len(token_ids), CachedTokens(disk=num_kept), rates, block_size)
 
-    def _most_kept(
-        self, known: dict[str, KnownModel], paths: list[Path], encoded: bytes
-    ) -> tuple[Path, int, int] | None:
-        """Return the model directory that has most of a context, its block size, and the number of
-        blocks; the one used last of several.
-        """
-        best = None
+    def _kept(
+        self,
+        known: dict[str, KnownModel],
+        paths: list[Path],
+        name: str,
+        encoded: bytes,
+        compare: _Compare,
+    ) -> list[_Kept]:
+        """Return what each directory of the model `name`, or of one not known, has of a context."""
+        kept = []
         for path in paths:
             model = known.get(path.name)
-            block_size = model.block_size if model is not None else self._block_size
+            if model is not None and not _is_of(model, name):
+                continue
+            block_size = model.block_size if model is not None else self._settings.block_size
+            difference = compare(model) if model is not None else None
             count = self._num_kept(path, encoded, block_size)
-            if best is None or count * block_size > best[1] * best[2]:
-                best = path, block_size, count
-        return best
-
-    def _usable(self, known: dict[str, KnownModel], paths: list[Path], name: str) -> list[Path]:
-        """Return the directories of KV that a model may use, and of KV that is not known."""
-        others = self._of_other_dtypes(known, paths, name)
-        mine = [path for path in paths if path not in others]
-        return [p for p in mine if p.name not in known or _is_of(known[p.name], name)]
-
-    def _of_other_dtypes(
-        self, known: dict[str, KnownModel], paths: list[Path], name: str
-    ) -> list[Path]:
-        """Return the directories of a model's KV in another dtype than that of the settings."""
-        wanted = {"auto": ("",), INT8_KV: (INT8_KV,)}.get(self._kv_dtype, ("", self._kv_dtype))
-        named = [path for path in paths if path.name in known and _is_of(known[path.name], name)]
-        return [path for path in named if known[path.name].kv_dtype not in wanted]
+            kept.append(_Kept(path, count, block_size, difference))
+        return kept
 
     def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
         try:
@@ -182,6 +252,29 @@ class StoreLookup:
         rates = RateMemory(self._state, model.rates).read()
         num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
         return ReadRates(kept_prefill_rate(rates), num_bytes * model.block_size / model.block_bytes)
+
+
+def _most(kept: Iterable[_Kept]) -> _Kept | None:
+    """Return the directory that has most of a context; the one used last of several."""
+    return max(kept, key=lambda each: each.num_tokens, default=None)
+
+
+def _why_changed(kept: Sequence[_Kept], num_found: int) -> MissReason | None:
+    """Return why KV of more than `num_found` tokens cannot be used; None if there is none."""
+    best = _most(each for each in kept if each.difference is not None)
+    return best.difference if best is not None and best.num_tokens > num_found else None
+
+
+def _why_missing(found: _Kept | None, encoded: bytes) -> MissReason | None:
+    """Return why a directory does not have more of a context; None if it has all full blocks."""
+    if found is None:
+        return MissReason.NEVER_WRITTEN
+    root = root_key(bytes.fromhex(found.path.name))
+    keys = chain_keys(root, encoded, found.block_size * TOKEN_BYTES)
+    if found.num_blocks >= len(keys):
+        return None
+    log = MissReasonLog(found.path)
+    return log.why(keys[found.num_blocks], encoded, found.num_blocks, found.block_size)
 
 
 def _is_of(model: KnownModel, name: str) -> bool:
