@@ -72,6 +72,15 @@ class Place:
         return siblings.index(self.conversation.tip_id) + 1, len(siblings)
 
     @property
+    def num_answers(self) -> int:
+        """How many answers the last message of the path has."""
+        turns = self.user_turns
+        if not turns or self.conversation is None:
+            return 0
+        below = self.conversation.children(turns[-1].turn_id)
+        return sum(turn.role is Role.ASSISTANT for turn in below)
+
+    @property
     def editing(self) -> str:
         """Which message the next one replaces, as text for the toolbar; "" for none."""
         if self.edited is None or self.conversation is None:

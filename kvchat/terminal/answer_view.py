@@ -204,12 +204,16 @@ class AnswerView:
             return []
         return [*self._renderer.finish(self._view.render_context), *self._closing(event)]
 
-    def others(self) -> list[Row]:
-        """Return the rows of all samples but the first, when all are complete."""
-        count = len(self._others) + 1
+    def others(self, num_before: int) -> list[Row]:
+        """Return the rows of all samples but the first, when all are complete.
+
+        `num_before` answers to the message are older than these, and are counted with them.
+        """
+        count = num_before + 1 + len(self._others)
         rows: list[Row] = []
         for sample, other in sorted(self._others.items()):
-            rows.append(self._view.painter.text(f"Answer {sample + 1} of {count}", Role.TITLE))
+            title = f"Answer {num_before + sample + 1} of {count}"
+            rows.append(self._view.painter.text(title, Role.TITLE))
             renderer = AnswerRenderer(self._view.painter)
             for passage in other.passages:
                 rows += renderer.feed(passage.text, passage.is_thinking, self._view.render_context)

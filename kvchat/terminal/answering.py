@@ -162,8 +162,10 @@ class Answering:
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""
         self._write_gap()
+        num_before = self._controller.place.num_answers
         if options.num_samples > 1:
-            tell(self._view, f"Answer 1 of {options.num_samples}", Role.TITLE, gap=False)
+            count = num_before + options.num_samples
+            tell(self._view, f"Answer {num_before + 1} of {count}", Role.TITLE, gap=False)
         try:
             answer_view = await self._follow(
                 lambda n: self._controller.retry(options, n), stats_level
@@ -172,7 +174,7 @@ class Answering:
             tell(self._view, str(error), Role.ERROR)
             return
         if len(answer_view.ended) > 1:
-            self._view.write(answer_view.others())
+            self._view.write(answer_view.others(num_before))
             await self._pick(answer_view)
         else:
             await self._use_tools(answer_view, stats_level)
