@@ -1,4 +1,4 @@
-"""The HTTP application: routes, health, metrics, and errors in each interface's form."""
+"""The application: routes, health, metrics, and errors in each interface's form."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from kvchat.core.text import one_line
 from kvchat.core.types import Health
@@ -19,6 +19,7 @@ from kvchat.server.guard import App, Guard, Limits
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.openai_api import OpenAiApi
 from kvchat.server.responses_api import ResponsesApi
+from kvchat.server.responses_socket import ResponsesSockets
 from kvchat.server.service import Service
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         for method, handlers in (("GET", gets), ("POST", posts), ("DELETE", deletes))
         for path, handler in handlers.items()
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    sockets = ResponsesSockets(service, responses, limits.body_bytes)
+    socket_route = WebSocketRoute("/v1/responses", sockets.serve)
+    app = Starlette(routes=[*routes, socket_route], exception_handlers={HTTPException: _refused})
     return Guard(app, api_key, limits)
 
 

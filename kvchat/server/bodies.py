@@ -35,7 +35,7 @@ class Body(Fields):
 
     def __init__(self, values: Mapping[str, Any], num_bytes: int) -> None:
         super().__init__(values)
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
 
     async def read(self, read: Callable[["Body"], T], num_others: int = 0) -> T:
         """Return what `read` makes of the fields.
@@ -43,7 +43,7 @@ class Body(Fields):
         A large body is read on another thread, so that the streams of other clients go on: 200,000
         messages take seconds. `num_others` objects that are no part of the body are read with it.
         """
-        is_small = self._num_bytes <= _MOST_BYTES_AT_ONCE and num_others <= _MOST_OBJECTS_AT_ONCE
+        is_small = self.num_bytes <= _MOST_BYTES_AT_ONCE and num_others <= _MOST_OBJECTS_AT_ONCE
         return read(self) if is_small else await asyncio.to_thread(read, self)
 
 

@@ -47,18 +47,21 @@ class Guard:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        is_socket = scope["type"] == "websocket"
+        if scope["type"] != "http" and not is_socket:
             await self._app(scope, receive, send)
             return
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             self._check_host(headers)
+            if is_socket:
+                _check_same_origin(headers)
             self._check_key(scope["path"], headers)
-            body = await self._body(headers, receive)
+            body = b"" if is_socket else await self._body(headers, receive)
         except ApiError as error:
             await response_to(error, scope["path"])(scope, receive, send)
             return
-        await self._app(scope, _replayed(body, receive), send)
+        await self._app(scope, receive if is_socket else _replayed(body, receive), send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Refuse pages of other sites, and names that were pointed at this machine.
@@ -91,6 +94,16 @@ class Guard:
                 return await _read(receive, limit)
         except TimeoutError:
             raise ApiError(408, "The body did not arrive in time.") from None
+
+
+def _check_same_origin(headers: dict[bytes, bytes]) -> None:
+    """Refuse a socket of a page that this server did not give, from this machine too.
+
+    Browsers let no page read another server's answers without a header, but all that a socket says.
+    """
+    origin = headers.get(b"origin")
+    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+        raise ApiError(403, "Sockets of web pages are refused.")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -23,7 +23,7 @@ from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
-from kvchat.server.bodies import read_body
+from kvchat.server.bodies import Body, read_body
 from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, sampling_options
 from kvchat.server.generation_fields import (
@@ -35,7 +35,7 @@ from kvchat.server.generation_fields import (
 from kvchat.server.logprob_forms import listed
 from kvchat.server.openai_api import given_call, message_text
 from kvchat.server.service import Service, facts, until_gone
-from kvchat.server.stored_responses import StoredResponses, given_items, is_stored
+from kvchat.server.stored_responses import HeldResponse, StoredResponses, given_items, is_stored
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
@@ -60,24 +60,45 @@ class ResponsesApi:
 
     async def respond(self, request: Request) -> Response:
         fields = await read_body(await request.body())
+        answer, response = await self._begun(fields, None)
+        if fields.flag("stream"):
+            return stream_response(answer, _ResponseEvents(answer, response))
+        [ended] = await until_gone(request, whole_answers(answer, 1))
+        return JSONResponse(response.complete(ended, answer))
+
+    async def stream(self, fields: Body, held: HeldResponse) -> Response:
+        """Begin the response to one message of a connection, which holds its last response."""
+        answer, response = await self._begun(fields, held)
+        return stream_response(answer, _ResponseEvents(answer, response))
+
+    async def _begun(self, fields: Body, held: HeldResponse | None) -> "tuple[Answer, _Response]":
+        """Read a request and submit it; raises ApiError if it cannot be answered."""
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         _check_others(fields)
         self._service.require_room(fields, "input")
-        earlier = await self.stored.earlier_items(fields)
+        earlier = await self.stored.earlier_items(fields, held)
         chat = await fields.read(lambda body: _chat(body, earlier), len(earlier))
         options = self._options(fields, chat)
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields.nested("text"), "format", ("schema",))
         choice = openai_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, wanted)
-        keep = self.stored.keep if is_stored(fields) else None
+        keep = self._keep(fields, earlier, held)
         response = _Response(self._service.name, options, fields, keep)
-        answer = await self._service.answering.chat(chat, options)
-        if fields.flag("stream"):
-            return stream_response(answer, _ResponseEvents(answer, response))
-        [ended] = await until_gone(request, whole_answers(answer, 1))
-        return JSONResponse(response.complete(ended, answer))
+        return await self._service.answering.chat(chat, options), response
+
+    def _keep(self, fields: Body, earlier: list[Fields], held: HeldResponse | None) -> Keep:
+        """Return what keeps a complete response wherever the client lets it be kept."""
+
+        def keep(given: list[dict[str, Any]], response: dict[str, Any]) -> None:
+            if is_stored(fields):
+                self.stored.keep(given, response)
+            if held is not None:
+                before = [item.values for item in earlier]
+                held.hold([*before, *given], response, fields.num_bytes)
+
+        return keep
 
     async def compact(self, request: Request) -> Response:
         """Answer with one item that takes the place of a conversation."""
@@ -232,7 +253,7 @@ class _Response:
     `keep` is called with the items that it answers, and with the complete object.
     """
 
-    def __init__(self, model: str, options: AskOptions, fields: Fields, keep: Keep | None) -> None:
+    def __init__(self, model: str, options: AskOptions, fields: Fields, keep: Keep) -> None:
         self._keep = keep
         self._given = given_items(fields)
         self._fields: dict[str, Any] = {
@@ -254,7 +275,7 @@ class _Response:
             "frequency_penalty": options.sampling.frequency_penalty,
             "previous_response_id": fields.text("previous_response_id"),
             "reasoning": {"effort": fields.nested("reasoning").text("effort"), "summary": None},
-            "store": keep is not None,
+            "store": is_stored(fields),
             "temperature": options.sampling.temperature,
             "text": {"format": fields.nested("text").raw("format") or {"type": "text"}},
             "tool_choice": fields.raw("tool_choice") or "auto",
@@ -285,8 +306,7 @@ class _Response:
             "output": _items(ended) if items is None else items,
             "usage": _usage(ended, answer),
         }
-        if self._keep is not None:
-            self._keep(self._given, response)
+        self._keep(self._given, response)
         return response
 
     def failed(self, error: ApiError) -> dict[str, Any]:

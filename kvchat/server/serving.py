@@ -6,10 +6,11 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from h11 import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvchat.core.errors import ExitCode, UsageError
-from kvchat.server.guard import App
+from kvchat.server.guard import App, Limits
 
 # Seconds that running answers may take after a signal, before they are cut off.
 _GRACE_S = 5
@@ -73,7 +74,9 @@ def serve(
         timeout_graceful_shutdown=_GRACE_S,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         http=HastyProtocol,
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=Limits().body_bytes,
+        ws_per_message_deflate=False,  # its tables would cost every idle socket memory
     )
     _Server(config, on_ready, has_failed).run(sockets=[bound])
     return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
@@ -90,6 +93,7 @@ class HastyProtocol(H11Protocol):
     _seen: object = object()  # no request: the first look never closes
     _check: asyncio.TimerHandle | None = None
     _waiting = b""  # what has come, but is not parsed yet
+    _is_socket = False  # the connection is another protocol's by now
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -106,12 +110,22 @@ class HastyProtocol(H11Protocol):
         if not is_taken_later:
             self._take_turn()
 
+    def handle_websocket_upgrade(self, event: Request) -> None:
+        """Hand the connection over; the protocol of sockets has pings that find a gone client."""
+        assert self._check is not None, "the connection is made"
+        self._check.cancel()
+        super().handle_websocket_upgrade(event)
+        self._is_socket = True
+
     def _take_turn(self) -> None:
         """Parse what has come, and leave to the next turn what this one has no time for."""
         end_s, place = self.loop.time() + _TURN_S, 0
         while place < len(self._waiting) and not self.transport.is_closing():
             super().data_received(self._waiting[place : place + _BYTES_BETWEEN_LOOKS])
             place += _BYTES_BETWEEN_LOOKS
+            if self._is_socket:
+                self._end_as_http(self._waiting[place:])
+                return
             if self.loop.time() >= end_s:
                 break
         self._waiting = b"" if self.transport.is_closing() else self._waiting[place:]
@@ -120,6 +134,12 @@ class HastyProtocol(H11Protocol):
             self.loop.call_soon(self._take_turn)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def _end_as_http(self, rest: bytes) -> None:
+        """Close a connection whose client did not wait for the answer to its handshake."""
+        self._waiting = b""
+        if rest or self.conn.trailing_data[0]:
+            self.transport.close()
 
     def _close_if_idle(self) -> None:
         """Close where no request has come or was answered since the last look."""

@@ -18,13 +18,47 @@ from kvchat.server.service import Service
 _FIELD = "previous_response_id"
 
 
+class HeldResponse:
+    """The last response of one connection, with all items up to its end. Its thread is the loop's.
+
+    So a connection can continue a response that the client did not let be stored. What was sent
+    for it in more than `most_bytes` is not held.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._response_id: str | None = None
+        self._items: list[dict[str, Any]] = []
+        self._num_bytes = 0
+
+    def items(self, response_id: str | None) -> list[Fields] | None:
+        """Return all items up to a response's end, the oldest first; None if it is not held."""
+        if response_id is None or response_id != self._response_id:
+            return None
+        return [Fields(item, _FIELD) for item in self._items]
+
+    def hold(self, items: list[dict[str, Any]], response: dict[str, Any], num_bytes: int) -> None:
+        """Hold a complete response in place of the one before. `num_bytes` were sent for it."""
+        if response[_FIELD] == self._response_id:
+            num_bytes += self._num_bytes
+        self.drop(self._response_id)
+        if num_bytes <= self._most_bytes:
+            self._response_id, self._num_bytes = response["id"], num_bytes
+            self._items = [*items, *response["output"]]
+
+    def drop(self, response_id: str | None) -> None:
+        """Let go of a response if it is the one that is held."""
+        if response_id == self._response_id:
+            self._response_id, self._items, self._num_bytes = None, [], 0
+
+
 class StoredResponses:
     """The stored responses of one service, and the handlers of their own paths."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def earlier_items(self, fields: Fields) -> list[Fields]:
+    async def earlier_items(self, fields: Fields, held: HeldResponse | None = None) -> list[Fields]:
         """Return the items of all responses before a request, the oldest first.
 
         Raises ApiError if the request names a response that is not kept, or one whose own earlier
@@ -33,6 +67,8 @@ class StoredResponses:
         response_id = fields.text(_FIELD)
         if response_id is None:
             return []
+        if held is not None and (items := held.items(response_id)) is not None:
+            return items
         found = await self._service.answering.on_encoder(lambda: self._chain(response_id))
         if found is None:
             sentence = f"Previous response with id {shortened(response_id)!r} not found."

@@ -54,6 +54,7 @@ OWNERS = {
     "platformdirs": {"cli"},
     "starlette": {"server"},
     "uvicorn": {"server"},
+    "websockets": {"server"},
     "mcp": {"tools/mcp_tools.py"},
     "httpx2": {"remote", "tools/mcp_tools.py", "bench/clients.py"},
 }
