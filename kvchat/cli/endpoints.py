@@ -157,10 +157,10 @@ def open_attached_host(
 
 def _answering_server(address: "Address", limit_s: float | None = None) -> "Server":
     """Return the server at an address; raises ModelError if it cannot answer, as `find_server`."""
-    from kvchat.remote.servers import find_server, is_standing
+    from kvchat.remote.servers import computes_nothing, find_server
 
     server = find_server(address, limit_s)
-    if is_standing(address):
+    if computes_nothing(address):
         raise ModelError(f"The server at {address.shown} computes nothing any more.", "Restart it.")
     return server
 

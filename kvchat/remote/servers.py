@@ -281,7 +281,7 @@ def redirect_words(response: httpx2.Response) -> tuple[str, str]:
     )
 
 
-def is_standing(address: Address) -> bool:
+def computes_nothing(address: Address) -> bool:
     """Return whether a server that answers says that its engine computes nothing any more."""
     with Asker(address) as asker:
         return asker.health() in (Health.STALLED, Health.FAILED)
