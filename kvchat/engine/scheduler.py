@@ -57,6 +57,7 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
+    It has fewer where a prompt's long step was given up before, for a request that came.
     Of a request with a long context it has fewer, so that its attention stays short too: tokens
     times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
@@ -152,7 +153,7 @@ class Scheduler:
         run.
         """
         most = self._max_prefill_tokens
-        if is_short or any(request.is_decoding for request in self._running):
+        if is_short or any(r.is_decoding or r.gives_way for r in self._running):
             most = self._max_step_tokens
         self._num_to_score = _MAX_SCORED
         num_decoding = sum(request.is_decoding for request in self._running)
