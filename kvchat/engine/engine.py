@@ -26,9 +26,10 @@ from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import MOST_ROWS, Drawn, Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
+from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
