@@ -344,7 +344,7 @@ class Engine:
         """Give up a step of prefill once `is_unwanted` is true of the ids of its requests.
 
         One of more than `max_step_tokens` is also given up once `is_awaited` says that a new
-        request waits. Its prompts are then read in short steps, so each loses one step at most.
+        request waits, unless its prompts have lost one not long ago.
 
         Both are asked before every product, on the thread that steps. Nothing of such a step
         counts: its requests are computed again, unless they have been cancelled by then.
@@ -458,9 +458,8 @@ class Engine:
                     return []  # nothing was counted, so the remaining requests are computed again
                 drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
-            if self._is_long(plan):
-                for scheduled in plan:
-                    scheduled.request.gives_way = True
+            if self._scheduler.may_give_way(plan):
+                self._scheduler.give_way(plan)
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
@@ -484,15 +483,9 @@ class Engine:
         if self._is_measuring or sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS:
             return None
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
-        if self._is_long(plan):
+        if self._scheduler.may_give_way(plan):
             return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         return lambda: self._is_unwanted(request_ids)
-
-    def _is_long(self, plan: Sequence[ScheduledRequest]) -> bool:
-        """Whether a step is one that is large because no answer waits for it."""
-        num_tokens = sum(scheduled.num_tokens for scheduled in plan)
-        is_decoding = any(scheduled.request.is_decoding for scheduled in plan)
-        return num_tokens > self._max_step_tokens and not is_decoding
 
     def _fails(self, logits: torch.Tensor) -> bool:
         """Finish a step's checks with their logits rows; return whether any KV was wrong."""

@@ -6,7 +6,7 @@ and preempts requests when blocks run out.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -20,6 +20,9 @@ from kvchat.engine.request import Request, State
 _TOKENS_PER_STEP_WAITED = 64
 # At most this many waiting requests, the oldest, are compared: each comparison costs a lookup.
 _MAX_COMPARED = 64
+# A prompt whose long step was given up for a new request keeps as many tokens as this many such
+# steps have: so it loses a fifth of its time at most.
+_KEPT_STEPS = 4
 # At most so many tokens of a step have their logprobs told: each needs a whole row of logits.
 _MAX_SCORED = 128
 
@@ -57,7 +60,6 @@ class Scheduler:
     """Owns the queues. `max_step_tokens` bounds a step, `max_running` the requests with blocks.
 
     A step in which no request decodes has up to `max_prefill_tokens`: it keeps no answer waiting.
-    It has fewer where a prompt's long step was given up before, for a request that came.
     Of a request with a long context it has fewer, so that its attention stays short too: tokens
     times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
@@ -86,6 +88,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._is_full = False  # a waiting request had no room, and no blocks were released since
+        self._is_next_short = False  # a step was given up for a request that comes
         self._num_to_score = 0  # tokens that the step being planned may still score
         self.num_preempted = 0
 
@@ -153,7 +156,9 @@ class Scheduler:
         run.
         """
         most = self._max_prefill_tokens
-        if is_short or any(r.is_decoding or r.gives_way for r in self._running):
+        is_short |= self._is_next_short
+        self._is_next_short = False
+        if is_short or any(request.is_decoding for request in self._running):
             most = self._max_step_tokens
         self._num_to_score = _MAX_SCORED
         num_decoding = sum(request.is_decoding for request in self._running)
@@ -164,6 +169,25 @@ class Scheduler:
         for request in self._waiting:
             request.steps_waited += 1
         return plan
+
+    def may_give_way(self, plan: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step may be given up for a new request: it is larger than steps usually are.
+
+        Only if no request decodes in it, and its prompts lost none of their latest long steps.
+        """
+        is_long = sum(scheduled.num_tokens for scheduled in plan) > self._max_step_tokens
+        requests = [scheduled.request for scheduled in plan]
+        return is_long and not any(r.is_decoding or r.num_computed < r.kept_until for r in requests)
+
+    def give_way(self, plan: Sequence[ScheduledRequest]) -> None:
+        """Note that a step was given up for a new request; the next one is short.
+
+        Its prompts keep some long steps before another may be given up, so that they are read
+        however many requests come.
+        """
+        self._is_next_short = True
+        for request in (scheduled.request for scheduled in plan):
+            request.kept_until = request.num_computed + _KEPT_STEPS * self._max_prefill_tokens
 
     def _continue_running(self, prefill_budget: int) -> Iterator[ScheduledRequest]:
         """Schedule running requests, oldest first; every decoding one gets its token."""

@@ -104,28 +104,31 @@ def test_a_cancelled_request_ends_though_its_step_was_abandoned() -> None:
     engine.assert_complete(again)
 
 
-def test_a_long_step_is_given_up_for_a_new_request_and_only_once() -> None:
-    """A short request once waited for the end of a step of 3,000 tokens, 2.1 s and longer."""
-    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=48)
-    is_awaited = True
-    engine.engine.abandon_steps(lambda request_ids: False, lambda: is_awaited)
-    long = engine.submit(greedy(*long_prompt(90), max_tokens=1))
+def test_a_long_step_is_given_up_for_a_new_request() -> None:
+    """A short request once waited for the end of the step, several seconds in a large model."""
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=20)
+    engine.engine.abandon_steps(lambda request_ids: False, lambda: True)
+    long = engine.submit(greedy(*long_prompt(110), max_tokens=1))
 
     assert engine.step() == []
-    short = engine.submit(greedy(*long_prompt(30)[::-1], max_tokens=1))
+    short = engine.submit(greedy(*long_prompt(3)[::-1], max_tokens=1))
     engine.run()
 
     steps = [dict(step) for step in engine.steps]
-    read = [step for step in steps if step.get(long, 0) or step.get(short, 0)]
-    assert max(sum(step.values()) for step in read[1:]) == 8, "all others are short"
-    assert all(step.get(short) == 4 for step in read[1:8]), "each has half of a step"
+    assert steps[1] == {long: 5, short: 3}, "it is answered after one short step"
     engine.assert_complete(long)
     engine.assert_complete(short)
 
-    is_awaited = False
-    later = engine.submit(greedy(*long_prompt(59)[::-1], max_tokens=1))
+
+def test_a_prompt_loses_one_long_step_of_five_however_many_requests_come() -> None:
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=20)
+    engine.engine.abandon_steps(lambda request_ids: False, lambda: True)
+    number = engine.submit(greedy(*long_prompt(110), max_tokens=1))
     engine.run()
-    assert dict(engine.steps[-2])[later] == 48, "a later prompt has long steps again"
+
+    tokens = [dict(step)[number] for step in engine.steps]
+    assert tokens == [20, 8, 20, 20, 20, 20, 20, 8, 14], "lost at first, and after four kept"
+    engine.assert_complete(number)
 
 
 def test_a_step_beside_an_answer_is_not_given_up_for_a_new_request() -> None:
