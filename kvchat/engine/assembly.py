@@ -53,9 +53,10 @@ from kvchat.engine.kv_storage import (
     small_kv,
 )
 from kvchat.engine.ngram import NgramDrafter
-from kvchat.engine.runner import Runner, StepThreads
+from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name
 from kvchat.model.graphs import GraphRunner

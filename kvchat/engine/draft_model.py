@@ -17,8 +17,9 @@ from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.engine.draft_policy import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.request import Request, State
-from kvchat.engine.runner import Runner, StepThreads, sampling_row
+from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel

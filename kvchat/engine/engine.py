@@ -26,9 +26,10 @@ from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State
-from kvchat.engine.runner import MOST_ROWS, Drawn, Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
+from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Engine:
         self._ahead_id: int | None = None
         self._is_measuring = False
         self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
+        self._is_awaited: Callable[[], bool] = lambda: False
 
     @property
     def idle_s(self) -> None:
@@ -334,13 +336,21 @@ class Engine:
             if request.request_id == request_id:
                 request.cancelled_for = reason
 
-    def abandon_steps(self, is_unwanted: "Callable[[frozenset[int]], bool]") -> None:
+    def abandon_steps(
+        self,
+        is_unwanted: "Callable[[frozenset[int]], bool]",
+        is_awaited: "Callable[[], bool]" = lambda: False,
+    ) -> None:
         """Give up a step of prefill once `is_unwanted` is true of the ids of its requests.
 
-        It is asked before every product, on the thread that steps. Nothing of such a step counts:
-        its requests are computed again, unless they have been cancelled by then.
+        One of more than `max_step_tokens` is also given up once `is_awaited` says that a new
+        request waits, unless its prompts have lost one not long ago.
+
+        Both are asked before every product, on the thread that steps. Nothing of such a step
+        counts: its requests are computed again, unless they have been cancelled by then.
         """
         self._is_unwanted = is_unwanted
+        self._is_awaited = is_awaited
 
     def step(self) -> list[RequestEvent]:
         """Run one forward pass over the scheduled tokens; return the events."""
@@ -448,6 +458,8 @@ class Engine:
                     return []  # nothing was counted, so the remaining requests are computed again
                 drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
+            if self._scheduler.may_give_way(plan):
+                self._scheduler.give_way(plan)
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
@@ -471,6 +483,8 @@ class Engine:
         if self._is_measuring or sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS:
             return None
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
+        if self._scheduler.may_give_way(plan):
+            return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         return lambda: self._is_unwanted(request_ids)
 
     def _fails(self, logits: torch.Tensor) -> bool:

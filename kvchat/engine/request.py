@@ -132,7 +132,7 @@ class Request:
     steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
     the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
     `device_ids` are its ids on the device, for a penalty. `scored` are the logprobs of the prompt
-    that were told.
+    that were told. A step with tokens before `kept_until` is not given up for a new request.
     """
 
     request_id: int
@@ -157,6 +157,7 @@ class Request:
     device_ids: "DeviceTokenIds | None" = None
     constraint: TokenConstraint | None = None
     scored: list[TokenLogprobs] = field(default_factory=list)
+    kept_until: int = 0
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":

@@ -1,18 +1,14 @@
 """Runner and draws: a step's plan -> one ForwardBatch -> logits -> tokens.
 
 Runner runs the model on pieces of requests and their blocks. `draw` and its helpers assign rows of
-logits to requests, drafts and siblings, and draw their tokens. StepThreads chooses the number of
-threads of small steps on a CPU by measuring. Appending the tokens to the requests
+logits to requests, drafts and siblings, and draw their tokens. Appending the tokens to the requests
 is the OutputProcessor's work.
 """
 
-import statistics
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -30,148 +26,12 @@ from kvchat.engine.sampler import (
     valid_tokens,
 )
 from kvchat.engine.scheduler import ScheduledRequest
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw
-
-T = TypeVar("T")
-
-MOST_ROWS = 16
-# A race compares this many steps of each count. They alternate, so that a growing context or a
-# change in the machine's speed affects both counts alike.
-TRIED = 5
-# Steps between races, at first and at most. Two races in a row without a change double them.
-SOON, SELDOM = 16, 512
-# A rival wins only if its time is below this share of the present one.
-_WORTH = 0.95
-# A step this many times slower than usual suggests a busy machine. If half of the latest steps are
-# that slow, a race begins at once.
-_SLOWER, _MANY_SLOWER = 1.5, 6
-
-
-class StepThreads:
-    """Runs small steps, each on the number of threads that was fastest, at most `most`.
-
-    A decode step is about a hundred matrix products of about ten microseconds each, and the threads
-    wait for each other after each product. For a small model one thread is faster. For a large one
-    several threads are faster, until other programs use their cores: then each product waits for a
-    thread that is not running. So from time to time a few steps run on half or twice as many
-    threads, alternating with the present count, and the faster count stays. Large steps have long
-    products and always use all threads.
-
-    `set_threads` applies to the calling thread; after each step the number is `most` again. Owned
-    by the thread that runs the steps.
-    """
-
-    def __init__(
-        self,
-        most: int,
-        set_threads: Callable[[int], None] = torch.set_num_threads,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.most = most
-        self._set_threads = set_threads
-        self._clock = clock
-        self._counts = sorted({most, *(1 << n for n in range(most.bit_length()))})
-        self._races: dict[int, _Race] = {}
-
-    def run(self, num_rows: int, step: Callable[[], T]) -> T:
-        """Run `step`, which computes `num_rows` tokens, and return its result."""
-        if num_rows > MOST_ROWS or self.most == 1:
-            return step()
-        race = self._races.get(num_rows)
-        if race is None:
-            race = self._races[num_rows] = _Race(self._counts, self._likely(num_rows))
-        count = race.next_count()
-        self._set_threads(count)
-        start_s = self._clock()
-        try:
-            result = step()
-            race.note(count, self._clock() - start_s)
-            return result
-        finally:
-            self._set_threads(self.most)
-
-    def num_threads(self, num_rows: int = 1) -> int:
-        """Return the number of threads such steps use now, outside races."""
-        race = self._races.get(num_rows)
-        return race.best if race is not None else self.most
-
-    def _likely(self, num_rows: int) -> int:
-        """Return the best count for the nearest number of rows; `most` if there is none."""
-        nearest = min(self._races, key=lambda rows: abs(rows - num_rows), default=None)
-        return self._races[nearest].best if nearest is not None else self.most
-
-
-class _Race:
-    """Races between neighbours in `counts`, for one number of rows.
-
-    `counts` has at least two items. `best` is the winner of the last race.
-    """
-
-    def __init__(self, counts: Sequence[int], best: int) -> None:
-        self.best = best
-        self._counts = counts
-        self._is_for_fewer = True
-        self._rival: int | None = None
-        self._steps_left = TRIED  # the first steps load code and touch memory for the first time
-        self._pause = SOON
-        self._num_unchanged = 0
-        self._seconds: dict[int, list[float]] = {}
-        self._usual_s = 0.0
-        self._recent: deque[bool] = deque(maxlen=2 * _MANY_SLOWER)
-
-    def next_count(self) -> int:
-        """Return the count for the next step."""
-        if self._rival is None:
-            return self.best
-        mine, other = len(self._seconds[self.best]), len(self._seconds[self._rival])
-        return self._rival if other <= mine else self.best
-
-    def note(self, count: int, seconds: float) -> None:
-        """Record the seconds of a step with that count."""
-        if self._rival is not None:
-            self._seconds[count].append(seconds)
-            if all(len(times) == TRIED for times in self._seconds.values()):
-                self._decide(self._rival)
-            return
-        self._steps_left -= 1
-        self._recent.append(seconds > _SLOWER * self._usual_s > 0.0)
-        if sum(self._recent) >= _MANY_SLOWER:
-            self._steps_left, self._pause, self._is_for_fewer = 0, SOON, True
-        if self._steps_left <= 0:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._rival = self._next_rival()
-        self._seconds = {self.best: [], self._rival: []}
-
-    def _next_rival(self) -> int:
-        """Return the neighbour in the direction to try; at an end of `counts`, the other one."""
-        place = self._counts.index(self.best)
-        step = -1 if self._is_for_fewer else 1
-        neighbour = place + step if 0 <= place + step < len(self._counts) else place - step
-        return self._counts[neighbour]
-
-    def _decide(self, rival: int) -> None:
-        """Keep the faster count; next, go on in its direction, or try the other direction."""
-        own, self._rival = self.best, None
-        own_s, rival_s = (statistics.median(self._seconds[n]) for n in (own, rival))
-        self._usual_s = min(own_s, rival_s)
-        self._recent.clear()
-        self._is_for_fewer = rival < own
-        if rival_s < _WORTH * own_s:
-            self.best, self._pause, self._num_unchanged = rival, SOON, 0
-            self._steps_left = 1 if self._next_rival() != own else SOON
-            return
-        self._is_for_fewer = not self._is_for_fewer
-        self._num_unchanged += 1
-        # Both directions are tried before the pause grows.
-        if self._num_unchanged % 2 == 0:
-            self._pause = min(2 * self._pause, SELDOM)
-        self._steps_left = self._pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +92,8 @@ class Runner:
         raises StepAbandoned once that is true; the plan can be run again.
         """
         pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
+        if is_unwanted is not None and self._threads is not None:
+            is_unwanted = self._threads.watching(is_unwanted)
         with self.stopping(is_unwanted):
             return self.run_pieces(pieces)
 

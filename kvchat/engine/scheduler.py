@@ -6,7 +6,7 @@ and preempts requests when blocks run out.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -20,6 +20,9 @@ from kvchat.engine.request import Request, State
 _TOKENS_PER_STEP_WAITED = 64
 # At most this many waiting requests, the oldest, are compared: each comparison costs a lookup.
 _MAX_COMPARED = 64
+# A prompt whose long step was given up for a new request keeps as many tokens as this many such
+# steps have: so it loses a fifth of its time at most.
+_KEPT_STEPS = 4
 # At most so many tokens of a step have their logprobs told: each needs a whole row of logits.
 _MAX_SCORED = 128
 
@@ -61,7 +64,9 @@ class Scheduler:
     times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
-    new requests would be read a few tokens at a time. `promote` is called before a request starts.
+    new requests would be read a few tokens at a time. A prompt leaves half of that to those after
+    it, as far as they need it, so a long one keeps a short one waiting for one step. `promote` is
+    called before a request starts.
     It returns true if it began to promote KV for the request, which then waits.
     """
 
@@ -82,6 +87,8 @@ class Scheduler:
         self._max_running = min(max_running, max_step_tokens)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._is_full = False  # a waiting request had no room, and no blocks were released since
+        self._is_next_short = False  # a step was given up for a request that comes
         self._num_to_score = 0  # tokens that the step being planned may still score
         self.num_preempted = 0
 
@@ -149,6 +156,8 @@ class Scheduler:
         run.
         """
         most = self._max_prefill_tokens
+        is_short |= self._is_next_short
+        self._is_next_short = False
         if is_short or any(request.is_decoding for request in self._running):
             most = self._max_step_tokens
         self._num_to_score = _MAX_SCORED
@@ -161,6 +170,25 @@ class Scheduler:
             request.steps_waited += 1
         return plan
 
+    def may_give_way(self, plan: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step may be given up for a new request: it is larger than steps usually are.
+
+        Only if no request decodes in it, and its prompts lost none of their latest long steps.
+        """
+        is_long = sum(scheduled.num_tokens for scheduled in plan) > self._max_step_tokens
+        requests = [scheduled.request for scheduled in plan]
+        return is_long and not any(r.is_decoding or r.num_computed < r.kept_until for r in requests)
+
+    def give_way(self, plan: Sequence[ScheduledRequest]) -> None:
+        """Note that a step was given up for a new request; the next one is short.
+
+        Its prompts keep some long steps before another may be given up, so that they are read
+        however many requests come.
+        """
+        self._is_next_short = True
+        for request in (scheduled.request for scheduled in plan):
+            request.kept_until = request.num_computed + _KEPT_STEPS * self._max_prefill_tokens
+
     def _continue_running(self, prefill_budget: int) -> Iterator[ScheduledRequest]:
         """Schedule running requests, oldest first; every decoding one gets its token."""
         decoding = {request for request in self._running if request.is_decoding}
@@ -169,15 +197,34 @@ class Scheduler:
             request = self._running[index]
             if request.restore is not None and request.is_to_join:
                 self._join(request)
-            num_tokens = self._share(request, 1 if request in decoding else prefill_budget)
+            is_decoding = request in decoding
+            most = 1 if is_decoding else self._left_for(request, prefill_budget, index)
+            num_tokens = self._share(request, most)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # this request was preempted; the next one now has its index
             if num_tokens:
-                if request not in decoding:
+                if not is_decoding:
                     prefill_budget -= num_tokens
                 self._note_scored(request, num_tokens)
                 yield ScheduledRequest(request, num_tokens)
             index += 1
+
+    def _left_for(self, request: Request, budget: int, index: int) -> int:
+        """Return how much of `budget` the running request `index` may take for its prompt."""
+        half = budget // 2
+        if request.num_due <= budget - half:
+            return budget
+        wanted = sum(r.num_due for r in self._running[index + 1 :] if not r.is_decoding)
+        if wanted < half and len(self._running) < self._max_running and not self._is_full:
+            wanted += self._num_wanted_by_waiting()
+        return budget - min(half, wanted)
+
+    def _num_wanted_by_waiting(self) -> int:
+        """Return how many tokens the waiting request that is next has to compute; 0 for none."""
+        request = self._next_waiting()
+        if request is None:
+            return 0
+        return len(request.ids) - self._cache.num_reusable_tokens(self._reusable(request))
 
     def _share(self, request: Request, budget: int) -> int:
         """Return how many of `budget` tokens a step computes of a request."""
@@ -236,6 +283,7 @@ class Scheduler:
             self._cache.release(request.table, request.ids[: request.num_computed])
             request.table = None
             request.num_computed = 0
+            self._is_full = False
 
     def _admit(self, budget: int) -> Iterator[ScheduledRequest]:
         """Start waiting requests while the token budget, `max_running` and free blocks allow."""
@@ -298,6 +346,7 @@ class Scheduler:
         num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
         has_room = num_blocks + len(self._running) <= self._cache.num_available
         is_promoting = has_room and not request.is_to_be_scored and self._promote(request)
+        self._is_full = not has_room
         if not has_room or is_promoting:
             self._cache.release(table, request.ids[: table.cached_len])
             return False

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvchat.cache.state_manager import StateCacheManager
-from kvchat.engine.runner import Runner, StepThreads
+from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import ScheduledRequest
+from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.paged_model import StatefulModel
 from kvchat_kernels.state_buffer import StateBuffer

@@ -78,8 +78,13 @@ class DrivenEngine(Protocol):
         requests that this has ended failed with that error.
         """
 
-    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
-        """Set what a long step asks, to end early, with the ids of its requests."""
+    def abandon_steps(
+        self, is_unwanted: Callable[[frozenset[int]], bool], is_awaited: Callable[[], bool]
+    ) -> None:
+        """Set what a long step asks to end early.
+
+        `is_unwanted` gets the ids of its requests; `is_awaited` says whether a new one waits.
+        """
 
     def prepare(self) -> None:
         """Do now what the first decode step would wait for."""
@@ -190,6 +195,8 @@ class EngineThread:
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._numbers = iter(range(1, 1 << 62))
         self._lock = threading.Lock()
+        self._num_submitted = 0  # under the lock
+        self._num_taken = 0  # of those submitted
         self._is_over = False
         self._is_awaited = False
         self._running: dict[int, _Running] = {}
@@ -204,6 +211,7 @@ class EngineThread:
         """Queue a request; its events go to `listener`, each with the engine's request id."""
         with self._lock:
             ticket = Ticket(next(self._numbers))
+            self._num_submitted += 1
             # A request for one token has no decode step, so it needs no preparation.
             self._is_awaited |= spec.max_tokens is None or spec.max_tokens > 1
         self._send(_Submit(ticket, spec, listener, time.perf_counter()))
@@ -333,7 +341,7 @@ class EngineThread:
             _refuse(message, error)
 
     def _serve(self, engine: "DrivenEngine", ready_s: float) -> None:
-        engine.abandon_steps(self._is_unwanted)
+        engine.abandon_steps(self._is_unwanted, lambda: self._num_submitted > self._num_taken)
         try:
             while True:
                 has_work = engine.has_work
@@ -366,6 +374,7 @@ class EngineThread:
 
     def _handle(self, engine: "DrivenEngine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
+            self._num_taken += 1
             self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
             self._to_cancel.discard(message.ticket)

@@ -165,7 +165,9 @@ class RemoteEngine:
     def idle_s(self) -> float | None:
         return _LOOK_S if self._has_ended is not None else None
 
-    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+    def abandon_steps(
+        self, is_unwanted: Callable[[frozenset[int]], bool], is_awaited: Callable[[], bool]
+    ) -> None:
         """No step takes long."""
 
     def prepare(self) -> None:

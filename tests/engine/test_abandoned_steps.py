@@ -1,6 +1,7 @@
 """Steps of prefill that are given up between two products, and how large such steps are."""
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +104,45 @@ def test_a_cancelled_request_ends_though_its_step_was_abandoned() -> None:
     engine.assert_complete(again)
 
 
+def test_a_long_step_is_given_up_for_a_new_request() -> None:
+    """A short request once waited for the end of the step, several seconds in a large model."""
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=20)
+    engine.engine.abandon_steps(lambda request_ids: False, lambda: True)
+    long = engine.submit(greedy(*long_prompt(110), max_tokens=1))
+
+    assert engine.step() == []
+    short = engine.submit(greedy(*long_prompt(3)[::-1], max_tokens=1))
+    engine.run()
+
+    steps = [dict(step) for step in engine.steps]
+    assert steps[1] == {long: 5, short: 3}, "it is answered after one short step"
+    engine.assert_complete(long)
+    engine.assert_complete(short)
+
+
+def test_a_prompt_loses_one_long_step_of_five_however_many_requests_come() -> None:
+    engine = EngineHarness(max_step_tokens=8, max_prefill_tokens=20)
+    engine.engine.abandon_steps(lambda request_ids: False, lambda: True)
+    number = engine.submit(greedy(*long_prompt(110), max_tokens=1))
+    engine.run()
+
+    tokens = [dict(step)[number] for step in engine.steps]
+    assert tokens == [20, 8, 20, 20, 20, 20, 20, 8, 14], "lost at first, and after four kept"
+    engine.assert_complete(number)
+
+
+def test_a_step_beside_an_answer_is_not_given_up_for_a_new_request() -> None:
+    engine = EngineHarness(max_step_tokens=17, max_prefill_tokens=48)
+    answer = engine.submit(greedy(1, 2, 3, max_tokens=9))
+    engine.step()
+    engine.engine.abandon_steps(lambda request_ids: False, lambda: True)
+    engine.submit(greedy(*long_prompt(90), max_tokens=1))
+
+    engine.step()
+
+    assert len(engine.generated(answer)) == 2
+
+
 def test_short_steps_are_never_asked() -> None:
     engine = EngineHarness()
     engine.engine.abandon_steps(lambda request_ids: pytest.fail("asked"))
@@ -116,10 +156,10 @@ class _Waits:
     def __init__(self, is_asked: threading.Event) -> None:
         self._is_asked = is_asked
 
-    def __call__(self, own: Callable[[frozenset[int]], bool], request_ids: frozenset[int]) -> bool:
+    def until(self, own: Callable[..., bool], *asked: frozenset[int]) -> bool:
         self._is_asked.set()
         end_s = time.monotonic() + WAIT_S
-        while not own(request_ids):
+        while not own(*asked):
             assert time.monotonic() < end_s, "the step was not given up"
         return True
 
@@ -129,7 +169,7 @@ def test_a_cancel_and_a_close_give_up_the_step_that_runs(ending: str) -> None:
     """Esc in a long step had to wait for all of its layers."""
     harness, is_asked = EngineHarness(max_prefill_tokens=48), threading.Event()
     abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
-    harness.engine.abandon_steps = lambda own: abandon(partial(waits, own))  # type: ignore[method-assign]
+    harness.engine.abandon_steps = lambda own, _: abandon(partial(waits.until, own))  # type: ignore[method-assign]
     ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
     thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
     ended, events = threading.Event(), list[RequestEvent]()
@@ -153,7 +193,7 @@ def test_a_cancel_gives_up_a_step_that_reads_ahead() -> None:
     """Esc and leaving waited for its end, 0.5 to 5 s, before the request could begin and end."""
     harness, is_asked = EngineHarness(max_step_tokens=48), threading.Event()
     abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
-    harness.engine.abandon_steps = lambda own: abandon(partial(waits, own))  # type: ignore[method-assign]
+    harness.engine.abandon_steps = lambda own, _: abandon(partial(waits.until, own))  # type: ignore[method-assign]
     ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
     thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
     ended, events = threading.Event(), list[RequestEvent]()
@@ -168,6 +208,29 @@ def test_a_cancel_gives_up_a_step_that_reads_ahead() -> None:
 
     assert ended.wait(WAIT_S)
     assert [type(event) for event in events] == [SampleFinished]
+    thread.close(WAIT_S)
+
+
+def test_a_new_request_gives_up_the_long_step_that_runs() -> None:
+    harness, is_asked = EngineHarness(max_prefill_tokens=48), threading.Event()
+    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
+
+    def abandon_when_awaited(own: object, is_awaited: Callable[[], bool]) -> None:
+        abandon(lambda request_ids: False, partial(waits.until, is_awaited))
+
+    harness.engine.abandon_steps = abandon_when_awaited  # type: ignore[method-assign, assignment]
+    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
+    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listener(name: str) -> Callable[[RequestEvent], None]:
+        return lambda event: ended.put(name) if isinstance(event, SampleFinished) else None
+
+    thread.submit(greedy(*long_prompt(90), max_tokens=1), listener("long"))
+    assert is_asked.wait(WAIT_S)
+    thread.submit(greedy(5, 6, 7, max_tokens=1), listener("short"))
+
+    assert [ended.get(timeout=WAIT_S) for _ in range(2)] == ["short", "long"]
     thread.close(WAIT_S)
 
 

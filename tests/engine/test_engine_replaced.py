@@ -45,7 +45,7 @@ class EndingEngine:
     def has_work(self) -> bool:
         return bool(self._events)
 
-    def abandon_steps(self, is_unwanted: object) -> None:
+    def abandon_steps(self, is_unwanted: object, is_awaited: object) -> None:
         """No step takes long."""
 
     def prepare(self) -> None:

@@ -303,7 +303,9 @@ class OneLongStep:
             threading.Event() for _ in range(4)
         )
 
-    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+    def abandon_steps(
+        self, is_unwanted: Callable[[frozenset[int]], bool], is_awaited: Callable[[], bool]
+    ) -> None:
         self._is_unwanted = is_unwanted
 
     def step(self) -> list[RequestEvent]:

@@ -56,6 +56,37 @@ def test_a_prompt_is_read_in_half_steps_beside_many_decodes() -> None:
     assert all(len(step) == 8 for step in reading), "every answer got its token too"
 
 
+def test_a_long_prompt_leaves_half_of_each_step_to_a_short_one() -> None:
+    """A short request once waited until the whole long prompt was read."""
+    engine = EngineHarness(max_step_tokens=10)
+    long = engine.submit(greedy(*run_of(0, 65), max_tokens=1))
+    engine.step()
+    short = engine.submit(greedy(*run_of(7, 12), max_tokens=2))
+
+    engine.run()
+
+    assert [dict(step) for step in engine.steps[:5]] == [
+        {long: 10},
+        {long: 5, short: 5},
+        {long: 5, short: 5},
+        {long: 8, short: 2},
+        {long: 9, short: 1},
+    ]
+    assert [dict(step).get(long) for step in engine.steps[5:]] == [10, 10, 8]
+
+
+def test_a_prompt_leaves_nothing_to_one_that_waits_for_what_it_reads() -> None:
+    """Half of each step would be lost: the second prompt begins as the first does."""
+    engine = EngineHarness(max_step_tokens=10)
+    engine.submit(greedy(*run_of(0, 40), max_tokens=1))
+    engine.step()
+    engine.submit(greedy(*run_of(0, 40), 1, 2, max_tokens=1))
+
+    engine.run()
+
+    assert [sum(tokens for _, tokens in step) for step in engine.steps[:4]] == [10, 10, 10, 10]
+
+
 def test_no_step_exceeds_its_budget_however_many_samples_fork() -> None:
     """OutputProcessor of one request once all ran at once, past both limits of a step."""
     engine = EngineHarness(max_step_tokens=4, max_running=16)

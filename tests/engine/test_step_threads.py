@@ -1,4 +1,4 @@
-"""The threads of small steps: what is quickest is found, and found again when it changes."""
+"""The threads of steps: what is quickest is found, and found again when it changes."""
 
 import random
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kvchat.engine.runner import MOST_ROWS, SELDOM, SOON, TRIED, Runner, StepThreads
+from kvchat.engine.runner import Runner
+from kvchat.engine.step_threads import MOST_ROWS, SELDOM, SOON, TRIED, StepThreads
 from kvchat.model.batch import SequencePiece
 
 
@@ -135,6 +136,69 @@ def test_whatever_steps_take_every_count_is_one_there_is(seed: int) -> None:
     machine = Machine(lambda count: rng.choice((0.0, 0.1, 1.0, 30.0)), most=rng.randrange(2, 17))
     for _ in range(300):
         machine.steps(rng.randrange(1, 8), rng.randrange(1, MOST_ROWS + 3))
+
+
+class BusyMachine:
+    """Two cores, of which another program may use one: two threads then take turns on the other.
+
+    Each product of a large step takes 10 ms of processor time. It asks before.
+    """
+
+    def __init__(self, most: int = 2) -> None:
+        self.now_s = self.cpu_s = 0.0
+        self.is_busy = False
+        self.most = self.set_to = most
+        self.counts: list[int] = []
+        self._threads = StepThreads(most, self._set, lambda: self.now_s, lambda: self.cpu_s)
+        self._ask = self._threads.watching(lambda: False)
+
+    def _set(self, count: int) -> None:
+        assert 1 <= count <= self.most
+        self.set_to = count
+
+    def step(self, num_products: int = 100) -> list[int]:
+        """Return on how many threads each product ran."""
+        self.counts = []
+        self._threads.run(MOST_ROWS + 1, lambda: [self._product() for _ in range(num_products)])
+        assert self.set_to == self.most, "other work has all threads"
+        return self.counts
+
+    def _product(self) -> None:
+        assert not self._ask()
+        self.counts.append(self.set_to)
+        can_run = 1 if self.is_busy else self.set_to
+        waste_s = 0.05 if self.set_to > 1 and self.is_busy else 0.0  # until the other has its turn
+        self.now_s += 0.01 / can_run + waste_s
+        self.cpu_s += 0.01 + waste_s
+
+
+def test_a_large_step_has_all_threads_while_they_can_run() -> None:
+    machine = BusyMachine()
+    assert set(machine.step(1000)) == {2}
+
+
+def test_a_large_step_goes_on_with_one_thread_beside_a_busy_program() -> None:
+    """A prompt of 64 tokens took 14 s instead of 1.4: each product waited for the other thread."""
+    machine = BusyMachine()
+    machine.is_busy = True
+    assert machine.step().count(2) == 1, "one look was enough"
+    assert machine.step(50).count(2) == 0, "the next step begins as this one went on"
+    assert 1 <= machine.step(1000).count(2) <= 8, "two are tried again, once in 1.5 s"
+
+
+def test_a_large_step_has_all_threads_again_once_they_can_run() -> None:
+    machine = BusyMachine()
+    machine.is_busy = True
+    machine.step()
+    machine.is_busy = False
+    machine.step(200)
+    assert set(machine.step(1000)) == {2}
+
+
+def test_a_step_that_nothing_watches_has_all_threads() -> None:
+    machine = BusyMachine()
+    machine.step()
+    assert machine._threads.run(MOST_ROWS + 1, lambda: machine.set_to) == 2
 
 
 def test_logits_do_not_depend_on_the_threads() -> None:

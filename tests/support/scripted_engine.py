@@ -194,7 +194,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def abandon_steps(self, is_unwanted: Callable[[frozenset[int]], bool]) -> None:
+    def abandon_steps(
+        self, is_unwanted: Callable[[frozenset[int]], bool], is_awaited: Callable[[], bool]
+    ) -> None:
         """No step takes long enough to be given up."""
 
     def submit(self, spec: RequestSpec, submitted_s: float | None = None) -> int:
