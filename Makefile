@@ -37,8 +37,10 @@ chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
 	@$(BIN)/kvchat
 
 # In their own order the files with few and long tests come first; xdist would put them last, one after the other.
+# Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
 test: $(DEV_STAMP)  ## everything that needs no GPU
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+		-m "not soak and not gpu" --ignore tests/gpu
 
 # A test that times something runs alone. The figures are worth having where a test fails, too.
 test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks

@@ -252,8 +252,9 @@ def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: P
     chat.engine.close()
 
     assert num_asked > 3
-    assert answer.ids == chat.right_answer(prompt)
-    assert again.ids == chat.right_answer([*prompt, *answer.ids, *words(40, seed=4)])
+    assert answer.ids == chat.right_answer(prompt, answer.ids)
+    continued = [*prompt, *answer.ids, *words(40, seed=4)]
+    assert again.ids == chat.right_answer(continued, again.ids)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

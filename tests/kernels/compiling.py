@@ -6,7 +6,7 @@ launcher derives them. Needs a process in which kernels are not interpreted.
 
     values = {"x_ptr": torch.bfloat16, "size": 4096, "BLOCK": 128}
     code = compile_for(HOPPER, kernel, values, num_warps=4)
-    assert code.spills == 0
+    assert code.stack_bytes == 0
     assert code.ptx_count("cp.async.cg") > 0
 """
 
@@ -99,12 +99,15 @@ class GpuCode:
 
     @property
     def stack_bytes(self) -> int:
-        """Local memory of one thread, where spilled registers go."""
+        """Local memory of one thread, where spilled registers go: with none, nothing spills."""
         return self._resources["STACK"]
 
     @property
     def spills(self) -> int:
-        """Instructions that store a register to local memory or load it back."""
+        """Instructions that store a register to local memory or load it back.
+
+        Slow: all of the code is disassembled for them.
+        """
         return self.sass_count("STL") + self.sass_count("LDL")
 
     @cached_property

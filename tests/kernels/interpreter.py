@@ -36,6 +36,7 @@ def _interpret_kernels() -> None:
 
     if triton.__version__.startswith("3.6."):
         _let_loops_count_with_numpy_2_4()
+    _patch_the_language_once_a_kernel()
 
 
 def _let_loops_count_with_numpy_2_4() -> None:
@@ -49,3 +50,35 @@ def _let_loops_count_with_numpy_2_4() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+def _patch_the_language_once_a_kernel() -> None:
+    """Triton patches all of its language at each call within a kernel, a third of its whole time.
+
+    What the kernel's own patches, or those of an earlier call of it, have done is not done again. A
+    Triton without the function that patches is as slow as it is.
+    """
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_lang"):
+        return
+    patch_as_shipped = interpreter._patch_lang
+    patched: set[int] = set()  # globals of the functions that the running kernel has called
+
+    def patch(function: Any) -> Any:
+        is_kernel, names = not patched, id(function.__globals__)
+        if names in patched:
+            return None  # a call within a kernel restores nothing
+        scope = patch_as_shipped(function)
+        patched.add(names)
+        if is_kernel:
+            restore_as_shipped = scope.restore
+
+            def restore() -> None:
+                patched.clear()
+                restore_as_shipped()
+
+            scope.restore = restore
+        return scope
+
+    interpreter._patch_lang = patch

@@ -72,7 +72,7 @@ def compiled(launch: Launch, num_stages: int | None = None, gpu: Gpu = HOPPER) -
     code = compile_for(
         gpu, launch.kernel, launch.values, num_warps=launch.num_warps, num_stages=stages
     )
-    assert code.stack_bytes == code.spills == 0, "registers were spilled"
+    assert code.stack_bytes == 0, "registers were spilled"
     assert code.shared_bytes <= gpu.shared_bytes
     return code
 

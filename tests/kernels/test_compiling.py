@@ -70,6 +70,7 @@ def test_each_stage_beyond_the_first_two_costs_its_buffers() -> None:
 
 
 def test_spills_are_seen() -> None:
+    """In the stack alone too, which the kernels' own tests look at."""
     code = compile_product(64, 256, 2, num_warps=1)
 
     assert code.registers == 255

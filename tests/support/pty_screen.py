@@ -9,15 +9,25 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pexpect
 import pyte
+from pyte.screens import Char
 
 _DEADLINE_S = 60.0
 _BYTES_A_READ = 16  # a test that looks before what it looks for has come fails always, not at times
 _REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _text_of(row: Mapping[int, Char], columns: int) -> str:
+    """Return what a row of the screen shows; it holds the cells that something was written to."""
+    # pyte's own `display` fails at half a wide character that another has overwritten.
+    if not row:
+        return ""
+    text = "".join([row[column].data for column in range(min(columns, max(row) + 1))])
+    return text.rstrip().replace("\N{NO-BREAK SPACE}", " ")
 
 
 class PtyScreen:
@@ -56,14 +66,11 @@ class PtyScreen:
     @property
     def lines(self) -> list[str]:
         """Everything from the top of the scrollback to the bottom of the screen."""
-        # pyte's own `display` fails at half a wide character that another has overwritten.
         rows = [
             *self.screen.history.top,
             *map(self.screen.buffer.__getitem__, range(self.screen.lines)),
         ]
-        columns = range(self.screen.columns)
-        lines = ["".join(row[column].data for column in columns).rstrip() for row in rows]
-        return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+        return [_text_of(row, self.screen.columns) for row in rows]
 
     @property
     def text(self) -> str:

@@ -1,7 +1,7 @@
 """Tiny configurations of architectures with recurrent state, and conversations with them.
 
 Small chunk sizes inside the networks, so that prompts cross them. The oracle computes the whole
-context again for every token, without any cache.
+context of an answer again, without any cache.
 """
 
 from collections.abc import Sequence
@@ -264,11 +264,14 @@ class Chat:
             self.engine.cache.check(running)
         return list(answers.values())
 
-    def right_answer(self, prompt: Sequence[int]) -> list[int]:
-        """Return the greedy answer, computing the whole context for every token."""
-        ids = list(prompt)
+    def right_answer(self, prompt: Sequence[int], given: Sequence[int]) -> list[int]:
+        """Return the greedy token behind the prompt, and behind each token given but the last.
+
+        Only where all that is given is the greedy answer is it the same. One pass over the whole
+        context, without any cache, computes it.
+        """
+        assert len(given) == NUM_GENERATED
+        ids = torch.tensor([[*prompt, *given[:-1]]])
         with torch.inference_mode():
-            for _ in range(NUM_GENERATED):
-                logits = self.reference(torch.tensor([ids]), use_cache=False).logits
-                ids.append(int(logits[0, -1].argmax()))
-        return ids[len(prompt) :]
+            logits = self.reference(ids, use_cache=False).logits
+        return logits[0, len(prompt) - 1 :].argmax(-1).tolist()
