@@ -20,6 +20,7 @@ from kvchat.chat import session_file
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
+from kvchat.core.text import one_line
 
 _SUFFIX = ".jsonl"
 # Enough for millions of turns.
@@ -58,7 +59,6 @@ class SessionLog:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor: int | None = descriptor
         self._path = path
-        self._name = path.name
         self._unwritten = b""
         self._needs_sync = False
 
@@ -70,7 +70,7 @@ class SessionLog:
         self._unwritten += line.encode()
         self._needs_sync |= durable
         if self._descriptor is None:
-            return f"{self._name} is closed."
+            return f"{self._path} is closed."
         problem = self._catch_up(self._descriptor)
         return f"{problem}; trying again with each turn." if problem is not None else None
 
@@ -83,7 +83,7 @@ class SessionLog:
             if self._needs_sync:
                 self._sync(descriptor)
         except OSError as error:
-            return f"{self._name} cannot be saved ({error.strerror})"
+            return f"{self._path} cannot be saved ({error.strerror})"
         return None
 
     def complete(self) -> None:
@@ -107,7 +107,7 @@ class SessionLog:
         Raises StoreError, and changes nothing, if that fails.
         """
         if (problem := self.write("", durable=True)) is not None or self._descriptor is None:
-            raise StoreError(problem or f"{self._name} is closed.")
+            raise StoreError(problem or f"{self._path} is closed.")
         new_path = self._path.with_suffix(NEW_SUFFIX)
         try:
             data = change(self._path.read_bytes())
@@ -123,7 +123,7 @@ class SessionLog:
         except OSError as error:
             with suppress(OSError):
                 new_path.unlink()
-            raise StoreError(f"{self._name} cannot be changed: {error.strerror}.") from error
+            raise StoreError(f"{self._path} cannot be changed: {error.strerror}.") from error
         os.close(self._descriptor)
         self._descriptor = descriptor
         _settle_directory(self._path.parent)
@@ -251,9 +251,16 @@ class SessionStore:
                 return descriptor
             os.close(descriptor)
         raise StoreError(
-            f"The session {path.stem} is open in another kvchat.",
+            f"{self._title_of(path.stem)} is open in another kvchat.",
             f"Close it there, or go on in a copy: kvchat -r {path.stem} --fork",
         )
+
+    def _title_of(self, session_id: str) -> str:
+        """Return what a list calls a session, in quotation marks, or its id."""
+        with suppress(StoreError, SessionNotFound):
+            if label := one_line(self._read_summary(session_id).label, 48):
+                return f"“{label}”"
+        return f"The session {session_id}"
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, the most recently changed first.

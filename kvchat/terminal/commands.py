@@ -230,6 +230,10 @@ class CommandContext(ABC):
     def quit(self, code: int) -> None:
         """Leave, after the command."""
 
+    def leave(self, code: int) -> None:
+        """Leave, after the command, on the user's word; a script is asked nothing."""
+        self.quit(code)
+
     def set_stats(self, level: StatsLevel) -> str:
         """Choose the figures after answers; return a sentence that confirms it."""
         self.stats_level = level

@@ -238,7 +238,7 @@ class LineView:
             self._put("\n")  # the terminal echoes the key itself
             self._listener.stop()
         elif self._leaving.press():
-            self._listener.quit(ExitCode.INTERRUPT)
+            self._listener.leave(ExitCode.INTERRUPT)
         else:
             self._blocks.clear()
             self._unread = ""

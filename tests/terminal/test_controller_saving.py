@@ -3,8 +3,9 @@
 import asyncio
 import errno
 import os
+import pty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,6 +186,38 @@ def test_the_farewell_promises_only_what_is_saved(
     assert code == (6 if is_full else 0)
     assert ("This conversation is kept" in last_words) is not is_full
     assert ("cannot be saved (No space left on device)." in last_words) is is_full
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
+    controller: ChatController,
+    is_full: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """/exit left at once with a conversation that was nowhere. A script, as below, is not asked."""
+    finish(controller.ask("on disk"))
+    terminal, stdin = pty.openpty()
+    os.write(terminal, b"/exit\n/stats off\n/exit\n/stats on\n")
+    with os.fdopen(stdin) as lines, full_disk() if is_full else nullcontext():
+        finish(controller.ask("in memory"))
+        monkeypatch.setattr(repl.sys, "stdin", lines)  # type: ignore[attr-defined]
+        code = asyncio.run(run_repl(ReplSetup(controller, LoadRelay(), look=PLAIN)))
+    os.close(terminal)
+
+    said = " ".join(capfd.readouterr().out.split())
+    assert code == (6 if is_full else 0)
+    assert ("Leave again to lose what is not saved" in said) is is_full
+    assert said.count("Leave again") <= 1
+
+
+def test_a_script_leaves_an_unsaved_conversation_without_a_question(
+    controller: ChatController,
+) -> None:
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        assert do(controller, "/exit") == ""
 
 
 def test_a_refused_first_message_leaves_no_file(

@@ -54,11 +54,23 @@ def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:
     assert _completed("/think o") == ["on", "off"]
 
 
-def test_a_missing_file_is_told_from_other_words_with_an_at_sign(tmp_path: Path) -> None:
+def test_a_name_that_neither_a_file_nor_a_pin_has_is_said_in_one_line(tmp_path: Path) -> None:
+    """`@manual` without such a pin was sent as text, and nothing said so."""
     there = tmp_path / "notes.txt"
     there.write_text("x")
-    text = f"@{there} and @ntoes.txt, @docs/nothing and @ada, me@example.org @property"
-    assert unattached(text) == ["There is no file ntoes.txt", "There is no file docs/nothing"]
+    text = f"@{there} and @ntoes.txt, @docs/nothing, me@example.org, @ntoes.txt"
+    assert unattached(text) == ["There is no file ntoes.txt or docs/nothing"]
+    assert unattached("@manual, how do I pin?") == ["There is no file or pin manual"]
+    near = "There is no file or pin manaul (there is a pin manual)"
+    assert unattached("@manaul", {"manual"}) == [near]
+    many = "There is no file or pin a or b or c or 2 more"
+    assert unattached("@a @b @c @d @e") == [many]
+
+
+def test_decorators_in_a_pasted_text_are_no_files() -> None:
+    code = "What does this do?\n@property\ndef f(self): ..."
+    assert unattached(code) == []
+    assert unattached(f"{code}\n@notes.txt") == ["There is no file notes.txt"]
 
 
 def test_what_is_no_file_is_not_called_missing(

@@ -37,6 +37,9 @@ class _Listener:
     def stop_editing(self) -> None:
         pass
 
+    def leave(self, code: int) -> None:
+        self.quit(code)
+
     def quit(self, code: int) -> None:
         pass
 
