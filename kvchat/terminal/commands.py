@@ -25,6 +25,21 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 from kvchat.tools.toolbox import Toolbox
 
+# The commands of every day, in the order of use.
+DAILY = (
+    "help",
+    "retry",
+    "edit",
+    "undo",
+    "new",
+    "resume",
+    "file",
+    "model",
+    "system",
+    "tree",
+    "exit",
+)
+
 # A path, or a comment of a programming language.
 _NO_COMMAND = re.compile(r"/[^/]*/|/[*]")
 _MIN_PREFIX_CHARS = 3

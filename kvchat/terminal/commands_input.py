@@ -164,7 +164,9 @@ async def show(context: "CommandContext", arguments: str) -> None:
     elif what in ("settings", "parameters"):
         _show_settings(context)
     elif what in ("model", "info"):
-        context.say(describe_model(context.controller), hanging=MODEL_COLUMNS)
+        others = "/model also lists the models on this machine."
+        text = f"{describe_model(context.controller)}\n{others}"
+        context.say(text, hanging=MODEL_COLUMNS)
     else:
         raise UsageError(
             f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"
@@ -260,7 +262,7 @@ COMMANDS = (
         "copy an answer, or its last code block",
         copy,
         Group.INPUT,
-        "[n|code]",
+        "[message|code]",
         is_available_while_answering=True,
         subcommands=("code",),
     ),

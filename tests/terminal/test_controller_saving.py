@@ -75,11 +75,18 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def do(controller: ChatController, line: str) -> str:
+class SureCommands(ScriptCommands):
+    """A user who says yes."""
+
+    async def confirm(self, question: str) -> bool:
+        return True
+
+
+def do(controller: ChatController, line: str, kind: type[ScriptCommands] = ScriptCommands) -> str:
     """Carry out a command; return what it said."""
     said: list[str] = []
     page = ScriptPage(said.append, Painter(PLAIN), 200)
-    commands = ScriptCommands(controller, page, build_registry(), StatsLevel.OFF)
+    commands = kind(controller, page, build_registry(), StatsLevel.OFF)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
     commands.carry_out(parsed)
@@ -153,6 +160,20 @@ def test_going_on_in_another_says_what_of_the_last_is_not_saved(
         said = do(controller, command)
 
     assert "cannot be saved (No space left on device)." in said
+
+
+@pytest.mark.parametrize("command", ["/delete", "/forget yes", "/new", "/fork"])
+def test_only_what_was_to_be_kept_counts_as_lost(controller: ChatController, command: str) -> None:
+    """A script's exit code is 6 if a conversation that it left could not be saved, which one that
+    it threw away on purpose does not have to be.
+    """
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        do(controller, command, SureCommands)
+        assert controller.has_lost is (command in ("/new", "/fork"))
+        if not controller.has_lost:
+            assert controller.close_session() is None
 
 
 def leave_at_once(controller: ChatController, patch: pytest.MonkeyPatch) -> int:

@@ -77,6 +77,25 @@ def path_texts(controller: ChatController) -> list[str]:
     return [turn.text for turn in controller.require_conversation().path()]
 
 
+def test_a_bare_number_after_retry_is_said_to_be_no_message(controller: ChatController) -> None:
+    """/retry 1 made an answer to the last message, while /edit 1 took the first."""
+    ask(controller, "one", "two")
+    said = do(controller, "/retry 2")
+    assert "2 more answers to the last message" in said
+    assert "/rewind 2 goes back to message 2" in said
+    assert do(controller, "/retry -n 2") == do(controller, "/retry") == ""
+
+
+def test_show_model_names_the_command_that_shows_more(controller: ChatController) -> None:
+    controller.host.wait_until_ready()
+    shown, *_, more = do(controller, "/show model").splitlines()
+    assert shown.startswith("model ")
+    assert more == "/model also lists the models on this machine."
+    assert do(controller, "/model").startswith(
+        do(controller, "/show model").removesuffix(f"{more}\n")
+    )
+
+
 # Redo
 
 
