@@ -86,7 +86,8 @@ class Answering:
         if current.is_stopping:
             return "stopping"
         tokens = current.reply.num_tokens
-        words = plural(tokens, "token") if tokens else "reading"
+        some = about(self._controller.host.model)
+        words = some + plural(tokens, "token") if tokens else "reading"
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
