@@ -31,6 +31,7 @@ NEW_SUFFIX = ".new"
 _MAX_OPENINGS = 8
 # The most sessions that an error lists.
 _MAX_LISTED = 5
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -171,10 +172,10 @@ class SessionStore:
         """
         try:
             private_directory(self.directory)
+            log = self._open_new(conversation)
         except StoreError as error:
-            hint = "Choose another with --sessions-dir, or save nothing with --incognito."
+            hint = "Choose another folder with --sessions-dir, or save nothing with --incognito."
             raise StoreError(error.message, hint) from error
-        log = self._open_new(conversation)
         log.write(session_file.header_line(conversation, model, is_one_shot), durable=True)
         _settle_directory(self.directory)
         return log
@@ -196,7 +197,14 @@ class SessionStore:
         Raises SessionNotFound, or StoreError if another process has it open.
         """
         path = self._existing(session_id)
-        log = self._open(session_id, os.O_RDWR | os.O_APPEND)
+        try:
+            log = self._open(session_id, os.O_RDWR | os.O_APPEND)
+        except StoreError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in _READ_ONLY):
+                raise
+            hint = "With --incognito a copy of it goes on, and nothing is saved."
+            raise StoreError(error.message, hint) from error
         try:
             read = self.read(session_id)
             data = self.read_bytes(session_id)
@@ -295,14 +303,15 @@ class SessionStore:
             return True  # opening it reports the problem
         return conversation.tip_id != ROOT or not len(conversation)
 
-    def find(self, text: str) -> str:
+    def find(self, text: str, anywhere: bool = False) -> str:
         """Return the session id that `text` names: an id, a title, or the beginning of one.
 
+        With `anywhere` it may be any part of a title that no other name fits.
         Raises SessionNotFound for no match, or for several, which it lists.
         """
         ids = self.ids()
         begun = [i for i in ids if i == text] or [i for i in ids if text and i.startswith(text)]
-        named = [(session_id, "") for session_id in begun] or self._titled(text)
+        named = [(session_id, "") for session_id in begun] or self._titled(text, anywhere)
         if not named:
             raise SessionNotFound(f"There is no session {text}.", "See `kvchat sessions`.")
         if len(named) > 1:
@@ -313,15 +322,19 @@ class SessionStore:
             )
         return named[0][0]
 
-    def _titled(self, text: str) -> list[tuple[str, str]]:
-        """Return id and title of the sessions so called, or else of those whose title so begins."""
+    def _titled(self, text: str, anywhere: bool) -> list[tuple[str, str]]:
+        """Return id and title of the sessions so called, or else of those whose title so begins,
+        or else, with `anywhere`, of those whose title has the text.
+        """
         wanted = " ".join(text.lower().split())
         if not wanted:
             return []
         titles = [(s.session_id, s.title) for s in self.summaries() if s.is_readable]
         known = [(i, title, " ".join(title.lower().split())) for i, title in titles]
         exact = [(i, title) for i, title, plain in known if plain == wanted]
-        return exact or [(i, title) for i, title, plain in known if plain.startswith(wanted)]
+        begun = [(i, title) for i, title, plain in known if plain.startswith(wanted)]
+        within = [(i, title) for i, title, plain in known if anywhere and wanted in plain]
+        return exact or begun or within
 
     def summaries(self) -> list[SessionSummary]:
         """Return one summary per session, the most recently changed first."""

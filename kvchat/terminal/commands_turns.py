@@ -96,16 +96,25 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.controller.options, num_samples=count)
+    controller = context.controller
+    last = controller.place.user_turn("")
     if arguments == str(count):
+        _say_it_is_no_message(context, count, last)
+    asked = controller.require_conversation().context_ids(last.turn_id)
+    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
+        context.answer_again(options)
+
+
+def _say_it_is_no_message(context: "CommandContext", count: int, last: Turn) -> None:
+    """Say that a number after /retry is one of answers, if an earlier message has it too."""
+    numbers = MessageNumbers(context.controller.require_conversation())
+    turns = context.controller.place.user_turns
+    if any(numbers.of(turn) == count for turn in turns if turn is not last):
         answers = "1 more answer" if count == 1 else f"{count} more answers"
         context.say(
             f"{answers} to the last message: /retry takes a number of answers, "
             f"/rewind {count} goes back to message {count}."
         )
-    controller = context.controller
-    asked = controller.require_conversation().context_ids(controller.place.user_turn("").turn_id)
-    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
-        context.answer_again(options)
 
 
 async def btw(context: "CommandContext", arguments: str) -> None:

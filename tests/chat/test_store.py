@@ -308,6 +308,21 @@ def test_sessions_are_found_by_an_unambiguous_beginning(store: SessionStore) -> 
             store.find(text)
 
 
+def test_a_word_in_a_title_is_enough_to_go_on_and_not_to_delete(store: SessionStore) -> None:
+    """`/resume ada` found "My name is Ada", and `kvchat -r ada` did not."""
+    for number in (1, 2):
+        log = store.create(numbered(number), "demo")
+        log.write(session_file.title_line(f"My name is {'Ada' if number == 1 else 'Max'}"))
+        log.close()
+
+    assert store.find("ADA", anywhere=True) == numbered(1).session_id
+    assert store.find("my name is max") == numbered(2).session_id
+    with pytest.raises(SessionNotFound, match="could be 2 sessions"):
+        store.find("name", anywhere=True)
+    with pytest.raises(SessionNotFound, match="There is no session"):
+        store.find("ada")
+
+
 @pytest.mark.parametrize("session_id", ["../x", "20250101-000001-abcd/..", "", "*"])
 def test_an_id_is_never_a_path(store: SessionStore, session_id: str) -> None:
     saved(store, numbered(1))

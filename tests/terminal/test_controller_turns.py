@@ -79,10 +79,11 @@ def path_texts(controller: ChatController) -> list[str]:
 
 def test_a_bare_number_after_retry_is_said_to_be_no_message(controller: ChatController) -> None:
     """/retry 1 made an answer to the last message, while /edit 1 took the first."""
-    ask(controller, "one", "two")
+    ask(controller, "one", "two", "three")
     said = do(controller, "/retry 2")
     assert "2 more answers to the last message" in said
     assert "/rewind 2 goes back to message 2" in said
+    assert do(controller, "/retry 3") == do(controller, "/retry 4") == ""  # no earlier message's
     assert do(controller, "/retry -n 2") == do(controller, "/retry") == ""
 
 
