@@ -344,6 +344,7 @@ class Dialogue(CommandContext):
             await self._wake.wait()
             await self._has_tools.wait()
             self._wake.clear()
+            await asyncio.sleep(0)  # a command that was typed before a message begins before it
             while self._loaded.is_set() and (job := self._next_job()) is not None:
                 async with self._turn_lock:
                     try:
