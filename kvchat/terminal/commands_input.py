@@ -113,6 +113,7 @@ async def set_(context: "CommandContext", arguments: str) -> None:
         _show_settings(context)
         return
     name, value = _NAME_AND_VALUE.fullmatch(arguments).groups(default="")  # type: ignore[union-attr]
+    name = answer_settings.as_named(name)
     if name == "system":
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):

@@ -103,6 +103,14 @@ def test_show_model_names_the_command_that_shows_more(controller: ChatController
     )
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "Max-Tokens", "--max-tokens"])
+def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name: str) -> None:
+    """/set max_tokens 12 set it, and then: "Something went wrong inside kvchat (KeyError)"."""
+    assert do(controller, f"/set {name} 12") == "max-tokens is 12.\n"
+    assert do(controller, f"/set {name}") == "max-tokens is 12.\n"
+    assert controller.options.max_tokens == 12
+
+
 class Recording(ChatController):
     """Refuses every message, and keeps the settings that it would have been answered with."""
 
