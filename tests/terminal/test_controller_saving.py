@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import io
 import os
 import pty
 from collections.abc import Callable, Iterator
@@ -14,13 +15,16 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
-from kvchat.chat.events import AnswerFailed
+from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, StoreError
+from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
+from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.repl import ReplSetup, run_repl
@@ -160,6 +164,20 @@ def test_going_on_in_another_says_what_of_the_last_is_not_saved(
         said = do(controller, command)
 
     assert "cannot be saved (No space left on device)." in said
+
+
+def test_that_nothing_is_saved_is_said_behind_the_answer() -> None:
+    """It stood in the middle of a sentence, in which the disk had become full."""
+    view = LineView(io.StringIO(), io.StringIO(), Painter(PLAIN), 60, "vi")
+    answer = AnswerView(view, None, StatsLevel.OFF)
+    begun, rest = (AnswerText(0, text) for text in ("A word of ", "an answer.\n\n"))
+    full = SavingFailed("The disk is full.")
+    ended = AnswerEnded(0, 2, "", "", FinishReason.STOP, Usage(), Timing())
+
+    rows = answer.take([begun, full, rest, full, ended])
+
+    assert [row.plain for row in rows] == ["A word of an answer.", full.message, full.message, ""]
+    assert [row.plain for row in answer.take([full])] == [full.message]
 
 
 @pytest.mark.parametrize("command", ["/delete", "/forget yes", "/new", "/fork"])
