@@ -34,7 +34,7 @@ help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
-	@$(BIN)/kvchat
+	@$(BIN)/kvchat || { code=$$?; [ $$code -eq 130 ] || exit $$code; }  # Ctrl-C twice is no failure
 
 # In their own order the files with few and long tests come first; xdist would put them last, one after the other.
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.

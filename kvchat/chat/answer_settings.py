@@ -86,9 +86,14 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
     return values
 
 
+def as_named(name: str) -> str:
+    """Return a setting's name as NAMES has it: `Top_P` and `--top-p` are top-p too."""
+    return name.lower().replace("_", "-").removeprefix("--")
+
+
 def changed(options: AskOptions, name: str, text: str) -> AskOptions:
     """Return options with one setting changed; raises UsageError for a bad name or value."""
-    name = name.lower().replace("_", "-").removeprefix("--")
+    name = as_named(name)
     if name in _SAMPLING:
         value = _read(name, text, _SAMPLING[name])
         field = name.replace("-", "_")

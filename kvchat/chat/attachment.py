@@ -3,6 +3,7 @@
 A file's text is put in a code fence below its name, so that a model sees its beginning and end.
 """
 
+import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -82,19 +83,27 @@ def _pin_label(name: str, pins: Collection[str]) -> str:
 
 
 _LOOKS_LIKE_PATH = re.compile(r"/|\.[A-Za-z0-9]{1,5}$")
+# So many names are listed; the others are counted.
+_MOST_NAMED = 3
 
 
 def unattached(text: str, pins: Collection[str] = ()) -> list[str]:
-    """Return why each @path of a message that names neither a file nor a pin is not attached.
+    """Return why each @name of a message that names neither a file nor a pin is not attached.
 
-    A word that neither exists nor looks like a path, as @someone, is meant as it is.
+    In a text of several lines a bare word, as @property, is likely code, and meant as it is.
     """
-    names = (match[1] or match[2].rstrip(_TRAILING) for match in _MENTION.finditer(text))
-    missing = (name for name in names if _existing(name) is None and not _pin_label(name, pins))
-    return [reason for name in missing if (reason := _why_unattached(name))]
+    named = (match[1] or match[2].rstrip(_TRAILING) for match in _MENTION.finditer(text))
+    names = [name for name in dict.fromkeys(named) if name]
+    missing = [n for n in names if _existing(n) is None and not _pin_label(n, pins)]
+    reasons = {name: _why_unattached(name) for name in missing}
+    is_said = "\n" not in text.strip()
+    unknown = [n for n in missing if not reasons[n] and (is_said or _LOOKS_LIKE_PATH.search(n))]
+    found = [reason for reason in reasons.values() if reason]
+    return [_unknown(unknown, pins), *found] if unknown else found
 
 
 def _why_unattached(name: str) -> str:
+    """Return why something that exists, or that is a pattern, is not attached; "" for others."""
     shown = one_line(name, 60)
     with suppress(OSError, ValueError, RuntimeError):
         path = Path(name).expanduser()
@@ -104,7 +113,18 @@ def _why_unattached(name: str) -> str:
             return f"{shown} is not a regular file"
     if set(name) & set("*?["):
         return f"@ takes one file, /file {shown} all that match"
-    return f"There is no file {shown}" if _LOOKS_LIKE_PATH.search(name) else ""
+    return ""
+
+
+def _unknown(names: Sequence[str], pins: Collection[str]) -> str:
+    """Return one clause on names that nothing has, with a pin that is nearly called so."""
+    listed = " or ".join(one_line(name, 60) for name in names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        listed += f" or {len(names) - _MOST_NAMED} more"
+    kind = "file" if all(_LOOKS_LIKE_PATH.search(name) for name in names) else "file or pin"
+    close = difflib.get_close_matches(names[0], pins, 1) if len(names) == 1 else []
+    near = f" (there is a pin {one_line(close[0], 60)})" if close else ""
+    return f"There is no {kind} {listed}{near}"
 
 
 def matching_paths(word: str) -> list[Path]:

@@ -46,7 +46,7 @@ from kvchat.chat.why import (
     reuse_of,
 )
 from kvchat.core.cost import Cost
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import KvchatError, StoreError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
@@ -477,6 +477,15 @@ class ChatController:
         self.last = None  # its figures are the other model's
         self.engine.change_host(host)
         return old
+
+    def saving_problem(self) -> str | None:
+        """Try again to save what is not saved; return None or a sentence on why it cannot be."""
+        try:
+            if self.session is not None:
+                self.session.complete()
+        except StoreError as error:
+            return error.message
+        return None
 
     def close_session(self) -> str | None:
         """Close the conversation's file; return None or a sentence on what could not be saved."""

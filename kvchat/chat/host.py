@@ -52,8 +52,8 @@ class ChatHost:
     store            None saves nothing
     rebuild          builds another engine if one ends by itself, None where none can be built
     clock            returns seconds, to tell for how long the engine has given no sign of life
+    began_s          since when the engine has computed KV, in seconds since the epoch; None is now
 
-    began_s             when this host was made, in seconds since the epoch
     places_at_opening   where the KV was of the conversation opened last, None if none was opened
 
     Owns the engine until `close`.
@@ -68,13 +68,14 @@ class ChatHost:
         prefetch_pages: Callable[[list[int]], object] | None = None,
         rebuild: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
+        began_s: float | None = None,
     ) -> None:
         self.model = model
         self._prefetch_pages = prefetch_pages
         self.store = store
         self._on_load = on_load
         self._loaded = threading.Event()
-        self.began_s = time.time()
+        self.began_s = time.time() if began_s is None else began_s
         self._began_s = time.monotonic()
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear, rebuild, clock)
@@ -86,6 +87,7 @@ class ChatHost:
             self._loaded.set()
         elif isinstance(event, EngineLost):
             self._outcome, self._began_s = None, time.monotonic()
+            self.began_s = time.time()
             self.places_at_opening = None
             self._loaded.clear()
         if self._on_load is not None:

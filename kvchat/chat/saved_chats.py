@@ -22,7 +22,7 @@ _SEARCHED_CHARS = 1 << 18
 class SavedChat:
     """A saved conversation in a list of them; `label` differs from those of the others.
 
-    model         the name of the model that it began with
+    model         the name of the model that answered last
     context_ids   the token ids of its next message's context
     preview       its last message and the answer, each in one line
     text          all that was said, in lower case, for searching

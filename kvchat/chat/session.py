@@ -22,6 +22,7 @@ from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
@@ -31,7 +32,8 @@ class ChatSession:
     """One conversation, its file (None if nothing is saved), and the engine that answers.
 
     Not thread-safe: one thread uses a session. Answers arrive through the Reply that `ask` returns.
-    `notes` are sentences for the user on what was found on opening. The session owns the file.
+    `notes` are sentences for the user on what was found on opening. `answered_by` is the name of
+    the model that answered last, "" if that is not known. The session owns the file.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ChatSession:
         conversation: Conversation,
         log: SessionLog | None,
         notes: tuple[str, ...] = (),
+        answered_by: str = "",
     ) -> None:
         self.model = model
         self.conversation = conversation
@@ -48,14 +51,16 @@ class ChatSession:
         self._log = log
         self._saving_problem: str | None = None
         self._is_problem_told = False
+        self._is_taken_over = answered_by not in ("", model.name)
         digest = model.tokenizer.digest
         is_odd = any(t.tokenizer == digest and model.is_stranger(t) for t in conversation.turns())
-        is_changed = readopt(conversation, model) > 0
+        readopt(conversation, model)
+        answers = [turn for turn in conversation.turns() if turn.role is Role.ASSISTANT]
         if is_odd:
             odd = "Some tokens of this conversation are none of the model's"
             notes = (*notes, f"{odd}; it will be read again once, from its text.")
-        elif is_changed and any(turn.is_adopted for turn in conversation.turns()):
-            notes = (*notes, "Another model wrote this conversation; this one reads it once.")
+        elif answers and (self._is_taken_over or answers[-1].is_adopted):
+            notes = (*notes, _other_model(answered_by if self._is_taken_over else ""))
         self.notes = notes
 
     @classmethod
@@ -95,7 +100,7 @@ class ChatSession:
         """
         read, log = store.open(session_id)
         try:
-            return cls(model, engine, read.conversation, log, read.notes)
+            return cls(model, engine, read.conversation, log, read.notes, read.model)
         except KvchatError:
             log.close()
             raise
@@ -372,6 +377,9 @@ class ChatSession:
         notify: Callable[[], None] | None,
     ) -> Reply:
         """Generate what follows the context of a turn, and store it through `ledger`."""
+        if self._is_taken_over:
+            self.save(session_file.model_line(self.model.name))
+            self._is_taken_over = False
         context = tuple(self.conversation.context_ids(turn_id))
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
         options = replace(options, is_one_shot=is_one_shot)
@@ -576,3 +584,11 @@ class ChatSession:
             return None
         self._is_problem_told = True
         return self._saving_problem
+
+
+def _other_model(name: str) -> str:
+    """Return a note on a conversation whose last answers another model wrote."""
+    if not name:
+        return "Another model wrote this conversation; this one reads it once."
+    shown = one_line(name, 80)
+    return f"{shown} wrote the last answers here; /model {shown} goes on with it."

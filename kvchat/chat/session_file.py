@@ -21,7 +21,7 @@ MAGIC = "session"
 # The beginning of every line but the first, the kinds that follow it, and the text that only an
 # answer's turn line contains.
 _OPENING = b'{"type":"'
-_KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools"))
+_KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model"))
 _ANSWER = b'"role":"assistant"'
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
 _TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
@@ -35,6 +35,7 @@ _TIP_LINE = re.compile(rb'\{"type":"tip","id":(\d+)\}$')
 class ReadSession:
     """A conversation read from a file; `notes` are sentences for the user on what was lost.
 
+    `model` is the name of the model that answered last, or else of the one it was begun with.
     `is_one_shot` says that a script began it, and nothing has gone on with it.
     """
 
@@ -128,6 +129,11 @@ def tools_line(tools: ToolSet | None) -> str:
     return _line({"type": "tools", "functions": tools.functions if tools is not None else []})
 
 
+def model_line(name: str) -> str:
+    """Return the line that says which model gives the answers that follow."""
+    return _line({"type": "model", "name": name})
+
+
 def tip_line(turn_id: int) -> str:
     """Return the line that moves the tip."""
     return _line({"type": "tip", "id": turn_id})
@@ -160,7 +166,9 @@ def read_session(data: bytes, name: str) -> ReadSession:
     damaged = []
     for number, line in enumerate(lines[1:], start=2):
         try:
-            _apply(conversation, _event(line) or {"type": "damaged"})
+            event = _event(line) or {"type": "damaged"}
+            _apply(conversation, event)
+            model = str(event["name"]) if event["type"] == "model" else model
         except (KeyError, TypeError, ValueError, ArithmeticError):
             damaged.append(number)
     notes = [_damage(damaged, name)] if damaged else []

@@ -20,6 +20,7 @@ from kvchat.chat import session_file
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
 from kvchat.core.paths import open_private, private_directory
+from kvchat.core.text import one_line
 
 _SUFFIX = ".jsonl"
 # Enough for millions of turns.
@@ -30,6 +31,7 @@ NEW_SUFFIX = ".new"
 _MAX_OPENINGS = 8
 # The most sessions that an error lists.
 _MAX_LISTED = 5
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -58,7 +60,6 @@ class SessionLog:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor: int | None = descriptor
         self._path = path
-        self._name = path.name
         self._unwritten = b""
         self._needs_sync = False
 
@@ -70,7 +71,7 @@ class SessionLog:
         self._unwritten += line.encode()
         self._needs_sync |= durable
         if self._descriptor is None:
-            return f"{self._name} is closed."
+            return f"{self._path} is closed."
         problem = self._catch_up(self._descriptor)
         return f"{problem}; trying again with each turn." if problem is not None else None
 
@@ -83,7 +84,7 @@ class SessionLog:
             if self._needs_sync:
                 self._sync(descriptor)
         except OSError as error:
-            return f"{self._name} cannot be saved ({error.strerror})"
+            return f"{self._path} cannot be saved ({error.strerror})"
         return None
 
     def complete(self) -> None:
@@ -107,7 +108,7 @@ class SessionLog:
         Raises StoreError, and changes nothing, if that fails.
         """
         if (problem := self.write("", durable=True)) is not None or self._descriptor is None:
-            raise StoreError(problem or f"{self._name} is closed.")
+            raise StoreError(problem or f"{self._path} is closed.")
         new_path = self._path.with_suffix(NEW_SUFFIX)
         try:
             data = change(self._path.read_bytes())
@@ -123,7 +124,7 @@ class SessionLog:
         except OSError as error:
             with suppress(OSError):
                 new_path.unlink()
-            raise StoreError(f"{self._name} cannot be changed: {error.strerror}.") from error
+            raise StoreError(f"{self._path} cannot be changed: {error.strerror}.") from error
         os.close(self._descriptor)
         self._descriptor = descriptor
         _settle_directory(self._path.parent)
@@ -171,10 +172,10 @@ class SessionStore:
         """
         try:
             private_directory(self.directory)
+            log = self._open_new(conversation)
         except StoreError as error:
-            hint = "Choose another with --sessions-dir, or save nothing with --incognito."
+            hint = "Choose another folder with --sessions-dir, or save nothing with --incognito."
             raise StoreError(error.message, hint) from error
-        log = self._open_new(conversation)
         log.write(session_file.header_line(conversation, model, is_one_shot), durable=True)
         _settle_directory(self.directory)
         return log
@@ -196,7 +197,14 @@ class SessionStore:
         Raises SessionNotFound, or StoreError if another process has it open.
         """
         path = self._existing(session_id)
-        log = self._open(session_id, os.O_RDWR | os.O_APPEND)
+        try:
+            log = self._open(session_id, os.O_RDWR | os.O_APPEND)
+        except StoreError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in _READ_ONLY):
+                raise
+            hint = "With --incognito a copy of it goes on, and nothing is saved."
+            raise StoreError(error.message, hint) from error
         try:
             read = self.read(session_id)
             data = self.read_bytes(session_id)
@@ -251,9 +259,16 @@ class SessionStore:
                 return descriptor
             os.close(descriptor)
         raise StoreError(
-            f"The session {path.stem} is open in another kvchat.",
+            f"{self._title_of(path.stem)} is open in another kvchat.",
             f"Close it there, or go on in a copy: kvchat -r {path.stem} --fork",
         )
+
+    def _title_of(self, session_id: str) -> str:
+        """Return what a list calls a session, in quotation marks, or its id."""
+        with suppress(StoreError, SessionNotFound):
+            if label := one_line(self._read_summary(session_id).label, 48):
+                return f"“{label}”"
+        return f"The session {session_id}"
 
     def ids(self) -> list[str]:
         """Return the ids of all sessions, the most recently changed first.
@@ -288,14 +303,15 @@ class SessionStore:
             return True  # opening it reports the problem
         return conversation.tip_id != ROOT or not len(conversation)
 
-    def find(self, text: str) -> str:
+    def find(self, text: str, anywhere: bool = False) -> str:
         """Return the session id that `text` names: an id, a title, or the beginning of one.
 
+        With `anywhere` it may be any part of a title that no other name fits.
         Raises SessionNotFound for no match, or for several, which it lists.
         """
         ids = self.ids()
         begun = [i for i in ids if i == text] or [i for i in ids if text and i.startswith(text)]
-        named = [(session_id, "") for session_id in begun] or self._titled(text)
+        named = [(session_id, "") for session_id in begun] or self._titled(text, anywhere)
         if not named:
             raise SessionNotFound(f"There is no session {text}.", "See `kvchat sessions`.")
         if len(named) > 1:
@@ -306,15 +322,19 @@ class SessionStore:
             )
         return named[0][0]
 
-    def _titled(self, text: str) -> list[tuple[str, str]]:
-        """Return id and title of the sessions so called, or else of those whose title so begins."""
+    def _titled(self, text: str, anywhere: bool) -> list[tuple[str, str]]:
+        """Return id and title of the sessions so called, or else of those whose title so begins,
+        or else, with `anywhere`, of those whose title has the text.
+        """
         wanted = " ".join(text.lower().split())
         if not wanted:
             return []
         titles = [(s.session_id, s.title) for s in self.summaries() if s.is_readable]
         known = [(i, title, " ".join(title.lower().split())) for i, title in titles]
         exact = [(i, title) for i, title, plain in known if plain == wanted]
-        return exact or [(i, title) for i, title, plain in known if plain.startswith(wanted)]
+        begun = [(i, title) for i, title, plain in known if plain.startswith(wanted)]
+        within = [(i, title) for i, title, plain in known if anywhere and wanted in plain]
+        return exact or begun or within
 
     def summaries(self) -> list[SessionSummary]:
         """Return one summary per session, the most recently changed first."""

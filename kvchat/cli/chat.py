@@ -118,7 +118,7 @@ def _session_id(settings: Settings, request: ChatRequest) -> str | None:
     if not request.resumes or request.picks:
         return None
     store = session_store(settings)
-    return store.latest() if request.resume is None else store.find(request.resume)
+    return store.latest() if request.resume is None else store.find(request.resume, anywhere=True)
 
 
 def _open_session(

@@ -152,7 +152,8 @@ def open_attached_host(
         return load(progress)
 
     build = _build(server, spell, running.has_ended)
-    return ChatHost(model, build, store, on_load, rebuild=rebuild)
+    began_s = running.began_s
+    return ChatHost(model, build, store, on_load, rebuild=rebuild, began_s=began_s)
 
 
 def _answering_server(address: "Address", limit_s: float | None = None) -> "Server":

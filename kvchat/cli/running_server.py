@@ -7,6 +7,7 @@ the model is loaded once, and both share one cache.
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def announced(settings: Settings, state: Path, url: str, key: str | None) -> Ite
         "url": url,
         "key": key or "",
         "pid": os.getpid(),
+        "began": time.time(),
         "token": token,
         "runs": _runs(settings),
     }
@@ -66,10 +68,14 @@ def announced(settings: Settings, state: Path, url: str, key: str | None) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server of this user on this machine. `pid` is its process."""
+    """A server of this user on this machine. `pid` is its process.
+
+    `began_s` is since when it has computed KV, in seconds since the epoch.
+    """
 
     address: "Address"
     pid: int
+    began_s: float
 
     def has_ended(self) -> bool:
         return not _is_alive(self.pid)
@@ -85,7 +91,9 @@ def running_server(settings: Settings, state: Path) -> RunningServer | None:
         return None
     from kvchat.remote.servers import address_of
 
-    return RunningServer(address_of(url, key), pid)
+    began = found.get("began")
+    began_s = float(began) if isinstance(began, int | float) else time.time()
+    return RunningServer(address_of(url, key), pid, began_s)
 
 
 def _runs(settings: Settings) -> str:

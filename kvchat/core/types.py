@@ -211,7 +211,8 @@ class DraftUse:
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`, unless it
-    was stopped during the prefill: then `unread_tokens` of the prompt are missing.
+    was stopped during the prefill: then `unread_tokens` of the prompt are missing. `is_estimate` if
+    a server that takes messages did not count them all.
     """
 
     prompt_tokens: int = 0
@@ -219,6 +220,7 @@ class Usage:
     completion_tokens: int = 0
     drafts: DraftUse = field(default_factory=DraftUse)
     unread_tokens: int = 0
+    is_estimate: bool = False
 
     @property
     def drafted_tokens(self) -> int:

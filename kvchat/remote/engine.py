@@ -356,7 +356,7 @@ class RemoteEngine:
         try:
             reason = await self._stream(sample)
             sample.is_over = True
-            self._news.put_nowait(_finished(sample, reason))
+            self._news.put_nowait(_finished(sample, reason, self._takes_ids))
             num_tokens = len(sample.spec.prompt_ids) + sample.num_tokens
             await self._slots.note(sample.spec.session_id, sample.slot, num_tokens)
         except ServerLost as error:
@@ -377,7 +377,8 @@ class RemoteEngine:
             self._watch = None
         # Cancelled without a reason: another sample failed, or the engine closes.
         if sample.cancelled_for is not None and not sample.is_over:
-            self._news.put_nowait(_finished(sample, sample.cancelled_for))
+            reason = sample.cancelled_for
+            self._news.put_nowait(_finished(sample, reason, self._takes_ids))
 
     async def _stream(self, sample: _Sample) -> FinishReason:
         """Pass on what the server streams; return why the answer ended."""
@@ -494,13 +495,13 @@ class _Speech:
         return closing
 
 
-def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
+def _finished(sample: _Sample, reason: FinishReason, takes_ids: bool) -> SampleFinished:
     """Return the event for an answer's end, with the server's own figures where it tells them.
 
     Without a stop token the next message begins with what closes the answer.
     """
     now_s, num_ids = time.perf_counter(), len(sample.spec.prompt_ids)
-    counts = sample.counts or Counts(num_ids, None, sample.num_tokens)
+    counts = sample.counts or Counts()
     first_s = sample.first_s if sample.first_s is not None else now_s
     last_s = sample.last_s if sample.last_s is not None else first_s
     prompt, cached = counts.prompt or num_ids, counts.cached or CachedTokens()
@@ -510,6 +511,7 @@ def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
         prompt_tokens=prompt,
         cached=cached,
         completion_tokens=counts.generated or sample.num_tokens,
+        is_estimate=not takes_ids and not (counts.prompt and counts.generated),
     )
     timing = Timing(
         ttft_s=first_s - sample.submitted_s,
@@ -524,5 +526,5 @@ def _finished(sample: _Sample, reason: FinishReason) -> SampleFinished:
         usage,
         timing,
         stop_token=sample.stop_token,
-        miss_reason=MissReason.NOT_TOLD if counts.cached is None else MissReason.EVICTED,
+        miss_reason=MissReason.NOT_TOLD if counts.cached is None else counts.miss_reason,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.text import one_line
-from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.message_ids import Mark, Messages
 from kvchat.remote.servers import Kind, Server
@@ -27,11 +27,16 @@ _TEMPLATE_KINDS = frozenset({Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG, Kind.TRANSF
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tokens of one request as the server counts them; `cached` is None if it does not say."""
+    """Tokens of one request as the server counts them; `cached` is None if it does not say.
+
+    `miss_reason` is what a kvchat server tells; of others, as of an older one, no more is known
+    than that they had no more cached.
+    """
 
     prompt: int = 0
     cached: CachedTokens | None = None
     generated: int = 0
+    miss_reason: MissReason | None = MissReason.EVICTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +337,16 @@ def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
         _number(usage.get("prompt_tokens")),
         _tiers(usage) or _cached(cached),
         _number(usage.get("completion_tokens")),
+        _miss_reason(usage.get("kvchat") or {}),
     )
+
+
+def _miss_reason(told: Mapping[str, Any]) -> MissReason | None:
+    """Return why a kvchat server had no more cached; EVICTED for what it does not tell."""
+    name = told.get("miss_reason", MissReason.EVICTED.name)
+    if name is None:
+        return None
+    return MissReason.__members__.get(str(name).upper(), MissReason.EVICTED)
 
 
 def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:

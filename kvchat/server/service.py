@@ -106,14 +106,16 @@ def finish_word(ended: AnswerEnded) -> str:
 
 
 def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str, Any]:
-    """Return what kvchat tells beyond the interfaces: tokens by tier, and what was changed.
+    """Return what kvchat tells beyond the interfaces: tokens by tier, and why no more were cached.
 
+    `miss_reason` names a MissReason: why a slower tier did not have more; null if it was not asked.
     `changed` says which earlier message the client changed, so that all after it was computed; null
     if it changed none.
     """
     return {
         "cached_tokens": ended.usage.cached.as_dict(),
         "prefilled_tokens": ended.usage.prefilled_tokens,
+        "miss_reason": ended.miss_reason.name.lower() if ended.miss_reason is not None else None,
         "changed": difference.as_dict() if difference is not None else None,
         "ttft_s": round(ended.timing.ttft_s, 4),
     }

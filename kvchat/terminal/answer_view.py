@@ -121,6 +121,7 @@ class AnswerView:
         self._renderer = self._renderer_so_far()
         self._meter = PrefillMeter()
         self._has_text = False
+        self._warnings: list[str] = []
         self._others: dict[int, _Other] = {}
         self.ended: dict[int, AnswerEnded] = {}
         self.failed: AnswerFailed | None = None
@@ -169,9 +170,17 @@ class AnswerView:
             return [
                 *self._renderer.finish(self._view.render_context),
                 *self._problem(_in_words(event.error)),
+                *self._held_warnings(),
             ]
         assert isinstance(event, SavingFailed)
-        return self._warning(event.message)
+        self._warnings.append(event.message)
+        is_within = self._has_text and 0 not in self.ended and self.failed is None
+        return [] if is_within else self._held_warnings()
+
+    def _held_warnings(self) -> list[Row]:
+        """Return the warnings that came within the text, for after it."""
+        held, self._warnings = self._warnings, []
+        return [row for message in held for row in self._warning(message)]
 
     def _renderer_so_far(self, starts_thinking: bool | None = None) -> AnswerRenderer:
         renderer = AnswerRenderer(self._view.painter)
@@ -202,7 +211,11 @@ class AnswerView:
         if event.sample:
             self._others.setdefault(event.sample, _Other()).ended = event
             return []
-        return [*self._renderer.finish(self._view.render_context), *self._closing(event)]
+        return [
+            *self._renderer.finish(self._view.render_context),
+            *self._held_warnings(),
+            *self._closing(event),
+        ]
 
     def others(self, num_before: int) -> list[Row]:
         """Return the rows of all samples but the first, when all are complete.

@@ -86,7 +86,8 @@ class Answering:
         if current.is_stopping:
             return "stopping"
         tokens = current.reply.num_tokens
-        words = plural(tokens, "token") if tokens else "reading"
+        some = about(self._controller.host.model)
+        words = some + plural(tokens, "token") if tokens else "reading"
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
@@ -237,7 +238,14 @@ class Answering:
 
     def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
         """Say so if a refused message would not fit in an empty conversation either."""
-        ready = self._controller.host.ready
+        ready, tools = self._controller.host.ready, self._controller.tools
+        num_defining = self._controller.num_tokens(tools.text) if tools is not None else 0
+        if ready is not None and num_defining >= ready.context_limit:
+            tokens = f"{about(self._controller.host.model)}{num_defining:,} tokens"
+            tell(
+                self._view, f"The tools alone have {tokens}: start without --tools, or with fewer."
+            )
+            return
         whole = "\n".join([*(file.text for file in attached), text])
         num_tokens = self._controller.num_tokens(whole)
         if ready is not None and num_tokens >= ready.context_limit:

@@ -25,6 +25,21 @@ from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 from kvchat.tools.toolbox import Toolbox
 
+# The commands of every day, in the order of use.
+DAILY = (
+    "help",
+    "retry",
+    "edit",
+    "undo",
+    "new",
+    "resume",
+    "file",
+    "model",
+    "system",
+    "tree",
+    "exit",
+)
+
 # A path, or a comment of a programming language.
 _NO_COMMAND = re.compile(r"/[^/]*/|/[*]")
 _MIN_PREFIX_CHARS = 3
@@ -229,6 +244,10 @@ class CommandContext(ABC):
     @abstractmethod
     def quit(self, code: int) -> None:
         """Leave, after the command."""
+
+    def leave(self, code: int) -> None:
+        """Leave, after the command, on the user's word; a script is asked nothing."""
+        self.quit(code)
 
     def set_stats(self, level: StatsLevel) -> str:
         """Choose the figures after answers; return a sentence that confirms it."""

@@ -19,7 +19,7 @@ from kvchat.terminal.theme import Role
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
-    context.quit(ExitCode.OK)
+    context.leave(ExitCode.OK)
 
 
 async def new(context: "CommandContext", arguments: str) -> None:

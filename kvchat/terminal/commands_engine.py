@@ -1,4 +1,4 @@
-"""Commands on the model and its engine, and /help.
+"""Commands on the model and its engine.
 
 /model loads another model beside the current one. The conversation stays open. The current model
 answers until the other is loaded, and stays if that cannot be loaded.
@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-
-from rich.text import Text
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
@@ -24,8 +22,6 @@ from kvchat.core.text import one_line
 from kvchat.terminal import warmth
 from kvchat.terminal.cache_lines import disk_lines, host_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
-from kvchat.terminal.help_texts import EXAMPLES
-from kvchat.terminal.paint import Row, prefixed
 from kvchat.terminal.status import (
     StatsLevel,
     about,
@@ -36,7 +32,7 @@ from kvchat.terminal.status import (
     speculation_lines,
     stats_line,
 )
-from kvchat.terminal.theme import Look, Role
+from kvchat.terminal.theme import Look
 
 
 async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
@@ -104,21 +100,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
     await close_host(old)
 
 
-_KEYS = (
-    ("Enter", "send; while an answer comes, queue"),
-    ("Alt-Enter, Ctrl-J, \\ Enter", 'a new line; """ opens and closes a block'),
-    ("Esc, Ctrl-C", "stop the answer, keep what there is"),
-    ("Esc Esc", "clear the prompt; on an empty one, go back to an earlier message"),
-    ("Ctrl-C Ctrl-C, Ctrl-D", "leave"),
-    ("Up, Down, Ctrl-R", "history; while an answer comes, edit the queue"),
-    ("Tab, Right", "complete; take the suggestion"),
-    ("Alt-Left, Alt-Right", "other answers to the same message"),
-    ("Ctrl-G", "write in your editor"),
-    ("F2", "statistics after answers: one line, all figures, none"),
-)
 _BAR_CELLS, _MIN_BAR_CELLS = 30, 8
-_NAME_COLUMNS = 37  # the longest name and usage fit
-_MIN_TWO_COLUMNS = 72
 _FIELD_COLUMNS = 8  # "engine: ", in the lines of /stats
 MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and space after it
 
@@ -242,62 +224,6 @@ def _bar(look: Look, share: float, room: int) -> str:
     return look.glyphs.bar_full * full + look.glyphs.bar_empty * (cells - full) + " "
 
 
-async def help_(context: "CommandContext", arguments: str) -> None:
-    rows = _key_rows(context) if arguments == "keys" else _help_rows(context, arguments)
-    context.page.write([*rows, Text(end="")])
-
-
-def _help_rows(context: "CommandContext", arguments: str) -> list[Row]:
-    painter = context.page.painter
-    if arguments:
-        command = context.registry.find(arguments.removeprefix("/"))
-        if command is None:
-            raise UsageError(f"There is no command {one_line(arguments)}.", "/help lists them.")
-        also = ", ".join(f"/{alias}" for alias in command.aliases)
-        text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
-        rows = painter.wrapped(
-            text + (f"\n  also {also}" if also else ""),
-            context.page.render_context.width,
-            hanging=2,
-        )
-        for typed, meaning in EXAMPLES.get(command.name, ()):
-            rows += _entry(context, typed, meaning)
-        return rows
-    rows = []
-    for group in Group:
-        rows.append(painter.text(str(group), Role.TITLE))
-        for command in context.registry.commands:
-            if command.group is group:
-                rows += _entry(context, f"/{command.name} {command.usage}".rstrip(), command.help)
-    rows += painter.wrapped(
-        "/help COMMAND says more, /help keys lists the keys. "
-        "A line that begins with a space, // or a path like /usr/bin is a message.",
-        context.page.render_context.width,
-        Role.DIM,
-    )
-    return rows
-
-
-def _key_rows(context: "CommandContext") -> list[Row]:
-    return [row for keys, meaning in _KEYS for row in _entry(context, keys, meaning)]
-
-
-def _entry(context: "CommandContext", name: str, meaning: str) -> list[Row]:
-    """Return rows with a name and its meaning, side by side if the width allows it."""
-    painter, width = context.page.painter, context.page.render_context.width
-    if painter.look.is_spoken:
-        return painter.wrapped(f"{name}: {meaning}", width)
-    if width < _MIN_TWO_COLUMNS:
-        indented = painter.text("      ")
-        rows = painter.wrapped(meaning, width - indented.cell_len, Role.DIM)
-        named = painter.wrapped(f"  {name}", width, hanging=4)
-        return [*named, *(prefixed(row, indented) for row in rows)]
-    lead = painter.text(f"  {name}  ".ljust(_NAME_COLUMNS))
-    below = painter.text(" " * _NAME_COLUMNS)
-    wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)
-    return [prefixed(row, below if number else lead) for number, row in enumerate(wrapped)]
-
-
 COMMANDS = (
     Command(
         "model",
@@ -334,17 +260,6 @@ COMMANDS = (
         Group.ENGINE,
         aliases=("tokens", "info"),
         is_available_while_answering=True,
-    ),
-    Command(
-        "help",
-        "this list",
-        help_,
-        Group.CONVERSATION,
-        "[command|keys]",
-        ("?",),
-        is_available_while_answering=True,
-        argument=Argument.COMMAND,
-        subcommands=("keys",),
     ),
 )
 

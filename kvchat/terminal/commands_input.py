@@ -113,6 +113,7 @@ async def set_(context: "CommandContext", arguments: str) -> None:
         _show_settings(context)
         return
     name, value = _NAME_AND_VALUE.fullmatch(arguments).groups(default="")  # type: ignore[union-attr]
+    name = answer_settings.as_named(name)
     if name == "system":
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
@@ -164,7 +165,9 @@ async def show(context: "CommandContext", arguments: str) -> None:
     elif what in ("settings", "parameters"):
         _show_settings(context)
     elif what in ("model", "info"):
-        context.say(describe_model(context.controller), hanging=MODEL_COLUMNS)
+        others = "/model also lists the models on this machine."
+        text = f"{describe_model(context.controller)}\n{others}"
+        context.say(text, hanging=MODEL_COLUMNS)
     else:
         raise UsageError(
             f"{one_line(what)} cannot be shown.", "/show chat, system, settings or model"
@@ -260,7 +263,7 @@ COMMANDS = (
         "copy an answer, or its last code block",
         copy,
         Group.INPUT,
-        "[n|code]",
+        "[message|code]",
         is_available_while_answering=True,
         subcommands=("code",),
     ),

@@ -34,14 +34,17 @@ def _require(context: CommandContext) -> Toolbox:
 
 
 def _list(context: CommandContext, toolbox: Toolbox) -> None:
+    indent = "" if context.page.painter.look.is_spoken else "  "
     for tool in toolbox.tools:
         calls = toolbox.permissions.allowed_calls(tool.name)
         state = _WORDS[toolbox.permissions.of(tool.name)]
         state += f", but for {plural(len(calls), 'allowed call')}" if calls else ""
         tell(context.page, f"{one_line(tool.name)} ({state})", Role.TITLE, gap=False)
-        tell(context.page, one_line(tool.description, 200), gap=False)
+        description = f"{indent}{one_line(tool.description, 200)}"
+        tell(context.page, description, gap=False, hanging=len(indent))
         for call in calls:
-            tell(context.page, f"runs at once: {call_in_words(call)}", gap=False)
+            allowed = f"{indent}runs at once: {call_in_words(call)}"
+            tell(context.page, allowed, gap=False, hanging=len(indent))
     context.page.write([context.page.painter.text("")])
     if not toolbox.is_complete:
         context.say("MCP servers are starting; their tools come later.")

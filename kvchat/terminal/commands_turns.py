@@ -91,15 +91,30 @@ async def edit(context: "CommandContext", arguments: str) -> None:
 async def retry(context: "CommandContext", arguments: str) -> None:
     match = _SAMPLES.match(arguments)
     if arguments and match is None:
-        raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n K]")
+        raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n how many]")
     count = whole_number(match[1]) if match is not None else 1
     if count is None or not 1 <= count <= _MAX_SAMPLES:
         raise UsageError(f"Between 1 and {_MAX_SAMPLES} answers can be asked for at once.")
     options = replace(context.controller.options, num_samples=count)
     controller = context.controller
-    asked = controller.require_conversation().context_ids(controller.place.user_turn("").turn_id)
+    last = controller.place.user_turn("")
+    if arguments == str(count):
+        _say_it_is_no_message(context, count, last)
+    asked = controller.require_conversation().context_ids(last.turn_id)
     if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
         context.answer_again(options)
+
+
+def _say_it_is_no_message(context: "CommandContext", count: int, last: Turn) -> None:
+    """Say that a number after /retry is one of answers, if an earlier message has it too."""
+    numbers = MessageNumbers(context.controller.require_conversation())
+    turns = context.controller.place.user_turns
+    if any(numbers.of(turn) == count for turn in turns if turn is not last):
+        answers = "1 more answer" if count == 1 else f"{count} more answers"
+        context.say(
+            f"{answers} to the last message: /retry takes a number of answers, "
+            f"/rewind {count} goes back to message {count}."
+        )
 
 
 async def btw(context: "CommandContext", arguments: str) -> None:
@@ -220,14 +235,16 @@ def _count(arguments: str) -> int:
 
 
 COMMANDS = (
-    Command("undo", "step back before your last message", undo, Group.TURNS, "[n]", ("pop",)),
+    Command(
+        "undo", "step back before your last message", undo, Group.TURNS, "[how many]", ("pop",)
+    ),
     Command("redo", "take back an undo", redo, Group.TURNS),
     Command(
         "rewind",
         "go back to one of your messages and have it in the prompt",
         rewind,
         Group.TURNS,
-        "[n]",
+        "[message]",
         argument=Argument.TURN,
     ),
     Command(
@@ -235,7 +252,7 @@ COMMANDS = (
         "edit a message; sending it makes a branch",
         edit,
         Group.TURNS,
-        "[n [TEXT]]",
+        "[message [TEXT]]",
         argument=Argument.TURN,
     ),
     Command(
@@ -243,7 +260,7 @@ COMMANDS = (
         "answer the last message again, beside the answers there are",
         retry,
         Group.TURNS,
-        "[-n K]",
+        "[-n how many]",
         ("regen", "regenerate"),
     ),
     Command(
@@ -273,5 +290,5 @@ COMMANDS = (
         aliases=("branches",),
         is_available_while_answering=True,
     ),
-    Command("switch", "go to another branch", switch, Group.TURNS, "[n|n.answer]"),
+    Command("switch", "go to another branch", switch, Group.TURNS, "[message|message.answer]"),
 )

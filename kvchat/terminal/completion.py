@@ -10,7 +10,7 @@ from kvchat.chat import answer_settings
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
-from kvchat.terminal.commands import Argument, Command, Registry
+from kvchat.terminal.commands import DAILY, Argument, Command, Registry
 
 _MAX_PATHS = 200
 
@@ -18,15 +18,12 @@ _MAX_PATHS = 200
 Candidates = Callable[[], Iterable[tuple[str, str]]]
 
 
-# What is used most comes first, and /exit last; the rest keeps its order.
-_BY_USE = ("help", "retry", "edit", "undo", "new", "resume", "file", "model", "system", "tree")
-_LAST = "exit"
-
-
 def _rank(command: Command) -> int:
-    if command.name == _LAST:
-        return 2 * len(_BY_USE)
-    return _BY_USE.index(command.name) if command.name in _BY_USE else len(_BY_USE)
+    """Rank what is used most first, and /exit, the last of them, last; the rest keeps its order."""
+    *by_use, last = DAILY
+    if command.name == last:
+        return 2 * len(by_use)
+    return by_use.index(command.name) if command.name in by_use else len(by_use)
 
 
 class LineCompleter(Completer):

@@ -64,6 +64,7 @@ class Dialogue(CommandContext):
         self._stage = "loading the model"
         self._notice = ""
         self._said_farewell = ""
+        self._has_said_loss = False
         self._num_commands = 0
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
@@ -207,7 +208,7 @@ class Dialogue(CommandContext):
             self._notice = "Enter again leaves. After a space it is a message."
             return
         if farewell in _FAREWELLS and not text.startswith(" "):
-            self.quit(ExitCode.OK)
+            self.leave(ExitCode.OK)
             return
         self._said_farewell = ""
         self._queue.add(text)
@@ -274,6 +275,16 @@ class Dialogue(CommandContext):
     def toggle_stats(self) -> None:
         self.notice(self.set_stats(self.stats_level.next()))
 
+    def leave(self, code: int) -> None:
+        """Leave, as `quit`; if the conversation cannot be saved whole, say so once and stay."""
+        problem = None if self._has_said_loss else self.controller.saving_problem()
+        if problem is None:
+            self.quit(code)
+            return
+        self._has_said_loss = True
+        lost = "Leave again to lose what is not saved; /export PATH writes it elsewhere."
+        self.say(f"{problem} {lost}", Role.WARNING)
+
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
         self.exit_code = ExitCode(code)
@@ -333,6 +344,7 @@ class Dialogue(CommandContext):
             await self._wake.wait()
             await self._has_tools.wait()
             self._wake.clear()
+            await asyncio.sleep(0)  # a command that was typed before a message begins before it
             while self._loaded.is_set() and (job := self._next_job()) is not None:
                 async with self._turn_lock:
                     try:

@@ -3,7 +3,7 @@
 Example = tuple[str, str]
 
 EXAMPLES: dict[str, tuple[Example, Example]] = {
-    "help": (("/help edit", "what /edit does"), ("/help keys", "the keys")),
+    "help": (("/help edit", "what /edit does"), ("/help all", "every command")),
     "exit": (("/exit", "leave"), ("/bye", "the same")),
     "new": (("/new", "begin afresh"), ("/new Holiday plans", "begin with a title")),
     "resume": (

@@ -151,7 +151,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     def _interrupt(event: E) -> None:
         if prompt.is_lent:
             if prompt.interrupts_leave:
-                prompt.listener.quit(ExitCode.INTERRUPT)
+                prompt.listener.leave(ExitCode.INTERRUPT)
             return  # else another program has the terminal, and handles the key
         if prompt.listener.is_answering:
             leaving.forget()
@@ -161,7 +161,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
             leaving.forget()  # text was typed since the first press: this one clears it
         _clear(prompt)
         if leaving.press():
-            prompt.listener.quit(ExitCode.INTERRUPT)
+            prompt.listener.leave(ExitCode.INTERRUPT)
         else:
             prompt.listener.notice("Ctrl-C again leaves.")
 
@@ -170,7 +170,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
         if prompt.listener.is_answering:
             prompt.listener.notice("An answer is coming: Esc stops it, /exit leaves.")
         else:
-            prompt.listener.quit(ExitCode.OK)
+            prompt.listener.leave(ExitCode.OK)
 
     @bindings.add("c-z")
     def _suspend(event: E) -> None:

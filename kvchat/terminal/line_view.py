@@ -110,8 +110,9 @@ class LineView:
         order = sorted(range(len(choices)), key=lambda index: choices[index].is_hidden)
         lines = [title if title.endswith("?") else f"{title}:"]
         for number, index in enumerate(order, start=1):
-            detail = f", {choices[index].detail}" if choices[index].detail else ""
-            lines.append(f"{number}. {choices[index].label}{detail}")
+            detail = f" ({choices[index].detail})" if choices[index].detail else ""
+            line = f"{number}. {choices[index].label}{detail}"
+            lines.append(line.replace(" · ", ", ") if self.painter.look.is_spoken else line)
         lines.append("Type a number, or Enter for none.")
         self.write(self.painter.wrapped("\n".join(lines), self._columns))
         while True:
@@ -238,7 +239,7 @@ class LineView:
             self._put("\n")  # the terminal echoes the key itself
             self._listener.stop()
         elif self._leaving.press():
-            self._listener.quit(ExitCode.INTERRUPT)
+            self._listener.leave(ExitCode.INTERRUPT)
         else:
             self._blocks.clear()
             self._unread = ""

@@ -44,7 +44,8 @@ class Paragraph:
     may_be_header: bool = False
 
     def settle(self, ctx: RenderContext) -> list[Row]:
-        if self.may_be_header or (len(self.source) < ctx.width and "\n" not in self.source):
+        is_one_row = 2 * len(self.source) < ctx.width  # a character takes two cells at most
+        if self.may_be_header or (is_one_row and "\n" not in self.source):
             return []
         inline = _parse(self.source, ctx)
         text = inline.text(ctx.painter, inline.settled)

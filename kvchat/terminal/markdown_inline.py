@@ -15,6 +15,7 @@ from rich.text import Text
 from kvchat.core.text import sanitize
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.theme import Role
+from kvchat.terminal.wrap import is_between_ideographs, last_between_ideographs
 
 _PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 _TOKEN = re.compile(
@@ -84,6 +85,7 @@ class Inline:
             if shown_chars <= len(piece.text):
                 is_plain = piece.is_literal and not piece.roles
                 is_gap = piece.text[shown_chars - 1 : shown_chars].isspace()
+                is_gap = is_gap or is_between_ideographs(piece.text, shown_chars)
                 return piece.start + shown_chars if is_plain and is_gap else None
             shown_chars -= len(piece.text)
         return None
@@ -110,7 +112,7 @@ class _Scanner:
         self._pieces: list[_Piece] = []
         self._openers: list[_Opener] = []
         # From here on the source may come to mean something else: its last word may grow.
-        self._unsettled = _after_last_space(source, len(source))
+        self._unsettled = _last_gap(source, len(source))
 
     def scan(self) -> Inline:
         position = 0
@@ -120,7 +122,7 @@ class _Scanner:
         self._add(self._source[position:], position)
         settled = min([self._unsettled, *(opener.start for opener in self._openers)])
         pieces = tuple(piece for piece in self._pieces if piece.text)
-        return Inline(pieces, _after_last_space(self._source, settled))
+        return Inline(pieces, _last_gap(self._source, settled))
 
     def _add(self, text: str, start: int, end: int | None = None, *roles: Role) -> None:
         if text or end is not None:
@@ -277,8 +279,16 @@ def _flanking(source: str, start: int, end: int) -> tuple[bool, bool]:
     )
 
 
-def _after_last_space(source: str, limit: int) -> int:
-    """Return the end of the last white space before `limit`: a word may still grow."""
-    while limit and not source[limit - 1].isspace():
-        limit -= 1
-    return limit
+def _last_gap(source: str, limit: int) -> int:
+    """Return the last place up to `limit` between two words: a word may still grow.
+
+    It is after white space, or between two ideographs, which are words of their own. Inside what
+    may become `<http://...>` there is none.
+    """
+    word = limit
+    while word and not source[word - 1].isspace():
+        word -= 1
+    angle = source.rfind("<", word, limit)
+    if angle >= 0 and ">" not in source[angle:limit]:
+        limit = angle
+    return last_between_ideographs(source, word, limit)

@@ -3,6 +3,7 @@
 from kvchat.terminal import (
     commands_conversation,
     commands_engine,
+    commands_help,
     commands_input,
     commands_kv,
     commands_tools,
@@ -15,6 +16,7 @@ def build_registry() -> Registry:
     """Return all slash commands."""
     return Registry(
         (
+            *commands_help.COMMANDS,
             *commands_conversation.COMMANDS,
             *commands_turns.COMMANDS,
             *commands_input.COMMANDS,

@@ -95,6 +95,7 @@ def stats_line(
     """
     usage, timing = ended.usage, ended.timing
     used = usage.prompt_tokens + usage.completion_tokens
+    some = "about " if usage.is_estimate else ""
     tiers = _tiers(usage.cached)
     is_told = ended.miss_reason is not MissReason.NOT_TOLD
     cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}" if is_told else ""
@@ -103,8 +104,8 @@ def stats_line(
         f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
         f"{cached} ({tiers})" if cached and tiers else cached,
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
-        _generated(usage, timing),
-        f"context {format_count(used)}/{format_count(context_limit)}" if context_limit else "",
+        _generated(usage, timing, some),
+        f"context {some}{_share(used, context_limit)}" if context_limit else "",
     ]
     shorter: list[tuple[int, str]] = [(2, cached), (5, ""), (4, ""), (1, ""), (3, "")]
     line = _joined(full, glyphs)
@@ -152,10 +153,14 @@ def _tiers(cached: CachedTokens) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in places if count)
 
 
-def _generated(usage: Usage, timing: Timing) -> str:
+def _share(used: int, limit: int) -> str:
+    return f"{format_count(used)}/{format_count(limit)}"
+
+
+def _generated(usage: Usage, timing: Timing, some: str) -> str:
     if not usage.completion_tokens:
         return ""
-    tokens = plural(usage.completion_tokens, "token")
+    tokens = some + plural(usage.completion_tokens, "token")
     speed = rate(usage.completion_tokens - 1, timing.decode_s)
     return f"{tokens}, {_format_rate(speed)}" if speed else tokens
 
@@ -331,7 +336,7 @@ def _context(facts: ToolbarFacts, width: int) -> str:
     used, limit = facts.context_tokens, facts.context_limit
     if not used or not limit:
         return ""
-    words = f"context {facts.about}{format_count(used)}/{format_count(limit)}"
+    words = f"context {facts.about}{_share(used, limit)}"
     if not _is_nearly_full(facts):
         return words
     if width < _MIN_WORDY_COLUMNS:

@@ -92,5 +92,5 @@ def result_in_words(result: ToolResult, seconds: float | None = None) -> str:
     """Return a result as one line: its first line, and how many follow."""
     lines = result.text.splitlines()
     rest = f" and {plural(len(lines) - 1, 'more line')}" if len(lines) > 1 else ""
-    took = f", {format_seconds(seconds)}" if seconds is not None and seconds >= 1.0 else ""
+    took = f" ({format_seconds(seconds)})" if seconds is not None and seconds >= 1.0 else ""
     return f"{one_line(lines[0] if lines else '', 60)}{rest}{took}"

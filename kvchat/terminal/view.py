@@ -210,8 +210,11 @@ class Listener(Protocol):
     def toggle_stats(self) -> None:
         """Switch the statistics line on or off."""
 
+    def leave(self, code: int) -> None:
+        """Leave with an exit code, unless something would be lost that was not said before."""
+
     def quit(self, code: int) -> None:
-        """Leave with an exit code."""
+        """Leave with an exit code, whatever is lost."""
 
     def input_ended(self) -> None:
         """The input has ended, and the view is ending."""

@@ -26,7 +26,19 @@ _JOINED = re.compile(f"(?<=[{_EMOJI}])(?:\u200d[{_EMOJI}])+")  # other scripts j
 _UNSURE = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
 _MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
+_BETWEEN = re.compile(rf"(?<=[{_IDEOGRAPH}])(?=[{_IDEOGRAPH}])")
 _WORD = re.compile(rf"[^ \t{_IDEOGRAPH}]+|[{_IDEOGRAPH}]")
+
+
+def is_between_ideographs(text: str, position: int) -> bool:
+    """Return whether a line may end at a position although no white space is there."""
+    return _BETWEEN.match(text, position) is not None
+
+
+def last_between_ideographs(text: str, start: int, end: int) -> int:
+    """Return the last such position from `start` to `end`; `start` if there is none."""
+    places = (match.start() for match in _BETWEEN.finditer(text, start, end + 1))
+    return max(places, default=start)
 
 
 def break_offsets(line: str, width: int) -> list[int]:

@@ -170,6 +170,8 @@ class McpServers:
 def _complaint(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"does not answer within {_START_S:g} s"
+    if isinstance(error, FileNotFoundError | PermissionError) and error.filename is not None:
+        return f"cannot be started: {one_line(str(error.filename), 80)}: {error.strerror}"
     reason = one_line(str(error), 120).rstrip(".") or type(error).__name__
     return f"does not answer: {reason}"
 

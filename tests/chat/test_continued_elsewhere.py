@@ -70,6 +70,38 @@ def test_the_first_model_gets_the_answer_back_as_text(
     back.close()
 
 
+def test_the_model_that_wrote_the_last_answers_is_named_with_what_to_type(
+    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost
+) -> None:
+    """`-c` after /model began with the first model and named no other; where both have one
+    tokenizer, it said nothing.
+    """
+    ask(session, "Hello")
+    session.close()
+    before = (store.directory / f"{session.session_id}.jsonl").read_bytes()
+    other.open_session(session.session_id).close()  # it only looked
+    assert (store.directory / f"{session.session_id}.jsonl").read_bytes() == before
+    taken = other.open_session(session.session_id)
+    assert taken.notes == (_wrote(host),)
+    ask(taken, "And on")
+    taken.close()
+
+    assert store.read(session.session_id).model == other.model.name
+    again = other.open_session(session.session_id)
+    assert again.notes == ()
+    again.close()
+    back = host.open_session(session.session_id)
+    assert back.notes == (_wrote(other),)
+    back.close()
+    [summary] = [s for s in store.summaries() if s.session_id == session.session_id]
+    assert summary.num_turns == 2
+
+
+def _wrote(host: ChatHost) -> str:
+    name = host.model.name
+    return f"{name} wrote the last answers here; /model {name} goes on with it."
+
+
 def test_the_models_own_answer_grows_by_what_is_new_only(
     store: SessionStore, session: ChatSession
 ) -> None:

@@ -1,5 +1,6 @@
 """A session's file: other writers, other files in its place, and a loss of power."""
 
+import errno
 import fcntl
 import os
 import stat
@@ -38,6 +39,27 @@ def test_a_conversation_whose_id_is_taken_gets_another(
     assert (first.session_id, second.session_id) == (TAKEN, FREE)
     assert len(store.read(TAKEN).conversation) == 0
     assert len(store.read(FREE).conversation) == 1
+
+
+def test_a_folder_that_takes_no_writing_names_the_ways_out(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "Cannot open ID.jsonl: Read-only file system." was all, and every message came back."""
+    conversation = branching_conversation()
+    store.create(conversation, "demo").close()
+    open_file = os.open
+
+    def refuse(path: str | Path, flags: int, *more: int, **others: int | None) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_file(path, flags, *more, **others)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreError, match=r"--sessions-dir, or save nothing with --incognito"):
+        store.create(Conversation(FREE, 1.0), "demo")
+    with pytest.raises(StoreError, match="With --incognito a copy of it goes on"):
+        store.open(conversation.session_id)
+    assert len(store.read(conversation.session_id).conversation) == 0
 
 
 def test_a_file_that_was_replaced_before_its_lock_was_had_is_opened_again(

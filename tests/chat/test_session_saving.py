@@ -128,7 +128,8 @@ def test_another_models_conversation_is_read_anew_from_its_text(
     other = read_chat_model(find_model(str(directory)))
     opened = ChatSession.open(other, host._engine, store, session.session_id)
 
-    assert any("Another model wrote this conversation" in note for note in opened.notes)
+    name = host.model.name
+    assert opened.notes == (f"{name} wrote the last answers here; /model {name} goes on with it.",)
     for turn in opened.conversation.turns():
         assert turn.tokenizer == other.tokenizer.digest
         original = session.conversation.turn(turn.turn_id)

@@ -95,7 +95,7 @@ def test_a_second_writer_is_refused_until_the_first_lets_go(store: SessionStore)
     session_id = saved(store, numbered(1))
     _, log = store.open(session_id)
 
-    with pytest.raises(StoreError, match="is open in another kvchat"):
+    with pytest.raises(StoreError, match="“conversation 1” is open in another kvchat"):
         store.open(session_id)
     with pytest.raises(StoreError, match="is open in another kvchat"):
         store.remove(session_id)
@@ -195,6 +195,7 @@ def test_a_session_that_is_never_saved_leaves_no_file(store: SessionStore) -> No
     )
 
     assert output.count("cannot be saved (File too large)") == 2
+    assert output.count(f"{store.directory}/") == 2  # a name without its folder is not found
     assert list(store.directory.iterdir()) == []
 
 
@@ -226,10 +227,11 @@ def test_a_session_begun_on_a_full_disk_is_saved_once_there_is_room(store: Sessi
 
 def test_a_closed_log_says_so_and_writes_nothing(store: SessionStore) -> None:
     log = store.create(numbered(1), "demo")
-    before = (store.directory / "20250101-000001-abcd.jsonl").read_bytes()
+    path = store.directory / "20250101-000001-abcd.jsonl"
+    before = path.read_bytes()
     log.close()
 
-    assert log.write("x\n") == "20250101-000001-abcd.jsonl is closed."
+    assert log.write("x\n") == f"{path} is closed."
     assert (store.directory / "20250101-000001-abcd.jsonl").read_bytes() == before
 
 
@@ -304,6 +306,21 @@ def test_sessions_are_found_by_an_unambiguous_beginning(store: SessionStore) -> 
     for text in ("1999", "../../etc/passwd", "20250101-000001-abcd.jsonl"):
         with pytest.raises(SessionNotFound, match="There is no session"):
             store.find(text)
+
+
+def test_a_word_in_a_title_is_enough_to_go_on_and_not_to_delete(store: SessionStore) -> None:
+    """`/resume ada` found "My name is Ada", and `kvchat -r ada` did not."""
+    for number in (1, 2):
+        log = store.create(numbered(number), "demo")
+        log.write(session_file.title_line(f"My name is {'Ada' if number == 1 else 'Max'}"))
+        log.close()
+
+    assert store.find("ADA", anywhere=True) == numbered(1).session_id
+    assert store.find("my name is max") == numbered(2).session_id
+    with pytest.raises(SessionNotFound, match="could be 2 sessions"):
+        store.find("name", anywhere=True)
+    with pytest.raises(SessionNotFound, match="There is no session"):
+        store.find("ada")
 
 
 @pytest.mark.parametrize("session_id", ["../x", "20250101-000001-abcd/..", "", "*"])

@@ -1,5 +1,7 @@
 """A prompt without a flag, a bare -r, a title where an id could stand, and what else is typed."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,27 @@ def test_config_shows_what_a_chat_would_use(shell: Shell) -> None:
     assert str(shell.home / ".cache/kvchat/kv") in lines["cache_dir"]
     assert "the model's own, else 0.7" in lines["temperature"]
     assert "10% of what is free: " in lines["disk_cache"]
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, ""), (130, ""), (3, "Error 3"), (143, "Error 143")])
+def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(
+    tmp_path: Path, code: int, told: str
+) -> None:
+    """`make chat` ended with "make: *** Error 130" after Ctrl-C twice."""
+    program = tmp_path / "kvchat"
+    program.write_text(f"#!/bin/sh\nexit {code}\n")
+    program.chmod(0o700)
+    stamp = tmp_path / "installed"
+    stamp.touch()
+    makefile = Path(__file__).parents[2] / "Makefile"
+    made = subprocess.run(
+        ["make", "-f", makefile, "chat", f"BIN={tmp_path}", f"STAMP={stamp}"],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"]},
+        check=False,
+    )
+
+    assert made.stdout == ""
+    assert (told in made.stderr) if told else made.stderr == ""
+    assert bool(made.returncode) is bool(told)

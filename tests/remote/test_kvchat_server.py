@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -19,10 +21,11 @@ from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
 from kvchat.chat.tokenizer import Segment
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.events import LoadProgress, ModelReady
-from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.core.events import LoadProgress, ModelReady, SampleFinished
+from kvchat.core.types import CachedTokens, MissReason, SamplingParams
 from kvchat.remote.engine import RemoteEngine
 from kvchat.remote.servers import Kind, address_of, find_server
+from kvchat.remote.wire import Reader
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import Limits
@@ -136,6 +139,42 @@ def test_what_the_server_cached_is_told_by_tier(host: ChatHost) -> None:
 
     assert isinstance(ended, AnswerEnded)
     assert ended.usage.cached.device > 200
+
+
+@pytest.mark.parametrize("reason", [*MissReason, None])
+def test_why_the_server_had_no_more_is_told(
+    host: ChatHost, monkeypatch: pytest.MonkeyPatch, reason: MissReason | None
+) -> None:
+    """An attached chat said "evicted" whatever had happened: the server did not tell."""
+    finished = ScriptedEngine._finish
+
+    def with_reason(*given: Any) -> SampleFinished:
+        return replace(finished(*given), miss_reason=reason)
+
+    monkeypatch.setattr(ScriptedEngine, "_finish", with_reason)
+    [*_, ended] = host.unsaved_session().ask("Hello", OPTIONS)
+
+    assert isinstance(ended, AnswerEnded)
+    assert ended.miss_reason is reason
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({}, MissReason.EVICTED),  # an older server
+        ({"miss_reason": "of_a_later_release"}, MissReason.EVICTED),
+        ({"miss_reason": ["?"]}, MissReason.EVICTED),
+        ({"miss_reason": None}, None),
+    ],
+)
+def test_a_reason_that_is_not_known_breaks_no_answer(
+    told: dict[str, object], reason: MissReason | None
+) -> None:
+    usage = {"prompt_tokens": 9, "kvchat": told}
+    counts = Reader(Kind.KVCHAT, takes_ids=True).read({"choices": [], "usage": usage}).counts
+
+    assert counts is not None
+    assert counts.miss_reason is reason
 
 
 def test_a_long_prompt_is_told_while_it_is_read(host: ChatHost) -> None:

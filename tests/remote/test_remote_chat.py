@@ -111,6 +111,13 @@ def test_figures_are_the_servers_own() -> None:
     assert answer.usage.prompt_tokens == 70
     assert answer.usage.cached == CachedTokens(device=64)
     assert answer.usage.completion_tokens == 3
+    assert not answer.usage.is_estimate
+
+
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": 70}])
+def test_figures_that_the_server_does_not_tell_are_estimates(usage: object) -> None:
+    with chat_with(always("Hi.", usage=usage)) as (session, _):
+        assert ended(session.ask("Hello", answer_options())).usage.is_estimate
 
 
 def test_a_server_that_does_not_tell_what_it_cached_is_not_said_to_have_lost_it() -> None:

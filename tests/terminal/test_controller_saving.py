@@ -2,9 +2,11 @@
 
 import asyncio
 import errno
+import io
 import os
+import pty
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +15,16 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
-from kvchat.chat.events import AnswerFailed
+from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, StoreError
+from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
+from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.repl import ReplSetup, run_repl
@@ -74,11 +79,18 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-def do(controller: ChatController, line: str) -> str:
+class SureCommands(ScriptCommands):
+    """A user who says yes."""
+
+    async def confirm(self, question: str) -> bool:
+        return True
+
+
+def do(controller: ChatController, line: str, kind: type[ScriptCommands] = ScriptCommands) -> str:
     """Carry out a command; return what it said."""
     said: list[str] = []
     page = ScriptPage(said.append, Painter(PLAIN), 200)
-    commands = ScriptCommands(controller, page, build_registry(), StatsLevel.OFF)
+    commands = kind(controller, page, build_registry(), StatsLevel.OFF)
     parsed = commands.registry.parse(line)
     assert isinstance(parsed, Invocation), line
     commands.carry_out(parsed)
@@ -154,6 +166,34 @@ def test_going_on_in_another_says_what_of_the_last_is_not_saved(
     assert "cannot be saved (No space left on device)." in said
 
 
+def test_that_nothing_is_saved_is_said_behind_the_answer() -> None:
+    """It stood in the middle of a sentence, in which the disk had become full."""
+    view = LineView(io.StringIO(), io.StringIO(), Painter(PLAIN), 60, "vi")
+    answer = AnswerView(view, None, StatsLevel.OFF)
+    begun, rest = (AnswerText(0, text) for text in ("A word of ", "an answer.\n\n"))
+    full = SavingFailed("The disk is full.")
+    ended = AnswerEnded(0, 2, "", "", FinishReason.STOP, Usage(), Timing())
+
+    rows = answer.take([begun, full, rest, full, ended])
+
+    assert [row.plain for row in rows] == ["A word of an answer.", full.message, full.message, ""]
+    assert [row.plain for row in answer.take([full])] == [full.message]
+
+
+@pytest.mark.parametrize("command", ["/delete", "/forget yes", "/new", "/fork"])
+def test_only_what_was_to_be_kept_counts_as_lost(controller: ChatController, command: str) -> None:
+    """A script's exit code is 6 if a conversation that it left could not be saved, which one that
+    it threw away on purpose does not have to be.
+    """
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        do(controller, command, SureCommands)
+        assert controller.has_lost is (command in ("/new", "/fork"))
+        if not controller.has_lost:
+            assert controller.close_session() is None
+
+
 def leave_at_once(controller: ChatController, patch: pytest.MonkeyPatch) -> int:
     """Run the chat with an input that has ended."""
     outlet, inlet = os.pipe()
@@ -185,6 +225,38 @@ def test_the_farewell_promises_only_what_is_saved(
     assert code == (6 if is_full else 0)
     assert ("This conversation is kept" in last_words) is not is_full
     assert ("cannot be saved (No space left on device)." in last_words) is is_full
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
+    controller: ChatController,
+    is_full: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """/exit left at once with a conversation that was nowhere. A script, as below, is not asked."""
+    finish(controller.ask("on disk"))
+    terminal, stdin = pty.openpty()
+    os.write(terminal, b"/exit\n/stats off\n/exit\n/stats on\n")
+    with os.fdopen(stdin) as lines, full_disk() if is_full else nullcontext():
+        finish(controller.ask("in memory"))
+        monkeypatch.setattr(repl.sys, "stdin", lines)  # type: ignore[attr-defined]
+        code = asyncio.run(run_repl(ReplSetup(controller, LoadRelay(), look=PLAIN)))
+    os.close(terminal)
+
+    said = " ".join(capfd.readouterr().out.split())
+    assert code == (6 if is_full else 0)
+    assert ("Leave again to lose what is not saved" in said) is is_full
+    assert said.count("Leave again") <= 1
+
+
+def test_a_script_leaves_an_unsaved_conversation_without_a_question(
+    controller: ChatController,
+) -> None:
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        assert do(controller, "/exit") == ""
 
 
 def test_a_refused_first_message_leaves_no_file(

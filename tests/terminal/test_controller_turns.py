@@ -1,6 +1,9 @@
 """Moving about in a conversation's tree: by redo, under another prompt, and by number."""
 
-from collections.abc import Iterator
+import asyncio
+import io
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,9 +14,12 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import ROOT
 from kvchat.chat.host import ChatHost
+from kvchat.chat.reply import Reply
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, SessionNotFound, UsageError
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.dialogue import Dialogue
+from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
@@ -75,6 +81,66 @@ def ask(controller: ChatController, *texts: str) -> None:
 
 def path_texts(controller: ChatController) -> list[str]:
     return [turn.text for turn in controller.require_conversation().path()]
+
+
+def test_a_bare_number_after_retry_is_said_to_be_no_message(controller: ChatController) -> None:
+    """/retry 1 made an answer to the last message, while /edit 1 took the first."""
+    ask(controller, "one", "two", "three")
+    said = do(controller, "/retry 2")
+    assert "2 more answers to the last message" in said
+    assert "/rewind 2 goes back to message 2" in said
+    assert do(controller, "/retry 3") == do(controller, "/retry 4") == ""  # no earlier message's
+    assert do(controller, "/retry -n 2") == do(controller, "/retry") == ""
+
+
+def test_show_model_names_the_command_that_shows_more(controller: ChatController) -> None:
+    controller.host.wait_until_ready()
+    shown, *_, more = do(controller, "/show model").splitlines()
+    assert shown.startswith("model ")
+    assert more == "/model also lists the models on this machine."
+    assert do(controller, "/model").startswith(
+        do(controller, "/show model").removesuffix(f"{more}\n")
+    )
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "Max-Tokens", "--max-tokens"])
+def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name: str) -> None:
+    """/set max_tokens 12 set it, and then: "Something went wrong inside kvchat (KeyError)"."""
+    assert do(controller, f"/set {name} 12") == "max-tokens is 12.\n"
+    assert do(controller, f"/set {name}") == "max-tokens is 12.\n"
+    assert controller.options.max_tokens == 12
+
+
+class Recording(ChatController):
+    """Refuses every message, and keeps the settings that it would have been answered with."""
+
+    asked_with: tuple[AskOptions, ...] = ()
+
+    def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
+        self.asked_with = (*self.asked_with, self.options)
+        raise UsageError("Refused.")
+
+
+def test_a_message_is_answered_with_what_was_set_before_it(controller: ChatController) -> None:
+    """Where a line took the chat a moment, what was typed meanwhile came at once, and the message
+    overtook the /set that was typed before it.
+    """
+    recording = Recording(controller.host, lambda *_: controller.host, None, AskOptions())
+    view = LineView(sys.stdin, io.StringIO(), Painter(Look(is_plain=True)), 80, "vi")
+
+    async def type_ahead() -> None:
+        dialogue = Dialogue(recording, view, build_registry(), StatsLevel.OFF)
+        dialogue.hear(recording.host.wait_until_ready())
+        worker = asyncio.create_task(dialogue.work())
+        while dialogue.is_at_work or not recording.asked_with:
+            dialogue.stop_editing()  # as any line does, it wakes what sends messages
+            dialogue.accept("/set seed 5")
+            dialogue.accept("hello")
+            await asyncio.sleep(0.01)
+        worker.cancel()
+
+    asyncio.run(type_ahead())
+    assert recording.asked_with[0].seed == 5
 
 
 # Redo

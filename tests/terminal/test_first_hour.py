@@ -39,7 +39,7 @@ def test_the_toolbar_says_how_to_give_up_an_edit(start_chat: StartChat) -> None:
 def test_help_keeps_names_and_meanings_apart(start_chat: StartChat) -> None:
     """The longest usage ran into what the command does."""
     chat = start_chat(columns=100, rows=60)
-    chat.enter("/help").wait_for("/help keys lists the keys")
+    chat.enter("/help all").wait_for("/help COMMAND says more.")
     assert "/export [md|json|jsonl] [PATH]     write the conversation" in chat.text
     assert "/cache [tree|why|verify|gc|clear]  KV kept on disk" in chat.text
     chat.enter("/help keys").wait_for("one line, all figures, none")

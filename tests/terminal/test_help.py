@@ -1,5 +1,6 @@
-"""/help COMMAND, the first screen, completion, and what small commands say."""
+"""/help, the first screen, completion, and what small commands say."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from rich.cells import cell_len
 
 from kvchat.chat.attachment import matching_paths, unattached
 from kvchat.chat.conversation import Conversation, Role, Turn
@@ -14,14 +16,20 @@ from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.commands_help import help_
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.help_texts import EXAMPLES
+from kvchat.terminal.paint import Painter
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.registry import build_registry
-from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
+from kvchat.terminal.theme import Glyphs, Look
 from kvchat.terminal.view import Choice
 from support.pty_screen import PtyScreen
 
+PLAIN = Look(has_colour=False, is_plain=True)
+SPOKEN = Look(has_colour=False, is_plain=True, is_spoken=True)
 StartChat = Callable[..., PtyScreen]
 
 
@@ -36,6 +44,38 @@ def test_every_command_has_two_examples_that_are_typed_as_they_stand(command) ->
 
 def test_no_example_is_of_a_command_that_does_not_exist() -> None:
     assert set(EXAMPLES) == {command.name for command in build_registry().commands}
+
+
+def _helped(arguments: str, columns: int, look: Look) -> list[str]:
+    """Return the rows that /help writes in a width."""
+    said: list[str] = []
+    page = ScriptPage(said.append, Painter(look), columns)
+    # /help asks nothing of the conversation.
+    commands = ScriptCommands(None, page, build_registry(), StatsLevel.OFF)  # type: ignore[arg-type]
+    asyncio.run(help_(commands, arguments))
+    return "".join(said).splitlines()
+
+
+@pytest.mark.parametrize("look", [PLAIN, SPOKEN], ids=["plain", "spoken"])
+def test_help_fits_on_a_screen_and_names_every_command(look: Look) -> None:
+    """It had 58 rows on a screen of 30: the first half was gone at once."""
+    for columns in (80, 100, 200):
+        rows = _helped("", columns, look)
+        assert len(rows) <= 21  # 24 less the prompt and the toolbar
+        assert all(cell_len(row) <= columns for row in rows)
+    words = set(" ".join(rows).replace(",", " ").replace(":", " ").split())
+    assert {f"/{command.name}" for command in build_registry().commands} <= words
+    assert len(_helped("", 40, look)) <= 37
+
+
+@pytest.mark.parametrize("look", [PLAIN, SPOKEN], ids=["plain", "spoken"])
+def test_all_commands_are_explained_when_asked_for(look: Look) -> None:
+    *rows, _ = _helped("all", 240, look)
+    for command in build_registry().commands:
+        [row] = [row for row in rows if row.split(":")[0].split()[:1] == [f"/{command.name}"]]
+        assert command.help in row
+        if look.is_spoken:  # a reader hears no columns
+            assert "  " not in row
 
 
 def _completed(line: str) -> list[str]:
@@ -54,11 +94,23 @@ def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:
     assert _completed("/think o") == ["on", "off"]
 
 
-def test_a_missing_file_is_told_from_other_words_with_an_at_sign(tmp_path: Path) -> None:
+def test_a_name_that_neither_a_file_nor_a_pin_has_is_said_in_one_line(tmp_path: Path) -> None:
+    """`@manual` without such a pin was sent as text, and nothing said so."""
     there = tmp_path / "notes.txt"
     there.write_text("x")
-    text = f"@{there} and @ntoes.txt, @docs/nothing and @ada, me@example.org @property"
-    assert unattached(text) == ["There is no file ntoes.txt", "There is no file docs/nothing"]
+    text = f"@{there} and @ntoes.txt, @docs/nothing, me@example.org, @ntoes.txt"
+    assert unattached(text) == ["There is no file ntoes.txt or docs/nothing"]
+    assert unattached("@manual, how do I pin?") == ["There is no file or pin manual"]
+    near = "There is no file or pin manaul (there is a pin manual)"
+    assert unattached("@manaul", {"manual"}) == [near]
+    many = "There is no file or pin a or b or c or 2 more"
+    assert unattached("@a @b @c @d @e") == [many]
+
+
+def test_decorators_in_a_pasted_text_are_no_files() -> None:
+    code = "What does this do?\n@property\ndef f(self): ..."
+    assert unattached(code) == []
+    assert unattached(f"{code}\n@notes.txt") == ["There is no file notes.txt"]
 
 
 def test_what_is_no_file_is_not_called_missing(

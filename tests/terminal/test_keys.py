@@ -73,6 +73,9 @@ class _Listener:
     def toggle_stats(self) -> None:
         self.heard.append("stats")
 
+    def leave(self, code: int) -> None:
+        self.quit(code)
+
     def quit(self, code: int) -> None:
         self.heard.append(("quit", int(code)))
         assert self.view is not None

@@ -37,6 +37,9 @@ class _Listener:
     def stop_editing(self) -> None:
         pass
 
+    def leave(self, code: int) -> None:
+        self.quit(code)
+
     def quit(self, code: int) -> None:
         pass
 
@@ -80,6 +83,25 @@ def test_lines_that_come_together_each_find_what_they_are_for() -> None:
 
     assert picked == [1, 2]
     assert listener.accepted == ["hello\nyou"]
+
+
+@pytest.mark.parametrize("is_spoken", [True, False])
+def test_a_list_reads_well(is_spoken: bool) -> None:
+    """ "1. My name is Ada., cold · 2 turns": dots of a drawing, and two marks in a row."""
+    look = Look(has_colour=False, is_plain=True, is_spoken=is_spoken)
+    stdout = io.StringIO()
+    view = LineView(io.StringIO("\n"), stdout, Painter(look), 60, "")
+
+    async def choose() -> None:
+        choosing = asyncio.create_task(
+            view.choose("Go on with", [Choice("My name is Ada.", "cold · 2 turns")])
+        )
+        await asyncio.sleep(0)
+        choosing.cancel()
+
+    asyncio.run(choose())
+    detail = "cold, 2 turns" if is_spoken else "cold · 2 turns"
+    assert f"1. My name is Ada. ({detail})\n" in stdout.getvalue()
 
 
 def test_an_interrupt_behind_an_answered_picker_is_harmless() -> None:

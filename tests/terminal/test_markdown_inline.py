@@ -79,6 +79,7 @@ def test_reads_as_commonmark_does(source: str) -> None:
 
 _ATOMS = [
     *("word ", "two words ", "**", "*", "_", "__", "`", "``", "[", "](", "](http://a.b) ", ")"),
+    *("日本語", "天地玄黄", "<http://例え.日本", "，", ">"),
     *("~~", " ", ". ", "\n", "<http://c.d> ", "\\", "&amp; ", "snake_case ", "(x) ", "!", "**b** "),
 ]
 
@@ -103,6 +104,8 @@ def test_a_growing_plain_text_is_settled_up_to_its_last_word() -> None:
     assert parse_inline("some words and a half").settled == len("some words and a ")
     assert parse_inline("a **bold beginning of").settled == len("a ")
     assert parse_inline("3 * 4 is twelve ").settled == len("3 * 4 is twelve ")
+    assert parse_inline("word 日本語").settled == len("word 日本")
+    assert parse_inline("word 日本語**太").settled == len("word 日本")
 
 
 def test_code_keeps_its_backticks_where_nothing_else_marks_it() -> None:

@@ -17,6 +17,7 @@ _ATOMS = [
     *("    ", "- ", "* ", "1. ", "2) ", "10. ", "# ", "## ", "---", "|", "| a | b |", "|---|---|"),
     *("a longer run of words here ", "and some more of it, ", "> ", "\\", "&amp;", "!", "[x]"),
     *("\t", "\r\n", "\x1b[31m", "日本語", "python", "def f():", '"""', "/*", "*/", "a*b*c"),
+    *("漢字を読む", "天地玄黄宇宙洪荒日月盈昃辰宿列张，", "한국어 "),
     *("snake_case", "_em_ ", "**bold** ", "`code` ", "| x", "- [ ] "),
 ]
 
@@ -128,6 +129,22 @@ def test_running_text_is_given_row_by_row_before_its_paragraph_ends() -> None:
 
     assert [row.plain for row in rows] == ["all of these words belong to one long"]
     assert [row.plain for row in stream.tail(ctx)] == ["paragraph that goes on and on"]
+
+
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_text_without_spaces_is_given_row_by_row_too(width: int) -> None:
+    """An answer in Chinese showed "12 rows so far" in place of its text until its paragraph ended:
+    only white space was taken for the end of a word.
+    """
+    stream, ctx = MarkdownStream(), RenderContext(_PAINTER, width)
+    text = "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。" * 20
+    rows = []
+    for character in text:
+        rows += stream.feed(character, ctx)
+        assert len(stream.tail(ctx)) <= 3
+
+    assert len(rows) >= 800 // width - 1
+    assert "".join(row.plain for row in [*rows, *stream.finish(ctx)]) == text
 
 
 def test_code_is_given_line_by_line() -> None:

@@ -42,7 +42,7 @@ def test_pickers_are_numbered_lists(start_chat: StartChat) -> None:
     chat.enter("one").wait_for("End of answer.")
     # Headings and the list have the numbers that /tree shows: the first answer is older.
     chat.enter("/retry -n 2").wait_for("Answer 2 of 3").wait_for("Answer 3 of 3")
-    chat.wait_for("1. answer 2,").wait_for("2. answer 3,").wait_for("Type a number")
+    chat.wait_for("1. answer 2 (").wait_for("2. answer 3 (").wait_for("Type a number")
     chat.wait_for("Number:").enter("7").wait_for("A number from 1 to 2, please.").enter("2")
     chat.enter("/tree").wait_for("(here)")
 

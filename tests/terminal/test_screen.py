@@ -177,19 +177,19 @@ def test_an_unknown_command_is_explained_and_back_in_the_prompt(start_chat: Star
 def test_a_command_typed_after_a_refused_one_takes_its_place(start_chat: StartChat) -> None:
     """It was glued to the line, and "/hepl/help" went to the model as a path."""
     chat = start_chat()
-    chat.type("/hepl\r/help undo\r").wait_for("Did you mean /help?").wait_for("/undo [n]")
+    chat.type("/hepl\r/help undo\r").wait_for("Did you mean /help?").wait_for("/undo [how many]")
 
 
 def test_a_refused_line_can_be_amended(start_chat: StartChat) -> None:
     chat = start_chat()
-    chat.enter("/hepl").wait_for("❯ /hepl").type("\x7f\x7flp undo\r").wait_for("/undo [n]")
+    chat.enter("/hepl").wait_for("❯ /hepl").type("\x7f\x7flp undo\r").wait_for("/undo [how many]")
 
 
 def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat, tmp_path: Path) -> None:
     loaded = tmp_path / "loaded"
     chat = start_chat("--loading", str(loaded))
     chat.wait_for("reading weights").enter("early question").wait_for("queued 1: early question")
-    chat.enter("/help undo").wait_for("/undo [n]")
+    chat.enter("/help undo").wait_for("/undo [how many]")
     loaded.touch()
     chat.wait_for("You said 'early question' (0).")
 

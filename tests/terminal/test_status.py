@@ -88,6 +88,17 @@ def test_what_a_server_does_not_tell_is_not_in_the_line() -> None:
     assert detail_line(ended, _GLYPHS) == ""
 
 
+def test_figures_that_are_estimates_say_about() -> None:
+    ended = _ended(
+        Usage(31, completion_tokens=12, is_estimate=True),
+        Timing(0.2, 0.2),
+        miss_reason=MissReason.NOT_TOLD,
+    )
+
+    line = "first token 200 ms · about 12 tokens · context about 43/8k"
+    assert stats_line(ended, 8192, _GLYPHS) == line
+
+
 def test_what_loading_took_is_told_where_it_belongs_to_the_answer() -> None:
     usage, timing = Usage(prompt_tokens=40, completion_tokens=1), Timing(ttft_s=1.5)
     line = stats_line(_ended(usage, timing), None, _GLYPHS, load_s=2.04)

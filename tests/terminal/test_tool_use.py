@@ -168,3 +168,12 @@ def test_the_prompt_does_not_wait_for_tools_that_start_late(
     wait_for_answers(chat, 2)
     chat.enter("/tools")
     chat.wait_for("echo (asks first)")
+
+
+def test_tools_that_fill_the_context_are_named(
+    start_chat: Callable[..., PtyScreen], tmp_path: Path
+) -> None:
+    """/compact and /new were named as the ways out, and neither helped."""
+    chat = start_chat("--tools", str(tmp_path), "--context", "256")
+    chat.enter("hello").wait_for("The tools alone have ")
+    chat.wait_for("start without --tools, or with fewer.")

@@ -95,7 +95,8 @@ def test_a_server_is_used_and_another_that_is_not_there_is_told(
     assert toolbox.tools[0].description == "Add two numbers."
     assert toolbox.definitions.takes_text("calc__environment", "name") is True
     [problem] = toolbox.problems
-    assert problem.startswith("The MCP server gone does not answer: ")
+    reason = "cannot be started: /no/such/program: No such file or directory"
+    assert problem == f"The MCP server gone {reason}."
     assert call(toolbox, "calc__add", a=2, b=3) == "5"
     assert call(toolbox, "calc__environment", name="GIVEN") == "yes"
     assert call(toolbox, "calc__add", a="x").startswith("Error: ")

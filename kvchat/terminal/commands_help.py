@@ -1,0 +1,120 @@
+"""/help: the commands of every day, all commands, one command, or the keys.
+
+The first page fits on a screen: it explains what is used daily, and only names the rest.
+"""
+
+from rich.text import Text
+
+from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line
+from kvchat.terminal.commands import DAILY, Argument, Command, CommandContext, Group
+from kvchat.terminal.help_texts import EXAMPLES
+from kvchat.terminal.paint import Row, prefixed
+from kvchat.terminal.theme import Role
+
+_KEYS = (
+    ("Enter", "send; while an answer comes, queue"),
+    ("Alt-Enter, Ctrl-J, \\ Enter", 'a new line; """ opens and closes a block'),
+    ("Esc, Ctrl-C", "stop the answer, keep what there is"),
+    ("Esc Esc", "clear the prompt; on an empty one, go back to an earlier message"),
+    ("Ctrl-C Ctrl-C, Ctrl-D", "leave"),
+    ("Up, Down, Ctrl-R", "history; while an answer comes, edit the queue"),
+    ("Tab, Right", "complete; take the suggestion"),
+    ("Alt-Left, Alt-Right", "other answers to the same message"),
+    ("Ctrl-G", "write in your editor"),
+    ("F2", "statistics after answers: one line, all figures, none"),
+)
+_NAME_COLUMNS = 37  # the longest name and usage fit
+_DAILY_COLUMNS = 11  # the longest daily name fits
+
+
+async def help_(context: CommandContext, arguments: str) -> None:
+    if arguments == "keys":
+        rows = [row for keys, meaning in _KEYS for row in _entry(context, keys, meaning)]
+    elif arguments == "all":
+        rows = _all_rows(context)
+    elif arguments:
+        rows = _command_rows(context, arguments)
+    else:
+        rows = _first_page(context)
+    context.page.write([*rows, Text(end="")])
+
+
+def _first_page(context: CommandContext) -> list[Row]:
+    """Return rows that explain the daily commands and name the others, by their groups."""
+    painter, width = context.page.painter, context.page.render_context.width
+    rows = [painter.text("every day", Role.TITLE)]
+    for name in DAILY:
+        command = context.registry.find(name)
+        assert command is not None
+        rows += _entry(context, f"/{name}", command.help, _DAILY_COLUMNS)
+    rows.append(painter.text("more", Role.TITLE))
+    for group in Group:
+        others = [c.name for c in context.registry.commands if c.group is group]
+        names = ", ".join(f"/{name}" for name in others if name not in DAILY)
+        rows += painter.wrapped(f"  {group}: {names}", width, hanging=4)
+    more = "/help all explains all of them, /help COMMAND one of them, /help keys the keys. "
+    return [*rows, *_what_is_a_message(context, more)]
+
+
+def _all_rows(context: CommandContext) -> list[Row]:
+    rows = []
+    for group in Group:
+        rows.append(context.page.painter.text(str(group), Role.TITLE))
+        for command in context.registry.commands:
+            if command.group is group:
+                rows += _entry(context, f"/{command.name} {command.usage}".rstrip(), command.help)
+    return [*rows, *_what_is_a_message(context, "/help COMMAND says more. ")]
+
+
+def _what_is_a_message(context: CommandContext, before: str) -> list[Row]:
+    message = "A line that begins with a space, // or a path like /usr/bin is a message."
+    width = context.page.render_context.width
+    return context.page.painter.wrapped(before + message, width, Role.DIM)
+
+
+def _command_rows(context: CommandContext, name: str) -> list[Row]:
+    """Return rows on one command, with its examples; raises UsageError for an unknown name."""
+    command = context.registry.find(name.removeprefix("/"))
+    if command is None:
+        raise UsageError(f"There is no command {one_line(name)}.", "/help lists them.")
+    also = ", ".join(f"/{alias}" for alias in command.aliases)
+    text = f"/{command.name} {command.usage}".rstrip() + f"\n  {command.help}"
+    text += f"\n  also {also}" if also else ""
+    rows = context.page.painter.wrapped(text, context.page.render_context.width, hanging=2)
+    for typed, meaning in EXAMPLES.get(command.name, ()):
+        rows += _entry(context, typed, meaning)
+    return rows
+
+
+def _entry(
+    context: CommandContext, name: str, meaning: str, name_columns: int = _NAME_COLUMNS
+) -> list[Row]:
+    """Return rows with a name and its meaning, side by side if the width allows it."""
+    painter, width = context.page.painter, context.page.render_context.width
+    if painter.look.is_spoken:
+        return painter.wrapped(f"{name}: {meaning}", width)
+    if width < 2 * name_columns:
+        indented = painter.text("      ")
+        rows = painter.wrapped(meaning, width - indented.cell_len, Role.DIM)
+        named = painter.wrapped(f"  {name}", width, hanging=4)
+        return [*named, *(prefixed(row, indented) for row in rows)]
+    lead = painter.text(f"  {name}  ".ljust(name_columns))
+    below = painter.text(" " * name_columns)
+    wrapped = painter.wrapped(meaning, width - lead.cell_len, Role.DIM)
+    return [prefixed(row, below if number else lead) for number, row in enumerate(wrapped)]
+
+
+COMMANDS = (
+    Command(
+        "help",
+        "this list; of all commands, of one, or of the keys",
+        help_,
+        Group.CONVERSATION,
+        "[command|all|keys]",
+        ("?",),
+        is_available_while_answering=True,
+        argument=Argument.COMMAND,
+        subcommands=("all", "keys"),
+    ),
+)
