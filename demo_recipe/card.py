@@ -51,14 +51,15 @@ prompts written before the dialogue generator; training text that repeats one is
 
 {shortfalls}
 
-Reproduce with `python -m demo_recipe.evaluate` in the source tree.
+Reproduce with `python -m demo_recipe.evaluate` in the source tree.{measured}
 
 ## What it cannot do
 
 It knows nothing of the world, has no clock and no network, and does not reason. It is often wrong
 when a request is phrased in an unusual way, and it may take an out-of-scope question for one of its
 skills. It keeps no lists, misspells many a word it is asked to spell or turn around, and often
-loses what was told thousands of tokens ago. It writes English only. Nothing it says should be
+loses what was told thousands of tokens ago. Of kvchat it knows the commands that there were when it
+was trained; the tests ask for all that there are. It writes English only. Nothing it says should be
 relied on.
 """
 TARGET_IS = "The tiny chat model that ships with kvchat: the target of the demo pair."
@@ -98,6 +99,7 @@ def card(
         finished=_finished(scores["ends by itself"]),
         speculation=_speculation(scores["speculation"]),
         shortfalls=_shortfalls(scores),
+        measured=_measured(scores),
     )
 
 
@@ -166,6 +168,15 @@ def _shortfalls(scores: dict[str, Any]) -> str:
         for what, score, goal in shortfalls(scores)
     ]
     return f"**Goals not reached:** {'; '.join(missed)}." if missed else "Every goal is reached."
+
+
+def _measured(scores: dict[str, Any]) -> str:
+    """Which rows are of a later day than the build, in a sentence a day."""
+    days: dict[str, list[str]] = {}
+    for test in scores["tests"]:
+        if day := scores.get("measured", {}).get(test):
+            days.setdefault(day, []).append(test)
+    return "".join(f" Measured anew on {day}: {'; '.join(days[day])}." for day in sorted(days))
 
 
 def _figure(value: float) -> str:

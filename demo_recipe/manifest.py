@@ -1,6 +1,6 @@
-"""The list of shipped files with their digests, and how they were made.
+"""The list of shipped files with their digests, how they were made, and what they reach.
 
-Knows files and versions; knows no network.
+Knows files, versions and dates; knows no network.
 """
 
 import hashlib
@@ -9,6 +9,8 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from demo_recipe.card import write_card
 
 FOLDERS = ("target", "draft")
 
@@ -20,6 +22,28 @@ def write_manifest(home: Path, made: dict[str, Any], scores: dict[str, Any]) -> 
         "made": made | {"versions": versions()},
         "scores": scores,
     }
+    _write(home, document)
+
+
+def renew_scores(home: Path, report: dict[str, Any], day: str) -> None:
+    """Put a report of tests measured on `day` into the manifest and the cards; no weight changes.
+
+    Tests that the report lacks keep their scores. The share of replies that end and the speculation
+    are those of many tests, so only a report of all tests renews them.
+    """
+    document = json.loads((home / "manifest.json").read_text(encoding="utf-8"))
+    scores, fresh = document["scores"], report["tests"]
+    if scores["tests"].keys() <= fresh.keys():
+        scores["ends by itself"] = report["ends by itself"]
+        scores["speculation"] = report["speculation"] or scores["speculation"]
+    scores["tests"] |= fresh
+    scores["measured"] = scores.get("measured", {}) | dict.fromkeys(fresh, day)
+    write_card(home, scores, document["made"])
+    document["files"] = digests(home)
+    _write(home, document)
+
+
+def _write(home: Path, document: dict[str, Any]) -> None:
     text = json.dumps(document, indent=2) + "\n"
     (home / "manifest.json").write_text(text, encoding="utf-8")
 

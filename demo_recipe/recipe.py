@@ -32,7 +32,7 @@ from demo_recipe.checkpoint import (
 from demo_recipe.conversation import Conversations
 from demo_recipe.distill import Distillation
 from demo_recipe.evaluate import Report, acceptance, evaluate_files
-from demo_recipe.manifest import write_manifest
+from demo_recipe.manifest import renew_scores, write_manifest
 from demo_recipe.mixes import USUAL
 from demo_recipe.paths import HOME
 from demo_recipe.plans import CONTEXT, FULL, QUICK, VOCAB_SIZE, Mean, Recipe, Stage
@@ -208,8 +208,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--adopt", type=Path, help="a built pair whose weights stand for the stages before --at"
     )
     parser.add_argument("--at", help="the first stage to train after --adopt")
+    parser.add_argument(
+        "--renew",
+        type=Path,
+        help="put a JSON report of demo_recipe.evaluate into the cards; no build",
+    )
     parser.add_argument("--no-compile", action="store_true", help="train without a C++ compiler")
     options = parser.parse_args(arguments)
+    if options.renew:
+        report = json.loads(options.renew.read_text(encoding="utf-8"))
+        renew_scores(options.home or HOME, report, time.strftime("%Y-%m-%d"))
+        return
     work = options.work / ("quick" if options.quick else "full")
     work.mkdir(parents=True, exist_ok=True)
     # A smoke test must not replace the shipped pair.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from demo_recipe import mixes, plans
 from demo_recipe.checkpoint import Reached, load_network, reached
-from demo_recipe.manifest import digests
+from demo_recipe.manifest import digests, renew_scores
 from demo_recipe.network import Geometry, Network
 from demo_recipe.plans import FULL, QUICK, Recipe, Stage
 from demo_recipe.recipe import UNTOLD, Build, _tokenizer, _train_stage, adopt, build
@@ -83,6 +83,34 @@ def test_the_manifest_and_the_card_tell_what_was_done(built: Path) -> None:
     assert f"took {len(TINY.stages)} stages" in card
     assert "apache-2.0" in card
     assert "| kvchat |" in card
+
+
+def test_a_later_report_renews_its_scores_and_no_weight(built: Path, tmp_path: Path) -> None:
+    """Commands came after the pair was built: its card said 89% of questions, and 78% were left."""
+    pair = shutil.copytree(built / "pair", tmp_path / "pair")
+    before = json.loads((pair / "manifest.json").read_text())
+    cell = {"rate": 0.784, "good": 98, "probes": 125}
+    report = {
+        "tests": {"kvchat": {"known": cell, "unseen": cell}},
+        "ends by itself": {"rate": 1.0, "finished": 1, "replies": 1},
+        "speculation": None,
+    }
+
+    renew_scores(pair, report, "2031-01-02")
+
+    after = json.loads((pair / "manifest.json").read_text())
+    card = (pair / "target" / "README.md").read_text()
+    assert after["scores"]["tests"]["kvchat"]["known"] == cell
+    assert "| kvchat | 78.4% | 98% | 78.4% | 80% | 125 + 125 |" in card
+    assert "Measured anew on 2031-01-02: kvchat." in card
+    for kept in ("ends by itself", "speculation"):  # the report is not of all tests
+        assert after["scores"][kept] == before["scores"][kept]
+    handwritten = after["scores"]["tests"]["handwritten"]
+    assert handwritten == before["scores"]["tests"]["handwritten"]
+    assert after["made"] == before["made"]
+    assert after["files"] == digests(pair)
+    changed = {name for name in after["files"] if after["files"][name] != before["files"][name]}
+    assert changed == {"target/README.md", "draft/README.md"}
 
 
 def test_building_again_trains_nothing_and_changes_no_weight(built: Path) -> None:
