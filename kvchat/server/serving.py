@@ -1,6 +1,7 @@
 """Runs the HTTP server until a signal ends it."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -58,11 +59,18 @@ def serve(
     # uvicorn takes the signals, and raises them again at its end: then they come here.
     for number in _CODES:
         signal.signal(number, lambda number, frame: heard.append(number))
+    _Server(configured(app), on_ready, has_failed).run(sockets=[bound])
+    return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
+
+
+def configured(app: App) -> uvicorn.Config:
+    """Return how the application is served."""
+    logging.getLogger("uvicorn.error").addFilter(_is_no_refusal)
 
     async def told(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         await app(scope, receive, send)
 
-    config = uvicorn.Config(
+    return uvicorn.Config(
         told,
         lifespan="off",
         log_config=None,
@@ -78,8 +86,14 @@ def serve(
         ws_max_size=Limits().body_bytes,
         ws_per_message_deflate=False,  # its tables would cost every idle socket memory
     )
-    _Server(config, on_ready, has_failed).run(sockets=[bound])
-    return _CODES[signal.Signals(heard[0])] if heard else ExitCode.OK
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    """Whether a record says more than that a WebSocket was refused with a response of ours.
+
+    uvicorn calls each of these a fault, because no handshake was completed.
+    """
+    return "without completing handshake" not in record.getMessage()
 
 
 class HastyProtocol(H11Protocol):

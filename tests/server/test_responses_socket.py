@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from kvchat.server.guard import App, Limits
-from kvchat.server.serving import HastyProtocol, bound_socket
+from kvchat.server.serving import bound_socket, configured
 from server.conftest import Serve
 from support.asgi_client import get, post
 from support.scripted_engine import Script
@@ -29,15 +29,7 @@ Open = Callable[..., AbstractContextManager[ClientConnection]]
 @contextmanager
 def running(app: App) -> Iterator[tuple[uvicorn.Server, str]]:
     """Yield a real server of an application, and the address of its sockets."""
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        http=HastyProtocol,
-        ws="websockets-sansio",
-        lifespan="off",
-        log_config=None,
-        log_level="error",
-    )
-    server, bound = uvicorn.Server(config), bound_socket("127.0.0.1", 0)
+    server, bound = uvicorn.Server(configured(app)), bound_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
     try:
@@ -252,7 +244,11 @@ def test_a_client_that_goes_cancels_its_answer(serve: Serve, address: Any) -> No
     ],
 )
 def test_a_handshake_needs_the_key_and_no_other_site(
-    serve: Serve, address: Any, headers: dict[str, str], status: int
+    serve: Serve,
+    address: Any,
+    caplog: pytest.LogCaptureFixture,
+    headers: dict[str, str],
+    status: int,
 ) -> None:
     url = address(serve(api_key="sesame"))
     if status == 101:
@@ -263,6 +259,9 @@ def test_a_handshake_needs_the_key_and_no_other_site(
         connect(url, additional_headers=headers)
     assert refused.value.response.status_code == status
     assert json.loads(refused.value.response.body)["error"]["message"]
+    with pytest.raises(InvalidStatus):
+        connect(url, additional_headers=headers)
+    assert not caplog.records, "each refusal once was a fault in the log"
 
 
 def test_there_is_a_most_of_sockets(
