@@ -17,14 +17,14 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.rates import PrefillRate
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError, UsageError
+from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
-from kvchat.engine.output_processor import OutputProcessor
+from kvchat.engine.output_processor import OutputProcessor, explained
 from kvchat.engine.request import Request, RequestSpec, State
 from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 _ROOM_PATIENCE_S = 0.02
 # Copying snapshots takes time, which must not delay the first token.
 _TOKENS_BEFORE_KEEPING = 2
+# A step of few tokens after one of so many seconds can be given up, too.
+_SLOW_STEP_S = 0.1
 # The tokens that a measurement of the prefill rate computes: about 0.1 s on a CPU.
 _MEASURED_TOKENS = 256
 
@@ -104,6 +106,7 @@ class Engine:
         self._prefill_rate = prefill_rate or PrefillRate(None)
         self._ahead_id: int | None = None
         self._is_measuring = False
+        self._last_step_s = 0.0
         self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
         self._is_awaited: Callable[[], bool] = lambda: False
 
@@ -390,7 +393,7 @@ class Engine:
         except Exception as error:  # it must not stop the engine for later requests
             _log.exception("no step could be planned")
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
-            return self._output.fail_all(_explain(error))
+            return self._output.fail_all(explained(error))
         if plan:
             self._output.mark_started(plan)
             return self._compute(plan)
@@ -463,7 +466,7 @@ class Engine:
             return []
         except Exception as error:  # a model's own code can fail with anything
             _log.error("step failed requests=%d", len(plan), exc_info=error)
-            explanation = _explain(error)
+            explanation = explained(error)
         else:
             self._note_step(plan, drawn.tokens, self._clock() - began_s)
             return self._advance(plan, drawn)
@@ -479,10 +482,16 @@ class Engine:
         return events
 
     def _stop_of(self, plan: Sequence[ScheduledRequest]) -> "Callable[[], bool] | None":
-        """Return what says that a step is not wanted any more; None for a step that is short."""
-        if self._is_measuring or sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS:
-            return None
+        """Return what says that a step is not wanted any more; None for a step that is short.
+
+        One of few tokens is, unless the last step was slow. One for several requests is not given
+        up for a cancel of one of them.
+        """
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
+        has_few = sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS
+        is_short = has_few and (self._last_step_s < _SLOW_STEP_S or len(request_ids) > 1)
+        if self._is_measuring or is_short:
+            return None
         if self._scheduler.may_give_way(plan):
             return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         return lambda: self._is_unwanted(request_ids)
@@ -563,6 +572,7 @@ class Engine:
     ) -> None:
         """Count a step, and record its cost for decisions about drafts, restores and promotions."""
         num_rows = sum(scheduled.num_rows for scheduled in plan)
+        self._last_step_s = seconds
         self._num_steps += 1
         self._num_tokens += num_rows
         if all(scheduled.request.num_generated == 0 for scheduled in plan):
@@ -578,15 +588,3 @@ class Engine:
 def _with_disk(cached: CachedTokens, num_kept: int) -> CachedTokens:
     """Return where a context's tokens are whose first `num_kept` are on disk."""
     return replace(cached, disk=cached.disk + max(0, num_kept - cached.total))
-
-
-def _explain(error: Exception) -> KvchatError:
-    if isinstance(error, KvchatError):
-        return error
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return GenerationError(
-            "The device ran out of memory while answering.",
-            "Lower --device-cache or use a smaller model.",
-        )
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (
@@ -282,3 +284,16 @@ def _progress(request: Request) -> PrefillProgress:
         request.num_computed,
         request.num_prompt_tokens,
     )
+
+
+def explained(error: Exception) -> KvchatError:
+    """Return what a failed step is told as."""
+    if isinstance(error, KvchatError):
+        return error
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return GenerationError(
+            "The device ran out of memory while answering.",
+            "Lower --device-cache or use a smaller model.",
+        )
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 # With fewer weights in all, a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 20
+# After so many weights a step may be abandoned: one row takes about 5 ms to there, 16 rows 30.
+_WEIGHTS_PER_PIECE = 1 << 25
 # With more rows, one pass of torch's products over the weights is as fast as several of these.
 _MOST_ROWS = 8 * MAX_ROWS
 # The same, and of one sequence, where torch multiplies with the weights as they are, and where
@@ -46,6 +48,7 @@ class CompiledStep:
         self._parts = StepProgram(decoder, pools)
         self._vocab_size = decoder.head.num_out
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
+        self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         weights = decoder.layers[0].attention.out.weights
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
@@ -55,12 +58,12 @@ class CompiledStep:
         self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
 
     def logits(
-        self, batch: ForwardBatch, check: Callable[[], None] = lambda: None
+        self, batch: ForwardBatch, check: Callable[[], None] | None = None
     ) -> torch.Tensor | None:
         """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
 
         None, and nothing was done, for a step that is too large. `check` is called between groups
-        of rows, and may raise StepAbandoned.
+        of rows, and within them where a model is large. It may raise StepAbandoned.
         """
         sequences = batch.sequences
         if not isinstance(sequences, PagedSequences):
@@ -69,21 +72,22 @@ class CompiledStep:
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
             return None
         if num_rows <= MAX_ROWS:
-            return self._run(batch)
+            return self._run(batch, check)
         rows = []
         for start in range(0, num_rows, MAX_ROWS):
-            if start:
+            if start and check is not None:
                 check()
-            rows.append(self._run(_part(batch, start, min(start + MAX_ROWS, num_rows))))
+            rows.append(self._run(_part(batch, start, min(start + MAX_ROWS, num_rows)), check))
         return torch.cat(rows)
 
-    def _run(self, batch: ForwardBatch) -> torch.Tensor:
+    def _run(self, batch: ForwardBatch, check: Callable[[], None] | None) -> torch.Tensor:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
-        self._parts.program.run(min(torch.get_num_threads(), self._most_threads))
+        num_threads = min(torch.get_num_threads(), self._most_threads)
+        self._parts.program.run(num_threads, check, self._num_pieces if check is not None else 1)
         return self._finished(logits)
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:

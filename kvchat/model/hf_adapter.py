@@ -58,6 +58,11 @@ class StepContext:
         finally:
             self._is_unwanted = None
 
+    @property
+    def check_if_asked(self) -> "Callable[[], None] | None":
+        """`check`, or None if the running pass cannot be abandoned."""
+        return self.check if self._is_unwanted is not None else None
+
     def check(self) -> None:
         """Raise StepAbandoned if the running pass is not wanted any more."""
         if self._is_unwanted is not None and self._is_unwanted():

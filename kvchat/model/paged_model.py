@@ -92,7 +92,7 @@ class PagedModel:
         Returns [num_rows, vocab_size] float32, owned by the caller.
         """
         if self.compiled is not None:
-            logits = self.compiled.logits(batch, self.loaded.step.check)
+            logits = self.compiled.logits(batch, self.loaded.step.check_if_asked)
             if logits is not None:
                 return logits
         with self.loaded.step.running(batch):

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -143,8 +144,48 @@ def test_a_step_beside_an_answer_is_not_given_up_for_a_new_request() -> None:
     assert len(engine.generated(answer)) == 2
 
 
+@dataclass
+class Slow:
+    """A clock by which each forward pass takes some seconds."""
+
+    step_s: float
+    now_s: float = 0.0
+
+    def harness(self) -> EngineHarness:
+        return EngineHarness(clock=lambda: self.now_s, fails=self._pass)
+
+    def _pass(self) -> None:
+        self.now_s += self.step_s
+
+
+def test_a_slow_decode_step_is_given_up_for_a_cancel() -> None:
+    """Esc waited for the end of the step, with a large model half a second and more."""
+    engine = Slow(0.3).harness()
+    number = engine.submit(greedy(1, 2, 3, max_tokens=9))
+    while len(engine.generated(number)) < 2:
+        engine.step()
+    engine.engine.abandon_steps(lambda request_ids: True)
+
+    assert engine.step() == []
+    assert len(engine.generated(number)) == 2
+    engine.engine.abandon_steps(lambda request_ids: False)
+    engine.run()
+    engine.assert_complete(number)
+
+
+def test_a_slow_decode_step_of_several_requests_is_not_given_up() -> None:
+    engine = Slow(0.3).harness()
+    numbers = [engine.submit(greedy(1, 2, start, max_tokens=9)) for start in (3, 4)]
+    while not all(len(engine.generated(number)) == 2 for number in numbers):
+        engine.step()
+    engine.engine.abandon_steps(lambda request_ids: pytest.fail("asked"))
+    engine.step()
+
+    assert all(len(engine.generated(number)) == 3 for number in numbers)
+
+
 def test_short_steps_are_never_asked() -> None:
-    engine = EngineHarness()
+    engine = Slow(0.01).harness()
     engine.engine.abandon_steps(lambda request_ids: pytest.fail("asked"))
 
     engine.complete(greedy(*long_prompt(16)))

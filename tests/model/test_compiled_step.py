@@ -313,6 +313,33 @@ def test_a_step_of_several_groups_can_be_abandoned_between_them(tmp_path: Path) 
     assert next(asked, None) is None
 
 
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Esc waited for the end of a decode step, which takes a large model up to seconds."""
+    monkeypatch.setattr("kvchat.model.compiled_step._WEIGHTS_PER_PIECE", 1 << 10)
+    loaded = load(tmp_path, "llama", dtype="float32", weights=weights)
+    batch = batch_of(STEPS["a verify of five"])
+    model = PagedModel(loaded, pools_of(loaded))
+    expected = model.forward(batch)
+    asked: list[bool] = []
+
+    for most in (1, 2, 9):
+        with (
+            pytest.raises(StepAbandoned),
+            model.stopping(lambda: asked.append(True) or len(asked) == most),  # noqa: B023
+        ):
+            model.forward(batch)
+        assert len(asked) == most
+        asked.clear()
+
+    with model.stopping(lambda: bool(asked.append(True))):
+        assert torch.equal(model.forward(batch), expected)
+    assert len(asked) > 9
+    assert torch.equal(model.forward(batch), expected)
+
+
 @pytest.mark.parametrize("weights", ["auto", "int4"])
 def test_another_thread_that_loads_a_model_changes_nothing(weights: str, tmp_path: Path) -> None:
     """Loading sets torch's default dtype for the whole process; kernels then wrote beyond memory

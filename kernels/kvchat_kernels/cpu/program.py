@@ -8,7 +8,7 @@ pool of threads would compete with the first.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -84,8 +84,6 @@ class Program:
                 firsts[index] = firsts[index - 1]
         self._firsts = firsts
         self._run = np.zeros(4, np.int64)
-        self._run[_Run.NUM_OPS] = len(operations)
-        self._run[_Run.OPS] = self._ops.ctypes.data
         self._run[_Run.YIELD] = _address_of("sched_yield")
         self._driver = _driver()
         self._parallel = parallel()
@@ -95,10 +93,27 @@ class Program:
         before = np.concatenate(([0], np.cumsum(self.units)))
         self._ops[:, _Op.REQUIRED] = before[self._firsts]
 
-    def run(self, num_threads: int) -> None:
-        """Run all operations; `prepare` was called since `units` changed."""
+    def run(
+        self, num_threads: int, check: Callable[[], None] | None = None, num_pieces: int = 1
+    ) -> None:
+        """Run all operations; `prepare` was called since `units` changed.
+
+        They run in `num_pieces` parts, one after another. `check` is called between them, and may
+        raise: then the operations after it have not run.
+        """
         self._ops[:, _Op.NEXT] = 0
         self._run[_Run.DONE] = 0
+        num_ops = len(self._operations)
+        num_pieces = min(num_pieces, num_ops)
+        for piece in range(num_pieces):
+            if piece and check is not None:
+                check()
+            first, last = (num_ops * number // num_pieces for number in (piece, piece + 1))
+            self._run[_Run.OPS] = self._ops[first:].ctypes.data
+            self._run[_Run.NUM_OPS] = last - first
+            self._run_piece(num_threads)
+
+    def _run_piece(self, num_threads: int) -> None:
         if num_threads == 1 or self._parallel is None:
             self._driver.call(self._run.ctypes.data)
         else:
