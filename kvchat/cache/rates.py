@@ -198,6 +198,11 @@ class PrefillRate:
         """The rate; None before the first measurement."""
         return self._rate or self._short_rate
 
+    def tokens_within(self, seconds: float) -> int | None:
+        """Return how many tokens are computed in so many seconds; None without a measurement."""
+        rate = self.tokens_per_s
+        return int(rate * seconds) if rate is not None else None
+
     def note(self, num_tokens: int, seconds: float) -> None:
         """Take in how long a step took that only prefilled; the first measurements are kept."""
         if num_tokens < _MIN_SHORT_TOKENS or seconds <= 0:

@@ -149,11 +149,12 @@ class Scheduler:
                 request.cached = None
             self._send_back(request)
 
-    def schedule(self, is_short: bool = False) -> list[ScheduledRequest]:
+    def schedule(self, is_short: bool = False, most_beside: int = 0) -> list[ScheduledRequest]:
         """Choose the requests of the next step and reserve their blocks.
 
-        A short step has at most `max_step_tokens` in any case. The result is empty if nothing can
-        run.
+        A short step has at most `max_step_tokens` in any case. It, and one in which a request
+        decodes, has at most `most_beside` tokens of prompts; 0: no other limit. The result is empty
+        if nothing can run.
         """
         most = self._max_prefill_tokens
         is_short |= self._is_next_short
@@ -163,6 +164,8 @@ class Scheduler:
         self._num_to_score = _MAX_SCORED
         num_decoding = sum(request.is_decoding for request in self._running)
         budget = max(most - num_decoding, most // 2, 1)
+        if most_beside and (is_short or num_decoding):
+            budget = min(budget, most_beside)
         plan = list(self._continue_running(budget))
         budget -= sum(item.num_tokens for item in plan if not item.request.is_decoding)
         plan.extend(self._admit(budget))
