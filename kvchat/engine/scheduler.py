@@ -157,12 +157,11 @@ class Scheduler:
         if nothing can run.
         """
         most = self._max_prefill_tokens
-        is_short |= self._is_next_short
-        self._is_next_short = False
-        if is_short or any(request.is_decoding for request in self._running):
-            most = self._max_step_tokens
-        self._num_to_score = _MAX_SCORED
         num_decoding = sum(request.is_decoding for request in self._running)
+        if is_short or num_decoding or self._is_next_short:
+            most = self._max_step_tokens
+        self._is_next_short = False  # it had room for all of a small request
+        self._num_to_score = _MAX_SCORED
         budget = max(most - num_decoding, most // 2, 1)
         if most_beside and (is_short or num_decoding):
             budget = min(budget, most_beside)
