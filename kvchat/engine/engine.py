@@ -46,8 +46,8 @@ _ROOM_PATIENCE_S = 0.02
 _TOKENS_BEFORE_KEEPING = 2
 # A step of few tokens after one of so many seconds can be given up, too.
 _SLOW_STEP_S = 0.1
-# Prompts beside answers, and read ahead, are read in steps of about so many seconds.
-_BESIDE_S = 0.25
+# Prompts beside answers, and read ahead, are read in steps of at most about so many seconds.
+_BESIDE_S = 0.4
 # The tokens that a measurement of the prefill rate computes: about 0.1 s on a CPU.
 _MEASURED_TOKENS = 256
 
@@ -424,7 +424,7 @@ class Engine:
         # A read-ahead is ended when a request comes, which must not wait for a long step.
         most_beside = self._prefill_rate.tokens_within(_BESIDE_S)
         if most_beside is not None:
-            most_beside = max(MOST_ROWS, 1 << max(0, most_beside.bit_length() - 1))
+            most_beside = max(1, most_beside // MOST_ROWS) * MOST_ROWS
         plan = self._scheduler.schedule(self._ahead_id is not None, most_beside or 0)
         if self.speculation.is_on:
             plan = self.speculation.draft(plan, self.cache, self._limits)

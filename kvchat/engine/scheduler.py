@@ -64,10 +64,10 @@ class Scheduler:
     times context are at most `max_pairs`, as long as that leaves `max_step_tokens`; 0: no limit.
     At most `max_step_tokens` requests run, and all that decode get their token in every step. If
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
-    new requests would be read a few tokens at a time. A prompt leaves half of that to those after
-    it, as far as they need it, so a long one keeps a short one waiting for one step. `promote` is
-    called before a request starts.
-    It returns true if it began to promote KV for the request, which then waits.
+    new requests would be read a few tokens at a time. A prompt that needs more than that leaves
+    half to those after it, as far as they need it, so a long one keeps a short one waiting for one
+    step. `promote` is called before a request starts. It returns true if it began to promote KV for
+    the request, which then waits.
     """
 
     def __init__(
@@ -194,13 +194,15 @@ class Scheduler:
     def _continue_running(self, prefill_budget: int) -> Iterator[ScheduledRequest]:
         """Schedule running requests, oldest first; every decoding one gets its token."""
         decoding = {request for request in self._running if request.is_decoding}
-        index = 0
+        whole, index = prefill_budget, 0
         while index < len(self._running):
             request = self._running[index]
             if request.restore is not None and request.is_to_join:
                 self._join(request)
             is_decoding = request in decoding
-            most = 1 if is_decoding else self._left_for(request, prefill_budget, index)
+            most = 1 if is_decoding else prefill_budget
+            if not is_decoding and request.num_due > whole:
+                most = self._left_for(prefill_budget, index)
             num_tokens = self._share(request, most)
             if num_tokens and not self._reserve_or_preempt(request, num_tokens):
                 continue  # this request was preempted; the next one now has its index
@@ -211,11 +213,9 @@ class Scheduler:
                 yield ScheduledRequest(request, num_tokens)
             index += 1
 
-    def _left_for(self, request: Request, budget: int, index: int) -> int:
-        """Return how much of `budget` the running request `index` may take for its prompt."""
+    def _left_for(self, budget: int, index: int) -> int:
+        """Return how much of `budget` the running request `index` may take for a long prompt."""
         half = budget // 2
-        if request.num_due <= budget - half:
-            return budget
         wanted = sum(r.num_due for r in self._running[index + 1 :] if not r.is_decoding)
         if wanted < half and len(self._running) < self._max_running and not self._is_full:
             wanted += self._num_wanted_by_waiting()

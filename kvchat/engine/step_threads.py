@@ -32,9 +32,9 @@ _WINDOW_S = 0.05
 # If the threads ran for less than this share of that time, half of them go on. With all cores free
 # the share was 0.96 and above. Two threads of a 0.4 B model in 16 bits, 64 rows, took 3.4 s beside
 # one busy program and 14 s beside two; one thread took 2.2 and 4.5 s.
-_BUSY = 0.7
+_BUSY = 0.55
 # After so many seconds twice as many are tried again: at a cost of one window, if that is too many.
-_RETRY_S = 1.5
+_RETRY_S = 1.0
 
 
 class StepThreads:

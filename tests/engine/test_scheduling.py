@@ -40,7 +40,7 @@ def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
     assert all(step[first] == 1 for step in reading)
 
 
-def test_a_prompt_beside_an_answer_is_read_in_steps_of_a_quarter_of_a_second() -> None:
+def test_a_prompt_beside_an_answer_is_read_in_steps_of_less_than_half_a_second() -> None:
     """Beside a prompt of 64 tokens a step, a 0.4 B model gave a token in 1.4 s."""
     now_s = 0.0
 
@@ -55,7 +55,7 @@ def test_a_prompt_beside_an_answer_is_read_in_steps_of_a_quarter_of_a_second() -
     engine.run()
 
     reading = [dict(step) for step in engine.steps if second in dict(step)]
-    assert [step[second] for step in reading] == [32, 32, 16]
+    assert [step[second] for step in reading] == [48, 32]
     assert all(step[first] == 1 for step in reading)
 
 

@@ -181,9 +181,9 @@ def test_a_large_step_goes_on_with_one_thread_beside_a_busy_program() -> None:
     """A prompt of 64 tokens took 14 s instead of 1.4: each product waited for the other thread."""
     machine = BusyMachine()
     machine.is_busy = True
-    assert machine.step().count(2) == 1, "one look was enough"
-    assert machine.step(50).count(2) == 0, "the next step begins as this one went on"
-    assert 1 <= machine.step(1000).count(2) <= 8, "two are tried again, once in 1.5 s"
+    assert machine.step(50).count(2) == 1, "one look was enough"
+    assert machine.step(30).count(2) == 0, "the next step begins as this one went on"
+    assert 1 <= machine.step(1000).count(2) <= 11, "two are tried again, once a second"
 
 
 def test_a_large_step_has_all_threads_again_once_they_can_run() -> None:
