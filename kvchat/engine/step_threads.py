@@ -25,8 +25,6 @@ _WORTH = 0.95
 # A step this many times slower than usual suggests a busy machine. If half of the latest steps are
 # that slow, a race begins at once.
 _SLOWER, _MANY_SLOWER = 1.5, 6
-
-
 # A large step looks at its threads once in so many seconds.
 _WINDOW_S = 0.05
 # If the threads ran for less than this share of that time, half of them go on. With all cores free
