@@ -33,7 +33,7 @@ class EndpointSetup:
 def run_turns(setup: EndpointSetup) -> Result:
     """Measure tokens read and time to first token at a server."""
     ready = setup.host.wait_until_ready()
-    settings = {"model": ready.name, "server": ready.device, "form": ready.dtype}
+    settings = {"model": ready.name, "server": ready.device, "form": f"in {ready.sent_as}"}
     figures, notes = _reread(setup)
     figures += _first_tokens(setup, ready.context_limit)
     return Result("turns", settings, tuple(figures), notes=notes)

@@ -175,16 +175,16 @@ def _build(
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[RemoteEngine, ModelReady]":
         from kvchat.remote.engine import RemoteEngine
 
-        form = "token ids" if spell is not None else "messages"
         ready = ModelReady(
             name=server.model or server.kind,
             identity=f"{server.kind} at {address.shown}",
             device=f"{server.kind} at {address.shown}",
-            dtype=f"in {form}",
+            dtype="",
             context_limit=server.max_context,
             load_s=0.0,
             notes=_notes(server),
             is_context_limit_told=server.knows_context,
+            sent_as="token ids" if spell is not None else "messages",
         )
         return RemoteEngine(server, spell, has_ended), ready
 

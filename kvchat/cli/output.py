@@ -91,8 +91,8 @@ def model_object(ready: ModelReady | None) -> dict[str, object] | None:
         "name": ready.name,
         "identity": ready.identity,
         "device": ready.device,
-        "dtype": ready.dtype,
-        "kv_dtype": ready.kv_dtype or ready.dtype,
+        "dtype": ready.dtype or None,
+        "kv_dtype": ready.kv_dtype or ready.dtype or None,
         "draft": ready.draft,
     }
 

@@ -18,9 +18,11 @@ class LoadProgress:
 class ModelReady:
     """The model is loaded; holds the values for the status line and the JSON output.
 
+    dtype                   the dtype of activations, "" for a server, which does not tell it
     draft                   the name of the draft model, None where there is none
     kv_dtype                the dtype of KV, "" if it is `dtype`
     weights                 the form of the weights, "" if it is not known or cannot be chosen
+    sent_as                 what a server gets, token ids or messages; "" if this process computes
     is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
 
@@ -35,6 +37,7 @@ class ModelReady:
     is_context_limit_told: bool = True
     kv_dtype: str = ""
     weights: str = ""
+    sent_as: str = ""
 
     @property
     def told_context_limit(self) -> int | None:

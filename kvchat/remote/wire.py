@@ -30,13 +30,13 @@ class Counts:
     """Tokens of one request as the server counts them; `cached` is None if it does not say.
 
     `miss_reason` is what a kvchat server tells; of others, as of an older one, no more is known
-    than that they had no more cached.
+    than that they had no more cached. vLLM on a CPU, for one, keeps whole blocks of 128 tokens.
     """
 
     prompt: int = 0
     cached: CachedTokens | None = None
     generated: int = 0
-    miss_reason: MissReason | None = MissReason.EVICTED
+    miss_reason: MissReason | None = MissReason.NOT_KEPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +342,11 @@ def _openai_counts(document: Mapping[str, Any]) -> Counts | None:
 
 
 def _miss_reason(told: Mapping[str, Any]) -> MissReason | None:
-    """Return why a kvchat server had no more cached; EVICTED for what it does not tell."""
-    name = told.get("miss_reason", MissReason.EVICTED.name)
+    """Return why a kvchat server had no more cached; NOT_KEPT for what it does not tell."""
+    name = told.get("miss_reason", MissReason.NOT_KEPT.name)
     if name is None:
         return None
-    return MissReason.__members__.get(str(name).upper(), MissReason.EVICTED)
+    return MissReason.__members__.get(str(name).upper(), MissReason.NOT_KEPT)
 
 
 def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:

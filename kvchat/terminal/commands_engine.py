@@ -269,7 +269,8 @@ def _context_words(limit: int | None) -> str:
 
 
 def _device_words(ready: ModelReady) -> str:
-    return f"{ready.device}, {ready.dtype}{_kv_words(ready)}"
+    form = f"in {ready.sent_as}" if ready.sent_as else ready.dtype
+    return f"{ready.device}, {form}{_kv_words(ready)}"
 
 
 def _kv_words(ready: ModelReady) -> str:

@@ -167,7 +167,7 @@ def test_a_script_is_answered_by_another_server(shell: Shell) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == "Hello ␛[31m🙂\n"
     answer = json.loads(again.stdout)
-    assert answer["model"]["dtype"] == "in messages"
+    assert answer["model"]["dtype"] is None
     assert len(fake.bodies[-1]["messages"]) == 3
 
 
@@ -212,11 +212,13 @@ def test_a_key_is_in_no_file_and_in_no_message(shell: Shell) -> None:
 
 
 def test_json_says_nothing_that_the_server_does_not_tell(shell: Shell) -> None:
-    """It was 0 of each tier for a server that tells no count."""
+    """It was 0 of each tier for a server that tells no count, and a dtype of "in messages"."""
     with fake_server(lambda path, body: chunks("Hello", " there.")) as fake:
         done = shell.run("--endpoint", fake.url, "--output-format", "json", "-p", "hi")
 
-    usage = json.loads(done.stdout)["usage"]
+    told = json.loads(done.stdout)
+    assert (told["model"]["dtype"], told["model"]["kv_dtype"]) == (None, None)
+    usage = told["usage"]
     assert usage["cached_tokens"] is None
     assert usage["prefilled_tokens"] is None
     assert usage["prompt_tokens"] > 0

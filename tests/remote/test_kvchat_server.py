@@ -161,9 +161,9 @@ def test_why_the_server_had_no_more_is_told(
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ({}, MissReason.EVICTED),  # an older server
-        ({"miss_reason": "of_a_later_release"}, MissReason.EVICTED),
-        ({"miss_reason": ["?"]}, MissReason.EVICTED),
+        ({}, MissReason.NOT_KEPT),  # an older server
+        ({"miss_reason": "of_a_later_release"}, MissReason.NOT_KEPT),
+        ({"miss_reason": ["?"]}, MissReason.NOT_KEPT),
         ({"miss_reason": None}, None),
     ],
 )

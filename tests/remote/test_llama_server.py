@@ -89,7 +89,7 @@ def llama(model: Path, tmp_path: Path) -> Iterator[LlamaServer]:
 def host_at(url: str, store: Path) -> Iterator[ChatHost]:
     settings = resolve({}, {}, store / "no-config.toml")
     host = open_remote_host(settings, address_of(url), SessionStore(store), None)
-    assert "token ids" in host.wait_until_ready().dtype
+    assert host.wait_until_ready().sent_as == "token ids"
     try:
         yield host
     finally:

