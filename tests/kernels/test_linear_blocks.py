@@ -221,6 +221,18 @@ def test_columns_lie_as_the_levels_beside_them(num_blocks: int) -> None:
     )
 
 
+@pytest.mark.parametrize("num_rows", [3, FEW_ROWS + 9])
+def test_rows_of_another_dtype_than_the_weights_are_multiplied(num_rows: int) -> None:
+    """Where the processor multiplies in bfloat16, many rows in float32 were refused by torch."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 992).bfloat16(), torch.randn(num_rows, 992)
+
+    found = FloatProduct(weight, None)(x)
+
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, x @ weight.float().T, rtol=1e-3, atol=1e-3)
+
+
 _PRODUCTS = """
 import sys, torch
 from kvchat_kernels.cpu.code import has_feature

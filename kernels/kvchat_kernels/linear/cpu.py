@@ -152,7 +152,7 @@ class FloatProduct:
         num_out, num_in = self._weight.shape
         num_rows = x.numel() // num_in
         is_few = num_rows <= FEW_ROWS and num_in % COLUMNS == 0 and self._kernels is not None
-        if not is_few and self._multiplies:
+        if not is_few and self._multiplies and x.dtype == self._weight.dtype:
             return linear_of_few_sizes(x, self._weight, self._bias)
         rows = x.reshape(num_rows, num_in).float().contiguous()
         out = torch.empty(num_rows, num_out, dtype=torch.float32)
