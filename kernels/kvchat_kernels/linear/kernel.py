@@ -4,6 +4,8 @@ Weights are read once and unpacked in registers. Shapes: M rows, padded to 16; N
 B blocks of a loop step; W bytes of a block, which has 2 W columns in 4 bits and W in 8 bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,8 @@ import triton.language as tl
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.linear.blocks import BlockWeights
 
-_ROWS_OF_A_TILE = 16
+ROWS_OF_A_TILE = 16
+ONE_ROW_TILE = {"BLOCK_N": 8, "BLOCK_B": 32, "STAGES": 3}
 
 
 @triton.jit
@@ -36,16 +39,16 @@ def load_blocks(
 
 
 @triton.jit
-def one_row_kernel(
-    row_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, out_size,
-    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
+def outputs_of_row(
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, output, out_size, IN_SIZE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) computes BLOCK_N outputs; a thread sums whole blocks, then all add.
+    """Return one row's products with the matrix's rows `output` [N], in float32 [N].
 
-    A block's sum is scaled once, and its minimum multiplies the sum of its inputs.
+    A thread sums whole blocks, then all add. A block's sum is scaled once, and its minimum
+    multiplies the sum of its inputs.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     byte = tl.arange(0, WIDTH)[None, None, :]
     total = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.float32)
     for start in tl.range(0, NUM_BLOCKS, BLOCK_B, num_stages=STAGES):
@@ -66,26 +69,37 @@ def one_row_kernel(
         total += tl.sum(products, axis=2) * scales
         if BITS == 4 or minimums_ptr is not None:
             total += tl.sum(inputs, axis=2) * minimums
-    result = tl.sum(total, axis=1)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def one_row_kernel(
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, out_size,
+    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile,) computes BLOCK_N outputs."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    result = outputs_of_row(
+        row_ptr, levels_ptr, scales_ptr, minimums_ptr, output, out_size, IN_SIZE, NUM_BLOCKS,
+        WIDTH, BITS, BLOCK_N, BLOCK_B, STAGES,
+    )  # fmt: skip
     is_output = output < out_size
     if bias_ptr is not None:
         result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
     tl.store(out_ptr + output, result.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
-# do_not_specialize: one compilation for all numbers of rows.
-@triton.jit(do_not_specialize=["num_rows"])
-def few_rows_kernel(
-    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, num_rows, out_size,
+@triton.jit
+def outputs_of_rows(
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, row, is_row, output, out_size,
     IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) computes BLOCK_N outputs of all rows on the tensor cores.
+    """Return the products of rows `row` [M, 1] with the matrix's rows `output` [N]: float32 [M, N].
 
-    Weights are rounded to the rows' dtype, as unpacked ones are.
+    On the tensor cores. Weights are rounded to the rows' dtype, as unpacked ones are.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
     inner = tl.arange(0, BLOCK_B * WIDTH)[None, :]  # [1, B * W]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, NUM_BLOCKS, BLOCK_B):
@@ -105,9 +119,27 @@ def few_rows_kernel(
             weights = part_levels.to(tl.float32) * scales + minimums  # [N, B, W]
             weights = tl.reshape(weights.to(rows_ptr.dtype.element_ty), (BLOCK_N, BLOCK_B * WIDTH))
             columns = column + part * WIDTH
-            inside = (row < num_rows) & (columns < IN_SIZE)
-            rows = tl.load(rows_ptr + row * IN_SIZE + columns, mask=inside, other=0.0)
+            rows = tl.load(
+                rows_ptr + row * IN_SIZE + columns, mask=is_row & (columns < IN_SIZE), other=0.0
+            )
             total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+    return total
+
+
+# do_not_specialize: one compilation for all numbers of rows.
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_kernel(
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, num_rows, out_size,
+    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile,) computes BLOCK_N outputs of all rows."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
+    total = outputs_of_rows(
+        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, row, row < num_rows, output, out_size,
+        IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_M, BLOCK_N, BLOCK_B, PRECISION,
+    )  # fmt: skip
     outputs = output[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + outputs, mask=outputs < out_size, other=0.0).to(tl.float32)
@@ -150,29 +182,35 @@ def block_linear_launch(
     assert rows.is_contiguous()
     assert out.is_contiguous()
     num_rows, in_size = rows.shape
-    values = {**_operands(weights), "bias_ptr": bias, "out_ptr": out, "IN_SIZE": in_size}
-    is_exact = rows.dtype == torch.float32
+    values = {**operands(weights), "bias_ptr": bias, "out_ptr": out, "IN_SIZE": in_size}
     if num_rows == 1:
-        tile = {"BLOCK_N": 8, "BLOCK_B": 32, "STAGES": 3}
+        tile = ONE_ROW_TILE
         grid = (triton.cdiv(weights.num_out, tile["BLOCK_N"]),)
         return Launch(one_row_kernel, grid, {"row_ptr": rows, **values, **tile})
-    few = {"BLOCK_M": _ROWS_OF_A_TILE, "BLOCK_N": 32, "BLOCK_B": 4 if is_exact else 8}
-    own = {"rows_ptr": rows, "num_rows": num_rows, "PRECISION": "ieee" if is_exact else "tf32"}
+    few = few_rows_tile(rows.dtype)
     grid = (triton.cdiv(weights.num_out, few["BLOCK_N"]),)
-    return Launch(few_rows_kernel, grid, {**values, **few, **own})
+    return Launch(few_rows_kernel, grid, {"rows_ptr": rows, "num_rows": num_rows, **values, **few})
+
+
+def few_rows_tile(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tile of `outputs_of_rows` for rows of a dtype, and how exactly it multiplies."""
+    is_exact = dtype == torch.float32
+    tile = {"BLOCK_M": ROWS_OF_A_TILE, "BLOCK_N": 32, "BLOCK_B": 4 if is_exact else 8}
+    return {**tile, "PRECISION": "ieee" if is_exact else "tf32"}
 
 
 def unpack_launch(weights: BlockWeights, out: torch.Tensor) -> Launch:
     """Return the launch that writes the whole matrix to `out` [out, in], contiguous."""
     assert out.is_contiguous()
     tile = {"BLOCK_N": 8, "BLOCK_B": 32}
-    values = {**_operands(weights), "out_ptr": out, **tile}
+    values = {**operands(weights), "out_ptr": out, **tile}
     num_blocks = weights.num_in // weights.block
     grid = (triton.cdiv(weights.num_out, tile["BLOCK_N"]), triton.cdiv(num_blocks, tile["BLOCK_B"]))
     return Launch(unpack_kernel, grid, values)
 
 
-def _operands(weights: BlockWeights) -> dict[str, object]:
+def operands(weights: BlockWeights) -> dict[str, object]:
+    """Return the parameters of kernels that stand for a matrix."""
     assert weights.steps is None, "on a GPU scales are floats"
     assert not weights.is_interleaved, "as compiled code for a CPU reads them"
     return {
