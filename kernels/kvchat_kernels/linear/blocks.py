@@ -271,3 +271,21 @@ def quantised_on(weight: torch.Tensor, bits: int, device: torch.device) -> Block
     """Return `quantised(weight, bits)` on `device`, made there a tile after another."""
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     return joined([quantised(tile.to(device), bits) for tile in weight.split(step)])
+
+
+def quantised_matrices(weight: torch.Tensor, bits: int, device: torch.device) -> BlockWeights:
+    """Round matrices [count, out, in] on `device`, one after another: [count * out, in].
+
+    Beside the result no more than one matrix is on the device.
+    """
+    count, num_out, _ = weight.shape
+    whole: BlockWeights | None = None
+    for index, matrix in enumerate(weight):
+        packed = quantised_on(matrix, bits, device)
+        if whole is None:
+            whole = packed.changed(lambda part: part.new_empty(count * num_out, *part.shape[1:]))
+        place = whole.rows(index * num_out, (index + 1) * num_out).parts()
+        for name, part in packed.parts().items():
+            place[name].copy_(part)
+    assert whole is not None, "no matrix"
+    return whole
