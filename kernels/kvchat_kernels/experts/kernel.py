@@ -84,7 +84,8 @@ def group_kernel(
 
 @triton.jit
 def one_row_of_experts_kernel(
-    rows_ptr, chosen_ptr, levels_ptr, scales_ptr, minimums_ptr, out_ptr, out_size, out_stride,
+    rows_ptr, chosen_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    out_ptr, out_size, out_stride,
     PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
     STAGES: tl.constexpr,
@@ -95,6 +96,7 @@ def one_row_of_experts_kernel(
     first = tl.load(chosen_ptr + pair).to(tl.int32) * out_size
     result = outputs_of_row(
         rows_ptr + pair // PAIRS_OF_A_ROW * IN_SIZE, levels_ptr, scales_ptr, minimums_ptr,
+        steps_ptr,
         first + output, first + out_size, IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_N, BLOCK_B,
         STAGES,
     )  # fmt: skip
@@ -104,7 +106,8 @@ def one_row_of_experts_kernel(
 
 @triton.jit(do_not_specialize=["most"])
 def rows_of_experts_kernel(
-    rows_ptr, order_ptr, groups_ptr, levels_ptr, scales_ptr, minimums_ptr, out_ptr, out_size,
+    rows_ptr, order_ptr, groups_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    out_ptr, out_size,
     out_stride, most, PAIRS_OF_A_ROW: tl.constexpr, IN_SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
@@ -121,7 +124,7 @@ def rows_of_experts_kernel(
     is_pair = (slot < size)[:, None]
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = outputs_of_rows(
-        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, pair // PAIRS_OF_A_ROW, is_pair,
+        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, pair // PAIRS_OF_A_ROW, is_pair,
         first + output, first + out_size, IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_M, BLOCK_N,
         BLOCK_B, PRECISION,
     )  # fmt: skip

@@ -113,20 +113,12 @@ class BlockWeights:
         return self.levels.device
 
     def to(self, device: torch.device) -> "BlockWeights":
-        """Return the matrix on `device`; anywhere but on a CPU without steps."""
-        weights = self if device.type == "cpu" or self.steps is None else _without_steps(self)
-        return weights.changed(lambda part: part.to(device))
+        """Return the matrix on `device`."""
+        return self.changed(lambda part: part.to(device))
 
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
         return self.changed(lambda part: part[start:end])
-
-
-def _without_steps(weights: BlockWeights) -> BlockWeights:
-    """Return the same weights whose scales and minimums are float32."""
-    scales, minimums = scales_and_minimums(weights)
-    has_minimums = weights.minimums is not None
-    return replace(weights, scales=scales, minimums=minimums if has_minimums else None, steps=None)
 
 
 def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:

@@ -11,20 +11,23 @@ import triton
 import triton.language as tl
 
 from kvchat_kernels.launch import Launch
+from kvchat_kernels.linear.blocks import STEP_COLUMNS as _STEP_COLUMNS
 from kvchat_kernels.linear.blocks import BlockWeights
 
 ROWS_OF_A_TILE = 16
+STEP_COLUMNS = tl.constexpr(_STEP_COLUMNS)
 ONE_ROW_TILE = {"BLOCK_N": 8, "BLOCK_B": 32, "STAGES": 3}
 
 
 @triton.jit
 def load_blocks(
-    levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr,
+    levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size,
+    NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Return levels [N, B, W], scales and minimums [N, B] float32; zeros outside the matrix.
 
-    Without minimums a level of 8 stands for 0 in 4 bits.
+    Without minimums a level of 8 stands for 0 in 4 bits. Whole scales and minimums are multiplied
+    with their steps.
     """
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
     inside = (output < out_size)[:, None] & (block < NUM_BLOCKS)[None, :]
@@ -32,15 +35,25 @@ def load_blocks(
     places = place[:, :, None] * WIDTH + byte[None, None, :]
     levels = tl.load(levels_ptr + places, mask=inside[:, :, None], other=0)
     scales = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if steps_ptr is not None:
+        blocks_of_a_step: tl.constexpr = STEP_COLUMNS * BITS // (8 * WIDTH)
+        num_steps: tl.constexpr = NUM_BLOCKS // blocks_of_a_step
+        step = output.to(tl.int64)[:, None] * num_steps + (block // blocks_of_a_step)[None, :]
+        if minimums_ptr is not None:
+            step *= 2
+        scales *= tl.load(steps_ptr + step, mask=inside, other=0.0).to(tl.float32)
     minimums = scales * (-8.0 if BITS == 4 else 0.0)
     if minimums_ptr is not None:
         minimums = tl.load(minimums_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if steps_ptr is not None:
+            minimums *= tl.load(steps_ptr + step + 1, mask=inside, other=0.0).to(tl.float32)
     return levels, scales, minimums
 
 
 @triton.jit
 def outputs_of_row(
-    row_ptr, levels_ptr, scales_ptr, minimums_ptr, output, out_size, IN_SIZE: tl.constexpr,
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    output, out_size, IN_SIZE: tl.constexpr,
     NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -54,8 +67,9 @@ def outputs_of_row(
     for start in tl.range(0, NUM_BLOCKS, BLOCK_B, num_stages=STAGES):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-        )
+            levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+            WIDTH, BITS,
+        )  # fmt: skip
         column = block[None, :, None] * (WIDTH * 8 // BITS) + byte  # [1, B, W]
         low = tl.load(row_ptr + column, mask=column < IN_SIZE, other=0.0).to(tl.float32)
         if BITS == 4:
@@ -74,14 +88,15 @@ def outputs_of_row(
 
 @triton.jit
 def one_row_kernel(
-    row_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, out_size,
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, bias_ptr, out_ptr, out_size,
     IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile,) computes BLOCK_N outputs."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     result = outputs_of_row(
-        row_ptr, levels_ptr, scales_ptr, minimums_ptr, output, out_size, IN_SIZE, NUM_BLOCKS,
+        row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+        output, out_size, IN_SIZE, NUM_BLOCKS,
         WIDTH, BITS, BLOCK_N, BLOCK_B, STAGES,
     )  # fmt: skip
     is_output = output < out_size
@@ -92,7 +107,7 @@ def one_row_kernel(
 
 @triton.jit
 def outputs_of_rows(
-    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, row, is_row, output, out_size,
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, row, is_row, output, out_size,
     IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -105,8 +120,9 @@ def outputs_of_rows(
     for start in range(0, NUM_BLOCKS, BLOCK_B):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-        )
+            levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+            WIDTH, BITS,
+        )  # fmt: skip
         scales, minimums = scales[:, :, None], minimums[:, :, None]
         column = (start + inner // WIDTH) * (WIDTH * 8 // BITS) + inner % WIDTH
         for part in tl.static_range(8 // BITS):
@@ -129,7 +145,8 @@ def outputs_of_rows(
 # do_not_specialize: one compilation for all numbers of rows.
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
-    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, num_rows, out_size,
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    bias_ptr, out_ptr, num_rows, out_size,
     IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +154,8 @@ def few_rows_kernel(
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
     total = outputs_of_rows(
-        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, row, row < num_rows, output, out_size,
+        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+        row, row < num_rows, output, out_size,
         IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_M, BLOCK_N, BLOCK_B, PRECISION,
     )  # fmt: skip
     outputs = output[None, :]
@@ -150,15 +168,16 @@ def few_rows_kernel(
 
 @triton.jit
 def unpack_kernel(
-    levels_ptr, scales_ptr, minimums_ptr, out_ptr, out_size, NUM_BLOCKS: tl.constexpr,
+    levels_ptr, scales_ptr, minimums_ptr, steps_ptr, out_ptr, out_size, NUM_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Program (output tile, block tile) writes BLOCK_N rows of BLOCK_B blocks in `out`'s dtype."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     levels, scales, minimums = load_blocks(
-        levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-    )
+        levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+        WIDTH, BITS,
+    )  # fmt: skip
     columns: tl.constexpr = WIDTH * 8 // BITS
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
     target = place[:, :, None] * columns + tl.arange(0, WIDTH)[None, None, :]
@@ -211,12 +230,12 @@ def unpack_launch(weights: BlockWeights, out: torch.Tensor) -> Launch:
 
 def operands(weights: BlockWeights) -> dict[str, object]:
     """Return the parameters of kernels that stand for a matrix."""
-    assert weights.steps is None, "on a GPU scales are floats"
     assert not weights.is_interleaved, "as compiled code for a CPU reads them"
     return {
         "levels_ptr": weights.levels,
         "scales_ptr": weights.scales,
         "minimums_ptr": weights.minimums,
+        "steps_ptr": weights.steps,
         "out_size": weights.num_out,
         "NUM_BLOCKS": weights.num_in // weights.block,
         "WIDTH": weights.block * weights.bits // 8,
