@@ -14,6 +14,7 @@ import kvchat.model.quantise as packing
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import loader
+from kvchat.model.graphs import SHAPES
 from kvchat.model.loader import load_model
 from kvchat.model.packed_experts import (
     DeviceExpertPacks,
@@ -30,8 +31,10 @@ from kvchat.model.quantise import (
 )
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
+from kvchat_kernels.experts import MAX_ROWS
 from kvchat_kernels.linear import blocks
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised
+from kvchat_kernels.linear.gguf_blocks import block_weights
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
@@ -251,6 +254,26 @@ def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
     x, chosen = torch.randn(3, 256), torch.tensor([[0, 3], [1, 3], [2, 0]])
     factors = torch.rand(3, 2)
     assert torch.allclose(experts(x, chosen, factors), own(x, chosen, factors), atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("Q4_K", 18.5), ("Q5_K", 34.5), ("Q6_K", 34.25)])
+def test_whole_scales_stay_whole_on_a_gpu(kind: str, num_bytes: float) -> None:
+    """As floats those of Q4_K made a file of 18 GB one of 24 there."""
+    stored = torch.zeros(2, stored_bytes_of_a_row(kind), dtype=torch.uint8)
+    weights = block_weights(stored, kind)
+    assert weights is not None
+
+    assert weights.to(torch.device("meta")).num_bytes == num_bytes * 2 * 512 / 32
+
+
+def stored_bytes_of_a_row(kind: str) -> int:
+    """The bytes of 512 columns in a file."""
+    return 2 * {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
+
+
+def test_steps_of_graphs_have_no_more_rows_than_the_kernels_of_experts() -> None:
+    """With more rows the host reads how many each expert has, which no graph can repeat."""
+    assert max(shape.num_tokens for shape in SHAPES) <= MAX_ROWS
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

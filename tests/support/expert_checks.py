@@ -53,7 +53,13 @@ def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
 
 
 def random_step(case: Case, device: str) -> Step:
-    """A row's experts are different ones unless they `can_repeat`; most rows share some."""
+    """A row's experts are different ones unless they `can_repeat`; most rows share some.
+
+    Sizes are those of the case, or the next that its layouts can have.
+    """
+    unit = max(kind.columns for kind in case.kinds)
+    sizes = (-(-size // unit) * unit for size in (case.hidden, case.width))
+    case = replace(case, hidden=next(sizes), width=next(sizes))
     torch.manual_seed(case.num_rows + case.hidden)
     shape = case.num_rows, case.num_experts
     scores = torch.rand(shape)
