@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
+from kvchat_kernels.experts import block_experts
 from kvchat_kernels.linear.block_linear import block_linear
-from kvchat_kernels.linear.blocks import BlockWeights, quantised_on, reordered
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
@@ -120,6 +121,7 @@ class KernelCase:
 BLOCK_SIZE = 16
 _CHUNK = 512  # new tokens after a cached context
 _BATCH = 8  # sequences that decode together
+_NUM_EXPERTS, _TOP_K = 16, 4
 _WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 
 
@@ -280,6 +282,7 @@ def case_groups(
     yield "block copies", _block_copies(shape, place)
     yield "products", _products(shape, place)
     yield "products in 8 and 4 bits", _block_products(shape, place)
+    yield "experts in 4 bits", _experts(shape, place)
     yield "samplers", _samplers(shape, place)
     for context in contexts:
         yield f"attention on {context:,} tokens", attention_cases(shape, place, context)
@@ -422,6 +425,38 @@ def _block_product(name: str, weights: list[BlockWeights], rows: torch.Tensor) -
         lambda i: block_linear(rows, weights[i]),
         lambda: block_linear(rows, weights[0], impl="reference"),
     )
+
+
+def _experts(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
+    """Yield the experts of a mixture in 4 bits, as wide together as the model's own layer."""
+    width = max(COLUMNS, shape.intermediate // _NUM_EXPERTS // COLUMNS * COLUMNS)
+    sizes = {"gate up": (2 * width, shape.hidden), "down": (shape.hidden, width)}
+    whole = [
+        quantised_on(place.random(_NUM_EXPERTS * out_size, in_size), 4, place.device)
+        for out_size, in_size in sizes.values()
+    ]
+    num_bytes = sum(part.num_bytes for part in whole) // _NUM_EXPERTS
+    copies = place.copies(_TOP_K * num_bytes)
+    sets = [whole, *([_copied(part) for part in whole] for _ in range(copies - 1))]
+    for num_rows in _ROWS:
+        places = torch.arange(num_rows * _TOP_K, device=place.device)
+        chosen = (5 * places % _NUM_EXPERTS).view(num_rows, _TOP_K)
+        used = min(num_rows * _TOP_K, _NUM_EXPERTS)
+        rows = place.random(num_rows, shape.hidden) / shape.hidden
+        factors = place.random(num_rows, _TOP_K).abs()
+
+        def computed(index: int, impl: str, step: Any = (rows, chosen, factors)) -> torch.Tensor:
+            gate_up, down = sets[index]
+            return block_experts(*step, (gate_up,), down, silu_mul, impl=impl)
+
+        yield KernelCase(
+            f"{_TOP_K} of {_NUM_EXPERTS} experts in 4 bits, {num_rows} rows",
+            num_bytes * used,
+            True,
+            len(sets),
+            partial(computed, impl="auto"),
+            partial(computed, 0, "reference"),
+        )
 
 
 def _samplers(shape: KernelShape, place: Place) -> Iterator[KernelCase]:

@@ -49,7 +49,7 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     }
     if loaded.spec.state:
         facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
-    if has_packed_experts(loaded.module):  # a GPU leaves experts as they are
+    if has_packed_experts(loaded.module):  # a GPU once left experts as they are
         facts["experts"] = loaded.weights
     if loaded.spec.gathered is not None:
         facts["path"] = "gathered"

@@ -79,7 +79,7 @@ def _read_gguf(
     wanted: list[tuple[str, ...]] = []
     if blocks_on is not None:
         wanted += [(name,) for name in _linear_names(module)]
-        wanted += expert_tensors(module) if blocks_on.type == "cpu" else []
+        wanted += expert_tensors(module)
     stage = stage_of(gguf, dtype, blocks_on is not None)
     architecture = architecture_of(gguf, source.name)
     progress(LoadProgress(stage, 0.0))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.packed_experts import are_plain_experts, expert_packs_of
+from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.quantise import pack_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.gates import Activation
@@ -382,7 +382,7 @@ def _mlp(module: Any) -> Mlp:
 def _experts(module: Any) -> Mlp:
     """Return the matrices of plain experts, whose rows are one below another."""
     packs = expert_packs_of(module)
-    if packs is None:
+    if not isinstance(packs, ExpertPacks):  # those of a GPU have parameters of another form
         if not are_plain_experts(module):
             raise _Unknown(f"has the experts {type(module).__name__}")
         parts = [module.gate_up_proj.detach(), module.down_proj.detach()]

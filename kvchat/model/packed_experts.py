@@ -1,8 +1,9 @@
-"""Plain experts of a mixture in blocks of 8 or 4 bits on a CPU: their products, module by module.
+"""Plain experts of a mixture in blocks of 8 or 4 bits: their products, module by module.
 
 transformers keeps the weights of a layer's experts as two tensors, [experts, 2 * width, hidden] and
 [experts, hidden, width], and so do most mixtures. Packed, they are matrices with the rows of
-all experts one below another; a step multiplies with the rows of the chosen experts alone.
+all experts one below another; a step multiplies with the rows of the chosen experts alone. On a GPU
+`kvchat_kernels.experts` has the products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from kvchat.model.device import can_change_threads
-from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_on
+from kvchat.model.fused_parts import gate_of
+from kvchat_kernels.experts import block_experts
+from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
 
 _PACKS = "_kvchat_expert_packs"
@@ -30,7 +33,10 @@ _NORMED = "has_post_expert_norm"
 
 
 class ExpertPacks:
-    """The matrices of a layer's experts. `gate_up` is one, gate above up in each expert, or two."""
+    """The matrices of a layer's experts on a CPU.
+
+    `gate_up` is one, gate above up in each expert, or two.
+    """
 
     def __init__(
         self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int
@@ -42,6 +48,10 @@ class ExpertPacks:
     def __deepcopy__(self, memo: object) -> "ExpertPacks":
         return self  # nothing ever changes it
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.weights.num_bytes for product in (*self.gate_up, self.down))
+
     def multiply(self, x: torch.Tensor, expert: int, act: nn.Module) -> torch.Tensor:
         """Return what one expert makes of x [rows, hidden] float32."""
         outputs = [self._of(product, expert)(x) for product in self.gate_up]
@@ -51,6 +61,21 @@ class ExpertPacks:
     def _of(self, product: BlockProduct, expert: int) -> BlockProduct:
         size = product.weights.num_out // self._num_experts
         return BlockProduct(product.weights.rows(expert * size, (expert + 1) * size))
+
+
+class DeviceExpertPacks:
+    """The matrices of a layer's experts on a GPU, as those of `ExpertPacks`."""
+
+    def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+        self.gate_up = tuple(gate_up)
+        self.down = down
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weights.num_bytes for weights in (*self.gate_up, self.down))
+
+    def __deepcopy__(self, memo: object) -> "DeviceExpertPacks":
+        return self  # nothing ever changes it
 
 
 def are_plain_experts(module: Any) -> bool:
@@ -66,15 +91,20 @@ def are_plain_experts(module: Any) -> bool:
     return all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
 
 
-def expert_packs_of(module: nn.Module) -> ExpertPacks | None:
+def expert_packs_of(module: nn.Module) -> ExpertPacks | DeviceExpertPacks | None:
     """Return what holds the packed weights of a module of experts, None if it has none."""
-    packs: ExpertPacks | None = module.__dict__.get(_PACKS)
+    packs: ExpertPacks | DeviceExpertPacks | None = module.__dict__.get(_PACKS)
     return packs
 
 
 def has_packed_experts(module: nn.Module) -> bool:
     """Return whether any part of a model is experts with packed weights."""
     return any(expert_packs_of(part) is not None for part in module.modules())
+
+
+def expert_weights(module: Any) -> list[torch.Tensor]:
+    """Return the weights of plain experts, each [experts, out, in]."""
+    return [getattr(module, name).detach() for name in _TENSORS]
 
 
 def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
@@ -94,22 +124,48 @@ def can_pack_experts(module: Any) -> bool:
 
 
 @torch.inference_mode()
-def pack_experts(module: Any, bits: int) -> None:
-    """Round the weights of `can_pack_experts` to blocks, and free them."""
-    packs = []
-    for name in _TENSORS:
-        weight = getattr(module, name).detach().flatten(0, 1)
-        packs.append(quantised_on(weight, bits, torch.device("cpu")))
-    use_packed_experts(module, packs[:1], packs[1])
+def pack_experts(module: Any, bits: int, device: torch.device) -> None:
+    """Round the weights of `can_pack_experts` to blocks on `device`, and free them.
+
+    An expert after another: no more of a layer is there in 16 bits.
+    """
+    gate_up, down = (quantised_matrices(part, bits, device) for part in expert_weights(module))
+    if device.type == "cpu":
+        use_packed_experts(module, (gate_up,), down)
+    else:
+        use_packed_experts_on_gpu(module, (gate_up,), down)
 
 
-def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
-    """Let a module of experts multiply with block weights instead of its own, which are freed."""
-    packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
-    dtype, act = module.gate_up_proj.dtype, module.act_fn
+def use_packed_experts_on_gpu(
+    module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights
+) -> None:
+    """Let a module of experts multiply with block weights on a GPU, and free its own."""
+    packs, act = DeviceExpertPacks(gate_up, down), module.act_fn
+    gate = gate_of(act) or (lambda gates, ups: act(gates) * ups)
+    _take(module, packs)
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x = hidden_states.contiguous()
+        return block_experts(x, top_k_index, top_k_weights, packs.gate_up, packs.down, gate)
+
+    module.__dict__["forward"] = forward
+
+
+def _take(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
+    dtype = module.gate_up_proj.dtype
     module.__dict__[_PACKS] = packs
     for name in _TENSORS:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+
+
+def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+    """Let a module of experts multiply with block weights on a CPU, and free its own."""
+    packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
+    act = module.act_fn
+    _take(module, packs)
 
     def forward(
         hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

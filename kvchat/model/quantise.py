@@ -19,8 +19,10 @@ from kvchat.model.packed_experts import (
     can_pack_experts,
     expert_packs_of,
     expert_tensors,
+    expert_weights,
     pack_experts,
     use_packed_experts,
+    use_packed_experts_on_gpu,
 )
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
@@ -123,27 +125,27 @@ def quantise(
 ) -> tuple[str, ...]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
-    On a CPU plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
+    Plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
     errors nothing evens out, has 8 bits. The packed weights are made on `device`; the module is on
     the CPU. Returns notes for the user on what is not packed. Raises ModelError where the model has
     nothing to pack.
     """
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
-    if not layers:
+    experts = list(_experts(module))
+    if not layers and not experts:
         raise ModelError(
             f"{spec.architecture} has no linear layers that --weights {weights} could pack.",
             "Leave it out.",
         )
-    experts = list(_experts(module)) if device.type == "cpu" else []
     num_packed = sum(layer.weight.numel() for layer in layers)
-    num_packed += sum(part.numel() for found in experts for part in found.parameters())
+    num_packed += sum(part.numel() for found in experts for part in expert_weights(found))
     bits = 8 if weights == "int8" else 4
     for index, layer in enumerate((*layers, *experts)):
         if index < len(layers):
             _replace(layer, 8 if layer is head else bits, device)
         else:
-            pack_experts(layer, bits)
+            pack_experts(layer, bits, device)
         tick((index + 1) / (len(layers) + len(experts)))
     return _note_on_kept(module, num_packed)
 
@@ -161,7 +163,7 @@ class WeightBytes:
 
 
 def weight_bytes(module: Any, spec: ModelSpec) -> WeightBytes:
-    """Return what a model's weights take: as they are, and with its linear layers packed.
+    """Return what a model's weights take: as they are, and with what `quantise` packs packed.
 
     Layers that are packed already do not count.
     """
@@ -170,14 +172,17 @@ def weight_bytes(module: Any, spec: ModelSpec) -> WeightBytes:
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     own = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     freed = sum(layer.weight.nbytes for layer in layers if id(layer.weight) not in tables)
-    in_8 = sum(_packed_bytes(layer, 8) for layer in layers)
-    in_4 = sum(_packed_bytes(layer, 8 if layer is head else 4) for layer in layers)
+    in_8 = sum(_packed_bytes(_weight_of(layer), 8) for layer in layers)
+    in_4 = sum(_packed_bytes(_weight_of(layer), 8 if layer is head else 4) for layer in layers)
+    for part in (part for found in _experts(module) for part in expert_weights(found)):
+        freed += part.nbytes
+        in_8, in_4 = in_8 + _packed_bytes(part, 8), in_4 + _packed_bytes(part, 4)
     return WeightBytes(own, own - freed + in_8, own - freed + in_4)
 
 
-def _packed_bytes(layer: Any, bits: int) -> int:
-    num_out, num_in = _weight_of(layer).shape
-    num_blocks = num_out * -(-num_in // COLUMNS)
+def _packed_bytes(weight: torch.Tensor, bits: int) -> int:
+    num_in = weight.shape[-1]
+    num_blocks = weight.numel() // num_in * -(-num_in // COLUMNS)
     # A scale of 2 bytes a block, and a minimum in 4 bits.
     return num_blocks * (COLUMNS * bits // 8 + (2 if bits == 8 else 4))
 
@@ -237,7 +242,12 @@ def use_blocks(
     for gate_up, down in expert_tensors(module):
         if gate_up in blocks:
             experts = module.get_submodule(gate_up.rpartition(".")[0])
-            use_packed_experts(experts, blocks.pop(gate_up), blocks.pop(down)[0])
+            matrices = blocks.pop(gate_up)
+            if device.type == "cpu":
+                use_packed_experts(experts, matrices, blocks.pop(down)[0])
+            else:
+                on_device = [part.to(device) for part in (*matrices, *blocks.pop(down))]
+                use_packed_experts_on_gpu(experts, on_device[:-1], on_device[-1])
     while blocks:
         name, (weights,) = blocks.popitem()
         layer = module.get_submodule(name.removesuffix(".weight"))

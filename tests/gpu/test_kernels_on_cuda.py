@@ -23,6 +23,14 @@ from support.block_linear_checks import (
     check_many_rows_by_tiles,
     check_rows_beside_others,
 )
+from support.expert_checks import (
+    Case,
+    check_block_experts,
+    check_groups,
+    check_many_rows,
+    random_step,
+)
+from support.expert_checks import check_rows_beside_others as check_rows_of_experts_beside_others
 from support.kv_kernel_checks import (
     KvCase,
     check_block_copies,
@@ -130,6 +138,57 @@ def test_many_rows_multiply_with_unpacked_tiles() -> None:
 
 def test_a_row_of_a_block_product_does_not_depend_on_the_rows_beside_it() -> None:
     check_rows_beside_others(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 64])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_experts_with_weights_in_blocks(kind: Kind, num_rows: int, dtype: torch.dtype) -> None:
+    kinds = (kind, kind) if num_rows != 5 else (kind, KINDS[0], kind)
+    check_block_experts(Case(num_rows, 16, 8, 96, 160, kinds, dtype), DEVICE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("sizes", [(32, 8, 2048, 768), (8, 2, 4096, 14336)], ids=str)
+def test_experts_of_real_shapes(sizes: tuple[int, int, int, int], num_rows: int) -> None:
+    kinds = KINDS[0], KINDS[0]
+    case = Case(num_rows, *sizes, kinds=kinds, dtype=torch.bfloat16)
+    step, exact = random_step(case, DEVICE), random_step(case, DEVICE)
+    exact = replace(exact, x=exact.x.float(), factors=exact.factors.float())
+
+    found, expected = step.by("triton").float(), exact.by("reference")
+
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 64])
+def test_pairs_of_experts_are_grouped(num_rows: int) -> None:
+    chosen = torch.rand(num_rows, 128, generator=torch.Generator().manual_seed(0)).topk(8).indices
+    check_groups(chosen.flatten().tolist(), 128, DEVICE)
+
+
+@pytest.mark.parametrize("impl", ["triton", "auto"])
+def test_many_rows_are_multiplied_expert_by_expert(impl: str) -> None:
+    check_many_rows(DEVICE, impl)
+
+
+def test_the_experts_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
+    check_rows_of_experts_beside_others(DEVICE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_captured_experts_follow_the_choice_of_their_rows(num_rows: int) -> None:
+    step = random_step(Case(num_rows, 16, 4, dtype=torch.float16), DEVICE)
+    step.by("triton")  # compiles, which must not happen while a graph is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step.by("triton")
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        step.chosen.copy_(torch.rand(num_rows, 16, generator=generator).topk(4).indices)
+        graph.replay()
+        assert torch.equal(found, step.by("triton"))
 
 
 def test_rows_may_lie_in_any_order() -> None:

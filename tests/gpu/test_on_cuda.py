@@ -8,9 +8,12 @@ import torch
 from kvchat.bench.engines import complete, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import AssembledEngine, build_engine
+from kvchat.model.packed_experts import has_packed_experts
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from support.checkpoints import VOCAB_SIZE, never_stopping, save_checkpoint, tiny_model
+from support.gguf_files import write_gguf
+from support.gpu_packs import MIXTURES
 
 DEVICE = "cuda"
 pytestmark = [
@@ -101,6 +104,44 @@ def test_packed_weights_run_fused_and_captured(
     assert loaded.fusing is not None
     assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
     assert compare_with_own(loaded) >= 0.98
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_packed_experts_run_captured(name: str, weights: str, tmp_path: Path) -> None:
+    """Before they were packed, a mixture of 30 B needed 58 GiB of a card."""
+    model_type, settings = MIXTURES[name]
+    save_checkpoint(tmp_path / "model", never_stopping(tiny_model(model_type, **settings)))
+    assembled = build(tmp_path / "model", dtype="bfloat16", weights=weights)
+    loaded = assembled.loaded
+
+    answer = complete(assembled.engine, PROMPT, 60)
+    status = assembled.engine.status().graphs
+    assembled.engine.close()
+
+    assert len(answer.token_ids) == 60
+    assert has_packed_experts(loaded.module)
+    assert loaded.notes == ()
+    assert compare_with_own(loaded) >= 0.98
+    assert status is not None
+    assert not status.trouble
+    assert status.num_replayed > 0
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_the_experts_of_a_gguf_file_run_in_their_blocks(kind: str, tmp_path: Path) -> None:
+    settings = MIXTURES["qwen3_moe"][1] | {"moe_intermediate_size": 256, "hidden_size": 256}
+    model = tiny_model("qwen3_moe", **settings, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, kind, {"expert_feed_forward_length": 256})
+
+    assembled = build(path, dtype="auto")
+    answer = complete(assembled.engine, PROMPT, 12)
+    assembled.engine.close()
+
+    assert len(answer.token_ids) > 0
+    assert has_packed_experts(assembled.loaded.module)
+    assert assembled.loaded.device.type == DEVICE
+    assert compare_with_own(assembled.loaded) >= 0.98
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

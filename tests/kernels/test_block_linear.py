@@ -77,8 +77,10 @@ def meta_blocks(kind: Kind, num_out: int, num_in: int) -> BlockWeights:
     level_dtype = torch.uint8 if kind.bits == 4 else torch.int8
     scales = meta(num_out, num_in // kind.block, dtype=kind.dtype)
     levels = meta(num_out, num_in * kind.bits // 8, dtype=level_dtype)
+    minimums = scales if kind.has_minimums else None
+    steps = meta(num_out, num_in // 256, 1 + kind.has_minimums, dtype=torch.float16)
     return BlockWeights(
-        kind.bits, kind.block, levels, scales, scales if kind.has_minimums else None
+        kind.bits, kind.block, levels, scales, minimums, steps if kind.has_steps else None
     )
 
 
@@ -95,7 +97,7 @@ def check_compiled(gpu: Gpu, launch: Launch) -> dict[str, int]:
     return {name: code.ptx_count(name) for name in names}
 
 
-USUAL = [(RTX_40, kind) for kind in (KINDS[0], KINDS[2])] + [(HOPPER, KINDS[0])]
+USUAL = [(RTX_40, kind) for kind in (KINDS[0], KINDS[2], KINDS[6])] + [(HOPPER, KINDS[0])]
 OTHERS = [(gpu, kind) for gpu in GPUS for kind in KINDS if (gpu, kind) not in USUAL]
 LONG = [pytest.param(*pair, marks=pytest.mark.soak) for pair in OTHERS]
 

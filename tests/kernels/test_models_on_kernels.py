@@ -32,7 +32,9 @@ def similarity_on_kernels(name: str, directory: Path) -> tuple[float, int]:
         paged_attention_package.implementation_for = as_chosen
 
 
-def packed_on_kernels(directory: Path, weights: str) -> tuple[float, int]:
+def packed_on_kernels(
+    directory: Path, name: str, weights: str, num_layers: int
+) -> tuple[float, int]:
     """Return the similarity of paged and own logits, and how many products kernels computed."""
     calls: list[int] = []
 
@@ -42,7 +44,10 @@ def packed_on_kernels(directory: Path, weights: str) -> tuple[float, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvchat_kernels.linear.block_linear.uses_triton", take_kernels)
-        loaded = load_packed_as_on_gpu(directory, "llama", weights, patch)
+        patch.setattr("kvchat_kernels.experts.uses_triton", take_kernels)
+        loaded = load_packed_as_on_gpu(
+            directory, name, weights, patch, num_hidden_layers=num_layers
+        )
         return compare_with_own(loaded), len(calls)
 
 
@@ -63,7 +68,17 @@ def test_logits_are_those_of_the_models_own_attention(
 def test_a_packed_model_runs_on_the_kernels_of_its_products(
     weights: str, interpreter: Interpreter, tmp_path: Path
 ) -> None:
-    similarity, calls = interpreter(packed_on_kernels, tmp_path, weights)
+    similarity, calls = interpreter(packed_on_kernels, tmp_path, "llama", weights, 2)
 
     assert similarity > 0.9999
     assert calls > 50
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.soak)])
+def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
+    name: str, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    similarity, calls = interpreter(packed_on_kernels, tmp_path, name, "int4", 1)
+
+    assert similarity > 0.9999
+    assert calls > 30

@@ -15,7 +15,7 @@ from kvchat.model import gguf_tensors
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.compiled_step import compiled_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed_experts import expert_packs_of
+from kvchat.model.packed_experts import ExpertPacks, expert_packs_of
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
@@ -97,6 +97,7 @@ def assert_experts_are_those_of(loaded: LoadedModel, twin: PreTrainedModel) -> N
         if (packs := expert_packs_of(module)) is None:
             continue
         num_packed += 1
+        assert isinstance(packs, ExpertPacks)
         own = twins[name]
         assert sum(part.numel() for part in module.parameters()) == 0
         down = dequantised(packs.down.weights).view(own.down_proj.shape)

@@ -7,12 +7,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 import kvchat.model.quantise as packing
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import loader
+from kvchat.model.graphs import SHAPES
 from kvchat.model.loader import load_model
+from kvchat.model.packed_experts import (
+    DeviceExpertPacks,
+    ExpertPacks,
+    expert_packs_of,
+    has_packed_experts,
+)
 from kvchat.model.quantise import (
     DevicePack,
     DeviceProducts,
@@ -22,10 +31,14 @@ from kvchat.model.quantise import (
 )
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
+from kvchat_kernels.experts import MAX_ROWS
+from kvchat_kernels.linear import blocks
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised
+from kvchat_kernels.linear.gguf_blocks import block_weights
+from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
-from support.gpu_packs import load_packed_as_on_gpu
+from support.gpu_packs import MIXTURES, load_packed_as_on_gpu
 from support.specimens import complete, engine_on, random_ids
 
 GPU = torch.device("cuda", 0)
@@ -33,7 +46,9 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3, mixed windows", "gpt_oss, sinks"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "gemma3, mixed windows", "gpt_oss, sinks", *MIXTURES]
+)
 def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
     name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +57,8 @@ def test_a_packed_model_runs_fused_and_paged_as_its_own_code_does(
     assert compare_with_own(loaded) > 0.99999
     assert loaded.weights == weights
     assert loaded.fusing is not None
-    is_whole = name != "gpt_oss, sinks"
+    is_whole = name not in ("gpt_oss, sinks", *MIXTURES)
+    assert has_packed_experts(loaded.module) == (name in MIXTURES)
     assert loaded.fusing.fusion.num_layers == (len(loaded.spec.layers) if is_whole else 0)
     assert all(len(ids) == 20 for ids in complete(engine_on(loaded), [random_ids(30, 3)]))
 
@@ -74,6 +90,56 @@ def test_a_gpu_and_a_cpu_round_weights_alike(
         packs = [pack_of(loaded.module.get_submodule(name)) for loaded in (on_cpu, on_gpu)]
         one, other = (dequantised(pack.weights) for pack in packs if pack is not None)
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_on_a_gpu_are_those_on_a_cpu(
+    name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same weights to the bit; activations beside 4 bits have 8 on a CPU."""
+    model_type, settings = MIXTURES[name]
+    source = find_model(str(save_checkpoint(tmp_path / "a", tiny_model(model_type, **settings))))
+    on_cpu = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+    on_gpu = load_packed_as_on_gpu(tmp_path / "b", name, weights, monkeypatch)
+    own = {path: expert_packs_of(part) for path, part in on_cpu.module.named_modules()}
+    x = torch.randn(90, 64, generator=torch.Generator().manual_seed(0))
+    chosen = torch.rand(90, 4, generator=torch.Generator().manual_seed(1)).topk(2)
+
+    num_packed = 0
+    for path, module in on_gpu.module.named_modules():
+        packs, others = expert_packs_of(module), own[path]
+        if packs is None:
+            continue
+        num_packed += 1
+        assert isinstance(packs, DeviceExpertPacks)
+        assert isinstance(others, ExpertPacks)
+        assert sum(part.numel() for part in module.parameters()) == 0
+        for matrix, product in zip(
+            (*packs.gate_up, packs.down), (*others.gate_up, others.down), strict=True
+        ):
+            assert torch.equal(dequantised(matrix), dequantised(product.weights))
+        for count in (90, 5, 1, 0):
+            rows = x[:count], chosen.indices[:count], chosen.values[:count]
+            expected = on_cpu.module.get_submodule(path)(*rows)
+            most = 1e-3 if weights == "int8" else 0.02
+            assert (module(*rows) - expected).norm() <= most * expected.norm()
+    assert num_packed == 2
+
+
+def test_no_more_than_one_expert_is_on_the_gpu_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's experts of Qwen3-30B take 1.2 GB: all at once, they once stayed as they were."""
+    weight, sent = torch.randn(7, 24, 64), []
+
+    def noted(tile: torch.Tensor, bits: int) -> BlockWeights:
+        sent.append(tuple(tile.shape))
+        return quantised(tile, bits)
+
+    monkeypatch.setattr(blocks, "quantised", noted)
+    for bits in (4, 8):
+        packed = blocks.quantised_matrices(weight, bits, torch.device("cpu"))
+        assert torch.equal(dequantised(packed), dequantised(quantised(weight.flatten(0, 1), bits)))
+    assert sent == [(24, 64)] * 14
 
 
 def test_the_unfused_model_is_there_to_go_back_to(
@@ -158,6 +224,111 @@ def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
         assert torch.allclose(layer(x), twins[name](x), atol=1e-3), name
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "mixed"])
+def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    monkeypatch.setattr(BlockWeights, "to", lambda weights, device: sent.append(device) or weights)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 1, "head_dim": 64}
+    settings = SUPPORTED["qwen3_moe"][1] | {"moe_intermediate_size": 256}
+    model = tiny_model("qwen3_moe", **settings, **sizes)
+
+    def kind_of(stored: str) -> str:
+        if "_exps" not in stored:
+            return "BF16"
+        return ("Q6_K" if "down" in stored else "Q4_K") if kind == "mixed" else kind
+
+    metadata = {"expert_feed_forward_length": 256}
+    source = find_model(str(write_gguf(tmp_path / "m.gguf", model, kind_of, metadata)))
+    hf_config, spec = loader.inspect_model(source)
+
+    module, _ = loader._read_weights(source, hf_config, None, spec, lambda _: None, GPU)
+
+    experts, own = module.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
+    packs = expert_packs_of(experts)
+    assert isinstance(packs, DeviceExpertPacks)
+    assert sent == [GPU] * 3
+    gate_up = [dequantised(part).view(4, 256, 256) for part in packs.gate_up]
+    assert torch.allclose(torch.cat(gate_up, dim=1), own.gate_up_proj, rtol=1e-5, atol=1e-7)
+    x, chosen = torch.randn(3, 256), torch.tensor([[0, 3], [1, 3], [2, 0]])
+    factors = torch.rand(3, 2)
+    assert torch.allclose(experts(x, chosen, factors), own(x, chosen, factors), atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "num_bytes"), [("Q4_K", 18.5), ("Q5_K", 34.5), ("Q6_K", 34.25)])
+def test_whole_scales_stay_whole_on_a_gpu(kind: str, num_bytes: float) -> None:
+    """As floats those of Q4_K made a file of 18 GB one of 24 there."""
+    stored = torch.zeros(2, stored_bytes_of_a_row(kind), dtype=torch.uint8)
+    weights = block_weights(stored, kind)
+    assert weights is not None
+
+    assert weights.to(torch.device("meta")).num_bytes == num_bytes * 2 * 512 / 32
+
+
+def stored_bytes_of_a_row(kind: str) -> int:
+    """The bytes of 512 columns in a file."""
+    return 2 * {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind]
+
+
+def test_steps_of_graphs_have_no_more_rows_than_the_kernels_of_experts() -> None:
+    """With more rows the host reads how many each expert has, which no graph can repeat."""
+    assert max(shape.num_tokens for shape in SHAPES) <= MAX_ROWS
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_packed_experts_will_take_is_known_before(
+    name: str, weights: str, tmp_path: Path
+) -> None:
+    model_type, settings = MIXTURES[name]
+    source = find_model(str(save_checkpoint(tmp_path, tiny_model(model_type, **settings))))
+    own = load_model(source, ModelConfig(), 128, lambda _: None)
+    packed = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
+
+    assert weight_bytes(own.module, own.spec).of(weights) == held_bytes(packed.module)
+
+
+def held_bytes(module: nn.Module) -> int:
+    kept = sum(part.nbytes for part in (*module.parameters(), *module.buffers()))
+    packs = [pack_of(part) for part in module.modules()]
+    experts = [expert_packs_of(part) for part in module.modules()]
+    kept += sum(pack.weights.num_bytes for pack in packs if pack is not None)
+    return kept + sum(pack.num_bytes for pack in experts if pack is not None)
+
+
+def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Qwen3-30B-A3B, all of whose experts a GPU once kept in 16 bits: it was refused."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=151936,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    names = [f"model.layers.{layer}.self_attn" for layer in range(48)]
+    layers = [SimpleNamespace(module_name=name) for name in names]
+    spec = SimpleNamespace(gathered=None, state=(), layers=layers)
+    monkeypatch.setattr(loader, "free_bytes", lambda device: 23_500 * MIB)
+
+    chosen, notes = loader._weights_on_gpu(module, spec, ModelConfig(), GPU, "Qwen3-30B-A3B")  # type: ignore[arg-type]
+
+    assert chosen == "int4"
+    assert notes == (
+        "The weights of Qwen3-30B-A3B take 58,235 MiB, and 23,500 MiB of the GPU's memory are "
+        "free: they are rounded to int4, 18,753 MiB.",
+    )
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_packed_weights_will_take_is_known_before(
@@ -167,12 +338,8 @@ def test_what_packed_weights_will_take_is_known_before(
     source = find_model(str(save_checkpoint(tmp_path, model)))
     own = load_model(source, ModelConfig(), 128, lambda _: None)
     packed = load_model(source, ModelConfig(weights=weights), 128, lambda _: None)
-    packs = [pack_of(part) for part in packed.module.modules()]
-    kept = sum(part.nbytes for part in (*packed.module.parameters(), *packed.module.buffers()))
 
-    expected = kept + sum(pack.weights.num_bytes for pack in packs if pack is not None)
-
-    assert weight_bytes(own.module, own.spec).of(weights) == expected
+    assert weight_bytes(own.module, own.spec).of(weights) == held_bytes(packed.module)
 
 
 @pytest.mark.parametrize(

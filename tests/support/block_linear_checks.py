@@ -9,18 +9,30 @@ import torch
 
 from kvchat_kernels.linear import block_linear as module
 from kvchat_kernels.linear.block_linear import MAX_ROWS, block_linear
-from kvchat_kernels.linear.blocks import BlockWeights, dequantised
+from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS, BlockWeights, dequantised
 from support.rounding import assert_as_exact, poisoned_memory
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Bits, columns of a block, dtype of the scales, and whether there are minimums."""
+    """Bits, columns of a block, dtype of the scales, and whether there are minimums.
+
+    Scales of int8 have steps.
+    """
 
     bits: int
     block: int
     dtype: torch.dtype
     has_minimums: bool
+
+    @property
+    def has_steps(self) -> bool:
+        return self.dtype == torch.int8
+
+    @property
+    def columns(self) -> int:
+        """What a number of columns is a multiple of."""
+        return STEP_COLUMNS if self.has_steps else COLUMNS
 
 
 KINDS = (
@@ -30,6 +42,9 @@ KINDS = (
     Kind(8, 32, torch.float16, False),
     Kind(8, 32, torch.float32, True),
     Kind(8, 16, torch.float32, False),
+    Kind(4, 32, torch.int8, True),
+    Kind(8, 32, torch.int8, True),
+    Kind(8, 16, torch.int8, False),
 )
 
 
@@ -41,13 +56,20 @@ def random_blocks(shape: tuple[int, int], kind: Kind, device: str) -> BlockWeigh
     else:
         levels = torch.randint(-128, 128, shape, dtype=torch.int8)
     scales = torch.randn(num_out, num_in // kind.block) / (8 if kind.bits == 4 else 64)
-    minimums = torch.randn_like(scales).to(kind.dtype, copy=True) if kind.has_minimums else None
+    minimums = torch.randn_like(scales) if kind.has_minimums else None
+    steps = None
+    if kind.has_steps:
+        scales, minimums = scales.mul(1000), None if minimums is None else minimums.mul(32)
+        sizes = [1 / 1000, 1 / 32][: 1 + kind.has_minimums]
+        steps = torch.rand(num_out, num_in // STEP_COLUMNS, len(sizes)) * torch.tensor(sizes)
+        scales = scales.clamp(-128, 127)
     return BlockWeights(
         kind.bits,
         kind.block,
         levels.to(device),
         scales.to(kind.dtype).to(device),
-        None if minimums is None else minimums.to(device),
+        None if minimums is None else minimums.to(kind.dtype).to(device),
+        None if steps is None else steps.half().to(device),
     )
 
 
@@ -61,7 +83,9 @@ def check_block_linear(
     """A product of `sizes`: rows, inputs, outputs, is as exact as with the unpacked weights."""
     torch.manual_seed(sum(sizes))
     num_rows, in_size, out_size = sizes
-    weights = random_blocks((out_size, -(-in_size // 32) * 32), kind, device)
+    padded = -(-in_size // kind.columns) * kind.columns
+    in_size = padded if kind.has_steps else in_size
+    weights = random_blocks((out_size, padded), kind, device)
     rows = torch.randn(num_rows, in_size).to(dtype).to(device)
     bias = torch.randn(out_size).to(dtype).to(device) if has_bias else None
     unpacked = dequantised(weights)[:, :in_size]

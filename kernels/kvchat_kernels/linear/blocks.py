@@ -113,20 +113,12 @@ class BlockWeights:
         return self.levels.device
 
     def to(self, device: torch.device) -> "BlockWeights":
-        """Return the matrix on `device`; anywhere but on a CPU without steps."""
-        weights = self if device.type == "cpu" or self.steps is None else _without_steps(self)
-        return weights.changed(lambda part: part.to(device))
+        """Return the matrix on `device`."""
+        return self.changed(lambda part: part.to(device))
 
     def rows(self, start: int, end: int) -> "BlockWeights":
         """Return rows [`start`, `end`); they share memory with these."""
         return self.changed(lambda part: part[start:end])
-
-
-def _without_steps(weights: BlockWeights) -> BlockWeights:
-    """Return the same weights whose scales and minimums are float32."""
-    scales, minimums = scales_and_minimums(weights)
-    has_minimums = weights.minimums is not None
-    return replace(weights, scales=scales, minimums=minimums if has_minimums else None, steps=None)
 
 
 def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
@@ -271,3 +263,21 @@ def quantised_on(weight: torch.Tensor, bits: int, device: torch.device) -> Block
     """Return `quantised(weight, bits)` on `device`, made there a tile after another."""
     step = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     return joined([quantised(tile.to(device), bits) for tile in weight.split(step)])
+
+
+def quantised_matrices(weight: torch.Tensor, bits: int, device: torch.device) -> BlockWeights:
+    """Round matrices [count, out, in] on `device`, one after another: [count * out, in].
+
+    Beside the result no more than one matrix is on the device.
+    """
+    count, num_out, _ = weight.shape
+    whole: BlockWeights | None = None
+    for index, matrix in enumerate(weight):
+        packed = quantised_on(matrix, bits, device)
+        if whole is None:
+            whole = packed.changed(lambda part: part.new_empty(count * num_out, *part.shape[1:]))
+        place = whole.rows(index * num_out, (index + 1) * num_out).parts()
+        for name, part in packed.parts().items():
+            place[name].copy_(part)
+    assert whole is not None, "no matrix"
+    return whole

@@ -4,24 +4,30 @@ Weights are read once and unpacked in registers. Shapes: M rows, padded to 16; N
 B blocks of a loop step; W bytes of a block, which has 2 W columns in 4 bits and W in 8 bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from kvchat_kernels.launch import Launch
+from kvchat_kernels.linear.blocks import STEP_COLUMNS as _STEP_COLUMNS
 from kvchat_kernels.linear.blocks import BlockWeights
 
-_ROWS_OF_A_TILE = 16
+ROWS_OF_A_TILE = 16
+STEP_COLUMNS = tl.constexpr(_STEP_COLUMNS)
+ONE_ROW_TILE = {"BLOCK_N": 8, "BLOCK_B": 32, "STAGES": 3}
 
 
 @triton.jit
 def load_blocks(
-    levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr,
+    levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size,
+    NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Return levels [N, B, W], scales and minimums [N, B] float32; zeros outside the matrix.
 
-    Without minimums a level of 8 stands for 0 in 4 bits.
+    Without minimums a level of 8 stands for 0 in 4 bits. Whole scales and minimums are multiplied
+    with their steps.
     """
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
     inside = (output < out_size)[:, None] & (block < NUM_BLOCKS)[None, :]
@@ -29,30 +35,41 @@ def load_blocks(
     places = place[:, :, None] * WIDTH + byte[None, None, :]
     levels = tl.load(levels_ptr + places, mask=inside[:, :, None], other=0)
     scales = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if steps_ptr is not None:
+        blocks_of_a_step: tl.constexpr = STEP_COLUMNS * BITS // (8 * WIDTH)
+        num_steps: tl.constexpr = NUM_BLOCKS // blocks_of_a_step
+        step = output.to(tl.int64)[:, None] * num_steps + (block // blocks_of_a_step)[None, :]
+        if minimums_ptr is not None:
+            step *= 2
+        scales *= tl.load(steps_ptr + step, mask=inside, other=0.0).to(tl.float32)
     minimums = scales * (-8.0 if BITS == 4 else 0.0)
     if minimums_ptr is not None:
         minimums = tl.load(minimums_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if steps_ptr is not None:
+            minimums *= tl.load(steps_ptr + step + 1, mask=inside, other=0.0).to(tl.float32)
     return levels, scales, minimums
 
 
 @triton.jit
-def one_row_kernel(
-    row_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, out_size,
-    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
+def outputs_of_row(
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    output, out_size, IN_SIZE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) computes BLOCK_N outputs; a thread sums whole blocks, then all add.
+    """Return one row's products with the matrix's rows `output` [N], in float32 [N].
 
-    A block's sum is scaled once, and its minimum multiplies the sum of its inputs.
+    A thread sums whole blocks, then all add. A block's sum is scaled once, and its minimum
+    multiplies the sum of its inputs.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     byte = tl.arange(0, WIDTH)[None, None, :]
     total = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.float32)
     for start in tl.range(0, NUM_BLOCKS, BLOCK_B, num_stages=STAGES):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-        )
+            levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+            WIDTH, BITS,
+        )  # fmt: skip
         column = block[None, :, None] * (WIDTH * 8 // BITS) + byte  # [1, B, W]
         low = tl.load(row_ptr + column, mask=column < IN_SIZE, other=0.0).to(tl.float32)
         if BITS == 4:
@@ -66,33 +83,46 @@ def one_row_kernel(
         total += tl.sum(products, axis=2) * scales
         if BITS == 4 or minimums_ptr is not None:
             total += tl.sum(inputs, axis=2) * minimums
-    result = tl.sum(total, axis=1)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def one_row_kernel(
+    row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, bias_ptr, out_ptr, out_size,
+    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (tile,) computes BLOCK_N outputs."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    result = outputs_of_row(
+        row_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+        output, out_size, IN_SIZE, NUM_BLOCKS,
+        WIDTH, BITS, BLOCK_N, BLOCK_B, STAGES,
+    )  # fmt: skip
     is_output = output < out_size
     if bias_ptr is not None:
         result += tl.load(bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)
     tl.store(out_ptr + output, result.to(out_ptr.dtype.element_ty), mask=is_output)
 
 
-# do_not_specialize: one compilation for all numbers of rows.
-@triton.jit(do_not_specialize=["num_rows"])
-def few_rows_kernel(
-    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, bias_ptr, out_ptr, num_rows, out_size,
+@triton.jit
+def outputs_of_rows(
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr, row, is_row, output, out_size,
     IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile,) computes BLOCK_N outputs of all rows on the tensor cores.
+    """Return the products of rows `row` [M, 1] with the matrix's rows `output` [N]: float32 [M, N].
 
-    Weights are rounded to the rows' dtype, as unpacked ones are.
+    On the tensor cores. Weights are rounded to the rows' dtype, as unpacked ones are.
     """
-    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
     inner = tl.arange(0, BLOCK_B * WIDTH)[None, :]  # [1, B * W]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, NUM_BLOCKS, BLOCK_B):
         block = start + tl.arange(0, BLOCK_B)
         levels, scales, minimums = load_blocks(
-            levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-        )
+            levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+            WIDTH, BITS,
+        )  # fmt: skip
         scales, minimums = scales[:, :, None], minimums[:, :, None]
         column = (start + inner // WIDTH) * (WIDTH * 8 // BITS) + inner % WIDTH
         for part in tl.static_range(8 // BITS):
@@ -105,9 +135,29 @@ def few_rows_kernel(
             weights = part_levels.to(tl.float32) * scales + minimums  # [N, B, W]
             weights = tl.reshape(weights.to(rows_ptr.dtype.element_ty), (BLOCK_N, BLOCK_B * WIDTH))
             columns = column + part * WIDTH
-            inside = (row < num_rows) & (columns < IN_SIZE)
-            rows = tl.load(rows_ptr + row * IN_SIZE + columns, mask=inside, other=0.0)
+            rows = tl.load(
+                rows_ptr + row * IN_SIZE + columns, mask=is_row & (columns < IN_SIZE), other=0.0
+            )
             total = tl.dot(rows, tl.trans(weights), total, input_precision=PRECISION)
+    return total
+
+
+# do_not_specialize: one compilation for all numbers of rows.
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_kernel(
+    rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+    bias_ptr, out_ptr, num_rows, out_size,
+    IN_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile,) computes BLOCK_N outputs of all rows."""
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.arange(0, BLOCK_M)[:, None]  # [M, 1]
+    total = outputs_of_rows(
+        rows_ptr, levels_ptr, scales_ptr, minimums_ptr, steps_ptr,
+        row, row < num_rows, output, out_size,
+        IN_SIZE, NUM_BLOCKS, WIDTH, BITS, BLOCK_M, BLOCK_N, BLOCK_B, PRECISION,
+    )  # fmt: skip
     outputs = output[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + outputs, mask=outputs < out_size, other=0.0).to(tl.float32)
@@ -118,15 +168,16 @@ def few_rows_kernel(
 
 @triton.jit
 def unpack_kernel(
-    levels_ptr, scales_ptr, minimums_ptr, out_ptr, out_size, NUM_BLOCKS: tl.constexpr,
+    levels_ptr, scales_ptr, minimums_ptr, steps_ptr, out_ptr, out_size, NUM_BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Program (output tile, block tile) writes BLOCK_N rows of BLOCK_B blocks in `out`'s dtype."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     levels, scales, minimums = load_blocks(
-        levels_ptr, scales_ptr, minimums_ptr, output, block, out_size, NUM_BLOCKS, WIDTH, BITS
-    )
+        levels_ptr, scales_ptr, minimums_ptr, steps_ptr, output, block, out_size, NUM_BLOCKS,
+        WIDTH, BITS,
+    )  # fmt: skip
     columns: tl.constexpr = WIDTH * 8 // BITS
     place = output.to(tl.int64)[:, None] * NUM_BLOCKS + block[None, :]
     target = place[:, :, None] * columns + tl.arange(0, WIDTH)[None, None, :]
@@ -150,35 +201,41 @@ def block_linear_launch(
     assert rows.is_contiguous()
     assert out.is_contiguous()
     num_rows, in_size = rows.shape
-    values = {**_operands(weights), "bias_ptr": bias, "out_ptr": out, "IN_SIZE": in_size}
-    is_exact = rows.dtype == torch.float32
+    values = {**operands(weights), "bias_ptr": bias, "out_ptr": out, "IN_SIZE": in_size}
     if num_rows == 1:
-        tile = {"BLOCK_N": 8, "BLOCK_B": 32, "STAGES": 3}
+        tile = ONE_ROW_TILE
         grid = (triton.cdiv(weights.num_out, tile["BLOCK_N"]),)
         return Launch(one_row_kernel, grid, {"row_ptr": rows, **values, **tile})
-    few = {"BLOCK_M": _ROWS_OF_A_TILE, "BLOCK_N": 32, "BLOCK_B": 4 if is_exact else 8}
-    own = {"rows_ptr": rows, "num_rows": num_rows, "PRECISION": "ieee" if is_exact else "tf32"}
+    few = few_rows_tile(rows.dtype)
     grid = (triton.cdiv(weights.num_out, few["BLOCK_N"]),)
-    return Launch(few_rows_kernel, grid, {**values, **few, **own})
+    return Launch(few_rows_kernel, grid, {"rows_ptr": rows, "num_rows": num_rows, **values, **few})
+
+
+def few_rows_tile(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tile of `outputs_of_rows` for rows of a dtype, and how exactly it multiplies."""
+    is_exact = dtype == torch.float32
+    tile = {"BLOCK_M": ROWS_OF_A_TILE, "BLOCK_N": 32, "BLOCK_B": 4 if is_exact else 8}
+    return {**tile, "PRECISION": "ieee" if is_exact else "tf32"}
 
 
 def unpack_launch(weights: BlockWeights, out: torch.Tensor) -> Launch:
     """Return the launch that writes the whole matrix to `out` [out, in], contiguous."""
     assert out.is_contiguous()
     tile = {"BLOCK_N": 8, "BLOCK_B": 32}
-    values = {**_operands(weights), "out_ptr": out, **tile}
+    values = {**operands(weights), "out_ptr": out, **tile}
     num_blocks = weights.num_in // weights.block
     grid = (triton.cdiv(weights.num_out, tile["BLOCK_N"]), triton.cdiv(num_blocks, tile["BLOCK_B"]))
     return Launch(unpack_kernel, grid, values)
 
 
-def _operands(weights: BlockWeights) -> dict[str, object]:
-    assert weights.steps is None, "on a GPU scales are floats"
+def operands(weights: BlockWeights) -> dict[str, object]:
+    """Return the parameters of kernels that stand for a matrix."""
     assert not weights.is_interleaved, "as compiled code for a CPU reads them"
     return {
         "levels_ptr": weights.levels,
         "scales_ptr": weights.scales,
         "minimums_ptr": weights.minimums,
+        "steps_ptr": weights.steps,
         "out_size": weights.num_out,
         "NUM_BLOCKS": weights.num_in // weights.block,
         "WIDTH": weights.block * weights.bits // 8,
