@@ -169,7 +169,10 @@ async def _pick_session(
         exact = [s for s in summaries if s.session_id.startswith(text)]
         found = exact or [s for s in summaries if text.lower() in s.title.lower()]
         if not found:
-            raise SessionNotFound(f"No saved conversation is called {one_line(text)}.")
+            raise SessionNotFound(
+                f"No saved conversation has {one_line(text)} in its title.",
+                store.near(text) or "/resume lists them.",
+            )
         if len(found) == 1:
             return found[0].session_id
         summaries = found

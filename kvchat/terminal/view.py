@@ -180,6 +180,10 @@ class Listener(Protocol):
     def has_queue(self) -> bool:
         """Whether there are waiting messages to edit."""
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether the user was told what leaving loses, and has sent nothing since."""
+
     def accept(self, text: str) -> None:
         """Handle a message or a command."""
 
