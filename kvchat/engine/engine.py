@@ -97,15 +97,15 @@ class Engine:
         self._clock = clock
         self._connector = connector
         self._offload = offload
+        self._prefill_rate = prefill_rate or PrefillRate(None)
         self._output = OutputProcessor(
-            self._scheduler, cache, self._kv_verifier, self.max_context, clock
+            self._scheduler, cache, self._kv_verifier, self.max_context, clock, self._prefill_rate
         )
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
-        self._prefill_rate = prefill_rate or PrefillRate(None)
         self._ahead_id: int | None = None
         self._is_measuring = False
         self._last_step_s = 0.0
@@ -226,6 +226,7 @@ class Engine:
             computed,
             connector.disk_tokens_per_s() if connector is not None else math.inf,
             offload.tokens_per_s() if offload is not None else math.inf,
+            self._prefill_rate.half_context,
         )
 
         def finish(kept: Sequence[int]) -> None:
@@ -397,8 +398,8 @@ class Engine:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return self._output.fail_all(explained(error))
         if plan:
-            self._output.mark_started(plan)
-            return self._compute(plan)
+            # What is told first ends this step; the next one plans anew.
+            return self._output.mark_started(plan) or self._compute(plan)
         if self._kv_verifier.pieces:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return []
@@ -422,7 +423,9 @@ class Engine:
     def _plan(self) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
         # A read-ahead is ended when a request comes, which must not wait for a long step.
-        most_beside = self._prefill_rate.tokens_within(_BESIDE_S)
+        requests = self._scheduler.requests()
+        start = max((r.num_computed for r in requests if not r.is_decoding), default=0)
+        most_beside = self._prefill_rate.tokens_within(_BESIDE_S, start)
         if most_beside is not None:
             most_beside = max(1, most_beside // MOST_ROWS) * MOST_ROWS
         plan = self._scheduler.schedule(self._ahead_id is not None, most_beside or 0)
@@ -581,7 +584,8 @@ class Engine:
         self._num_steps += 1
         self._num_tokens += num_rows
         if all(scheduled.request.num_generated == 0 for scheduled in plan):
-            self._prefill_rate.note(num_rows, seconds)
+            starts = [(each.request.num_computed, each.num_tokens) for each in plan]
+            self._prefill_rate.note([(start, start + n) for start, n in starts], seconds)
         if self.speculation.is_on:
             self.speculation.note(plan, tokens, seconds)
         if self._connector is not None:
