@@ -352,6 +352,7 @@ class ChatController:
             times = Times(self.host.began_s, cleared_s)
             cached = cached_ids(conversation, ended.turn_id, ended.usage)
             reuse = reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            reuse = replace(reuse, num_unread=min(ended.usage.unread_tokens, len(reuse.ids)))
             return replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
         return None
 
