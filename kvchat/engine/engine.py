@@ -257,7 +257,10 @@ class Engine:
         return CachedTokens(cached.device - disk - host, cached.host + host, disk)
 
     def _measure_prefill(self) -> None:
-        """Prefill some tokens, which no later request finds."""
+        """Prefill some tokens, which no later request finds.
+
+        It is given up for a request that comes, or the end: then a later call measures.
+        """
         num_tokens = min(_MEASURED_TOKENS, self._max_step_tokens, self.max_context - 1)
         ids = tuple((7 * i + 1) % self._vocab_size for i in range(num_tokens))
         if not num_tokens or self.cache.num_cached_tokens(ids):
@@ -469,7 +472,9 @@ class Engine:
                     return []  # nothing was counted, so the remaining requests are computed again
                 drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
-            if self._scheduler.may_give_way(plan):
+            if self._is_measuring:
+                plan[0].request.cancelled_for = FinishReason.CANCELLED
+            elif self._scheduler.may_give_way(plan):
                 self._scheduler.give_way(plan)
             return []
         except Exception as error:  # a model's own code can fail with anything
@@ -498,9 +503,9 @@ class Engine:
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
         has_few = sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS
         is_short = has_few and (self._last_step_s < _SLOW_STEP_S or len(request_ids) > 1)
-        if self._is_measuring or is_short:
+        if is_short:
             return None
-        if self._scheduler.may_give_way(plan):
+        if self._is_measuring or self._scheduler.may_give_way(plan):
             return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         return lambda: self._is_unwanted(request_ids)
 
