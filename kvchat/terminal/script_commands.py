@@ -5,6 +5,7 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class ScriptPage:
     @property
     def render_context(self) -> RenderContext:
         return RenderContext(self.painter, self._columns)
+
+    @property
+    def num_rows(self) -> float:
+        return math.inf
 
     @property
     def prompt_text(self) -> str:

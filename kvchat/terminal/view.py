@@ -79,6 +79,10 @@ class Page(Protocol):
         """The painter and width that rows must currently be laid out for."""
 
     @property
+    def num_rows(self) -> float:
+        """The rows of the screen; infinity where there is none that scrolls rows away."""
+
+    @property
     def prompt_text(self) -> str:
         """The text in the prompt."""
 
