@@ -85,7 +85,10 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         context.say("Nothing is deleted.")
         return
     if session_id is None:
-        raise UsageError("There is nothing to delete.")
+        raise UsageError(
+            "No conversation is open here.",
+            "/resume lists the saved ones, /delete NAME deletes one.",
+        )
     label = _label(store, session_id)
     if not await context.confirm(f"Delete “{label}” for good?"):
         context.say(f"Kept: {label}")

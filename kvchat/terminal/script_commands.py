@@ -138,10 +138,10 @@ class ScriptCommands(CommandContext):
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
-    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{warmth.price(cost, action)}.")
+            self.say(f"{warmth.price(cost, action, verb)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:
