@@ -95,7 +95,7 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
     settings = resolve(flags, os.environ, user_paths().config)
-    settings = settings.with_model(_name_to_keep(settings["model"]))
+    settings = settings.with_model(name_to_keep(settings["model"]))
     check(settings, request.num_samples)
     if settings["incognito"]:
         close_log()
@@ -112,7 +112,7 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     return _answer_script(settings, request)
 
 
-def _name_to_keep(model: str) -> str:
+def name_to_keep(model: str) -> str:
     """Return a model's name as a conversation keeps it: it must hold in other directories too."""
     return model if model in (DEMO, DEMO_DRAFT) else from_anywhere(model)
 
@@ -173,7 +173,7 @@ def _open_controller(
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     controller = ChatController(
         host,
-        lambda name, hear: open_host(settings, hear, _name_to_keep(name)),
+        lambda name, hear: open_host(settings, hear, name_to_keep(name)),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
         settings["system"],

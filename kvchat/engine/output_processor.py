@@ -29,8 +29,9 @@ from kvchat.engine.speculation import accepted_len
 
 _log = logging.getLogger(__name__)
 
-# A prompt that takes longer than this is told of before its first step.
-_SOON_S = 0.3
+# A prompt that takes longer than this is told of before its first step, unless it has few tokens:
+# then no bar is missed.
+_SOON_S, _SOON_TOKENS = 0.3, 64
 _FORMAT_FAILED = "Following the format of the answer failed."
 
 
@@ -65,7 +66,8 @@ class OutputProcessor:
         starting = [s.request for s in plan if s.request.clock.started_s is None]
         for request in starting:
             request.clock.started_s = now_s
-        told = [self._progress(request) for request in starting if not request.num_generated]
+        prompts = (r for r in starting if not r.num_generated and r.num_uncomputed >= _SOON_TOKENS)
+        told = [self._progress(request) for request in prompts]
         return [*(event for event in told if (event.left_s or 0.0) > _SOON_S)]
 
     def _progress(self, request: Request) -> PrefillProgress:

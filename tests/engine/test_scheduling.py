@@ -39,19 +39,19 @@ def test_a_prompt_that_takes_long_is_told_of_before_its_first_step() -> None:
     engine = EngineHarness(max_step_tokens=64, clock=lambda: now_s, fails=a_pass)
     engine.submit(greedy(*run_of(0, 64), max_tokens=1))  # 128 tokens a second from now on
     engine.run()
-    long, short = greedy(*run_of(0, 110)), greedy(*run_of(1, 20))
+    long, short = greedy(*run_of(5, 110)), greedy(*run_of(1, 50))
     long_id, num_before = engine.submit(long), len(engine.steps)
 
     [first] = engine.step()
     assert isinstance(first, PrefillProgress)
     assert len(engine.steps) == num_before
-    assert (first.done, first.total, first.cached.device) == (64, 110, 64)
-    assert first.left_s == 46 / 128
+    assert (first.done, first.total, first.cached.device) == (0, 110, 0)
+    assert first.left_s == 110 / 128
     engine.run()
-    assert [p.done for p in engine.progress(long_id)] == [64, 110]
+    assert [p.done for p in engine.progress(long_id)] == [0, 64, 110]
     short_id = engine.submit(short)
     engine.run()
-    assert [p.done for p in engine.progress(short_id)] == [20]
+    assert [p.done for p in engine.progress(short_id)] == [50]
 
 
 def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:
