@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.core.cost import num_like_first
 from kvchat.core.paths import read_state, write_state
 
 # Weight of the newest measurement in the moving average.
@@ -179,35 +180,53 @@ class CopyRates:
 
 # A prefill of fewer tokens says nothing about the rate.
 _MIN_SHORT_TOKENS = 8
-_KEPT, _KEPT_SHORT = "prefill", "short prefill"
+_KEPT, _KEPT_SHORT, _KEPT_HALF = "first tokens", "short prefill", "half context"
+# The other rates here have this one, of steps wherever they were in a context: better than none.
+_KEPT_PLAIN = "prefill"
 
 
 class PrefillRate:
     """Tokens a second of prefills, as users are told of it; `memory` keeps it across runs.
 
-    A short prefill counts until a longer one was measured. One thread owns it.
+    It is the rate of a context's first tokens: those after them take longer, by `half_context` as
+    in `num_like_first`. A short prefill counts until a longer one was measured. One thread owns it.
     """
 
-    def __init__(self, memory: RateMemory | None) -> None:
+    def __init__(self, memory: RateMemory | None, half_context: float = math.inf) -> None:
         self._memory = memory
+        self.half_context = half_context
         known = memory.read() if memory is not None else {}
-        self._rate, self._short_rate = known.get(_KEPT), known.get(_KEPT_SHORT)
+        self._rate = known.get(_KEPT, known.get(_KEPT_PLAIN))
+        self._short_rate = known.get(_KEPT_SHORT)
 
     @property
     def tokens_per_s(self) -> float | None:
         """The rate; None before the first measurement."""
         return self._rate or self._short_rate
 
-    def tokens_within(self, seconds: float) -> int | None:
-        """Return how many tokens are computed in so many seconds; None without a measurement."""
+    def tokens_within(self, seconds: float, start: int = 0) -> int | None:
+        """Return how many tokens after `start` are computed in so many seconds, if they are few;
+        None without a measurement.
+        """
         rate = self.tokens_per_s
-        return int(rate * seconds) if rate is not None else None
+        return int(rate * seconds / (1 + start / self.half_context)) if rate is not None else None
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        """Take in how long a step took that only prefilled; the first measurements are kept."""
+    def seconds_of(self, start: int, end: int) -> float | None:
+        """Return how long a context's tokens from `start` to `end` take; None without a
+        measurement.
+        """
+        rate = self.tokens_per_s
+        return num_like_first(start, end, self.half_context) / rate if rate is not None else None
+
+    def note(self, runs: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take in how long a step took that only prefilled; the first measurements are kept.
+
+        A run is the start and the end of the tokens that it computed of one context.
+        """
+        num_tokens = sum(end - start for start, end in runs)
         if num_tokens < _MIN_SHORT_TOKENS or seconds <= 0:
             return
-        newest = num_tokens / seconds
+        newest = sum(num_like_first(*run, self.half_context) for run in runs) / seconds
         if num_tokens >= _MIN_TOKENS:
             is_first, self._rate = self._rate is None, moved_computing(self._rate, newest)
         else:
@@ -218,14 +237,18 @@ class PrefillRate:
 
     def keep(self) -> None:
         """Keep the rates for the next run."""
+        if self._memory is None or self.tokens_per_s is None:
+            return
         known = {_KEPT: self._rate, _KEPT_SHORT: self._short_rate}
-        if self._memory is not None:
-            self._memory.write({name: rate for name, rate in known.items() if rate is not None})
+        if math.isfinite(self.half_context):
+            known[_KEPT_HALF] = self.half_context
+        self._memory.write({name: rate for name, rate in known.items() if rate is not None})
 
 
-def kept_prefill_rate(rates: Mapping[str, float]) -> float | None:
-    """Return the tokens a second that a memory's rates tell; None if they tell none."""
-    return rates.get(_KEPT) or rates.get(_KEPT_SHORT)
+def kept_prefill_rate(rates: Mapping[str, float]) -> tuple[float | None, float]:
+    """Return the tokens a second and the half context that a memory's rates tell."""
+    computed = rates.get(_KEPT) or rates.get(_KEPT_PLAIN) or rates.get(_KEPT_SHORT)
+    return computed, rates.get(_KEPT_HALF, math.inf)
 
 
 # A plan that is not quicker by a tenth is not worth its risks.

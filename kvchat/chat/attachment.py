@@ -39,7 +39,7 @@ def read_attachment(path: Path) -> str:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in data:
-        raise UsageError(f"{path} is not a text file.")
+        raise UsageError(f"{path} is not a text file.", "Only text can be attached.")
     text = data.decode("utf-8", errors="replace").rstrip("\n")
     fence = "```"
     while fence in text:
@@ -135,7 +135,10 @@ def matching_paths(word: str) -> list[Path]:
     path = user_path(word)
     found = [] if path.exists() else sorted(glob(str(path)))
     if not found and not path.exists() and set(word) & set("*?["):
-        raise UsageError(f"No file is named {one_line(word, 60)}.")
+        raise UsageError(
+            f"No file is named {one_line(word, 60)}.",
+            "A pattern begins in the working directory, or with / or ~.",
+        )
     return [Path(name) for name in found] or [path]
 
 

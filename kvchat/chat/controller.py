@@ -317,7 +317,10 @@ class ChatController:
         last = self.last
         reuse = self._reuse(last) if last is not None else None
         if last is None or reuse is None:
-            raise UsageError("Nothing has been answered here yet.")
+            path = self.conversation.path() if self.conversation is not None else []
+            has_answers = any(turn.role is Role.ASSISTANT for turn in path)
+            since = "since this conversation was opened" if has_answers else "here yet"
+            raise UsageError(f"Nothing has been answered {since}.", "Send a message first.")
         if not reuse.before:
             [begun, *_] = self.require_conversation().path(last.turn_id)
             others = earlier(self.host.store, self._last_session_id)
@@ -352,6 +355,7 @@ class ChatController:
             times = Times(self.host.began_s, cleared_s)
             cached = cached_ids(conversation, ended.turn_id, ended.usage)
             reuse = reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
+            reuse = replace(reuse, num_unread=min(ended.usage.unread_tokens, len(reuse.ids)))
             return replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
         return None
 

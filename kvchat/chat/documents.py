@@ -96,7 +96,9 @@ def write_new(path: Path, content: str) -> None:
     except FileExistsError as error:
         raise UsageError(f"{path} exists already.", "Choose another name.") from error
     except FileNotFoundError as error:
-        raise UsageError(f"There is no directory {path.parent}.") from error
+        raise UsageError(
+            f"There is no directory {path.parent}.", "Make it, or give another path."
+        ) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror}.") from error
     try:

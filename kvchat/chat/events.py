@@ -17,11 +17,15 @@ from kvchat.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class ReadingPrompt:
-    """`done` of `total` context tokens have KV; `cached` of them were not computed."""
+    """`done` of `total` context tokens have KV; `cached` of them were not computed.
+
+    `left_s` is how long the others take, by the rate that prices are told from; None without one.
+    """
 
     cached: CachedTokens
     done: int
     total: int
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

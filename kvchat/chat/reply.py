@@ -270,7 +270,7 @@ class Reply:
 
     def _take(self, event: RequestEvent) -> list[ChatEvent]:
         if isinstance(event, PrefillProgress):
-            return [ReadingPrompt(event.cached, event.done, event.total)]
+            return [ReadingPrompt(event.cached, event.done, event.total, event.left_s)]
         if isinstance(event, TokensGenerated):
             return self._context() + self._extend(event)
         if isinstance(event, SampleFinished):

@@ -4,8 +4,10 @@ Joins conversation, text model, engine and session file; start reading this pack
 `reply.py` stores answers while they are generated.
 """
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -51,7 +53,9 @@ class ChatSession:
         self._log = log
         self._saving_problem: str | None = None
         self._is_problem_told = False
-        self._is_taken_over = answered_by not in ("", model.name)
+        # The name in the file; another name of the same model takes its place too.
+        self._has_other_name = answered_by not in ("", model.name)
+        is_taken_over = self._has_other_name and not _is_same(answered_by, model.name)
         digest = model.tokenizer.digest
         is_odd = any(t.tokenizer == digest and model.is_stranger(t) for t in conversation.turns())
         readopt(conversation, model)
@@ -59,8 +63,8 @@ class ChatSession:
         if is_odd:
             odd = "Some tokens of this conversation are none of the model's"
             notes = (*notes, f"{odd}; it will be read again once, from its text.")
-        elif answers and (self._is_taken_over or answers[-1].is_adopted):
-            notes = (*notes, _other_model(answered_by if self._is_taken_over else ""))
+        elif answers and (is_taken_over or answers[-1].is_adopted):
+            notes = (*notes, _other_model(answered_by if is_taken_over else ""))
         self.notes = notes
 
     @classmethod
@@ -377,9 +381,9 @@ class ChatSession:
         notify: Callable[[], None] | None,
     ) -> Reply:
         """Generate what follows the context of a turn, and store it through `ledger`."""
-        if self._is_taken_over:
+        if self._has_other_name:
             self.save(session_file.model_line(self.model.name))
-            self._is_taken_over = False
+            self._has_other_name = False
         context = tuple(self.conversation.context_ids(turn_id))
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
         options = replace(options, is_one_shot=is_one_shot)
@@ -584,6 +588,15 @@ class ChatSession:
             return None
         self._is_problem_told = True
         return self._saving_problem
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether two names are of one model: equal, or paths to the same place."""
+    if one == other:
+        return True
+    with suppress(OSError, ValueError):  # a name that no file has, or can have
+        return os.path.samefile(one, other)
+    return False
 
 
 def _other_model(name: str) -> str:

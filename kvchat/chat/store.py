@@ -4,6 +4,7 @@ A file lock allows one writer per session; files have mode 0600. `session_file.p
 format.
 """
 
+import difflib
 import errno
 import fcntl
 import os
@@ -31,6 +32,8 @@ NEW_SUFFIX = ".new"
 _MAX_OPENINGS = 8
 # The most sessions that an error lists.
 _MAX_LISTED = 5
+# The most titles that an error offers as what may have been meant.
+_MAX_NEAR = 2
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
@@ -313,7 +316,7 @@ class SessionStore:
         begun = [i for i in ids if i == text] or [i for i in ids if text and i.startswith(text)]
         named = [(session_id, "") for session_id in begun] or self._titled(text, anywhere)
         if not named:
-            raise SessionNotFound(f"There is no session {text}.", "See `kvchat sessions`.")
+            raise self._not_found(text, anywhere)
         if len(named) > 1:
             shown = "; ".join(f"{i} {title}".rstrip() for i, title in named[:_MAX_LISTED])
             more = f"; and {len(named) - _MAX_LISTED} more" if len(named) > _MAX_LISTED else ""
@@ -335,6 +338,19 @@ class SessionStore:
         begun = [(i, title) for i, title, plain in known if plain.startswith(wanted)]
         within = [(i, title) for i, title, plain in known if anywhere and wanted in plain]
         return exact or begun or within
+
+    def _not_found(self, text: str, anywhere: bool) -> SessionNotFound:
+        """Return an error that says where a name was searched, and what comes near it."""
+        searched = "has" if anywhere else "begins with"
+        sentence = f"No conversation's id begins with {text}, and no title {searched} it."
+        return SessionNotFound(sentence, self.near(text) or "`kvchat sessions` lists them.")
+
+    def near(self, text: str) -> str:
+        """Return a question that offers the titles most like a text; "" if none is like it."""
+        titles = {s.title.lower(): s.title for s in self.summaries() if s.is_readable}
+        close = difflib.get_close_matches(" ".join(text.lower().split()), titles, _MAX_NEAR)
+        near = " or ".join(f"“{one_line(titles[title], 40)}”" for title in close if title)
+        return f"Did you mean {near}?" if near else ""
 
     def summaries(self) -> list[SessionSummary]:
         """Return one summary per session, the most recently changed first."""

@@ -47,6 +47,7 @@ class Reuse:
     change        why the two differ; IMPORTED if no model had prefilled the turns before
     cached        tokens that were not computed, by tier
     miss_reason   why a slower tier did not have more, None if it was not asked
+    num_unread    tokens that were not reached: the reading was stopped
     """
 
     ids: tuple[int, ...]
@@ -54,6 +55,7 @@ class Reuse:
     change: Change
     cached: CachedTokens
     miss_reason: MissReason | None = None
+    num_unread: int = 0
 
     @property
     def num_shared(self) -> int:
@@ -63,7 +65,7 @@ class Reuse:
     @property
     def num_lost(self) -> int:
         """Tokens that had been prefilled before and were prefilled again."""
-        lost = self.num_shared - self.cached.total
+        lost = min(self.num_shared, len(self.ids) - self.num_unread) - self.cached.total
         return lost if lost >= NOT_WORTH_MENTIONING else 0
 
 
@@ -93,8 +95,7 @@ def reuse_of(
     times: Times = Times(),
 ) -> Reuse:
     """Return the facts about an answer, or about a user turn without an answer."""
-    turn = conversation.turn(turn_id)
-    asked = conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
+    asked = _asked(conversation, turn_id)
     ids = tuple(conversation.context_ids(asked.turn_id))
     if miss_reason in _UNKNOWN and _is_first_of_a_model(conversation, asked, turn_id):
         miss_reason = MissReason.OTHER_MODEL
@@ -115,6 +116,12 @@ def reuse_of(
     if change in (Change.NEW, Change.EDITED) and _reads_some(conversation, asked, unread, cached):
         change = Change.IMPORTED
     return Reuse(ids, before, change, cached, miss_reason)
+
+
+def _asked(conversation: Conversation, turn_id: int) -> Turn:
+    """Return the message of an answer; of a user turn without an answer the turn itself."""
+    turn = conversation.turn(turn_id)
+    return conversation.turn(turn.parent_id) if turn.role is Role.ASSISTANT else turn
 
 
 def dated(reason: MissReason | None, created_s: float, times: Times) -> MissReason | None:
@@ -214,7 +221,7 @@ def cached_ids(conversation: Conversation, turn_id: int, usage: Usage) -> Cached
     Another program's server counts its own tokens, which may be fewer or more than the ids here:
     then it is the same share.
     """
-    num_ids = len(conversation.context_ids(conversation.turn(turn_id).parent_id))
+    num_ids = len(conversation.context_ids(_asked(conversation, turn_id).turn_id))
     if not usage.prompt_tokens or usage.prompt_tokens == num_ids:
         return usage.cached
     share = num_ids / usage.prompt_tokens
@@ -247,22 +254,25 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     if reuse.miss_reason is MissReason.NOT_TOLD:
         return [f"{total:,} tokens were sent. The server does not tell how many it had cached."]
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
-    num_read = total - reuse.cached.total
+    num_read = total - reuse.cached.total - reuse.num_unread
     were = "was" if num_read == 1 else "were"
     if reuse.num_lost:
         lines.append(
             f"{num_read:,} {were} read, {reuse.num_lost:,} of them again: {_WHY[reuse.miss_reason]}"
         )
-    elif reuse.change is not Change.NEW:
-        lines.append(f"{num_read:,} {were} read: {_CHANGES[reuse.change]}")
     elif num_read:
-        lines.append(f"{num_read:,} {were} read: new text.")
+        lines.append(f"{num_read:,} {were} read: {_CHANGES[reuse.change]}")
+    if reuse.num_unread:
+        were = "was" if reuse.num_unread == 1 else "were"
+        stopped = f"{reuse.num_unread:,} {were} not read, as the reading was stopped"
+        lines.append(f"{stopped}: /continue goes on from there.")
     if reuse.change not in (Change.NEW, Change.IMPORTED):
         lines.append(_difference(reuse, decode))
     return lines
 
 
 _CHANGES = {
+    Change.NEW: "new text.",
     Change.EDITED: "the message was edited.",
     Change.SYSTEM: "the system prompt changed.",
     Change.TOKENIZER: "the model changed, and writes the same words with other tokens.",

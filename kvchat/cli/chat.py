@@ -23,6 +23,8 @@ from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
+from kvchat.core.paths import from_anywhere
+from kvchat.model.source import DEMO, DEMO_DRAFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +95,7 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
     settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings.with_model(name_to_keep(settings["model"]))
     check(settings, request.num_samples)
     if settings["incognito"]:
         close_log()
@@ -107,6 +110,11 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
             "Name one: `kvchat sessions` lists them.",
         )
     return _answer_script(settings, request)
+
+
+def name_to_keep(model: str) -> str:
+    """Return a model's name as a conversation keeps it: it must hold in other directories too."""
+    return model if model in (DEMO, DEMO_DRAFT) else from_anywhere(model)
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -165,7 +173,7 @@ def _open_controller(
     options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
     controller = ChatController(
         host,
-        lambda name, hear: open_host(settings, hear, name),
+        lambda name, hear: open_host(settings, hear, name_to_keep(name)),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
         settings["system"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
-from kvchat.core.paths import read_state, write_state
+from kvchat.core.paths import from_anywhere, read_state, write_state
 
 if TYPE_CHECKING:
     from kvchat.remote.servers import Address
@@ -98,14 +98,9 @@ def running_server(settings: Settings, state: Path) -> RunningServer | None:
 
 def _runs(settings: Settings) -> str:
     """Return what must be equal, as text."""
-    places = [_from_anywhere(settings[setting]) for setting in _PLACES]
-    return json.dumps([*places, *(settings[setting] for setting in _SAME)])
-
-
-def _from_anywhere(name: str | None) -> str | None:
-    """Return a name, where it is a path the one that is the same in every working directory."""
-    # os.path.exists is False for a name that no file can have; Path.exists raises.
-    return str(Path(name).absolute()) if name is not None and os.path.exists(name) else name
+    places = [settings[setting] for setting in _PLACES]
+    known = [from_anywhere(place) if place is not None else None for place in places]
+    return json.dumps([*known, *(settings[setting] for setting in _SAME)])
 
 
 def _is_alive(pid: int) -> bool:

@@ -152,6 +152,10 @@ class Settings:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
+    def with_model(self, name: str) -> "Settings":
+        """Return the settings with another spelling of the model's name."""
+        return Settings({**self.values, "model": name}, self.origins)
+
     def blamed(self, error: UsageError) -> UsageError:
         """Return an error about a setting's value that names its flag or other origin."""
         named = error.message.removeprefix("--")

@@ -62,12 +62,22 @@ class Cost:
 @dataclass(frozen=True, slots=True)
 class ReadRates:
     """Tokens a second of one model on one machine: computed, read from disk, copied from host
-    memory. `computed` is None before the first measurement.
+    memory. `computed` is that of a context's first tokens, None before the first measurement;
+    `half_context` as in `num_like_first`.
     """
 
     computed: float | None = None
     from_disk: float = float("inf")
     from_host: float = float("inf")
+    half_context: float = float("inf")
+
+
+def num_like_first(start: int, end: int, half_context: float) -> float:
+    """Return how many of a context's first tokens take as long as those from `start` to `end`.
+
+    After `half_context` tokens one takes twice as long: attention takes as long as all else.
+    """
+    return (end - start) * (1 + (start + end) / 2 / half_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +106,9 @@ class KvPlaces:
     def _seconds(self, cached: CachedTokens, num_read: int) -> float | None:
         if self.rates.computed is None:
             return None
-        computed = self.rates.computed
-        seconds = num_read / computed + cached.host / self.rates.from_host
+        computed, start = self.rates.computed, cached.total
+        num_read_alike = num_like_first(start, start + num_read, self.rates.half_context)
+        seconds = num_read_alike / computed + cached.host / self.rates.from_host
         # What takes longer to read is computed instead.
         return seconds + min(cached.disk / self.rates.from_disk, cached.disk / computed)
 

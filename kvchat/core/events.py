@@ -63,12 +63,16 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """`done` of `total` prompt tokens have their KV; `cached` of them did not need computing."""
+    """`done` of `total` prompt tokens have their KV; `cached` of them did not need computing.
+
+    `left_s` is how long the others take, by the rate that prices are told from; None without one.
+    """
 
     request_id: int
     cached: CachedTokens
     done: int
     total: int
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,13 @@ def user_path(text: str) -> Path:
         raise UsageError(f"{text} is in no home directory known here.") from error
 
 
+def from_anywhere(name: str) -> str:
+    """Return a name, where it is a path the one that is the same in every working directory."""
+    # os.path.exists is False for a name that no file can have; Path.exists raises.
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if os.path.exists(path) else name
+
+
 def private_directory(path: Path) -> Path:
     """Create `path` and its missing parents with mode 0700; return `path`.
 

@@ -97,15 +97,15 @@ class Engine:
         self._clock = clock
         self._connector = connector
         self._offload = offload
+        self._prefill_rate = prefill_rate or PrefillRate(None)
         self._output = OutputProcessor(
-            self._scheduler, cache, self._kv_verifier, self.max_context, clock
+            self._scheduler, cache, self._kv_verifier, self.max_context, clock, self._prefill_rate
         )
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
         self._request_ids = count(1)
         self._num_steps = 0
         self._num_tokens = 0
-        self._prefill_rate = prefill_rate or PrefillRate(None)
         self._ahead_id: int | None = None
         self._is_measuring = False
         self._last_step_s = 0.0
@@ -226,6 +226,7 @@ class Engine:
             computed,
             connector.disk_tokens_per_s() if connector is not None else math.inf,
             offload.tokens_per_s() if offload is not None else math.inf,
+            self._prefill_rate.half_context,
         )
 
         def finish(kept: Sequence[int]) -> None:
@@ -256,7 +257,10 @@ class Engine:
         return CachedTokens(cached.device - disk - host, cached.host + host, disk)
 
     def _measure_prefill(self) -> None:
-        """Prefill some tokens, which no later request finds."""
+        """Prefill some tokens, which no later request finds.
+
+        It is given up for a request that comes, or the end: then a later call measures.
+        """
         num_tokens = min(_MEASURED_TOKENS, self._max_step_tokens, self.max_context - 1)
         ids = tuple((7 * i + 1) % self._vocab_size for i in range(num_tokens))
         if not num_tokens or self.cache.num_cached_tokens(ids):
@@ -397,8 +401,8 @@ class Engine:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return self._output.fail_all(explained(error))
         if plan:
-            self._output.mark_started(plan)
-            return self._compute(plan)
+            # What is told first ends this step; the next one plans anew.
+            return self._output.mark_started(plan) or self._compute(plan)
         if self._kv_verifier.pieces:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return []
@@ -422,7 +426,9 @@ class Engine:
     def _plan(self) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
         # A read-ahead is ended when a request comes, which must not wait for a long step.
-        most_beside = self._prefill_rate.tokens_within(_BESIDE_S)
+        requests = self._scheduler.requests()
+        start = max((r.num_computed for r in requests if not r.is_decoding), default=0)
+        most_beside = self._prefill_rate.tokens_within(_BESIDE_S, start)
         if most_beside is not None:
             most_beside = max(1, most_beside // MOST_ROWS) * MOST_ROWS
         plan = self._scheduler.schedule(self._ahead_id is not None, most_beside or 0)
@@ -466,7 +472,9 @@ class Engine:
                     return []  # nothing was counted, so the remaining requests are computed again
                 drawn = draw(plan, logits[:num_rows])
         except StepAbandoned:
-            if self._scheduler.may_give_way(plan):
+            if self._is_measuring:
+                plan[0].request.cancelled_for = FinishReason.CANCELLED
+            elif self._scheduler.may_give_way(plan):
                 self._scheduler.give_way(plan)
             return []
         except Exception as error:  # a model's own code can fail with anything
@@ -495,9 +503,9 @@ class Engine:
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
         has_few = sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS
         is_short = has_few and (self._last_step_s < _SLOW_STEP_S or len(request_ids) > 1)
-        if self._is_measuring or is_short:
+        if is_short:
             return None
-        if self._scheduler.may_give_way(plan):
+        if self._is_measuring or self._scheduler.may_give_way(plan):
             return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         return lambda: self._is_unwanted(request_ids)
 
@@ -581,7 +589,8 @@ class Engine:
         self._num_steps += 1
         self._num_tokens += num_rows
         if all(scheduled.request.num_generated == 0 for scheduled in plan):
-            self._prefill_rate.note(num_rows, seconds)
+            starts = [(each.request.num_computed, each.num_tokens) for each in plan]
+            self._prefill_rate.note([(start, start + n) for start, n in starts], seconds)
         if self.speculation.is_on:
             self.speculation.note(plan, tokens, seconds)
         if self._connector is not None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.rates import PrefillRate
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (
     PrefillProgress,
@@ -28,6 +29,9 @@ from kvchat.engine.speculation import accepted_len
 
 _log = logging.getLogger(__name__)
 
+# A prompt that takes longer than this is told of before its first step, unless it has few tokens:
+# then no bar is missed.
+_SOON_S, _SOON_TOKENS = 0.3, 64
 _FORMAT_FAILED = "Following the format of the answer failed."
 
 
@@ -35,7 +39,7 @@ class OutputProcessor:
     """Appends to the requests of one scheduler, and ends them.
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
-    go to `kv_verifier`, which has them kept.
+    go to `kv_verifier`, which has them kept. `prefill_rate` tells how long a prompt takes.
     """
 
     def __init__(
@@ -45,18 +49,35 @@ class OutputProcessor:
         kv_verifier: KvVerifier,
         max_context: int,
         clock: Callable[[], float],
+        prefill_rate: PrefillRate,
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
         self._kv_verifier = kv_verifier
         self._max_context = max_context
         self._clock = clock
+        self._prefill_rate = prefill_rate
 
-    def mark_started(self, plan: Sequence[ScheduledRequest]) -> None:
+    def mark_started(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
+        """Note the time of requests that start in a step; return the progress of those whose
+        prompts take long, which is told before the step: it may take seconds.
+        """
         now_s = self._clock()
-        for scheduled in plan:
-            if scheduled.request.clock.started_s is None:
-                scheduled.request.clock.started_s = now_s
+        starting = [s.request for s in plan if s.request.clock.started_s is None]
+        for request in starting:
+            request.clock.started_s = now_s
+        prompts = (r for r in starting if not r.num_generated and r.num_uncomputed >= _SOON_TOKENS)
+        told = [self._progress(request) for request in prompts]
+        return [*(event for event in told if (event.left_s or 0.0) > _SOON_S)]
+
+    def _progress(self, request: Request) -> PrefillProgress:
+        return PrefillProgress(
+            request.request_id,
+            request.cached or CachedTokens(),
+            request.num_computed,
+            request.num_prompt_tokens,
+            self._prefill_rate.seconds_of(request.num_computed, request.num_prompt_tokens),
+        )
 
     def advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
         """Count the computed tokens, add full blocks to the tree, and append the drawn tokens."""
@@ -69,7 +90,7 @@ class OutputProcessor:
             request.num_computed += scheduled.num_tokens
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
-                events.append(_progress(request))
+                events.append(self._progress(request))
             if scored := drawn.scored.get(scheduled):
                 request.scored += scored
                 events.append(PromptScored(request.request_id, tuple(scored)))
@@ -274,15 +295,6 @@ def _generated(
     told = tuple(logprobs[: len(token_ids)])
     return (
         [TokensGenerated(request.request_id, request.sample, token_ids, told)] if token_ids else []
-    )
-
-
-def _progress(request: Request) -> PrefillProgress:
-    return PrefillProgress(
-        request.request_id,
-        request.cached or CachedTokens(),
-        request.num_computed,
-        request.num_prompt_tokens,
     )
 
 

@@ -68,7 +68,10 @@ class ServerKv:
 def _place(told: dict[str, Any]) -> KvPlaces:
     cached = told["cached"]
     rates = ReadRates(
-        told["computed"], told["from_disk"] or _NO_TIME, told["from_host"] or _NO_TIME
+        told["computed"],
+        told["from_disk"] or _NO_TIME,
+        told["from_host"] or _NO_TIME,
+        told.get("half_context") or _NO_TIME,
     )
     tokens = CachedTokens(int(cached["device"]), int(cached["host"]), int(cached["disk"]))
     return KvPlaces(int(told["num_tokens"]), tokens, rates, int(told["block_size"]))

@@ -104,6 +104,7 @@ def _place(place: KvPlaces) -> dict[str, object]:
         "computed": rates.computed,
         "from_disk": _finite(rates.from_disk),
         "from_host": _finite(rates.from_host),
+        "half_context": _finite(rates.half_context),
     }
 
 

@@ -206,11 +206,11 @@ class CommandContext(ABC):
         index = await self.page.choose(question, [Choice("no"), Choice("yes")])
         return index == 1
 
-    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
         """Say what an action costs unless that is low, and ask the user if it is high."""
         if cost is None or cost.is_low:
             return True
-        self.say(f"{warmth.price(cost, action)}.")
+        self.say(f"{warmth.price(cost, action, verb)}.")
         if not cost.is_high or await self.confirm("Do it all the same?"):
             return True
         self.say("Nothing is changed.")

@@ -85,7 +85,10 @@ async def delete(context: "CommandContext", arguments: str) -> None:
         context.say("Nothing is deleted.")
         return
     if session_id is None:
-        raise UsageError("There is nothing to delete.")
+        raise UsageError(
+            "No conversation is open here.",
+            "/resume lists the saved ones, /delete NAME deletes one.",
+        )
     label = _label(store, session_id)
     if not await context.confirm(f"Delete “{label}” for good?"):
         context.say(f"Kept: {label}")
@@ -169,7 +172,10 @@ async def _pick_session(
         exact = [s for s in summaries if s.session_id.startswith(text)]
         found = exact or [s for s in summaries if text.lower() in s.title.lower()]
         if not found:
-            raise SessionNotFound(f"No saved conversation is called {one_line(text)}.")
+            raise SessionNotFound(
+                f"No saved conversation has {one_line(text)} in its title.",
+                store.near(text) or "/resume lists them.",
+            )
         if len(found) == 1:
             return found[0].session_id
         summaries = found

@@ -1,6 +1,7 @@
 """/help: the commands of every day, all commands, one command, or the keys.
 
-The first page fits on a screen: it explains what is used daily, and only names the rest.
+The first page fits on a screen: it explains what is used daily, and only names the rest; on a small
+screen it only names, and on a smaller one only what is used daily.
 """
 
 from rich.text import Text
@@ -26,6 +27,8 @@ _KEYS = (
 )
 _NAME_COLUMNS = 37  # the longest name and usage fit
 _DAILY_COLUMNS = 11  # the longest daily name fits
+# What was typed stands above /help, and below it an empty row, the prompt and the toolbar.
+_ROWS_AROUND = 4
 
 
 async def help_(context: CommandContext, arguments: str) -> None:
@@ -41,20 +44,26 @@ async def help_(context: CommandContext, arguments: str) -> None:
 
 
 def _first_page(context: CommandContext) -> list[Row]:
-    """Return rows that explain the daily commands and name the others, by their groups."""
+    """Return rows on the daily commands and the names of the others; less on a small screen."""
     painter, width = context.page.painter, context.page.render_context.width
-    rows = [painter.text("every day", Role.TITLE)]
+    explained = [painter.text("every day", Role.TITLE)]
     for name in DAILY:
         command = context.registry.find(name)
         assert command is not None
-        rows += _entry(context, f"/{name}", command.help, _DAILY_COLUMNS)
-    rows.append(painter.text("more", Role.TITLE))
+        explained += _entry(context, f"/{name}", command.help, _DAILY_COLUMNS)
+    daily = ", ".join(f"/{name}" for name in DAILY)
+    named = painter.wrapped(f"every day: {daily}", width, hanging=2)
+    others = [painter.text("more", Role.TITLE)]
     for group in Group:
-        others = [c.name for c in context.registry.commands if c.group is group]
-        names = ", ".join(f"/{name}" for name in others if name not in DAILY)
-        rows += painter.wrapped(f"  {group}: {names}", width, hanging=4)
+        names = (c.name for c in context.registry.commands if c.group is group)
+        listed = ", ".join(f"/{name}" for name in names if name not in DAILY)
+        others += painter.wrapped(f"  {group}: {listed}", width, hanging=4)
     more = "/help all explains all of them, /help COMMAND one of them, /help keys the keys. "
-    return [*rows, *_what_is_a_message(context, more)]
+    end = _what_is_a_message(context, more)
+    short_end = painter.wrapped("/help all has all, /help COMMAND explains one.", width, Role.DIM)
+    pages = ([*explained, *others, *end], [*named, *others, *end], [*named, *short_end])
+    most = context.page.num_rows - _ROWS_AROUND
+    return next((page for page in pages if len(page) <= most), pages[-1])
 
 
 def _all_rows(context: CommandContext) -> list[Row]:

@@ -200,7 +200,7 @@ def _wanted(answers: dict[int, str], arguments: str) -> str:
     if arguments == "code":
         blocks = [match[2] for match in _CODE_BLOCK.finditer(last)]
         if not blocks:
-            raise UsageError("The last answer has no code block.")
+            raise UsageError("The last answer has no code block.", "/copy copies all of it.")
         return blocks[-1].rstrip("\n")
     if not arguments:
         return last

@@ -109,7 +109,14 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
         is_dated = openings[0] != openings[1]
         use = _use(controller) + (_DATED if is_dated else "")
-        await asyncio.wrap_future(controller.host.read(token_ids))
+        cost = await controller.engine.cost(token_ids)
+        if not await context.confirm_cost(cost, "/pin", "reads"):
+            return
+        context.show_stage(f"reading {plural(len(token_ids), 'token')} for the pin")
+        try:
+            await asyncio.wrap_future(controller.host.read(token_ids))
+        finally:
+            context.show_stage("")
     else:
         token_ids, label = controller.context_ids, controller.require_session().session_id
         if not token_ids:

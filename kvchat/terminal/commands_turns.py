@@ -24,7 +24,7 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 async def undo(context: "CommandContext", arguments: str) -> None:
     turn = context.controller.place.undo(_count(arguments))
     if turn is None:
-        raise UsageError("This is the beginning.")
+        raise UsageError("This is the beginning: there is no message to undo.")
     what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
     context.say(f"Back before: {what}  (/redo returns)")
     context.conversation_changed()
@@ -34,7 +34,9 @@ async def redo(context: "CommandContext", arguments: str) -> None:
     conversation = context.controller.require_conversation()
     before = {turn.turn_id for turn in conversation.path()}
     if not context.controller.place.redo():
-        raise UsageError("There is nothing further on.")
+        raise UsageError(
+            "Nothing was undone, and nothing follows here.", "/tree shows all branches."
+        )
     returned = [turn for turn in conversation.path() if turn.turn_id not in before]
     context.say(f"Back after: {_returned_in_words(returned)}  (/undo steps back)")
     context.conversation_changed()
@@ -113,7 +115,8 @@ def _say_it_is_no_message(context: "CommandContext", count: int, last: Turn) -> 
         answers = "1 more answer" if count == 1 else f"{count} more answers"
         context.say(
             f"{answers} to the last message: /retry takes a number of answers, "
-            f"/rewind {count} goes back to message {count}."
+            f"/rewind {count} goes back to message {count}.",
+            gap=False,
         )
 
 
@@ -230,7 +233,7 @@ def _count(arguments: str) -> int:
         return 1
     count = whole_number(arguments)
     if count is None or count < 1:
-        raise UsageError(f"{one_line(arguments)} is no number of turns.")
+        raise UsageError(f"{one_line(arguments)} is no number of messages.", "/undo [how many]")
     return count
 
 

@@ -65,6 +65,7 @@ class Dialogue(CommandContext):
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
+        self.has_warned = False
         self._num_commands = 0
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
@@ -177,6 +178,7 @@ class Dialogue(CommandContext):
 
     def accept(self, text: str) -> None:
         """Handle a typed line: queue a message, run a command."""
+        self.has_warned = False
         self._notice = ""
         line = self.registry.parse(text)
         if isinstance(line, Message):
@@ -281,7 +283,7 @@ class Dialogue(CommandContext):
         if problem is None:
             self.quit(code)
             return
-        self._has_said_loss = True
+        self._has_said_loss = self.has_warned = True
         lost = "Leave again to lose what is not saved; /export PATH writes it elsewhere."
         self.say(f"{problem} {lost}", Role.WARNING)
 

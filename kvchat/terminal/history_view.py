@@ -141,9 +141,13 @@ class _TreeRows:
         mark = f" {painter.look.glyphs.tip}" if node is self._tip else ""
         cut = " (cut off)" if node.turn is not None and node.turn.is_partial else ""
         warmth = self._warmth.get(node.turn_id, "")
-        cut += f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
+        told = f"{painter.look.glyphs.separator}{warmth}" if warmth else ""
         head = self._head(node)
-        room = max(_MIN_TEXT_CELLS, self._ctx.width - cell_len(lead + head + mark + cut) - 1)
+        left = self._ctx.width - cell_len(lead + head + mark) - 1
+        # On a narrow screen the row does not say all, so that it stays one row.
+        fits = (end for end in (cut + told, told) if left - cell_len(end) >= _MIN_TEXT_CELLS)
+        cut = next(fits, "")
+        room = max(_MIN_TEXT_CELLS, left - cell_len(cut))
         text = turn_summary(node.turn, room) if node.turn is not None else self._label(node, room)
         row = Text(end="").append(lead, painter.style(Look.DIM))
         row.append(head, painter.style(Look.DIM)).append(text, style)

@@ -160,7 +160,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
         if prompt.buffer.text:
             leaving.forget()  # text was typed since the first press: this one clears it
         _clear(prompt)
-        if leaving.press():
+        if leaving.press() or prompt.listener.has_warned:
             prompt.listener.leave(ExitCode.INTERRUPT)
         else:
             prompt.listener.notice("Ctrl-C again leaves.")

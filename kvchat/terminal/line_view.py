@@ -6,6 +6,7 @@ have no escape sequences. Pickers are numbered lists.
 
 import asyncio
 import codecs
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -54,6 +55,10 @@ class LineView:
     @property
     def max_tail_rows(self) -> int:
         return 0
+
+    @property
+    def num_rows(self) -> float:
+        return math.inf
 
     @property
     def prompt_text(self) -> str:

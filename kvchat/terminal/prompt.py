@@ -231,6 +231,10 @@ class LivePrompt:
         return RenderContext(self.painter, max(8, min(self.size.columns, _MAX_TEXT_COLUMNS)))
 
     @property
+    def num_rows(self) -> float:
+        return self.size.rows
+
+    @property
     def max_tail_rows(self) -> int:
         return _MAX_TAIL_ROWS
 

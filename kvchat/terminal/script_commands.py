@@ -5,6 +5,7 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ class ScriptPage:
     @property
     def render_context(self) -> RenderContext:
         return RenderContext(self.painter, self._columns)
+
+    @property
+    def num_rows(self) -> float:
+        return math.inf
 
     @property
     def prompt_text(self) -> str:
@@ -133,10 +138,10 @@ class ScriptCommands(CommandContext):
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
-    async def confirm_cost(self, cost: Cost | None, action: str) -> bool:
+    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{warmth.price(cost, action)}.")
+            self.say(f"{warmth.price(cost, action, verb)}.")
         return True
 
     def answer_again(self, options: AskOptions) -> None:

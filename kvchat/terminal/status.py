@@ -218,11 +218,15 @@ class PrefillMeter:
         self._last = (now_s, event)
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Return the seconds left at the rate so far, None while there is no useful rate."""
+        """Return the seconds left as the event tells them, or else at the rate so far; None while
+        there is no useful rate.
+        """
         if self._first is None or self._last is None:
             return None
         first_s, first_done = self._first
         last_s, event = self._last
+        if event.left_s is not None:
+            return max(0.0, event.left_s - (now_s - last_s))
         pace = rate(event.done - first_done, last_s - first_s)
         if not pace:
             return None

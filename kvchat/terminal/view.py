@@ -79,6 +79,10 @@ class Page(Protocol):
         """The painter and width that rows must currently be laid out for."""
 
     @property
+    def num_rows(self) -> float:
+        """The rows of the screen; infinity where there is none that scrolls rows away."""
+
+    @property
     def prompt_text(self) -> str:
         """The text in the prompt."""
 
@@ -179,6 +183,10 @@ class Listener(Protocol):
     @property
     def has_queue(self) -> bool:
         """Whether there are waiting messages to edit."""
+
+    @property
+    def has_warned(self) -> bool:
+        """Whether the user was told what leaving loses, and has sent nothing since."""
 
     def accept(self, text: str) -> None:
         """Handle a message or a command."""

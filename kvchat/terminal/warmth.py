@@ -42,10 +42,10 @@ def for_tree(turn: TurnCost) -> str:
     return f"{turn.tier or 'cold'}{about}"
 
 
-def price(cost: Cost, action: str) -> str:
+def price(cost: Cost, action: str, verb: str = "re-reads") -> str:
     """Return the price of an action: `/edit re-reads 1,240 of 9,812 tokens, about 0.9 s`."""
     total = plural(cost.num_tokens, "token")
-    return f"{action} re-reads {cost.num_read:,} of {total}{_about(cost)}"
+    return f"{action} {verb} {cost.num_read:,} of {total}{_about(cost)}"
 
 
 def seconds(number: float) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.rates import RateMemory
+from kvchat.cache.rates import PrefillRate, RateMemory, kept_prefill_rate
+from kvchat.core.cost import KvPlaces, ReadRates
+from kvchat.core.types import CachedTokens
 
 RATES = {"prefill": 500.0, "read": 3e9}
 
@@ -121,3 +123,23 @@ def test_two_threads_that_write_at_once_leave_a_file_that_can_be_read(
 
     assert RateMemory(tmp_path, "model").read() == RATES
     assert [path.name for path in tmp_path.iterdir()] == ["rates.json"]
+
+
+def test_later_tokens_of_a_context_are_told_as_slower(tmp_path: Path) -> None:
+    """The end of a long prompt made the rate for all: /edit of an early message was told as 113 s,
+    and took 65.
+    """
+    memory = RateMemory(tmp_path, "model")
+    rate = PrefillRate(memory, half_context=1000.0)
+    rate.note([(1000, 1250)], 5.3125)  # 100 tokens a second at the beginning
+
+    assert rate.tokens_per_s == pytest.approx(100.0)
+    assert rate.seconds_of(0, 1000) == pytest.approx(15.0)
+    assert rate.tokens_within(1.0) == 100
+    assert rate.tokens_within(1.0, start=1000) == 50
+    computed, half_context = kept_prefill_rate(memory.read())
+    rates = ReadRates(computed, half_context=half_context)
+    places = KvPlaces(2000, CachedTokens(device=1000), rates)
+    assert places.cost().seconds == pytest.approx(25.0)
+    assert rate.seconds_of(1000, 2000) == pytest.approx(25.0)
+    assert places.cost(1000).seconds == 0.0

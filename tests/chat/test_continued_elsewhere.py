@@ -1,6 +1,8 @@
 """An answer that one model began and another goes on with is read back as the other knows it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +97,25 @@ def test_the_model_that_wrote_the_last_answers_is_named_with_what_to_type(
     back.close()
     [summary] = [s for s in store.summaries() if s.session_id == session.session_id]
     assert summary.num_turns == 2
+
+
+def test_the_same_model_under_another_path_is_no_other_model(
+    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost, tmp_path: Path
+) -> None:
+    """Only names were compared: a link, or ./model, was told of as another model."""
+    ask(session, "Hello")
+    session.close()
+    link = tmp_path / "link"
+    link.symlink_to(host.model.name)
+    engine = host._engine
+
+    opened = ChatSession.open(
+        replace(host.model, name=str(link)), engine, store, session.session_id
+    )
+    assert opened.notes == ()
+    ask(opened, "And on")
+    opened.close()
+    assert store.read(session.session_id).model == str(link)  # lists look its KV up by this name
 
 
 def _wrote(host: ChatHost) -> str:

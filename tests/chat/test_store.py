@@ -304,7 +304,7 @@ def test_sessions_are_found_by_an_unambiguous_beginning(store: SessionStore) -> 
     with pytest.raises(SessionNotFound, match="could be 2 sessions"):
         store.find("2025")
     for text in ("1999", "../../etc/passwd", "20250101-000001-abcd.jsonl"):
-        with pytest.raises(SessionNotFound, match="There is no session"):
+        with pytest.raises(SessionNotFound, match="No conversation's id begins with"):
             store.find(text)
 
 
@@ -319,8 +319,27 @@ def test_a_word_in_a_title_is_enough_to_go_on_and_not_to_delete(store: SessionSt
     assert store.find("my name is max") == numbered(2).session_id
     with pytest.raises(SessionNotFound, match="could be 2 sessions"):
         store.find("name", anywhere=True)
-    with pytest.raises(SessionNotFound, match="There is no session"):
+    with pytest.raises(SessionNotFound, match="no title begins with it"):
         store.find("ada")
+
+
+def test_a_name_that_nothing_has_is_said_to_be_no_title_and_gets_what_is_near(
+    store: SessionStore,
+) -> None:
+    """`kvchat -r manul` said "There is no session manul", as if titles were not searched."""
+    log = store.create(numbered(1), "demo")
+    log.write(session_file.title_line("Read the manual"))
+    log.close()
+
+    with pytest.raises(SessionNotFound) as caught:
+        store.find("read the manul", anywhere=True)
+    assert "No conversation's id begins with read the manul, and no title has it." in str(
+        caught.value
+    )
+    assert caught.value.hint == "Did you mean “Read the manual”?"
+    with pytest.raises(SessionNotFound) as caught:
+        store.find("zebra", anywhere=True)
+    assert caught.value.hint == "`kvchat sessions` lists them."
 
 
 @pytest.mark.parametrize("session_id", ["../x", "20250101-000001-abcd/..", "", "*"])

@@ -5,8 +5,18 @@ from dataclasses import replace
 import pytest
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.why import Change, Reuse, cause, common_len, explain, reuse_of
-from kvchat.core.types import CachedTokens, MissReason
+from kvchat.chat.why import (
+    Change,
+    Reuse,
+    Times,
+    cached_ids,
+    cause,
+    common_len,
+    dated,
+    explain,
+    reuse_of,
+)
+from kvchat.core.types import CachedTokens, MissReason, Usage
 
 HISTORY = tuple(range(1, 201))
 
@@ -27,6 +37,70 @@ def test_a_turn_that_only_adds_reads_what_is_new() -> None:
 def test_where_nothing_was_read_nothing_more_is_said() -> None:
     """After /retry it said "0 were read: new text."."""
     assert told(cached=CachedTokens(device=202)) == "202 of 202 tokens were there (202 device)."
+
+
+def test_what_was_not_reached_is_not_told_as_read() -> None:
+    """After Esc in a prefill: "0 of 3,571 tokens were there. 3,571 were read: new text." """
+    assert told(cached=CachedTokens(device=192), num_unread=6) == (
+        "192 of 202 tokens were there (192 device).\n4 were read: new text.\n"
+        "6 were not read, as the reading was stopped: /continue goes on from there."
+    )
+    said = told(cached=CachedTokens(device=16), num_unread=100)
+    assert "86 were read, 86 of them again" in said
+    assert "100 were not read" in said
+
+
+def test_the_tokens_of_a_message_without_an_answer_are_counted() -> None:
+    """They were counted as those of the message before it: of a first one 0 were cached."""
+    talk = Talk()
+    message = talk.add(Role.USER, "hello", ROOT)
+    stopped = Usage(prompt_tokens=5, cached=CachedTokens(device=4), unread_tokens=1)
+    assert cached_ids(talk.conversation, message, stopped).total == 4
+
+
+RUN = Times(run_began_s=100.0, cleared_s=50.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "created_s", "expected"),
+    [
+        # This run has computed it: it was in memory, whatever the disk has.
+        (MissReason.NEVER_WRITTEN, 100.0, MissReason.EVICTED),
+        (MissReason.NO_TIER, 150.0, MissReason.EVICTED),
+        # Before this run: the disk does not have it, and has not lost it either.
+        (MissReason.NEVER_WRITTEN, 99.0, MissReason.NEVER_WRITTEN),
+        (MissReason.NEVER_WRITTEN, 50.0, MissReason.NEVER_WRITTEN),
+        (MissReason.NO_TIER, 99.0, MissReason.NO_TIER),
+        # Before the cache was cleared.
+        (MissReason.NEVER_WRITTEN, 49.0, MissReason.CLEARED),
+        (MissReason.NO_TIER, 49.0, MissReason.NO_TIER),
+        # What is known more exactly stays.
+        (MissReason.CORRUPT, 150.0, MissReason.CORRUPT),
+        (MissReason.EVICTED, 49.0, MissReason.EVICTED),
+        (None, 150.0, None),
+    ],
+)
+def test_what_was_evicted_is_told_from_what_was_not_written_by_its_date(
+    reason: MissReason | None, created_s: float, expected: MissReason | None
+) -> None:
+    assert dated(reason, created_s, RUN) is expected
+    assert dated(reason, created_s, Times()) is reason
+
+
+def test_the_date_is_that_of_the_turn_with_the_first_missing_token() -> None:
+    """Not that of the last message, which this run has always read."""
+    talk = Talk()
+    old = talk.add(Role.ASSISTANT, "b" * 100, talk.add(Role.USER, "a" * 100, ROOT), created_s=60.0)
+    new = talk.add(Role.USER, "c" * 100, old, created_s=120.0)
+    answer = talk.add(Role.ASSISTANT, "d", new, created_s=121.0)
+
+    def reason(num_cached: int) -> MissReason | None:
+        cached = CachedTokens(device=num_cached)
+        found = reuse_of(talk.conversation, answer, cached, MissReason.NEVER_WRITTEN, RUN)
+        return found.miss_reason
+
+    assert reason(150) is MissReason.NEVER_WRITTEN
+    assert reason(200) is MissReason.EVICTED
 
 
 def test_every_tier_is_named() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cli.chat import name_to_keep
 from kvchat.cli.command_line import spelled_out
 from kvchat.core.errors import UsageError
 from support.commands import Shell
@@ -166,3 +167,16 @@ def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(
     assert made.stdout == ""
     assert (told in made.stderr) if told else made.stderr == ""
     assert bool(made.returncode) is bool(told)
+
+
+def test_a_conversation_keeps_a_models_path_and_the_name_of_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a directory `demo` where one is, -m demo is still the shipped model."""
+    for name in ("demo", "tiny"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    assert name_to_keep("demo") == "demo"
+    assert name_to_keep("tiny") == str(tmp_path / "tiny")
+    assert name_to_keep("org/tiny") == "org/tiny"

@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.core import paths
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory, private_file
+from kvchat.core.paths import from_anywhere, open_private, private_directory, private_file
 
 CREATE = os.O_WRONLY | os.O_CREAT
 
@@ -123,3 +123,17 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: P
         open_private(tmp_path / "pipe", os.O_RDONLY)
     with pytest.raises(StoreError):
         open_private(tmp_path / "pipe", CREATE)
+
+
+def test_a_relative_path_holds_in_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`-m ../model` was kept with the conversation: elsewhere, /model ../model found nothing."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert from_anywhere("../model") == from_anywhere("~/model") == str(tmp_path / "model")
+    for name in ("org/model", "demo", "a\0b", "../model:Q4_0"):
+        assert from_anywhere(name) == name

@@ -13,6 +13,7 @@ import pytest
 
 from kvchat.cache.connector import KvConnector
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
 from kvchat.core.types import FinishReason
 from kvchat.engine.assembly import build_engine
@@ -103,6 +104,30 @@ def test_a_cancelled_request_ends_though_its_step_was_abandoned() -> None:
     again = engine.submit(spec)
     engine.run()
     engine.assert_complete(again)
+
+
+@pytest.mark.parametrize("gives_up", ["the end", "a request"])
+def test_the_measuring_of_a_new_model_is_given_up(gives_up: str) -> None:
+    """Leaving a model's first chat waited for it: one of 51 took 526 ms."""
+    engine = EngineHarness(max_step_tokens=64)
+    places: list[KvPlaces] = []
+    asked: list[int] = []
+
+    def once(*request_ids: object) -> bool:
+        asked.append(1)
+        return len(asked) == 1
+
+    if gives_up == "the end":
+        engine.engine.abandon_steps(once)
+    else:
+        engine.engine.abandon_steps(lambda request_ids: False, once)
+    engine.engine.locate([long_prompt()], places.extend)
+    assert asked
+    assert not engine.engine.has_work
+    assert places[0].rates.computed is None
+    engine.engine.locate([long_prompt()], places.extend)
+    assert places[1].rates.computed is not None
+    assert places[1].cached.total == 0, "what was measured is found by none"
 
 
 def test_a_long_step_is_given_up_for_a_new_request() -> None:

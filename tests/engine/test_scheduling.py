@@ -3,6 +3,7 @@
 import pytest
 
 from kvchat.core.errors import ContextTooLong, GenerationError
+from kvchat.core.events import PrefillProgress
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
@@ -25,6 +26,32 @@ def test_a_long_prompt_is_read_in_chunks_of_the_budget() -> None:
 
     assert [tokens for [(_, tokens)] in engine.steps] == [10, 10, 10, 5, 1, 1, 1]
     assert [p.done for p in engine.progress(request_id)] == [10, 20, 30, 35]
+
+
+def test_a_prompt_that_takes_long_is_told_of_before_its_first_step() -> None:
+    """Nothing was told before the first step had ended: a 0.4 B model shows nothing for seconds."""
+    now_s = 0.0
+
+    def a_pass() -> None:
+        nonlocal now_s
+        now_s += 0.5
+
+    engine = EngineHarness(max_step_tokens=64, clock=lambda: now_s, fails=a_pass)
+    engine.submit(greedy(*run_of(0, 64), max_tokens=1))  # 128 tokens a second from now on
+    engine.run()
+    long, short = greedy(*run_of(5, 110)), greedy(*run_of(1, 50))
+    long_id, num_before = engine.submit(long), len(engine.steps)
+
+    [first] = engine.step()
+    assert isinstance(first, PrefillProgress)
+    assert len(engine.steps) == num_before
+    assert (first.done, first.total, first.cached.device) == (0, 110, 0)
+    assert first.left_s == 110 / 128
+    engine.run()
+    assert [p.done for p in engine.progress(long_id)] == [0, 64, 110]
+    short_id = engine.submit(short)
+    engine.run()
+    assert [p.done for p in engine.progress(short_id)] == [50]
 
 
 def test_decodes_go_on_beside_a_prompt_that_is_being_read() -> None:

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import pty
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
 from kvchat.terminal.answer_view import AnswerView
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
@@ -248,6 +250,24 @@ def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
     assert code == (6 if is_full else 0)
     assert ("Leave again to lose what is not saved" in said) is is_full
     assert said.count("Leave again") <= 1
+
+
+def test_a_warning_holds_until_the_next_line(controller: ChatController) -> None:
+    """Else a Ctrl-C an hour later left at once."""
+    view = LineView(sys.stdin, io.StringIO(), Painter(PLAIN), 80, "vi")
+
+    async def leave_twice() -> None:
+        dialogue = Dialogue(controller, view, build_registry(), StatsLevel.OFF)
+        assert not dialogue.has_warned
+        dialogue.leave(130)
+        assert dialogue.has_warned
+        dialogue.accept("/stats off")
+        assert not dialogue.has_warned
+
+    finish(controller.ask("on disk"))
+    with full_disk():
+        finish(controller.ask("in memory"))
+        asyncio.run(leave_twice())
 
 
 def test_a_script_leaves_an_unsaved_conversation_without_a_question(

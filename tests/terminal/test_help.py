@@ -1,6 +1,7 @@
 """/help, the first screen, completion, and what small commands say."""
 
 import asyncio
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
-from kvchat.terminal.commands import Invocation
+from kvchat.terminal.commands import DAILY, Invocation
 from kvchat.terminal.commands_help import help_
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.help_texts import EXAMPLES
@@ -46,10 +47,17 @@ def test_no_example_is_of_a_command_that_does_not_exist() -> None:
     assert set(EXAMPLES) == {command.name for command in build_registry().commands}
 
 
-def _helped(arguments: str, columns: int, look: Look) -> list[str]:
+class _Screen(ScriptPage):
+    """A page of so many rows."""
+
+    num_rows = math.inf
+
+
+def _helped(arguments: str, columns: int, look: Look, num_rows: float = math.inf) -> list[str]:
     """Return the rows that /help writes in a width."""
     said: list[str] = []
-    page = ScriptPage(said.append, Painter(look), columns)
+    page = _Screen(said.append, Painter(look), columns)
+    page.num_rows = num_rows
     # /help asks nothing of the conversation.
     commands = ScriptCommands(None, page, build_registry(), StatsLevel.OFF)  # type: ignore[arg-type]
     asyncio.run(help_(commands, arguments))
@@ -66,6 +74,18 @@ def test_help_fits_on_a_screen_and_names_every_command(look: Look) -> None:
     words = set(" ".join(rows).replace(",", " ").replace(":", " ").split())
     assert {f"/{command.name}" for command in build_registry().commands} <= words
     assert len(_helped("", 40, look)) <= 37
+
+
+@pytest.mark.parametrize(
+    ("columns", "num_rows"), [(100, 30), (80, 24), (60, 20), (40, 12), (30, 12)]
+)
+def test_help_scrolls_nothing_away_on_a_small_screen(columns: int, num_rows: int) -> None:
+    """At 30 columns it had twice the rows of the screen, and there is no pager."""
+    rows = _helped("", columns, PLAIN, num_rows)
+
+    assert len(rows) + 3 <= num_rows  # what was typed, the prompt, the toolbar
+    assert all(f"/{name}" in "\n".join(rows) for name in DAILY)
+    assert "/help all" in " ".join(rows)
 
 
 @pytest.mark.parametrize("look", [PLAIN, SPOKEN], ids=["plain", "spoken"])

@@ -1,6 +1,7 @@
 """/pin, /unpin and /forget on a real engine: what stays, and what is nowhere any more."""
 
 import fcntl
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
+from kvchat.core.cost import Cost
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
-from kvchat.core.types import Usage
+from kvchat.core.types import CachedTokens, Usage
 from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
@@ -95,6 +97,38 @@ def new_chat(tiny: Path, tmp_path: Path) -> Iterator[NewChat]:
 
 def is_anywhere(directory: Path, needle: bytes) -> bool:
     return any(needle in path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+
+def test_a_pin_that_takes_long_says_so_first(
+    new_chat: NewChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/pin of a file of 3,500 tokens showed nothing for minutes, and what came next waited."""
+    chat = new_chat()
+    (tmp_path / "long.txt").write_text("words " * 20)
+
+    async def cost(token_ids: list[int]) -> Cost:
+        return Cost(len(token_ids), CachedTokens(), 40.0)
+
+    monkeypatch.setattr(chat.controller.engine, "cost", cost)
+    said = chat.do(f"/pin {tmp_path}/long.txt")
+    price = re.search(r"/pin reads (\d+) of (\d+) tokens, about 40 s\.", said)
+    assert price is not None
+    assert price[1] == price[2]
+    assert said.index("Pinned") > price.start()
+
+
+def test_why_speaks_of_this_run(new_chat: NewChat) -> None:
+    """In a conversation with answers it said "Nothing has been answered here yet."."""
+    chat = new_chat()
+    with pytest.raises(UsageError, match="answered here yet"):
+        chat.do("/cache why")
+    chat.ask("My name is Ada.")
+    session_id = chat.controller.require_session().session_id
+    chat.controller.close_session()
+
+    again = new_chat(session_id)
+    with pytest.raises(UsageError, match="answered since this conversation was opened"):
+        again.do("/cache why")
 
 
 def test_a_pinned_conversation_is_shown_and_survives_until_it_is_let_go(new_chat: NewChat) -> None:

@@ -36,6 +36,7 @@ class _Listener:
         self.is_answering = False
         self.is_busy = False
         self.is_at_work = False
+        self.has_warned = False
         self.view: LivePrompt | None = None
 
     @property
@@ -210,6 +211,15 @@ def test_ctrl_c_stops_an_answer_and_never_leaves() -> None:
 def test_ctrl_c_clears_the_line_and_a_second_one_leaves() -> None:
     assert _press("half", "\x03") == (["stop editing", ("notice", "Ctrl-C again leaves.")], "")
     assert _press("half", "\x03", "\x03")[0][-1] == ("quit", 130)
+
+
+def test_after_a_warning_one_ctrl_c_leaves() -> None:
+    """Two warned of what was not saved and said "Leave again", which took two more."""
+
+    def warn(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        listener.has_warned = True
+
+    assert _press("\x03", before=warn) == (["stop editing", ("quit", 130)], "")
 
 
 def test_ctrl_d_leaves_only_when_there_is_nothing_typed() -> None:

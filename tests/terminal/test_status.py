@@ -173,6 +173,17 @@ def test_a_long_prefill_shows_a_bar_and_what_is_left() -> None:
     assert meter.line(14.0, _GLYPHS) == ""
 
 
+def test_the_bar_is_timed_from_the_rate_of_the_prices() -> None:
+    """/edit had said 79 to 113 s, and the bar that followed 65 s; before the first step it was not
+    there at all.
+    """
+    meter = PrefillMeter()
+    meter.update(ReadingPrompt(CachedTokens(), 0, 1000, 20.0), now_s=0.0)
+    assert meter.line(0.0, _GLYPHS) == f"reading 1,000 · {'▱' * 10} 0% · 20 s left"
+    meter.update(ReadingPrompt(CachedTokens(), 250, 1000, 15.0), now_s=10.0)
+    assert meter.line(11.0, _GLYPHS).endswith("14 s left")
+
+
 def test_the_first_step_of_a_prefill_tells_no_time() -> None:
     meter = PrefillMeter()
     assert meter.line(0.0, _GLYPHS) == ""

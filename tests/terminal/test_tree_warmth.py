@@ -50,6 +50,23 @@ def test_rows_of_the_tree_keep_to_a_narrow_screen() -> None:
     assert all("disk 0.1 s" in row.plain for row in rows)
 
 
+def test_an_answer_that_was_cut_off_keeps_to_one_row_too() -> None:
+    """At 40 columns "(cut off)" pushed the last letters of the warmth into a second row."""
+    conversation = Conversation("", 0.0)
+    conversation.add(_turn(1, 0, Role.USER))
+    conversation.add(replace(_turn(2, 1, Role.ASSISTANT), finish=FinishReason.CANCELLED))
+    painter, marks = Painter(Look(has_colour=False)), dict.fromkeys(range(3), "device 0.1 s")
+
+    narrow = tree_rows(conversation, RenderContext(painter, 40), marks)
+    wide = tree_rows(conversation, RenderContext(painter, 80), marks)
+    smallest = tree_rows(conversation, RenderContext(painter, 24), marks)
+
+    assert all(row.cell_len <= 40 for row in narrow)
+    assert "device 0.1 s" in narrow[-1].plain
+    assert "(cut off) · device 0.1 s" in wide[-1].plain
+    assert all(row.cell_len <= 24 for row in smallest)
+
+
 def test_a_branch_under_another_system_prompt_keeps_its_own_price() -> None:
     """After /system the old branch, whose KV is there, was "cold": the price of its copy."""
     conversation = Conversation("", 0.0)

@@ -251,7 +251,9 @@ class StoreLookup:
     def _rates(self, model: KnownModel) -> ReadRates:
         rates = RateMemory(self._state, model.rates).read()
         num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
-        return ReadRates(kept_prefill_rate(rates), num_bytes * model.block_size / model.block_bytes)
+        computed, half_context = kept_prefill_rate(rates)
+        from_disk = num_bytes * model.block_size / model.block_bytes
+        return ReadRates(computed, from_disk, half_context=half_context)
 
 
 def _most(kept: Iterable[_Kept]) -> _Kept | None:
