@@ -62,9 +62,10 @@ STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
 LATEST: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (
         knowledge.play_latest, fallback.program, smalltalk.console, telling.tell_both,
-        numbers.beyond,
+        numbers.beyond, smalltalk.play, code.play,
     ),
-    (0.3, 0.15, 0.38, 0.1, 0.07),
+    # With what is near it and answered otherwise: "I feel great today" was consoled.
+    (0.26, 0.16, 0.26, 0.09, 0.05, 0.1, 0.08),
 )  # fmt: skip
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
