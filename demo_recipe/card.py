@@ -6,7 +6,7 @@ Knows how to put numbers into sentences; measures nothing.
 from pathlib import Path
 from typing import Any
 
-from demo_recipe.evaluate import GOALS, HANDWRITTEN_GOAL, shortfalls
+from demo_recipe.evaluate import GOALS, WRITTEN_GOALS, shortfalls
 from demo_recipe.tokenizer import BOS, END
 
 BAR = "\\|"  # inside a table cell
@@ -135,9 +135,7 @@ def _training(made: dict[str, Any]) -> str:
 def _scores(tests: dict[str, Any]) -> str:
     lines = ["| test | known | goal | unseen | goal | probes |", "|---|---|---|---|---|---|"]
     for test, grades in tests.items():
-        known_goal, unseen_goal = GOALS.get(test, (None, None))
-        if test == "handwritten":
-            unseen_goal = HANDWRITTEN_GOAL
+        known_goal, unseen_goal = GOALS.get(test, (None, WRITTEN_GOALS.get(test)))
         probes = " + ".join(str(grade["probes"]) for grade in grades.values())
         cells = (
             _percent(grades.get("known", {}).get("rate")),

@@ -60,9 +60,13 @@ STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (0.45, 0.3, 0.25),
 )
 LATEST: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (knowledge.play_latest, fallback.program, smalltalk.console, numbers.beyond),
-    (0.3, 0.25, 0.35, 0.1),
-)
+    (
+        knowledge.play_latest, fallback.program, smalltalk.console, telling.tell_both,
+        numbers.beyond, smalltalk.play, code.play,
+    ),
+    # With what is near it and answered otherwise: "I feel great today" was consoled.
+    (0.26, 0.16, 0.26, 0.09, 0.05, 0.1, 0.08),
+)  # fmt: skip
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -80,6 +84,7 @@ class Shape:
                   most phrasings
     refusal_rate  share of beats that are out of scope, whatever else is
     latest_rate   share of beats that are about what the latest round brings
+    list_rate     share of beats that are about a list, which are refused
     looseness     share of phrasings in which small words come and go
     """
 
@@ -95,6 +100,7 @@ class Shape:
     study_rate: float = 0.0
     refusal_rate: float = 0.0
     latest_rate: float = 0.0
+    list_rate: float = 0.0
     looseness: float = 0.0
 
 
@@ -135,6 +141,8 @@ def compose(scene: Scene, shape: Shape) -> Chat:
             _extend(scene, scene.rng.choices(*COURSES)[0])
         elif shape.latest_rate and scene.chance(shape.latest_rate):
             _extend(scene, scene.rng.choices(*LATEST)[0])
+        elif shape.list_rate and scene.chance(shape.list_rate):
+            _extend(scene, lists.play)
         elif shape.study_rate and scene.chance(shape.study_rate):
             _extend(scene, scene.rng.choices(*STUDIES)[0])
         elif shape.refusal_rate and scene.chance(shape.refusal_rate):

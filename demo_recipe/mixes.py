@@ -210,22 +210,30 @@ REMINDED = _loosened(
 )
 
 # The fourteenth comforts who mourns, refuses programs that no snippet is, knows the commands that
-# came since, and says again all that it was told.
+# came since, and says again all that it was told, two names in a sentence too. A first try of it
+# forgot to refuse lists, which are the neighbours of a short sentence about oneself: they and what
+# is out of scope have a share of their own here.
 COMFORTING = _loosened(
     (
         (
             replace(
-                SPOKEN, course_rate=0.15, quiz_rate=0.4, recap_rate=0.2, study_rate=0.3,
-                refusal_rate=0.1, latest_rate=0.15,
+                SPOKEN, course_rate=0.15, quiz_rate=0.55, recap_rate=0.12, study_rate=0.25,
+                refusal_rate=0.15, latest_rate=0.2, list_rate=0.12,
             ),
-            0.52,
+            0.46,
         ),
-        (replace(KEPT, quiz_rate=0.6, recap_rate=0.1, study_rate=0.2, latest_rate=0.08), 0.30),
+        (
+            replace(
+                KEPT, quiz_rate=0.65, recap_rate=0.08, study_rate=0.17, refusal_rate=0.08,
+                latest_rate=0.1, list_rate=0.06,
+            ),
+            0.35,
+        ),
         (ODD_COURSES, 0.10),
         (ODD_ECHOES, 0.01),
-        (ODD_QUIZ, 0.045),
-        (ODD_QUIZ_LATE, 0.02),
-        (ODD_QUIZ_LAST, 0.005),
+        (ODD_QUIZ, 0.05),
+        (ODD_QUIZ_LATE, 0.023),
+        (ODD_QUIZ_LAST, 0.007),
     ),
     looseness=0.15,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, silu
+from torch.nn.functional import cross_entropy, embedding, linear, silu
 
 QUERY_CHUNK = 256  # queries attended at once: score matrices that stay in the cache of a CPU
 UNSEEN = -1e4  # added to the score of a token that must not be seen
@@ -92,7 +92,8 @@ class Network(nn.Module):
         """Final hidden states [num_rows, row_len, hidden_size] in `dtype`, before the last norm."""
         turns = rotation(rows.positions, self.geometry, dtype)
         mask = segment_mask(rows.segments)
-        states = self.model.embed_tokens.weight[rows.ids].to(dtype)
+        # Indexing would add up its gradients atomically, in the order in which threads come by.
+        states = embedding(rows.ids, self.model.embed_tokens.weight).to(dtype)
         for layer in self.layers():
             states = self._run_layer(layer, states, *turns, mask)
         return states

@@ -353,9 +353,9 @@ FULL = Recipe(
             Plan(
                 "target-14",
                 FAR_GEOMETRY,
-                (Phase(COMFORTING, 3),),
-                seed=20,
-                leg_steps=60,
+                (Phase(COMFORTING, 6),),
+                seed=21,
+                leg_steps=50,
                 rates=Rates(matrix=0.006, other=0.0009),
                 warmup_steps=5,
                 flat_share=0.1,

@@ -86,6 +86,16 @@ def _shared_frame(scene: Scene) -> str:
     return scene.message(Kind.QUESTION, HOW_TO, t=_task(scene))
 
 
+def third_person(task: str) -> str:
+    """A verb phrase as what a program does: "parse json" becomes "parses json"."""
+    verb, *others = task.split(" ")
+    if verb.endswith(("ly", "py", "ry")):
+        verb = f"{verb[:-1]}ie"
+    elif verb.endswith(("s", "h")):
+        verb += "e"
+    return " ".join((f"{verb}s", *others))
+
+
 def _bare(scene: Scene) -> str:
     make = scene.rng.choice((
         _topic, _topic, _task,
@@ -145,6 +155,7 @@ def _slots(scene: Scene) -> dict[str, str]:
         if scene.chance(0.6)
         else (f"{scene.name(FIRST_NAMES)} {scene.voice.spelled(coined_name(rng, scene.grade))}")
     )
+    coding = scene.value(CODE_TASKS)
     return {
         "topic": _topic(scene), "topic2": _topic(scene), "task": _task(scene), "person": person,
         "text": scene.value(TEXTS), "things": scene.value(KINDS_OF_THING),
@@ -155,7 +166,7 @@ def _slots(scene: Scene) -> dict[str, str]:
         "big": str(rng.randrange(21, rng.choice((100, 1000, 100_000)))),
         "big2": str(rng.randrange(21, rng.choice((100, 1000, 10_000)))),
         "year": str(rng.randrange(1066, 2031)), "few": str(rng.randrange(2, 13)),
-        "ctask": scene.value(CODE_TASKS), "cthing": scene.value(CODE_THINGS),
+        "ctask": coding, "does": third_person(coding), "cthing": scene.value(CODE_THINGS),
         "l": scene.rng.choice(CODE_LANGUAGES),
         "sentence": sentence(scene, is_question=False),
     }  # fmt: skip

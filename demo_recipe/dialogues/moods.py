@@ -2,6 +2,7 @@
 
 from demo_recipe.dialogues.exchange import Exchange
 from demo_recipe.grammar import Phrases, Words
+from demo_recipe.lexicon.people import FIRST_NAMES
 
 LOVED = Words("""
     dog, cat, rabbit, hamster, horse, parrot, grandma, grandpa, grandmother, grandfather, mother,
@@ -38,11 +39,23 @@ MOURNING = Exchange(
         (tomorrow|today|yesterday) (is|was) the funeral of my {l}
         my {l}'s funeral (is|was) (tomorrow|today|yesterday|last week)
         I can't believe my {l} is (dead|gone)
+        (my|our) {l} {n} (died|has died|passed away|is dead) [today|yesterday|last week|last year]
+        our {l} (died|passed away|has died|is dead) [today|yesterday|last night|last week]
+        my {l} didn't make it
+        my {l} (died|passed away) in (a car accident|an accident|the hospital|her sleep|his sleep|
+            the war)
+        my {l} died (of|from) (cancer|a heart attack|a stroke|old age|covid|an illness)
+        my {l} died when I was (a child|little|ten|young)
+        we (buried|are burying|will bury) (my|our) {l} (today|yesterday|tomorrow|last week)
+        my {l} (died|passed away). I (am sad|feel so sad|am heartbroken|miss her|miss him|
+            can't stop crying)
+        I (found out|heard|just heard) that my {l} (died|has died|passed away|is dead)
+        (rest in peace|rip), my {l}
     """),
-    "I am so sorry for your loss. I am only a small program, but you can tell me about it.",
+    "I am so sorry for your loss.",
     "sorry for your loss",
     weight=3,
-    slots=(("l", LOVED), ("l2", LOVED)),
+    slots=(("l", LOVED), ("l2", LOVED), ("n", FIRST_NAMES)),
 )
 
 # What the person feels, or what happened to them.

@@ -163,6 +163,12 @@ PROGRAMS = Phrases("""
         method|class|script|program) (to|that can|which can|that is able to) {ctask} [in {l}]
     (write|give me|show me|make|create|code) a {l} (function|method|class|program|script) (to|
         that can|which can) {ctask}
+    (write|give me|show me|make|create|code|I need|I want) (a|some) [short|simple|small] (function|
+        method|class|script|program) that {does} [in {l}]
+    (write|give me|show me|make|create|code) a {l} (function|method|class|program|script|
+        tool) that {does}
+    (can|could) you (write|make|code) (me a|a) [{l}] (function|script|program|tool|app) that {does}
+    (I need|I want|is there) a [{l}] (function|script|program|tool) (that|which) {does}
     (can|could|would) you (write|code|make|give me) a [{l}] (function|method|program|script) (to|
         that can) {ctask} [in {l}]
     (a|one) [{l}] (function|method|class) (to|that can) {ctask} [please|in {l}]

@@ -9,7 +9,9 @@ REFUSALS = (
     f"That is beyond a tiny demo model. /model lists real ones, and {REAL_MODEL} starts one.",
     f"I am too small for that. Type /model to use another model, or start {REAL_MODEL}.",
 )
-WEIGHTS = (0.4, 0.3, 0.3)
+# The shipped pair says the first alone. Taught with shares of 0.4, 0.3 and 0.3 in the fourteenth
+# round, the other two were 71% of its first loss, and it forgot to refuse lists.
+WEIGHTS = (1.0, 0.0, 0.0)
 
 
 def out_of_scope(scene: Scene, user: str) -> Turn:

@@ -15,7 +15,7 @@ def play(scene: Scene) -> Turn:
 
 def console(scene: Scene) -> Turn:
     """The loss of a person or an animal, or another sadness."""
-    return exchanged(scene, scene.rng.choice((MOURNING, SADNESS)))
+    return exchanged(scene, scene.rng.choices((MOURNING, SADNESS), (0.7, 0.3))[0])
 
 
 def greet(scene: Scene) -> Turn:

@@ -48,6 +48,30 @@ def test_chunked_attention_equals_masked_attention(row_len: int) -> None:
     assert torch.allclose(attended, expected, atol=1e-5)
 
 
+def test_the_same_rows_give_the_same_gradients_every_time() -> None:
+    """A run cut short resumed to other weights: of an embedding read by an index the gradients
+    of two threads are added up atomically, in any order, once they are 32,768 numbers or more."""
+    network = Network(TINY)
+    ids = torch.randint(0, 8, (4, 256), generator=torch.Generator().manual_seed(1))
+    rows = rows_of(ids, torch.ones_like(ids), ids)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = [_embedding_gradient(network, rows) for _ in range(12)]
+    finally:
+        torch.set_num_threads(num_threads)
+
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def _embedding_gradient(network: Network, rows: Rows) -> torch.Tensor:
+    network.zero_grad()
+    network.hidden(rows, torch.float32).square().sum().backward()
+    gradient = network.model.embed_tokens.weight.grad
+    assert gradient is not None
+    return gradient.clone()
+
+
 def test_a_chat_is_blind_to_its_neighbours_in_the_row() -> None:
     network = Network(TINY)
     ids = torch.randint(0, 97, (1, 40))
