@@ -35,7 +35,7 @@ from demo_recipe.evaluate import Report, acceptance, evaluate_files
 from demo_recipe.manifest import renew_scores, write_manifest
 from demo_recipe.mixes import USUAL
 from demo_recipe.paths import HOME
-from demo_recipe.plans import CONTEXT, FULL, QUICK, VOCAB_SIZE, Mean, Recipe, Stage
+from demo_recipe.plans import CONTEXT, FULL, NEXT, QUICK, VOCAB_SIZE, Mean, Recipe, Stage
 from demo_recipe.talkers import NetworkTalker
 from demo_recipe.team import Team, run_team
 from demo_recipe.tokenizer import ChatTokenizer, train_tokenizer
@@ -202,6 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a smoke test of about two minutes")
     parser.add_argument(
+        "--next", action="store_true", help="one more stage than the shipped pair has"
+    )
+    parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="training processes"
     )
     parser.add_argument(
@@ -221,10 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     work = options.work / ("quick" if options.quick else "full")
     work.mkdir(parents=True, exist_ok=True)
-    # A smoke test must not replace the shipped pair.
-    home = options.home or (work / "pair" if options.quick else HOME)
+    # Neither a smoke test nor what was not compared may replace the shipped pair.
+    home = options.home or (work / "pair" if options.quick or options.next else HOME)
     num_workers = 1 if torch.cuda.is_available() else options.workers
-    recipe = QUICK if options.quick else FULL
+    recipe = QUICK if options.quick else NEXT if options.next else FULL
     job = Build(recipe, work, home, num_workers, not (options.no_compile or options.quick))
     if options.adopt:
         if options.at not in {stage.name for stage in recipe.stages}:

@@ -14,7 +14,7 @@ from demo_recipe import mixes, plans
 from demo_recipe.checkpoint import Reached, load_network, reached
 from demo_recipe.manifest import digests, renew_scores
 from demo_recipe.network import Geometry, Network
-from demo_recipe.plans import FULL, QUICK, Recipe, Stage
+from demo_recipe.plans import FULL, NEXT, QUICK, Recipe, Stage
 from demo_recipe.recipe import UNTOLD, Build, _tokenizer, _train_stage, adopt, build
 from demo_recipe.team import Team, run_team
 from demo_recipe.train import Phase, Plan
@@ -213,7 +213,7 @@ def test_a_built_pair_stands_for_the_first_round(built: Path, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize("recipe", [FULL, QUICK, TINY], ids=["full", "quick", "tiny"])
+@pytest.mark.parametrize("recipe", [FULL, NEXT, QUICK, TINY], ids=["full", "next", "quick", "tiny"])
 def test_every_stage_needs_earlier_stages_only(recipe: Recipe) -> None:
     names = [stage.name for stage in recipe.stages]
 

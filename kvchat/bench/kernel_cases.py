@@ -447,7 +447,8 @@ def _experts(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
 
         def computed(index: int, impl: str, step: Any = (rows, chosen, factors)) -> torch.Tensor:
             gate_up, down = sets[index]
-            return block_experts(*step, (gate_up,), down, silu_mul, impl=impl)
+            rows, chosen, factors = step
+            return block_experts(rows, chosen, factors, (gate_up,), down, silu_mul, impl=impl)
 
         yield KernelCase(
             f"{_TOP_K} of {_NUM_EXPERTS} experts in 4 bits, {num_rows} rows",
