@@ -84,7 +84,7 @@ async def change_model(context: "CommandContext", name: str) -> None:
     try:
         ready = await outcome
         context.show_stage("")
-        if not await context.confirm_cost(await controller.cost_with(host), "/model"):
+        if not await context.confirm_cost(await controller.cost_with(host), "/model", "reads"):
             await close_host(host)
             return
         old = controller.change_host(host)

@@ -64,6 +64,8 @@ def test_a_price_is_told_in_tokens_and_seconds() -> None:
     cost = Cost(9812, CachedTokens(device=8572), 0.9)
 
     assert warmth.price(cost, "/edit 3") == "/edit 3 re-reads 1,240 of 9,812 tokens, about 0.9 s"
+    # What a model or a pin has never read is not read again.
+    assert warmth.price(cost, "/pin", "reads").startswith("/pin reads 1,240 of 9,812 tokens")
 
 
 def test_a_context_with_most_of_its_kv_on_disk_is_never_cold() -> None:
