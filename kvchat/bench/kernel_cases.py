@@ -441,23 +441,29 @@ def _experts(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
     for num_rows in _ROWS:
         places = torch.arange(num_rows * _TOP_K, device=place.device)
         chosen = (5 * places % _NUM_EXPERTS).view(num_rows, _TOP_K)
-        used = min(num_rows * _TOP_K, _NUM_EXPERTS)
         rows = place.random(num_rows, shape.hidden) / shape.hidden
-        factors = place.random(num_rows, _TOP_K).abs()
+        yield _expert_case(rows, chosen, place.random(num_rows, _TOP_K).abs(), sets)
 
-        def computed(index: int, impl: str, step: Any = (rows, chosen, factors)) -> torch.Tensor:
-            gate_up, down = sets[index]
-            rows, chosen, factors = step
-            return block_experts(rows, chosen, factors, (gate_up,), down, silu_mul, impl=impl)
 
-        yield KernelCase(
-            f"{_TOP_K} of {_NUM_EXPERTS} experts in 4 bits, {num_rows} rows",
-            num_bytes * used,
-            True,
-            len(sets),
-            partial(computed, impl="auto"),
-            partial(computed, 0, "reference"),
-        )
+def _expert_case(
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    factors: torch.Tensor,
+    sets: list[list[BlockWeights]],
+) -> KernelCase:
+    def computed(index: int, impl: str = "auto") -> torch.Tensor:
+        gate_up, down = sets[index]
+        return block_experts(rows, chosen, factors, (gate_up,), down, silu_mul, impl=impl)
+
+    num_bytes = sum(part.num_bytes for part in sets[0]) // _NUM_EXPERTS
+    return KernelCase(
+        f"{_TOP_K} of {_NUM_EXPERTS} experts in 4 bits, {len(rows)} rows",
+        num_bytes * min(chosen.numel(), _NUM_EXPERTS),
+        True,
+        len(sets),
+        computed,
+        lambda: computed(0, "reference"),
+    )
 
 
 def _samplers(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
