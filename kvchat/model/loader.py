@@ -288,11 +288,10 @@ def _load(
     elif weights == "auto":
         weights = _IN_BLOCKS
     compiled = None
-    if _runs_fused(spec):
-        if device.type == "cpu":
-            compiled = compiled_model(module, spec)
-        else:
-            fusing = Fusing(module, spec, step, weights != OWN)
+    if device.type == "cpu":
+        compiled = compiled_model(module, spec) if spec.gathered is None else None
+    elif _runs_fused(spec):
+        fusing = Fusing(module, spec, step, weights != OWN)
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
