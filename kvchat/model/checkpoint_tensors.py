@@ -3,7 +3,7 @@
 Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,18 +43,22 @@ def read_tensors(
     dtype: torch.dtype | None,
     progress: Callable[[LoadProgress], None],
     blocks_on: torch.device | None,
+    read_elsewhere: Collection[str] = (),
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
 
     What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
-    in the file: linear layers, and plain experts of GGUF files on a CPU. None unpacks all.
+    in the file: linear layers but those of `read_elsewhere`, and plain experts of GGUF files on a
+    CPU. None unpacks all.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
     if source.gguf is not None:
         wanted = dtype or hf_config.dtype
-        return _read_gguf(source, source.gguf, hf_config, wanted, progress, blocks_on)
-    found = _read_safetensors(source, hf_config, dtype, blocks_on is not None)
+        return _read_gguf(
+            source, source.gguf, hf_config, wanted, progress, blocks_on, read_elsewhere
+        )
+    found = _read_safetensors(source, hf_config, dtype, blocks_on is not None, read_elsewhere)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -66,6 +70,7 @@ def _read_gguf(
     dtype: torch.dtype,
     progress: Any,
     blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
 ) -> CheckpointTensors:
     from kvchat.model.gguf_config import architecture_of
     from kvchat.model.gguf_tensors import read_gguf_tensors, stage_of
@@ -78,7 +83,7 @@ def _read_gguf(
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     wanted: list[tuple[str, ...]] = []
     if blocks_on is not None:
-        wanted += [(name,) for name in _linear_names(module)]
+        wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
         wanted += expert_tensors(module)
     stage = stage_of(gguf, dtype, blocks_on is not None)
     architecture = architecture_of(gguf, source.name)
@@ -100,16 +105,22 @@ def _tied_head(module: Any) -> str | None:
     return next(f"{name}.weight" for name, layer in module.named_modules() if layer is head)
 
 
-def _linear_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the linear layers' weights."""
+def _linear_names(module: nn.Module, read_elsewhere: Collection[str]) -> frozenset[str]:
+    """Return the names of the weights of the linear layers that are called."""
     layers = module.named_modules()
     return frozenset(
-        f"{name}.weight" for name, layer in layers if type(layer) in (nn.Linear, Conv1D)
+        f"{name}.weight"
+        for name, layer in layers
+        if type(layer) in (nn.Linear, Conv1D) and name not in read_elsewhere
     )
 
 
 def _read_safetensors(
-    source: ModelSource, hf_config: Any, dtype: torch.dtype | None, keeps_blocks: bool
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    keeps_blocks: bool,
+    read_elsewhere: Collection[str],
 ) -> CheckpointTensors:
     tensors = _mapped(source)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
@@ -119,7 +130,7 @@ def _read_safetensors(
         own = getattr(hf_config, "dtype", None)
         dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     loose = unpacked(tensors, packing, dtype, source.name)
-    blocks = _in_blocks(loose, hf_config) if keeps_blocks else {}
+    blocks = _in_blocks(loose, hf_config, read_elsewhere) if keeps_blocks else {}
     for name in blocks:
         loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
     stage = _size_said(loose, packing, dtype, source.name)
@@ -129,12 +140,14 @@ def _read_safetensors(
 
 
 def _in_blocks(
-    tensors: Mapping[str, torch.Tensor | PackedTensor], hf_config: Any
+    tensors: Mapping[str, torch.Tensor | PackedTensor],
+    hf_config: Any,
+    read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the linear layers whose packed weights blocks hold exactly."""
     model_class, config = class_and_config(hf_config)
     with on_meta():
-        names = _linear_names(model_class(config))
+        names = _linear_names(model_class(config), read_elsewhere)
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for name in sorted(names):
         tensor = tensors.get(name)

@@ -58,17 +58,27 @@ class CompiledStep:
         self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
 
     def logits(
-        self, batch: ForwardBatch, check: Callable[[], None] | None = None
+        self,
+        batch: ForwardBatch,
+        check: Callable[[], None] | None = None,
+        state: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
 
         None, and nothing was done, for a step that is too large. `check` is called between groups
         of rows, and within them where a model is large. It may raise StepAbandoned.
+
+        A model with recurrent layers takes one row of one sequence; `state` are the bytes of its
+        StateBuffer, which has a past. They are changed, and undefined if it raises.
         """
         sequences = batch.sequences
         if not isinstance(sequences, PagedSequences):
             return None
         num_rows = batch.token_ids.shape[0]
+        if self._decoder.state:
+            if num_rows != 1 or state is None:
+                return None
+            self._parts.header[Header.STATE] = state.data_ptr()
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
             return None
         if num_rows <= MAX_ROWS:

@@ -1,4 +1,4 @@
-"""Decoder: a model of the Llama family as what it computes, read from a transformers module.
+"""Decoder: a model of Llama's or Qwen3.5's kind as what it computes, read from a module.
 
 Only what is read here is computed by the compiled step; a model with anything else runs
 transformers' own code. Reading is by model type, and refuses (`_Unknown`) what it does not know.
@@ -13,7 +13,8 @@ from torch import nn
 
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.quantise import pack_of
-from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.spec import LayerSpec, ModelSpec, StateTensor
+from kvchat_kernels.cpu.delta import DeltaForm
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -47,7 +48,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderAttention:
-    """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles."""
+    """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles.
+
+    If it is gated, the first matrix has a gate behind each head's query.
+    """
 
     spec: LayerSpec
     qkv: tuple[Matrix, ...]
@@ -59,6 +63,35 @@ class DecoderAttention:
     kind: str | None
     softcap: float | None
     sinks: torch.Tensor | None
+    is_gated: bool = False
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (*self.qkv, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta net, which keeps a state of constant size (`kvchat_kernels.cpu.delta`).
+
+    inputs       the matrices of Q K V, of the gates, of the betas and of the steps
+    convolution  float32 [channels of Q K V, taps]
+    rates, step_bias   float32 [heads]
+    layer        its number in the cache object of transformers
+    """
+
+    form: DeltaForm
+    inputs: tuple[Matrix, Matrix, Matrix, Matrix]
+    out: Matrix
+    convolution: torch.Tensor
+    rates: torch.Tensor
+    step_bias: torch.Tensor
+    norm: Norm
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (*self.inputs, self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +139,13 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and an MLP or a mixture of them, each added to the stream.
+    """Attention or a delta net, and an MLP or a mixture of them, each added to the stream.
 
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
     input is normed by `before_attention` and `before_mlp`; None: it is the stream itself.
     """
 
-    attention: DecoderAttention
+    attention: DecoderAttention | DeltaNet
     mlp: Mlp | Mixture
     before_attention: Norm | None
     after_attention: Norm | None
@@ -135,6 +168,7 @@ class Decoder:
     residual_factor   what attention's and MLP's outputs are multiplied with
     embedding_factor  the same for the table's rows; the embedding module has its own beside it
     logits_divisor, logits_softcap   of the logits
+    state             what its delta nets keep of a sequence
     """
 
     embedding: nn.Module
@@ -147,13 +181,14 @@ class Decoder:
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     query_scale: QueryScale | None = None
+    state: tuple[StateTensor, ...] = ()
 
 
 def num_weights(decoder: Decoder) -> int:
     """Return how many weights a step of one row reads."""
     matrices = [decoder.head]
     for layer in decoder.layers:
-        matrices += (*layer.attention.qkv, layer.attention.out)
+        matrices += layer.attention.matrices
     of_mlps = sum(layer.mlp.num_weights for layer in decoder.layers)
     return of_mlps + sum(matrix.num_out * matrix.num_in for matrix in matrices)
 
@@ -180,6 +215,7 @@ class _Family:
 
     mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
     normalises    whether factors of experts have the sum 1; None: the configuration says it
+    is_gated      whether heads of attention are gated
     """
 
     norms: _Names = _LLAMA
@@ -187,6 +223,7 @@ class _Family:
     mlp: str = "mlp"
     router: str = "gate"
     normalises: bool | None = None
+    is_gated: bool = False
 
 
 _GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
@@ -216,6 +253,8 @@ _FAMILIES = {
     "olmoe": _Family(),
     "flex_olmo": _Family(_OLMO),
     "mellum": _Family(),
+    "qwen3_5_text": _Family(norm_offset=1.0, is_gated=True),
+    "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
@@ -230,6 +269,8 @@ _ACTIVATIONS = {
 
 def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
     """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
+    if not spec.layers:
+        return "has no attention"
     # ...layers.0.self_attn; a model of text and images has its text model inside.
     path = spec.layers[0].module_name.split(".")[:-3]
     try:
@@ -259,7 +300,7 @@ class _Reader:
         head = self._module.get_output_embeddings()
         return Decoder(
             embedding=self._module.get_input_embeddings(),
-            layers=tuple(self._layer(layer) for layer in self._spec.layers),
+            layers=self._layers(),
             norm=self._norm(self._owner.norm),
             head=_matrix(head),
             rotary=self._owner.rotary_emb,
@@ -268,6 +309,7 @@ class _Reader:
             logits_divisor=getattr(config, "logits_scaling", 1.0),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
             query_scale=self._query_scale(),
+            state=self._spec.state,
         )
 
     def _query_scale(self) -> QueryScale | None:
@@ -277,19 +319,54 @@ class _Reader:
         length = settings["original_max_position_embeddings"]
         return QueryScale(float(settings["llama_4_scaling_beta"]), int(length))
 
-    def _layer(self, spec: LayerSpec) -> DecoderLayer:
-        path = spec.module_name.split(".")
-        if path[-1] != "self_attn" or not spec.stores_kv:
-            raise _Unknown("shares KV between layers")
-        layer = self._module.get_submodule(".".join(path[:-1]))
+    def _layers(self) -> tuple[DecoderLayer, ...]:
+        specs = {}
+        for spec in self._spec.layers:
+            path = spec.module_name.split(".")
+            if path[-1] != "self_attn" or not spec.stores_kv:
+                raise _Unknown("shares KV between layers")
+            specs[int(path[-2])] = spec
+        if not self._spec.state:
+            return tuple(
+                self._layer(self._owner.layers[index], self._attention_of(index, spec))
+                for index, spec in specs.items()
+            )
+        found = []
+        for index, layer in enumerate(self._owner.layers):
+            spec_here = specs.get(index)
+            attention: DecoderAttention | DeltaNet
+            if spec_here is not None:
+                attention = self._attention_of(index, spec_here)
+            else:
+                attention = self._delta_net(layer.linear_attn, index)
+            found.append(self._layer(layer, attention))
+        return tuple(found)
+
+    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
+        return self._attention(self._owner.layers[index].self_attn, spec, index)
+
+    def _layer(self, layer: Any, attention: DecoderAttention | DeltaNet) -> DecoderLayer:
         norms = [
             self._norm(getattr(layer, name)) if name is not None else None
             for name in self._family.norms
         ]
-        return DecoderLayer(
-            self._attention(layer.self_attn, spec, int(path[-2])),
-            self._mlp_or_mixture(layer),
-            *norms,
+        return DecoderLayer(attention, self._mlp_or_mixture(layer), *norms)
+
+    def _delta_net(self, mixer: Any, index: int) -> DeltaNet:
+        form = DeltaForm(mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim)
+        if mixer.conv1d.bias is not None or mixer.activation != "silu":
+            raise _Unknown("has a convolution of another kind")
+        inputs = [_matrix(getattr(mixer, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a")]
+        norm = mixer.norm
+        return DeltaNet(
+            form,
+            (inputs[0], inputs[1], inputs[2], inputs[3]),
+            _matrix(mixer.out_proj),
+            mixer.conv1d.weight.detach().float().squeeze(1).contiguous(),
+            -mixer.A_log.detach().float().exp(),
+            mixer.dt_bias.detach().float(),
+            Norm(norm.weight.detach().float(), float(norm.variance_epsilon)),
+            index,
         )
 
     def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
@@ -331,6 +408,7 @@ class _Reader:
             kind,
             softcap,
             sinks.detach().float() if sinks is not None else None,
+            self._family.is_gated,
         )
 
     def _rotates(self, attention: Any) -> bool:

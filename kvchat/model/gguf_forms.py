@@ -26,6 +26,7 @@ class Form:
     `stored`    the names of the file's tensors; {0} stands for the pattern's first group
     `order`     returns, for each row of the tensor, its row in the file's tensors one below the
                 other; the arguments are the number of rows and the model's configuration
+    `columns`   returns the same for each column, of a form of one matrix
     `places`    returns, for each of the file's tensors, the view of the new tensor it fills
     `make`      returns the tensor from the file's in float32; the last argument is the match
     `is_turned` whether the file has the matrix transposed
@@ -36,6 +37,7 @@ class Form:
     pattern: re.Pattern[str]
     stored: tuple[str, ...]
     order: Callable[[int, Any], torch.Tensor] | None = None
+    columns: Callable[[int, Any], torch.Tensor] | None = None
     places: Callable[[torch.Tensor, Any], Parts] | None = None
     make: Callable[[Parts, Any, re.Match[str]], torch.Tensor] | None = None
     is_turned: bool = False
@@ -169,10 +171,6 @@ def _last_value_rows(num_rows: int, config: Any) -> torch.Tensor:
     return torch.cat((torch.arange(first), first + _value_rows(num_rows - first, config)))
 
 
-def _value_columns(parts: Parts, config: Any, match: re.Match[str]) -> torch.Tensor:
-    return parts[0][:, _value_rows(parts[0].shape[1], config)]
-
-
 def _logarithm(parts: Parts, config: Any, match: re.Match[str]) -> torch.Tensor:
     return (-parts[0]).log()
 
@@ -184,10 +182,6 @@ def _value_logarithm(parts: Parts, config: Any, match: re.Match[str]) -> torch.T
 
 def _one_of_stack(parts: Parts, config: Any, match: re.Match[str]) -> torch.Tensor:
     return parts[0][int(match[1])]
-
-
-def _one_below_the_other(out: torch.Tensor, config: Any) -> Parts:
-    return list(out.chunk(2, dim=0))
 
 
 _LAYER = r"layers\.(\d+)\."
@@ -325,7 +319,7 @@ QWEN3_5 = (
     form(_LINEAR + r"dt_bias", "blk.{0}.ssm_dt.bias", order=_value_scalars),
     form(_LINEAR + r"A_log", "blk.{0}.ssm_a", make=_value_logarithm),
     form(_LINEAR + r"conv1d\.weight", "blk.{0}.ssm_conv1d.weight", order=_last_value_rows),
-    form(_LINEAR + r"out_proj\.weight", "blk.{0}.ssm_out.weight", make=_value_columns),
+    form(_LINEAR + r"out_proj\.weight", "blk.{0}.ssm_out.weight", columns=_value_rows),
 )
 GEMMA3N = tuple(
     form(rf"altup_{ours}\.(\d+)\.weight", f"altup_{theirs}.weight", make=_one_of_stack)
@@ -341,13 +335,13 @@ GRANITE_SHARED = (
         _LAYER + r"shared_mlp\.input_linear\.weight",
         "blk.{0}.ffn_gate_shexp.weight",
         "blk.{0}.ffn_up_shexp.weight",
-        places=_one_below_the_other,
+        order=_as_they_are,
     ),
     form(
         _LAYER + r"shared_mlp\.input_linear\.weight",
         "blk.{0}.ffn_gate.weight",
         "blk.{0}.ffn_up.weight",
-        places=_one_below_the_other,
+        order=_as_they_are,
     ),
     form(_LAYER + r"shared_mlp\.output_linear\.weight", "blk.{0}.ffn_down_shexp.weight"),
     form(_LAYER + r"shared_mlp\.output_linear\.weight", "blk.{0}.ffn_down.weight"),

@@ -24,7 +24,13 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf_architectures import Architecture
 from kvchat.model.gguf_file import GgufModel, GgufTensor
 from kvchat.model.gguf_forms import GENERAL, Form, forms_of
-from kvchat_kernels.linear.blocks import BlockWeights, reordered
+from kvchat_kernels.linear.blocks import (
+    BlockWeights,
+    can_move_columns,
+    joined,
+    reordered,
+    with_columns,
+)
 from kvchat_kernels.linear.cpu import unpack
 from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights, held_bytes
 
@@ -108,8 +114,11 @@ class _Source:
     form: Form | None = None
     number: float | None = None
 
-    def fits_blocks(self, shape: torch.Size) -> bool:
-        """Whether the file's rows are those of a tensor of this shape, in blocks we have."""
+    def fits_blocks(self, shape: torch.Size, config: Any) -> bool:
+        """Whether the file's rows are those of a tensor of this shape, in blocks we have.
+
+        Where they are those of several tensors, all have one format: one matrix is made of them.
+        """
         form, parts = self.form, self.parts
         if self.number is not None or any(kind_name(p) not in BLOCK_FORMATS for p in parts):
             return False
@@ -117,9 +126,16 @@ class _Source:
             widths = sum(part.shape[1] for part in parts if len(part.shape) == 3)
             sides = {(part.shape[0], part.shape[-1]) for part in parts}
             return len(shape) == 3 and widths == shape[1] and sides == {(shape[0], shape[2])}
-        is_plain = form is None or (form.places is None and form.make is None)
         own = tuple(reversed(shape)) if form is not None and form.is_turned else tuple(shape)
-        return is_plain and len(parts) == 1 and len(own) == 2 and parts[0].shape == own
+        if form is None or form.order is None:
+            are_rows = len(parts) == 1 and parts[0].shape == own
+        else:
+            are_rows = len({(part.kind, part.shape[1:]) for part in parts}) == 1
+            are_rows = are_rows and sum(part.shape[0] for part in parts) == own[0]
+        if form is not None and form.columns is not None:
+            are_rows = are_rows and can_move_columns(form.columns(own[-1], config))
+        is_plain = form is None or (form.places is None and form.make is None)
+        return is_plain and are_rows and len(own) == 2 and parts[0].shape[1:] == own[1:]
 
 
 def read_gguf_tensors(
@@ -141,7 +157,7 @@ def read_gguf_tensors(
     is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
-    kept = _staying(sources, shapes, wanted)
+    kept = _staying(sources, shapes, wanted, config)
     needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
@@ -163,7 +179,7 @@ def read_gguf_tensors(
     table = gguf.tensors.get("token_embd.weight")
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
         return GgufTensors(state, reader.blocks)
-    if _Source([table]).fits_blocks(shapes[tied_head]):
+    if _Source([table]).fits_blocks(shapes[tied_head], config):
         reader.keep(tied_head, [table])
     return GgufTensors(state, reader.blocks)
 
@@ -172,9 +188,11 @@ def _staying(
     sources: Mapping[str, _Source],
     shapes: Mapping[str, torch.Size],
     wanted: Collection[tuple[str, ...]],
+    config: Any,
 ) -> frozenset[str]:
     """Return the names of the tensors that stay in blocks, of groups that can do so as a whole."""
-    fitting = {name for name, source in sources.items() if source.fits_blocks(shapes[name])}
+    names = {name for group in wanted for name in group if name in sources}
+    fitting = {name for name in names if sources[name].fits_blocks(shapes[name], config)}
     return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
 
 
@@ -265,14 +283,19 @@ class _Reader:
         if form.order is not None:
             rows = torch.cat(parts)
             return rows[form.order(len(rows), self._config)]
+        if form.columns is not None:
+            return parts[0][:, form.columns(parts[0].shape[1], self._config)].contiguous()
         return parts[0].t().contiguous() if form.is_turned else parts[0]
 
     def keep(self, name: str, parts: list[GgufTensor], form: Form | None = None) -> None:
         """Keep tensors in blocks that `fits_blocks` allows."""
         matrices = tuple(self._in_blocks(part) for part in parts)
         if form is not None and form.order is not None:
-            order = form.order(matrices[0].num_out, self._config)
-            matrices = (reordered(matrices[0], order),)
+            whole = joined(matrices)
+            matrices = (reordered(whole, form.order(whole.num_out, self._config)),)
+        if form is not None and form.columns is not None:
+            order = form.columns(matrices[0].num_in, self._config)
+            matrices = (with_columns(matrices[0], order),)
         self.blocks[name] = matrices
 
     def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:

@@ -7,7 +7,7 @@ where dtype and device allow.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class LoadedModel:
     @property
     def has_choice_of_weights(self) -> bool:
         """Whether the model can have weights in fewer bits than its checkpoint."""
-        return _runs_fused(self.spec)
+        return _can_pack(self.spec, self.device)
 
 
 def read_config(source: ModelSource) -> Any:
@@ -257,7 +257,7 @@ def _load(
         hf_config, spec = inspect_model(source, state_directory)
         if check is not None and spec is not None:
             check(spec, device)
-        keeps_blocks = _keeps_blocks(source, config, spec)
+        keeps_blocks = _keeps_blocks(source, config, spec, device)
         module, notes = _read_weights(
             source,
             hf_config,
@@ -283,16 +283,15 @@ def _load(
     if device.type == "cpu":
         step.ask_in(module)
     fusing = None
-    if not _runs_fused(spec) or (weights == "auto" and not is_packed(module)):
+    if not _can_pack(spec, device) or (weights == "auto" and not is_packed(module)):
         weights = OWN
     elif weights == "auto":
         weights = _IN_BLOCKS
     compiled = None
-    if _runs_fused(spec):
-        if device.type == "cpu":
-            compiled = compiled_model(module, spec)
-        else:
-            fusing = Fusing(module, spec, step, weights != OWN)
+    if device.type == "cpu":
+        compiled = compiled_model(module, spec) if spec.gathered is None else None
+    elif _runs_fused(spec):
+        fusing = Fusing(module, spec, step, weights != OWN)
     identity = sample_digest(source)
     if source.marks() != marks:
         raise ModelError(
@@ -325,8 +324,13 @@ def _load(
 
 
 def _runs_fused(spec: ModelSpec) -> bool:
-    """Whether layers may be fused and packed: both know paged attention only."""
+    """Whether layers may be fused: fused layers know paged attention only."""
     return spec.gathered is None and not spec.state
+
+
+def _can_pack(spec: ModelSpec, device: torch.device) -> bool:
+    """Whether layers may multiply with weights in fewer bits."""
+    return device.type == "cpu" or _runs_fused(spec)
 
 
 def _place(
@@ -342,21 +346,23 @@ def _place(
     notes: tuple[str, ...] = ()
     if device.type != "cpu":
         weights, notes = _weights_on_gpu(module, spec, config, device, name)
-    if not _runs_fused(spec):
+    if not _can_pack(spec, device):
         notes += _own_weights_only(config)
     elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
         notes += quantise(module, spec, weights, device, _telling(progress))
     _move(module, device, progress)
-    if _runs_fused(spec) and weights == "auto":
+    if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
     return weights, notes
 
 
-def _keeps_blocks(source: ModelSource, config: ModelConfig, spec: ModelSpec | None) -> bool:
+def _keeps_blocks(
+    source: ModelSource, config: ModelConfig, spec: ModelSpec | None, device: torch.device
+) -> bool:
     """Whether linear layers may multiply with a file's blocks: where nothing else is asked for."""
     is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
-    return is_plain and spec is not None and _runs_fused(spec)
+    return is_plain and spec is not None and _can_pack(spec, device)
 
 
 def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
@@ -364,8 +370,8 @@ def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
     if config.weights == "auto":
         return ()
     return (
-        f"--weights {config.weights} is not used: only models whose layers are all paged attention "
-        "have weights in fewer bits.",
+        f"--weights {config.weights} is not used: on a GPU only models whose layers are all paged "
+        "attention have weights in fewer bits.",
     )
 
 
@@ -388,7 +394,8 @@ def _read_weights(
     register_attention()
     register_probe()
     attention = _attention_name(hf_config, spec)
-    module, report, blocks = _built(source, hf_config, dtype, attention, progress, blocks_on)
+    kept = spec.read_elsewhere if spec is not None else ()
+    module, report, blocks = _built(source, hf_config, dtype, attention, progress, blocks_on, kept)
     _refuse_gaps(source, report)
     if blocks_on is not None:
         use_blocks(module, blocks, blocks_on)
@@ -413,12 +420,13 @@ def _built(
     attention: str,
     progress: Progress,
     blocks_on: torch.device | None,
+    read_elsewhere: Collection[str] = (),
 ) -> tuple[Any, dict[str, Any], dict[str, tuple[BlockWeights, ...]]]:
     """Return the module with its weights, transformers' report, and weights kept in blocks."""
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress, blocks_on)
+        found = read_tensors(source, hf_config, dtype, progress, blocks_on, read_elsewhere)
         model_class, class_config = class_and_config(hf_config)
         with operators_on_meta():  # where transformers builds it first
             module, report = model_class.from_pretrained(

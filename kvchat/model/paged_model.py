@@ -154,6 +154,11 @@ class StatefulModel(PagedModel):
         self, piece: SequencePiece, state: StateBuffer, block_size: int
     ) -> torch.Tensor:
         batch = build_batch([piece], block_size, self.device)
+        if self.compiled is not None and state.num_tokens:
+            found = self.compiled.logits(batch, self.loaded.step.check_if_asked, state.data)
+            if found is not None:
+                state.num_tokens = piece.end
+                return found
         settings: dict[str, Any] = {"use_cache": True}
         if self._takes_positions:
             settings["position_ids"] = batch.positions[None]

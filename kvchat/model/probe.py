@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from kvchat.model.hf_adapter import OWN_ATTENTION, find_sinks, replace_own_atten
 from kvchat.model.model_class import new_model, on_meta, operators_on_meta
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
 from kvchat.model.state import cache_argument, new_state_cache, read_state
+from kvchat.model.weight_reads import watching_reads
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 _log = logging.getLogger(__name__)
@@ -376,12 +377,14 @@ def _record(model: Any, config: Any) -> ModelSpec:
         raise Refusal("keeps recurrent state in a form of its own")
     cache = new_state_cache(model.config)
     # With a cache it does not search, and recurrent layers would read the mask's values.
-    _run(model, **{argument: cache}, use_cache=True)
+    with watching_reads(model) as reads:
+        _run(model, **{argument: cache}, use_cache=True)
     state = read_state(cache, model.dtype)
     if not state:
         strange = (*_strange_layer_types(config), "recurrent")
         raise Refusal(f"keeps state other than keys and values in its {strange[0]} layers")
-    return _model_spec(model, config, recorder.layers, state=state)
+    spec = _model_spec(model, config, recorder.layers, state=state)
+    return replace(spec, read_elsewhere=tuple(sorted(reads)))
 
 
 def _run(model: Any, **settings: Any) -> None:
@@ -482,7 +485,8 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
     recorder = _CacheRecorder()
     num_layers = _num_cache_layers(config)
     try:
-        _run(model, past_key_values=cache_over(recorder, num_layers), use_cache=True)
+        with watching_reads(model) as reads:
+            _run(model, past_key_values=cache_over(recorder, num_layers), use_cache=True)
     except Refusal as second:
         raise Refusal(f"{refusal}, and {second}") from second
     except ProbeInconclusive as error:
@@ -492,7 +496,8 @@ def _gathered(model: Any, config: Any, refusal: Refusal) -> ModelSpec:
     if not recorder.layers:
         raise Refusal(f"{refusal}, and keeps nothing in the cache it is given")
     gathered = Gathered(str(refusal), tuple(recorder.layers), num_layers)
-    return _model_spec(model, config, tuple(recorder.layers.values()), gathered)
+    spec = _model_spec(model, config, tuple(recorder.layers.values()), gathered)
+    return replace(spec, read_elsewhere=tuple(sorted(reads)))
 
 
 def _num_cache_layers(config: Any) -> int:

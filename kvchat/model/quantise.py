@@ -32,6 +32,8 @@ from kvchat_kernels.linear.cpu import BlockProduct
 _PACK = "_kvchat_pack"
 # Where more of the parameters than this stay as they are, the user is told.
 _KEPT_SHARE_TOLD = 0.1
+# A layer of a recurrent model makes few numbers if it makes one of so many inputs, or fewer.
+_FEW_OUTPUTS = 16
 
 
 class DevicePack:
@@ -126,9 +128,10 @@ def quantise(
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
     Plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
-    errors nothing evens out, has 8 bits. The packed weights are made on `device`; the module is on
-    the CPU. Returns notes for the user on what is not packed. Raises ModelError where the model has
-    nothing to pack.
+    errors nothing evens out, has 8 bits, and so has what makes a few numbers of a recurrent layer's
+    input: its decay and its gates act on all that the layer keeps. The packed weights are made on
+    `device`; the module is on the CPU. Returns notes for the user on what is not packed. Raises
+    ModelError where the model has nothing to pack.
     """
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
@@ -138,16 +141,33 @@ def quantise(
             f"{spec.architecture} has no linear layers that --weights {weights} could pack.",
             "Leave it out.",
         )
-    num_packed = sum(layer.weight.numel() for layer in layers)
+    num_packed = sum(each[0].weight.numel() for each in _by_weight(layers))
     num_packed += sum(part.numel() for found in experts for part in expert_weights(found))
     bits = 8 if weights == "int8" else 4
-    for index, layer in enumerate((*layers, *experts)):
-        if index < len(layers):
-            _replace(layer, 8 if layer is head else bits, device)
-        else:
-            pack_experts(layer, bits, device)
-        tick((index + 1) / (len(layers) + len(experts)))
+    done, total = 0, len(layers) + len(experts)
+    for sharing in _by_weight(layers):
+        has_8 = sharing[0] is head or (spec.state and _makes_few(sharing[0]))
+        _replace(sharing, 8 if has_8 else bits, device)
+        done += len(sharing)
+        tick(done / total)
+    for found in experts:
+        pack_experts(found, bits, device)
+        done += 1
+        tick(done / total)
     return _note_on_kept(module, num_packed)
+
+
+def _by_weight(layers: Sequence[Any]) -> list[list[Any]]:
+    """Return the layers in groups that share a weight, as those of Zamba's blocks do."""
+    groups: dict[int, list[Any]] = {}
+    for layer in layers:
+        groups.setdefault(id(layer.weight), []).append(layer)
+    return list(groups.values())
+
+
+def _makes_few(layer: Any) -> bool:
+    num_out, num_in = _weight_of(layer).shape
+    return num_out * _FEW_OUTPUTS <= num_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +219,19 @@ def _note_on_kept(module: Any, num_packed: int) -> tuple[str, ...]:
 
 def _linear_layers(module: Any, spec: ModelSpec) -> Iterator[nn.Linear | Conv1D]:
     """Yield what multiplies by a matrix: torch's linear layers, and GPT-2's."""
-    seen = set()
-    for layer in spec.layers:
-        parent = module.get_submodule(layer.module_name.rpartition(".")[0])
+    head = module.get_output_embeddings()
+    seen = {head, *(module.get_submodule(name) for name in spec.read_elsewhere)}
+    if spec.state:  # recurrent layers stand beside those with attention, or are all there are
+        parents = [module]
+    else:
+        names = (layer.module_name.rpartition(".")[0] for layer in spec.layers)
+        parents = [module.get_submodule(name) for name in names]
+    for parent in parents:
         for child in parent.modules():
             if type(child) in (nn.Linear, Conv1D) and child not in seen:
                 seen.add(child)
                 yield child
-    head = module.get_output_embeddings()
-    if type(head) is nn.Linear and head not in seen:
+    if type(head) is nn.Linear:
         yield head
 
 
@@ -222,13 +246,18 @@ def _weight_of(layer: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _replace(layer: Any, bits: int, device: torch.device) -> None:
-    weight = _weight_of(layer)
+def _replace(layers: Sequence[Any], bits: int, device: torch.device) -> None:
+    """Pack the one weight of these layers."""
+    weight = _weight_of(layers[0])
     padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
     if device.type == "cpu":
-        use_packed(layer, quantised(padded, bits))
+        product = BlockProduct(quantised(padded, bits))
+        for layer in layers:
+            _multiply_with(layer, product)
     else:
-        use_packed_on_gpu(layer, quantised_on(padded, bits, device))
+        weights = quantised_on(padded, bits, device)
+        for layer in layers:
+            use_packed_on_gpu(layer, weights)
 
 
 def use_blocks(
@@ -280,9 +309,13 @@ def use_packed(layer: Any, weights: BlockWeights) -> None:
 
     Columns beyond the layer's are zeros.
     """
-    product = BlockProduct(weights)
+    _multiply_with(layer, BlockProduct(weights))
+
+
+def _multiply_with(layer: Any, product: BlockProduct) -> None:
     _take(layer, product)
     bias = None if layer.bias is None else layer.bias.float()
+    weights = product.weights
     missing = weights.num_in - (layer.in_features if type(layer) is nn.Linear else layer.nx)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -35,9 +36,11 @@ _log = logging.getLogger(__name__)
 _BLOCK_SIZE = 8
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
+# A compiled step with recurrent layers computes one row: most rows must be of such steps.
+_COMPILED_CHUNKS = (6, *(1 for _ in range(8)), 2, *(1 for _ in range(8)))
 # Increase it when a compiled step or fused layers take over more types, or compute otherwise:
 # models that passed before are tested again.
-_CODE_VERSION = 4
+_CODE_VERSION = 5
 # The key's suffix for a model that passes only without fused code or the compiled step.
 _PLAIN = "-plain"
 # In float32 only rounding may differ: a position that is wrong by a constant costs as little as
@@ -217,7 +220,7 @@ def _paged_logits(
     KV is plain, in the model's dtype, if there is no `new_kv`.
     """
     if loaded.spec.state:
-        return _stateful_logits(loaded, one, other)
+        return _stateful_logits(loaded, one, other, compiled)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     num_blocks = 1 + 2 * blocks_each
     pools = new_kv(num_blocks, _BLOCK_SIZE) if new_kv else _small_pools(loaded, num_blocks)
@@ -236,16 +239,21 @@ def _paged_logits(
     return torch.cat(rows)
 
 
-def _stateful_logits(loaded: LoadedModel, one: list[int], other: list[int]) -> torch.Tensor:
+def _stateful_logits(
+    loaded: LoadedModel, one: list[int], other: list[int], compiled: bool
+) -> torch.Tensor:
     """Return the same for a model with recurrent state: one sequence a step, in turns, so that the
     state of each must survive the steps of the other.
     """
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     model = StatefulModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
+    if not compiled:
+        model.compiled = None
+    chunks = _CHUNKS if model.compiled is None else _COMPILED_CHUNKS
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
     states = (model.state_io.new_buffer(), model.state_io.new_buffer())
     rows = []
-    for chunk, other_chunk in zip(_CHUNKS, _OTHER_CHUNKS, strict=True):
+    for chunk, other_chunk in zip_longest(chunks, _OTHER_CHUNKS, fillvalue=1):
         start = states[1].num_tokens
         piece = SequencePiece(other[start:][:other_chunk], start, tables[1], 0, states[1])
         model.forward_piece(piece, _BLOCK_SIZE)

@@ -87,7 +87,8 @@ class ModelSpec:
     """A supported model: its layers in execution order, its sizes and limits (in tokens).
 
     `layers` are those with attention; `state` is what the recurrent layers keep for each sequence,
-    empty for a model without such layers.
+    empty for a model without such layers. `read_elsewhere` names those of its linear layers whose
+    weights other code than their own reads; they must stay as they are.
     `gathered` is None for a model that runs on paged attention. Otherwise `layers` are what the
     model keeps in transformers' cache, and have no module of their own.
     """
@@ -100,6 +101,7 @@ class ModelSpec:
     num_parameters: int
     gathered: Gathered | None = None
     state: tuple[StateTensor, ...] = ()
+    read_elsewhere: tuple[str, ...] = ()
 
     @property
     def storing_layers(self) -> tuple[LayerSpec, ...]:

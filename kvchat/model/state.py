@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,7 +23,7 @@ from kvchat_kernels.state_buffer import StateBuffer
 
 # Views of other dtypes need aligned offsets, and kernels prefer whole cache lines.
 _ALIGNMENT = 64
-_CONV, _RECURRENT, _LINEAR, _OWN = "conv", "recurrent", "linear", "own"
+CONV, RECURRENT, _LINEAR, _OWN = "conv", "recurrent", "linear", "own"
 # What RWKV starts its running maximum with.
 _LEAST = -1e30
 
@@ -159,8 +160,8 @@ def _held(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for kind, states in (
-                (_CONV, layer.conv_states),
-                (_RECURRENT, layer.recurrent_states),
+                (CONV, layer.conv_states),
+                (RECURRENT, layer.recurrent_states),
             ):
                 yield from ((number, kind, i, t) for i, t in states.items() if t is not None)
     for number, value in enumerate(getattr(cache, "linear_cache", ())):
@@ -215,12 +216,12 @@ class StateIo:
                 view.copy_(value)
 
     def _views(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        views, offset = [], 0
-        for tensor in self._tensors:
-            num_bytes = tensor.num_bytes(self._dtype)
-            part = data[offset : offset + num_bytes].view(tensor.dtype or self._dtype)
+        views = []
+        offsets = state_offsets(self._tensors, self._dtype)
+        for tensor, offset in zip(self._tensors, offsets, strict=True):
+            end = offset + tensor.num_bytes(self._dtype)
+            part = data[offset:end].view(tensor.dtype or self._dtype)
             views.append(part.view(tensor.shape))
-            offset += _aligned(num_bytes)
         return tuple(views)
 
     def _bind(self, tensor: StateTensor, view: torch.Tensor, has_past: bool) -> None:
@@ -236,7 +237,7 @@ class StateIo:
         layer = self._cache.layers[tensor.layer]
         layer.device, layer.dtype = view.device, view.dtype
         layer.has_previous_state[tensor.index] = has_past
-        if tensor.kind == _CONV:
+        if tensor.kind == CONV:
             layer.conv_states[tensor.index] = view
             layer.conv_kernel_size[tensor.index] = view.shape[-1]
             layer.is_conv_states_initialized[tensor.index] = True
@@ -250,7 +251,7 @@ class StateIo:
             value = self._cache.linear_cache[tensor.layer]
         else:
             layer = self._cache.layers[tensor.layer]
-            states = layer.conv_states if tensor.kind == _CONV else layer.recurrent_states
+            states = layer.conv_states if tensor.kind == CONV else layer.recurrent_states
             value = states[tensor.index]
         return value
 
@@ -258,6 +259,12 @@ class StateIo:
 def state_bytes(tensors: tuple[StateTensor, ...], dtype: torch.dtype) -> int:
     """Return the size in bytes of a StateBuffer of a model computing in `dtype`."""
     return sum(_aligned(tensor.num_bytes(dtype)) for tensor in tensors)
+
+
+def state_offsets(tensors: tuple[StateTensor, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return where each tensor begins in the bytes of a StateBuffer."""
+    sizes = [_aligned(tensor.num_bytes(dtype)) for tensor in tensors]
+    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
 
 def _aligned(num_bytes: int) -> int:

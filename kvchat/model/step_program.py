@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.decoder import Decoder, DecoderAttention, Mixture, Mlp, Norm, QueryScale
+from kvchat.model.decoder import (
+    Decoder,
+    DecoderAttention,
+    DeltaNet,
+    Mixture,
+    Mlp,
+    Norm,
+    QueryScale,
+)
+from kvchat.model.spec import LayerSpec
+from kvchat.model.step_delta import add_delta
 from kvchat.model.step_experts import add_mixture, add_mlp
 from kvchat.model.step_operations import (
     Activations,
@@ -22,8 +32,9 @@ from kvchat.model.step_operations import (
     check_widths,
     floats,
 )
-from kvchat_kernels.cpu import attention, block_rows, norms, products, rotation
+from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
 from kvchat_kernels.cpu.attention import AttentionForm
+from kvchat_kernels.cpu.code import Kernel
 from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.norms import NormForm
 from kvchat_kernels.cpu.parts import Parts
@@ -152,7 +163,14 @@ class StepProgram:
         for layer in self._decoder.layers:
             attended = self._operations.output("attended", hidden)
             self._add_norm(added, after, layer.before_attention)
-            self._attention(layer.attention, layer.before_attention is not None, attended)
+            source, values = self._source(layer.before_attention is not None)
+            if isinstance(layer.attention, DeltaNet):
+                state = self._decoder.state
+                add_delta(
+                    self._operations, layer.attention, state, self._dtype, source, values, attended
+                )
+            else:
+                self._attention(layer.attention, source, values, attended)
             self._add_norm(attended, layer.after_attention, layer.before_mlp)
             added, after = self._operations.output("mlp", hidden), layer.after_mlp
             self._mlp(layer.mlp, layer.before_mlp is not None, added)
@@ -191,12 +209,18 @@ class StepProgram:
         source = self._operations.input("normed", stream.shape[1])
         return source, source.floats if is_normed else stream
 
-    def _attention(self, layer: DecoderAttention, is_normed: bool, out: torch.Tensor) -> None:
+    def _attention(
+        self,
+        layer: DecoderAttention,
+        source: Activations,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
         spec = layer.spec
         qkv_width = (spec.num_heads + spec.num_kv_heads) * spec.key_dim
         qkv_width += spec.num_kv_heads * spec.value_dim
         qkv = self._operations.output("qkv", qkv_width)
-        self._operations.products(layer.qkv, *self._source(is_normed), qkv)
+        both = self._qkv(layer, source, values, qkv)
         pool = self._pools[spec.pool_index]
         check_widths(spec.key_dim, spec.value_dim)
         stored, *groups = _stored(pool)
@@ -233,7 +257,43 @@ class StepProgram:
         self._of_parts.setdefault(kind, []).append(len(self._operations.all))
         self._operations.add(attention.attention_kernel(form), task, 0)
         self._operations.add(attention.joining_kernel(form), task, None)
+        if both is not None:
+            self._add_heads(gates.head_gate_kernel(), spec, both, attended.floats)
         self._operations.products((layer.out,), attended, attended.floats, out)
+
+    def _qkv(
+        self,
+        layer: DecoderAttention,
+        source: Activations,
+        values: torch.Tensor,
+        qkv: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Multiply with Q, K and V; return the queries with their gates, None without gates."""
+        if not layer.is_gated:
+            self._operations.products(layer.qkv, source, values, qkv)
+            return None
+        spec, query, *others = layer.spec, *layer.qkv
+        width = spec.num_heads * spec.key_dim
+        if query.num_out != 2 * width or spec.value_dim != spec.key_dim:
+            raise Unfit("has gates of another width")
+        both = self._operations.output("queries and gates", 2 * width)
+        self._operations.products((query,), source, values, both)
+        self._operations.products(others, source, values, qkv[:, width:])
+        self._add_heads(gates.queries_kernel(), spec, both, qkv)
+        return both
+
+    def _add_heads(
+        self, kernel: Kernel, spec: LayerSpec, both: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        place = gates.HeadPlace
+        task: Task = {
+            place.BOTH: both,
+            place.OUT: out,
+            place.OUT_STRIDE: out.stride(0) * 4,
+            place.NUM_HEADS: spec.num_heads,
+            place.DIM: spec.key_dim,
+        }
+        self._operations.add(kernel, task, None)
 
     def _rotation(self, layer: DecoderAttention, qkv: torch.Tensor, pool: CompiledKv) -> None:
         spec, place = layer.spec, rotation.Place

@@ -1,6 +1,7 @@
 """What the matrix of types cannot see of the gathered path and of towers beside the text."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.gathered import cache_over
-from kvchat.model.loader import LoadedModel, inspect_model, load_model
+from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
 from kvchat.model.model_class import loads_towers, without_towers
+from kvchat.model.quantise import is_packed
+from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat.model.spec import CacheCall
 from support.architectures import GATHERED
@@ -80,11 +83,21 @@ def test_kv_of_the_gathered_path_has_an_identity_of_its_own(tmp_path: Path) -> N
     assert kv_identity(loaded, geometry, "weights") != gathered
 
 
-def test_weights_in_fewer_bits_are_not_used_and_a_note_says_so(tmp_path: Path) -> None:
-    loaded = load(checkpoint("bloom", tmp_path), weights="int8")
+@pytest.mark.parametrize("name", GATHERED)
+def test_linear_layers_are_packed_on_a_cpu_and_compute_the_same(name: str, tmp_path: Path) -> None:
+    loaded = load(checkpoint(name, tmp_path), weights="int8")
 
-    assert loaded.weights == "own"
-    assert any("--weights int8 is not used" in note for note in loaded.notes)
+    assert loaded.weights == "int8"
+    assert is_packed(loaded.module)
+    assert compare_with_own(loaded) > 0.9999
+
+
+def test_on_a_gpu_weights_stay_and_a_note_says_so(tmp_path: Path) -> None:
+    loaded = load(checkpoint("bloom", tmp_path))
+
+    assert not replace(loaded, device=torch.device("cuda")).has_choice_of_weights
+    [note] = _own_weights_only(ModelConfig(weights="int8"))
+    assert "--weights int8 is not used" in note
 
 
 def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(

@@ -51,6 +51,12 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32},
     ),
+    # Heads of 16 have too few rotated dimensions for the compiled step; these have enough.
+    "qwen3_5, compiled": ("qwen3_5_text", {**_DELTA, "head_dim": 64}),
+    "qwen3_5_moe, compiled": (
+        "qwen3_5_moe_text",
+        {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32, "head_dim": 64},
+    ),
     "olmo_hybrid": ("olmo_hybrid", _DELTA),
     "lfm2": (
         "lfm2",

@@ -1,4 +1,7 @@
-"""act(gate) * up, the middle of a gated MLP. A unit is a run of columns of all rows."""
+"""Gates: act(gate) * up, the middle of a gated MLP, and the gates of attention's heads.
+
+A unit of the first is a run of columns of all rows, one of the others a row.
+"""
 
 from enum import IntEnum, StrEnum
 from functools import cache
@@ -19,6 +22,18 @@ class Place(IntEnum):
     WIDTH = 2
 
 
+class HeadPlace(IntEnum):
+    """The task of gated heads: BOTH is float32 [rows, heads, 2 * dim], of each head its query
+    before its gate; OUT has rows of OUT_STRIDE bytes, whose first [heads, dim] are written.
+    """
+
+    BOTH = 0
+    OUT = 1
+    OUT_STRIDE = 2
+    NUM_HEADS = 3
+    DIM = 4
+
+
 class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"
@@ -28,6 +43,31 @@ class Activation(StrEnum):
 @cache
 def gate_kernel(activation: Activation) -> Kernel:
     return Kernel("gate", (activation,), lambda code: _write(code, activation))
+
+
+@cache
+def queries_kernel() -> Kernel:
+    """Return the kernel that copies the queries of heads with gates."""
+    return Kernel("queries", (), lambda code: _write_heads(code, is_gate=False))
+
+
+@cache
+def head_gate_kernel() -> Kernel:
+    """Return the kernel that multiplies what heads attended to with sigmoids of their gates."""
+    return Kernel("head gate", (), lambda code: _write_heads(code, is_gate=True))
+
+
+def _write_heads(code: Code, is_gate: bool) -> None:
+    dim, count = code.field(HeadPlace.DIM), code.field(HeadPlace.NUM_HEADS)
+    out = code.field(HeadPlace.OUT) + code.unit * code.field(HeadPlace.OUT_STRIDE)
+    both = code.field(HeadPlace.BOTH) + code.unit * count * dim * 8
+    with code.loop(0, count) as head, code.loop(0, dim, LANES) as column:
+        at, to = (head * dim * 2 + column) * 4, (head * dim + column) * 4
+        if is_gate:
+            gate = sigmoid(code, code.load(both, at + dim * 4, F32S))
+            code.store(code.load(out, to, F32S) * gate, out, to)
+        else:
+            code.store(code.load(both, at, F32S), out, to)
 
 
 def _write(code: Code, activation: Activation) -> None:

@@ -25,6 +25,11 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Below the first the result counts as 0; above the second it would overflow.
 _LEAST, _MOST = -87.0, 88.0
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_LOG = (
+    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
+    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
+)
+_LN2, _ROOT_2 = 0.69314718055994531, 1.41421356237309505
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 _ERF_P = 0.3275911
 
@@ -129,6 +134,22 @@ def exp(code: Code, x: Value) -> Value:
     power = (code.convert("fptosi", n, I32S) + 127) << 23
     value = value * code.as_bits(power, F32S)
     return code.select(is_zero, code.floats(0.0), value)
+
+
+def log_of_one_and(code: Code, x: Value) -> Value:
+    """Return log(1 + x) of 8 floats from 0 to 1, right to about 1e-7.
+
+    After Cephes' logf: of a number above the root of 2, half, whose logarithm is less by that of 2.
+    """
+    number = x + code.floats(1.0)
+    is_large = number > _ROOT_2
+    rest = code.select(is_large, number * code.floats(0.5), number) - code.floats(1.0)
+    polynomial = reduce(
+        lambda total, factor: total * rest + code.floats(factor), _LOG[1:], code.floats(_LOG[0])
+    )
+    square = rest * rest
+    value = rest + (polynomial * rest * square - square * code.floats(0.5))
+    return value + code.select(is_large, code.floats(_LN2), code.floats(0.0))
 
 
 def sigmoid(code: Code, x: Value) -> Value:

@@ -9,11 +9,13 @@ class Header(IntEnum):
     NUM_ROWS   rows of activations, at most MAX_ROWS
     SLOTS      address of the slot of each row's KV, int64; -1 writes nothing
     ROWS       address of the rows of the stream that a norm reads, int64; 0: row i is row i
+    STATE      address of what recurrent layers keep of the one sequence
     """
 
     NUM_ROWS = 0
     SLOTS = 1
     ROWS = 2
+    STATE = 3
 
 
 NUM_HEADERS = 4

@@ -126,6 +126,49 @@ def reordered(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     return weights.changed(lambda part: part[order])
 
 
+def can_move_columns(order: torch.Tensor) -> bool:
+    """Whether blocks hold the same numbers in this order of columns: runs of 32 stay together."""
+    return _run_starts(order, COLUMNS) is not None
+
+
+def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
+    """Return the columns in an order that `can_move_columns`; not of interleaved weights.
+
+    Where columns that share a step come apart, scales and minimums become float32.
+    """
+    assert not weights.is_interleaved
+    if torch.equal(order, torch.arange(len(order))):
+        return weights
+    starts, of_steps = _run_starts(order, COLUMNS), _run_starts(order, STEP_COLUMNS)
+    assert starts is not None
+    if weights.steps is not None and of_steps is None:
+        weights = _without_steps(weights)
+
+    def moved(name: str, part: torch.Tensor) -> torch.Tensor:
+        chosen = of_steps if name == "steps" and of_steps is not None else starts
+        return part.view(len(part), len(chosen), -1)[:, chosen].view(part.shape)
+
+    return weights.made_of({name: moved(name, part) for name, part in weights.parts().items()})
+
+
+def _without_steps(weights: BlockWeights) -> BlockWeights:
+    """Return the same weights whose scales and minimums are float32."""
+    scales, minimums = scales_and_minimums(weights)
+    has_minimums = weights.minimums is not None
+    return replace(weights, scales=scales, minimums=minimums if has_minimums else None, steps=None)
+
+
+def _run_starts(order: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Return which run of `size` columns each new run is; None where runs do not stay together."""
+    if len(order) % size:
+        return None
+    runs = order.view(-1, size)
+    first = runs[:, :1]
+    if (first % size).any() or not torch.equal(runs, first + torch.arange(size)):
+        return None
+    return first[:, 0] // size
+
+
 def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
     """Return the rows of several matrices in one, copied.
 

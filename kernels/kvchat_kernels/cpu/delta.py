@@ -1,0 +1,208 @@
+"""One row of a layer of gated delta nets (Qwen3.5): its short convolution, and its state's step.
+
+The convolution shifts each channel's last inputs and sums them up, weighted; a unit is a run of
+channels. Then each value head decays its state S [key dim, value dim], corrects it by what it says
+for the key, and reads it by the query; what is read is normed and gated. A unit is a value head:
+
+    S = decay * S;  S += k * (beta * (v - k S));  out = norm(q S) * silu(z)
+
+Both change the state of the header's sequence in place. All numbers but those of the convolution's
+state are float32. `delta_reference.py` has the same in torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, reduce
+
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import (
+    Stored,
+    exp,
+    load_floats,
+    log_of_one_and,
+    reciprocal_root,
+    sigmoid,
+    store_floats,
+)
+from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.step import Header
+
+# The inputs that a channel of the convolution sums up.
+TAPS = 4
+# Channels of a unit.
+UNIT_CHANNELS = 512
+# What the squares of a key or a query are added to, as the models have it.
+_LEAST_SQUARE = 1e-6
+_PER_VECTOR = LANES // TAPS
+
+
+class ConvolutionPlace(IntEnum):
+    """The task of the convolution.
+
+    X            float32 [CHANNELS], the input, replaced by silu of the sums
+    WEIGHTS      float32 [CHANNELS, TAPS]
+    STATE        bytes from the beginning of the sequence's state to [CHANNELS, TAPS]
+    """
+
+    X = 0
+    WEIGHTS = 1
+    CHANNELS = 2
+    STATE = 3
+
+
+class DeltaPlace(IntEnum):
+    """The task of the state's step. All are float32.
+
+    MIXED        queries, keys [key heads, key dim] and values [heads, value dim], one after another
+    GATES        [heads, value dim]
+    BETAS, STEPS [heads], before their functions
+    STEP_BIAS    [heads], added to STEPS
+    RATES        [heads], what a softplus of STEPS is multiplied with: the logarithm of the decay
+    NORM         [value dim]
+    EPSILON      of the norm
+    OUT          [heads, value dim]
+    STATE        bytes from the beginning of the sequence's state to [heads, key dim, value dim]
+    """
+
+    MIXED = 0
+    GATES = 1
+    BETAS = 2
+    STEPS = 3
+    STEP_BIAS = 4
+    RATES = 5
+    NORM = 6
+    EPSILON = 7
+    OUT = 8
+    STATE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaForm:
+    """Heads of a layer; `num_heads` are those of values. Dims are multiples of 8."""
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@cache
+def convolution_kernel(stored: Stored) -> Kernel:
+    """Return the kernel for a state that is stored so."""
+    return Kernel("convolution", (stored,), lambda code: _write_convolution(code, stored))
+
+
+@cache
+def delta_kernel(form: DeltaForm) -> Kernel:
+    return Kernel("delta", (form,), lambda code: _write_delta(code, form))
+
+
+def _write_convolution(code: Code, stored: Stored) -> None:
+    channels = code.field(ConvolutionPlace.CHANNELS)
+    x, weights = code.field(ConvolutionPlace.X), code.field(ConvolutionPlace.WEIGHTS)
+    state = code.header(Header.STATE) + code.field(ConvolutionPlace.STATE)
+    start = code.unit * UNIT_CHANNELS
+    with code.loop(start, code.least(start + UNIT_CHANNELS, channels), LANES) as channel:
+        new = code.load(x, channel * 4, F32S)
+        sums = []
+        for part in range(TAPS):
+            at = channel * TAPS + part * LANES
+            old = load_floats(code, state, at * stored.num_bytes, stored)
+            # Each channel's inputs move by one, and the new one comes last.
+            lanes: list[int] = []
+            for number in range(_PER_VECTOR):
+                first = number * TAPS
+                lanes += [*range(first + 1, first + TAPS), LANES + part * _PER_VECTOR + number]
+            moved = code.shuffled(old, new, lanes)
+            store_floats(code, moved, state, at * stored.num_bytes, stored)
+            products = moved * code.load(weights, at * 4, F32S)
+            sums.append(code.neighbours(code.neighbours(products)))
+        low, high = (code.shuffled(sums[at], sums[at + 1], range(4)) for at in (0, 2))
+        total = code.shuffled(low, high, range(LANES))
+        code.store(total * sigmoid(code, total), x, channel * 4)
+
+
+def _write_delta(code: Code, form: DeltaForm) -> None:
+    head, row_bytes = code.unit, form.value_dim * 4
+    key_head = head // (form.num_heads // form.num_key_heads)
+    width = form.num_key_heads * form.key_dim * 4
+    query = code.field(DeltaPlace.MIXED) + key_head * (form.key_dim * 4)
+    key = query + width
+    value = code.field(DeltaPlace.MIXED) + 2 * width + head * row_bytes
+    state = code.header(Header.STATE) + code.field(DeltaPlace.STATE)
+    state = state + head * (form.key_dim * row_bytes)
+    out = code.field(DeltaPlace.OUT) + head * row_bytes
+    of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
+    of_key = code.spread(_inverse_norm(code, key, form))
+    decay = _decay(code, head)
+    beta = sigmoid(code, code.spread(code.load(code.field(DeltaPlace.BETAS), head * 4, F32)))
+    for columns in _strips(form.value_dim):
+        said = _sums(code, form, key, state, columns)
+        changes = [
+            (code.load(value, column * 4, F32S) - total * decay * of_key) * beta * of_key
+            for total, column in zip(said, columns, strict=True)
+        ]
+        read = [code.variable(code.floats(0.0)) for _ in columns]
+        with code.loop(0, form.key_dim) as index:
+            k, q = (code.spread(code.load(at, index * 4, F32)) for at in (key, query))
+            for column, change, total in zip(columns, changes, read, strict=True):
+                at = index * row_bytes + column * 4
+                new = code.load(state, at, F32S) * decay + k * change
+                code.store(new, state, at)
+                total.set(total.get() + q * new)
+        for column, total in zip(columns, read, strict=True):
+            code.store(total.get() * of_query, out, column * 4)
+    _write_norm(code, form, head, out)
+
+
+def _strips(width: int) -> list[range]:
+    """Return the columns at which the vectors of each pass over a state begin."""
+    strip = 4 * LANES if width % (4 * LANES) == 0 else LANES
+    return [range(start, start + strip, LANES) for start in range(0, width, strip)]
+
+
+def _sums(
+    code: Code, form: DeltaForm, key: Value, state: Value, columns: Sequence[int]
+) -> list[Value]:
+    """Return the product of a key and the state, a vector for each of the `columns`."""
+    totals = [code.variable(code.floats(0.0)) for _ in columns]
+    with code.loop(0, form.key_dim) as index:
+        k = code.spread(code.load(key, index * 4, F32))
+        for column, total in zip(columns, totals, strict=True):
+            row = code.load(state, index * (form.value_dim * 4) + column * 4, F32S)
+            total.set(total.get() + k * row)
+    return [total.get() for total in totals]
+
+
+def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
+    squares = [
+        x * x for x in (code.load(address, at * 4, F32S) for at in range(0, form.key_dim, LANES))
+    ]
+    total = code.total(reduce(lambda one, other: one + other, squares))
+    return reciprocal_root(code, total + _LEAST_SQUARE)
+
+
+def _decay(code: Code, head: Value) -> Value:
+    """Return exp(rate * softplus(step + bias)) of a head in all lanes."""
+    step, bias, rate = (
+        code.spread(code.load(code.field(place), head * 4, F32))
+        for place in (DeltaPlace.STEPS, DeltaPlace.STEP_BIAS, DeltaPlace.RATES)
+    )
+    step = step + bias
+    zero = code.floats(0.0)
+    size = code.greatest(step, zero - step)
+    softplus = code.greatest(step, 0.0) + log_of_one_and(code, exp(code, zero - size))
+    return exp(code, rate * softplus)
+
+
+def _write_norm(code: Code, form: DeltaForm, head: Value, out: Value) -> None:
+    width = code.whole(form.value_dim)
+    epsilon = code.float_field(DeltaPlace.EPSILON)
+    factor = code.spread(inverse_rms(code, out, width, epsilon))
+    gates = code.field(DeltaPlace.GATES) + head * (form.value_dim * 4)
+    weight = code.field(DeltaPlace.NORM)
+    with code.loop(0, width, LANES) as column:
+        gate = code.load(gates, column * 4, F32S)
+        normed = code.load(out, column * 4, F32S) * factor * code.load(weight, column * 4, F32S)
+        code.store(normed * gate * sigmoid(code, gate), out, column * 4)
