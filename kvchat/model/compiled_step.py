@@ -18,7 +18,7 @@ from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
-from kvchat_kernels.cpu_products import multiplies_fast_in
+from kvchat_kernels.cpu_products import multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.paged_attention import PagedSequences
 
@@ -51,7 +51,7 @@ class CompiledStep:
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         weights = decoder.layers[0].attention.out.weights
         is_native = isinstance(weights, torch.Tensor) and (
-            weights.dtype == torch.float32 or multiplies_fast_in(weights.dtype)
+            weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )
         has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS
         self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS
