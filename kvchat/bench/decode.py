@@ -8,7 +8,6 @@ ours and transformers do not generate the same; with fewer bits, which change wh
 where the two passes over the very same weights do not agree.
 """
 
-import importlib.util
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from kvchat.bench.engines import (
     random_ids,
 )
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
-from kvchat.bench.peers import LlamaCpp, Transformers
+from kvchat.bench.peers import LlamaCpp, Transformers, on_same_model, without_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import INT8_KV
@@ -202,10 +201,9 @@ def _beside_llama_cpp(
     setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
 ) -> tuple[list[Figure], str]:
     """Return our rates beside llama.cpp's, and a note on its model or why it did not run."""
-    if setup.gguf is None:
-        return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
-    if importlib.util.find_spec("llama_cpp") is None:
-        return [], "llama.cpp: llama_cpp is not installed"
+    missing = without_llama_cpp(setup.gguf)
+    if setup.gguf is None or missing:
+        return [], missing
     peer = LlamaCpp(setup.gguf, torch.get_num_threads())
     vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # one may be padded
     figures = []
@@ -229,7 +227,7 @@ def _beside_llama_cpp(
                 mine.spread,
             )
         )
-    return figures, f"llama.cpp: {setup.gguf.name}, not checked to be the same model"
+    return figures, on_same_model(setup.gguf)
 
 
 def streamed_bytes(assembled: AssembledEngine) -> int:

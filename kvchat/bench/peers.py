@@ -50,6 +50,14 @@ class LlamaCpp:
             self._model.eval([prompt_ids[0]])
         return (max_tokens - 1) / (time.perf_counter() - start_s)
 
+    def prefill_s(self, prompt_ids: Sequence[int]) -> float:
+        """Return the seconds to read a prompt, with the logits of its last row."""
+        self._model.reset()
+        self._prompt_ids = []
+        start_s = time.perf_counter()
+        self._model.eval(list(prompt_ids))
+        return time.perf_counter() - start_s
+
     def state_load_s(self, context_ids: Sequence[int], new_ids: Sequence[int]) -> float:
         """Return the seconds to load a context's saved state, prefill `new_ids` and draw a token.
 
@@ -74,6 +82,20 @@ class LlamaCpp:
         self._model.reset()
         self._model.eval(prompt_ids)
         self._prompt_ids = prompt_ids
+
+
+def without_llama_cpp(gguf: Path | None) -> str:
+    """Return why llama.cpp cannot run on this file; empty if it can."""
+    if gguf is None:
+        return "llama.cpp: not run; give the same model as GGUF by --gguf"
+    if importlib.util.find_spec("llama_cpp") is None:
+        return "llama.cpp: llama_cpp is not installed"
+    return ""
+
+
+def on_same_model(gguf: Path) -> str:
+    """Return the note on a file that llama.cpp ran on."""
+    return f"llama.cpp: {gguf.name}, not checked to be the same model"
 
 
 def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:
@@ -196,16 +218,15 @@ def beside_llama_cpp(
     gguf: Path | None, history_len: int, num_new: int, ours_s: float
 ) -> tuple[list[Figure], str]:
     """Return our time to first token beside llama.cpp's, and a note on its model or why not."""
-    if gguf is None:
-        return [], "llama.cpp: not run; give the same model as GGUF by --gguf"
-    if importlib.util.find_spec("llama_cpp") is None:
-        return [], "llama.cpp: llama_cpp is not installed"
+    missing = without_llama_cpp(gguf)
+    if gguf is None or missing:
+        return [], missing
     peer = LlamaCpp(gguf, torch.get_num_threads())
     history = random_ids(history_len, peer.vocab_size, seed=1)
     new = random_ids(num_new, peer.vocab_size, seed=2)
     theirs_s = min(peer.state_load_s(history, new) for _ in range(3))
     figure = _first_token(ours_s, theirs_s, "llama.cpp, its state loaded from memory", "1.5")
-    return [figure], f"llama.cpp: {gguf.name}, not checked to be the same model"
+    return [figure], on_same_model(gguf)
 
 
 def beside_transformers(

@@ -1,18 +1,26 @@
 """Scenario `prefill`: tokens a second of reading a prompt, by its length, nothing cached.
 
-Beside transformers' forward pass over the same prompt in the same run; its products beside the rate
-of one large product, and its bytes beside what memory allows.
+Beside transformers' forward pass over the same prompt in the same run, and llama.cpp where it is
+installed and given the model as GGUF; its products beside the rate of one large product, and its
+bytes beside what memory allows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from kvchat.bench.decode import streamed_bytes
 from kvchat.bench.engines import complete, free_memory, model_facts, new_engine, random_ids
-from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth, measure_products
-from kvchat.bench.peers import Transformers
+from kvchat.bench.measure import (
+    Bandwidth,
+    Sample,
+    alternated,
+    measure_bandwidth,
+    measure_products,
+)
+from kvchat.bench.peers import LlamaCpp, Transformers, on_same_model, without_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
@@ -42,11 +50,16 @@ def run(setup: BenchSetup) -> Result:
     peer = Transformers(setup.source, device, dtype)
     ceilings = _Ceilings(measure_bandwidth(device), measure_products(device, dtype))
     figures: list[Figure] = []
+    lengths: list[int] = []
     for length in dict.fromkeys(map(setup.scaled, _LENGTHS[device.type])):
         if length + 1 < assembled.engine.max_context:
             beside_peer = _measure(setup, assembled, peer, length)
             figures += [beside_peer, *_beside_ceilings(assembled, ceilings, length, beside_peer)]
-    return Result("prefill", settings, tuple(figures), notes=(str(ceilings.bandwidth),))
+            lengths.append(length)
+    del peer  # free its weights
+    llama, note = _beside_llama_cpp(setup, assembled, lengths)
+    notes = (str(ceilings.bandwidth), note)
+    return Result("prefill", settings, (*figures, *llama), notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +73,60 @@ class _Ceilings:
 def _measure(
     setup: BenchSetup, assembled: AssembledEngine, peer: Transformers, length: int
 ) -> Figure:
-    engine = assembled.engine
     prompt = random_ids(length, assembled.loaded.spec.vocab_size, seed=3)
+    mine, theirs = alternated(
+        _rate_of(assembled, prompt),
+        lambda: rate(length, peer.prefill_s(prompt)),
+        setup.repeats,
+    )
+    return _beside("transformers", length, mine, theirs)
+
+
+def _rate_of(assembled: AssembledEngine, prompt: Sequence[int]) -> Callable[[], float]:
+    """Return what reads a prompt, nothing cached, and returns tokens a second."""
+    engine = assembled.engine
 
     def ours() -> float:
         engine.cache.clear()
         finished = complete(engine, prompt, 1).finished
-        assert finished.usage.prefilled_tokens == length
-        return rate(length, finished.timing.ttft_s)
+        assert finished.usage.prefilled_tokens == len(prompt)
+        return rate(len(prompt), finished.timing.ttft_s)
 
-    mine, theirs = alternated(ours, lambda: rate(length, peer.prefill_s(prompt)), setup.repeats)
+    return ours
+
+
+def _beside(name: str, length: int, mine: Sample, theirs: Sample) -> Figure:
     return Figure(
         f"prompt of {length:,}",
         mine.median,
         "tokens/s",
         theirs.median,
-        "transformers",
+        name,
         mine.median / theirs.median,
         "times the peer",
         spread=mine.spread,
     )
+
+
+def _beside_llama_cpp(
+    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
+) -> tuple[list[Figure], str]:
+    """Return our rates beside llama.cpp's, and a note on its model or why it did not run."""
+    missing = without_llama_cpp(setup.gguf)
+    if setup.gguf is None or missing:
+        return [], missing
+    peer = LlamaCpp(setup.gguf, torch.get_num_threads())
+    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # one may be padded
+    figures = []
+    for length in lengths:
+        prompt = random_ids(length, vocab_size, seed=3)
+
+        def theirs(ids: Sequence[int] = prompt) -> float:
+            return rate(len(ids), peer.prefill_s(ids))
+
+        samples = alternated(_rate_of(assembled, prompt), theirs, setup.repeats)
+        figures.append(_beside("llama.cpp", length, *samples))
+    return figures, on_same_model(setup.gguf)
 
 
 def _beside_ceilings(

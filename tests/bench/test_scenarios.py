@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvchat.bench import decode
+from kvchat.bench import decode, prefill
 from kvchat.bench.engines import new_engine
-from kvchat.bench.prefill import num_flops
 from kvchat.bench.report import Result, print_json, print_result, record
 from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
 from kvchat.bench.setup import BenchSetup
@@ -256,7 +256,7 @@ def test_a_prompts_products_are_counted_as_naively(checkpoint: Path) -> None:
         naive += sum(
             2 * (position + 1) * each.num_heads * (each.key_dim + each.value_dim) for each in layers
         )
-    assert num_flops(assembled, 9) == naive
+    assert prefill.num_flops(assembled, 9) == naive
 
 
 def test_a_report_is_kept_under_the_devices_name(checkpoint: Path, tmp_path: Path) -> None:
@@ -331,15 +331,19 @@ class WiderPeer:
     def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
         return 1.0
 
+    def prefill_s(self, prompt_ids: Sequence[int]) -> float:
+        return 1.0
 
+
+@pytest.mark.parametrize("measured", [decode, prefill])
 def test_a_peer_of_more_tokens_is_asked_what_the_model_knows_too(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens were the model's as well, which refused them: no scenario reported anything."""
-    monkeypatch.setattr(decode, "LlamaCpp", WiderPeer)
+    monkeypatch.setattr(measured, "LlamaCpp", WiderPeer)
     monkeypatch.setitem(sys.modules, "llama_cpp", installed("llama_cpp"))
 
-    result = decode.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
+    result = measured.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
 
     assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
 

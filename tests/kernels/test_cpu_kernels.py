@@ -10,6 +10,7 @@ from kvchat_kernels.cpu import attention, gates, norms, products, rotation
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, Program, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS
+from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 from support.cpu_tasks import attended, header, task
@@ -76,6 +77,30 @@ def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dt
         alone = torch.cat([product(row[None]) for row in x])
         for num_rows in range(2, MAX_ROWS + 1):
             assert torch.equal(product(x[:num_rows]), alone[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_are_multiplied_in_float32_with_one_memory_for_all_matrices(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory may come from a thread in inference mode, and is used outside it too."""
+    monkeypatch.setattr(linear_cpu, "multiplies_fast_in", lambda dtype: False)
+    monkeypatch.setattr(linear_cpu, "_FLOAT_TILE_BYTES", 4096)  # several tiles, the last smaller
+    torch.manual_seed(0)
+    for num_out, num_in, is_inference in ((5, 32, True), (70, 96, False), (33, 64, True)):
+        weight, bias, x = (
+            torch.randn(num_out, num_in),
+            torch.randn(num_out),
+            torch.randn(40, num_in),
+        )
+        product = FloatProduct(weight.to(dtype), bias.to(dtype))
+        with torch.inference_mode(is_inference):
+            out = product(x.to(dtype))
+
+        exact = functional.linear(
+            x.to(dtype).float(), weight.to(dtype).float(), bias.to(dtype).float()
+        )
+        assert (out - exact).norm() <= 2**-8 * exact.norm()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

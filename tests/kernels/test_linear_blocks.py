@@ -1,5 +1,6 @@
 """Products with weights in blocks: the layout, and compiled kernels against their plain form."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from kvchat_kernels.cpu import block_products, code
 from kvchat_kernels.cpu.block_products import block_product_kernel
 from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
+from kvchat_kernels.cpu.object_cache import ObjectCache
 from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.linear import cpu
 from kvchat_kernels.linear.blocks import (
@@ -72,9 +74,11 @@ def outlying(rows: int, width: int) -> torch.Tensor:
     return x
 
 
-@pytest.fixture(params=["compiled", "plain"])
+@pytest.fixture(params=["compiled", "unpacked", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The compiled kernels, and what runs where llvmlite is missing."""
+    """The compiled kernels; with many rows in float32; and what runs where llvmlite is missing."""
+    if request.param == "unpacked":
+        monkeypatch.setattr(cpu._kernels(), "takes_many", False)
     if request.param == "plain":
         monkeypatch.setattr(cpu, "_kernels", lambda: None)
     return str(request.param)
@@ -153,11 +157,13 @@ def test_both_ways_round_alike(bits: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rows_result_does_not_hang_on_its_neighbours(bits: int, width: int) -> None:
     """Widths with groups of 8, 4, 2 and 1 blocks."""
     product = BlockProduct(quantised(torch.randn(48, width), bits))
-    x = outlying(6, width)
+    x = outlying(FEW_ROWS, width)
     alone = torch.cat([product(row[None]) for row in x])
-    x[5] *= 1e4
+    for num_rows in (3, 6, FEW_ROWS):
+        beside = x[:num_rows].clone()
+        beside[-1] *= 1e4
 
-    assert torch.equal(product(x)[:5], alone[:5])
+        assert torch.equal(product(beside)[:-1], alone[: num_rows - 1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -260,24 +266,48 @@ def test_without_newer_instructions_products_are_the_same(tmp_path: Path) -> Non
     assert (torch.stack(here) - there).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_plain_instructions_compute_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a processor that is not of the x86 family."""
-    weights, x = random_blocks((48, 992), bits, 32, torch.float16, True), outlying(3, 992)
-    fast = BlockProduct(weights)(x)
+@pytest.fixture
+def without_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile as for a processor that is not of the x86 family, and keep none of it."""
     kernels = (block_product_kernel, product_kernel, rounding_kernel, unpacking_kernel)
     monkeypatch.setattr(code, "has_feature", lambda name: False)
     monkeypatch.setattr(block_products, "has_feature", lambda name: False)
-    monkeypatch.setattr(code, "_version", lambda: ("plain",))
+    monkeypatch.setattr(code, "object_cache", lambda: ObjectCache(tmp_path))
     for kernel in kernels:
         kernel.cache_clear()
-    try:
-        plain = BlockProduct(weights)(x)
-    finally:
-        for kernel in kernels:
-            kernel.cache_clear()
+    yield
+    for kernel in kernels:
+        kernel.cache_clear()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_plain_instructions_compute_the_same(bits: int, request: pytest.FixtureRequest) -> None:
+    weights, x = random_blocks((48, 992), bits, 32, torch.float16, True), outlying(3, 992)
+    fast = BlockProduct(weights)(x)
+    request.getfixturevalue("without_features")
+
+    plain = BlockProduct(weights)(x)
 
     assert (fast - plain).norm() <= 1e-6 * fast.norm()
+
+
+@pytest.mark.usefixtures("without_features")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_weights_side_by_side_are_the_same_products(
+    kind: tuple[int, int, torch.dtype, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What processors with whole vectors of 512 bits do, here by plain instructions."""
+    monkeypatch.setattr(block_products, "has_whole_512_bits", lambda: True)
+    shape, num_rows = ((19, 768) if kind[2] == torch.int8 else (19, 480)), 19
+    weights = random_blocks(shape, *kind)
+    rows = rows_of(outlying(num_rows, shape[1]), weights.layout.activation_bits)
+    product = BlockProduct(weights)
+    monkeypatch.setattr(product, "_takes_many", True)
+
+    out = product.of_rows(rows)
+
+    exact = rows.values().double() @ dequantised(weights).double().t()
+    assert (out - exact).norm() <= 1e-5 * exact.norm()
 
 
 @pytest.mark.parametrize("bits", [8, 4])

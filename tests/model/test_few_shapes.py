@@ -51,9 +51,9 @@ class Shapes(TorchDispatchMode):
 
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = ("kvchat_kernels.linear.cpu", "kvchat_kernels.paged_attention.cpu")
-    for module in (*kernels, "kvchat.model.compiled_step"):
+    for module in ("kvchat_kernels.paged_attention.cpu", "kvchat.model.compiled_step"):
         monkeypatch.setattr(f"{module}.multiplies_in", lambda dtype: True)
+    monkeypatch.setattr("kvchat_kernels.linear.cpu.multiplies_fast_in", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
 

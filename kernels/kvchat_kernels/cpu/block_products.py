@@ -9,25 +9,37 @@ from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import ActivationRow, Place, WeightRow, each_group, vector_bytes
+from kvchat_kernels.cpu.block_rows import (
+    ActivationRow,
+    Place,
+    TwoWeightRows,
+    WeightRow,
+    each_group,
+    vector_bytes,
+)
 from kvchat_kernels.cpu.code import (
     F32,
     I16,
     I32,
+    LANES,
     Code,
     Kernel,
     Value,
     Variable,
     constant,
     has_feature,
+    has_whole_512_bits,
 )
 from kvchat_kernels.cpu.products import write_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
-# Rows of activations that share one reading of the weights.
-_X_COUNTS = (5, 3, 2, 1)
+# Rows of activations that share one reading of the weights; more where vectors have 512 bits and
+# there are 32 of them.
+_X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 3, 2, 1)
 # Bytes ahead that levels are asked for.
 _AHEAD = 1024
+# Sums side by side that keep the multiplier busy without a second chain for each.
+_MANY = 6
 
 
 @cache
@@ -41,14 +53,32 @@ def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
 
 
 class _Pair:
-    """The sum of the products of a row of weights and a row of activations."""
+    """The sum of the products of a row of weights and a row of activations.
 
-    def __init__(self, code: Code, row: WeightRow, x: ActivationRow) -> None:
+    With two rows of weights side by side, `row` is both, and the sum has the lanes of both.
+    """
+
+    def __init__(self, code: Code, row: WeightRow | TwoWeightRows, x: ActivationRow) -> None:
+        self._code = code
         self.row, self.x = row, x
-        self.total: Variable = code.variable(code.floats(0.0))
+        self.num_rows = 2 if isinstance(row, TwoWeightRows) else 1
+        zeros = ir.VectorType(F32, LANES * self.num_rows)
+        self.total: Variable = code.variable(Value(code, constant(0.0, zeros)))
 
     def add(self, value: Value) -> None:
+        """Add what each row's lanes say, which are up to 8, or a single one."""
+        if self.num_rows == 1:
+            value = self._code.widened(value)
+        elif value.type.count < 2 * LANES:
+            halves = self._code.halves(value)
+            value = self._code.joined(*(self._code.widened(half) for half in halves))
         self.total.set(self.total.get() + value)
+
+    def totals(self) -> list[Value]:
+        """Return the sum for each row of weights."""
+        total = self.total.get()
+        halves = [total] if self.num_rows == 1 else self._code.halves(total)
+        return [self._code.total(half) for half in halves]
 
 
 _Pairs = Sequence[Sequence[_Pair]]
@@ -58,17 +88,27 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
     """Write all products of a unit."""
     start = code.unit * code.field(Place.CHUNK)
     end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    is_wide = has_whole_512_bits()
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
-        weights = [WeightRow(code, layout, row) for row in rows]
-        activations = [ActivationRow(code, x_row, layout.activation_bits) for x_row in x_rows]
+        side = 2 if is_wide and len(x_rows) > 1 else 1
+        single = [WeightRow(code, layout, row) for row in rows]
+        weights: Sequence[WeightRow | TwoWeightRows] = single
+        if side == 2:
+            pairs_of_rows = zip(single[::2], single[1::2], strict=True)
+            weights = [TwoWeightRows(code, layout, two) for two in pairs_of_rows]
+        activations = [ActivationRow(code, x, layout.activation_bits, side) for x in x_rows]
         pairs = [[_Pair(code, row, x) for x in activations] for row in weights]
         _add_products(code, layout, pairs)
-        for row, of_row in zip(rows, pairs, strict=True):
+        for first, of_row in zip(range(0, len(rows), side), pairs, strict=True):
             for x_row, pair in zip(x_rows, of_row, strict=True):
-                _store(code, code.total(pair.total.get()), row, x_row, has_bias)
+                for row, total in zip(rows[first : first + side], pair.totals(), strict=True):
+                    _store(code, total, row, x_row, has_bias)
 
-    write_tiles(code, start, end, _X_COUNTS, write_tile)
+    if is_wide:
+        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=max(_WIDE_X_COUNTS))
+    else:
+        write_tiles(code, start, end, _X_COUNTS, write_tile)
 
 
 def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -> None:
@@ -107,13 +147,15 @@ def _add_sums(
         scales = row.scales_of_group(index, size, part)
         for pair, x_scale, total in zip(of_row, x_scales, of_sums, strict=True):
             whole = total.get()
-            lanes = [lane % size for lane in range(whole.type.count)]
+            count = whole.type.count // pair.num_rows  # lanes of a row of weights
+            starts = range(0, pair.num_rows * size, size)
+            lanes = [start + lane % size for start in starts for lane in range(count)]
             floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
-            pair.add(code.widened(floats * code.picked(scales * x_scale, lanes)))
+            pair.add(floats * code.picked(scales * x_scale, lanes))
         if has_minimums:
             minimums = row.minimums(index, size)
             for pair, x_sum in zip(of_row, x_sums, strict=True):
-                pair.add(code.widened(minimums * x_sum))
+                pair.add(minimums * x_sum)
 
 
 def _sums_of_group(
@@ -125,7 +167,11 @@ def _sums_of_group(
     in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
     """
     width, part_bytes = vector_bytes(layout, size), size * layout.block * layout.bits // 8
-    sums = [[_Whole(code, layout.bits, width) for _ in of_row] for of_row in pairs]
+    num_rows = pairs[0][0].num_rows
+    has_many = num_rows == 2 and len(pairs) * len(pairs[0]) >= _MANY
+    sums = [
+        [_Whole(code, layout.bits, width * num_rows, has_many) for _ in of_row] for of_row in pairs
+    ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
     with code.loop(part * part_bytes, (part + 1) * part_bytes, width) as start:
         if len(rows) < len(xs) or len(xs) == 1:
@@ -146,11 +192,12 @@ def _sums_of_group(
 class _Whole:
     """A sum of products of levels with activations, neighbours added by fours: 32 bits a lane.
 
-    VNNI adds them at once, in two chains, for an addition waits 4 cycles. Else lanes of 16 bits
-    add up pairs of 4 bits: 16 products, each at most 15 * 127, fit.
+    VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
+    `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
+    15 * 127, fit.
     """
 
-    def __init__(self, code: Code, bits: int, width: int) -> None:
+    def __init__(self, code: Code, bits: int, width: int, has_many: bool) -> None:
         self._code = code
         self._lanes = ir.VectorType(I32, width // 4)
         self._has_vnni = has_feature("avx512vnni") and has_feature("avx512vl")
@@ -158,23 +205,25 @@ class _Whole:
         self._bits = bits
         kind = ir.VectorType(I16, width // 2) if self._is_short else self._lanes
         start = Value(code, constant(0, kind))
-        self._chains = [code.variable(start) for _ in range(1 + self._has_vnni)]
+        has_two = self._has_vnni and not has_many
+        self._chains = [code.variable(start) for _ in range(1 + has_two)]
 
     def add(self, half: int, levels: Value, x: Value) -> None:
         code, chain = self._code, self._chains[half % len(self._chains)]
-        if self._bits == 8:
-            chain.set(chain.get() + _neighbouring_shorts(code, levels, x))
+        if self._has_vnni:
+            words = code.as_bits(levels, self._lanes), code.as_bits(x, self._lanes)
+            multiplied = "vpdpbusd" if self._bits == 4 else "vpdpwssd"
+            name = f"llvm.x86.avx512.{multiplied}.{32 * self._lanes.count}"
+            chain.set(code.call(name, self._lanes, chain.get(), *words))
         elif self._is_short:
             chain.set(chain.get() + _neighbouring_bytes(code, levels, x))
         else:
-            words = code.as_bits(levels, self._lanes), code.as_bits(x, self._lanes)
-            name = f"llvm.x86.avx512.vpdpbusd.{32 * self._lanes.count}"
-            chain.set(code.call(name, self._lanes, chain.get(), *words))
+            chain.set(chain.get() + _neighbouring_shorts(code, levels, x))
 
     def get(self) -> Value:
         """Return the sum in 32 bits."""
         total = self._chains[0].get()
-        if self._has_vnni:
+        if len(self._chains) > 1:
             return total + self._chains[1].get()
         if not self._is_short:
             return total

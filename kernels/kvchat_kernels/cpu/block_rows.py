@@ -5,7 +5,7 @@ they have 16 bits: 2^-16 of the block's largest value, which is below what bfloa
 Beside weights of 4 bits they have 8: the weights' own rounding is some 30 times as coarse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -126,14 +126,14 @@ class WeightRow:
         4 bits: the low bits and the high bits, 8 bits each. 8 bits: the first half of the bytes and
         the second, 16 bits each.
         """
-        code = self._code
+        return halves_of(self._code, self._layout, self.stored(index, start, width))
+
+    def stored(self, index: Value, start: Value | int, width: int) -> list[Value]:
+        """Load what `halves` makes its vectors of: 4 bits: the bytes; 8 bits: halves of them."""
         offset = index * (COLUMNS * self._layout.bits // 8) + start
-        if self._layout.bits == 4:
-            packed = code.load(self.levels_at, offset, ir.VectorType(I8, width))
-            return packed & 15, packed >> 4
-        narrow, wide = (ir.VectorType(kind, width // 2) for kind in (I8, I16))
-        first, second = (code.load(self.levels_at, offset + at, narrow) for at in (0, width // 2))
-        return code.convert("sext", first, wide), code.convert("sext", second, wide)
+        step = width if self._layout.bits == 4 else width // 2
+        kind = ir.VectorType(I8, step)
+        return [self._code.load(self.levels_at, offset + at, kind) for at in range(0, width, step)]
 
     def columns(self, index: Value, place: int, size: int) -> Value:
         """Load the words `place` and `place` + 1 of all blocks of a group, levels of 8 bits.
@@ -191,12 +191,48 @@ class WeightRow:
         return factors * (code.spread(step, count) if count > 1 else step)
 
 
-class ActivationRow:
-    """The addresses of a row of activations in `bits`."""
+class TwoWeightRows:
+    """Two rows of interleaved weights side by side: the lanes of the first, then the other's."""
 
-    def __init__(self, code: Code, row: Value, bits: int) -> None:
+    def __init__(self, code: Code, layout: Layout, rows: Sequence[WeightRow]) -> None:
+        self._code = code
+        self._layout = layout
+        self._rows = rows
+
+    def halves(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
+        one, other = (row.stored(index, start, width) for row in self._rows)
+        joined = [self._code.joined(*both) for both in zip(one, other, strict=True)]
+        return halves_of(self._code, self._layout, joined)
+
+    def scales_of_group(self, index: Value, size: int, part: int) -> Value:
+        return self._code.joined(*(row.scales_of_group(index, size, part) for row in self._rows))
+
+    def minimums(self, index: Value, count: int = 1) -> Value:
+        return self._code.joined(*(row.minimums(index, count) for row in self._rows))
+
+    def prefetch(self, index: Value, count: int, ahead: int) -> None:
+        for row in self._rows:
+            row.prefetch(index, count, ahead)
+
+
+def halves_of(code: Code, layout: Layout, stored: Sequence[Value]) -> tuple[Value, Value]:
+    """Return the two vectors of levels that stored bytes hold, see `WeightRow.halves`."""
+    if layout.bits == 4:
+        (packed,) = stored
+        return packed & 15, packed >> 4
+    first, second = (
+        code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in stored
+    )
+    return first, second
+
+
+class ActivationRow:
+    """The addresses of a row of activations in `bits`, read for `num_weight_rows` side by side."""
+
+    def __init__(self, code: Code, row: Value, bits: int, num_weight_rows: int = 1) -> None:
         self._code = code
         self._bits = bits
+        self._num_weight_rows = num_weight_rows
         blocks = row * code.field(Place.NUM_BLOCKS)
         self._x = code.field(Place.X) + blocks * (bits // 8 * COLUMNS)
         self._scales = code.field(Place.X_SCALES) + blocks * 4
@@ -205,7 +241,7 @@ class ActivationRow:
     def beside(
         self, index: Value, size: int, start: Value | int, width: int
     ) -> tuple[Value, Value]:
-        """Load what `WeightRow.halves` lie beside, in a group of `size` blocks."""
+        """Load what the weights' `halves` lie beside, in a group of `size` blocks."""
         if self._bits == 8:
             kind, first = ir.VectorType(I8, width), index * COLUMNS + start
             behind = first + size * COLUMNS // 2
@@ -213,13 +249,17 @@ class ActivationRow:
             kind = ir.VectorType(I16, width // 2)
             first = index * (2 * COLUMNS) + start * 2
             behind = first + width
-        return self._code.load(self._x, first, kind), self._code.load(self._x, behind, kind)
+        return self._load(self._x, first, kind), self._load(self._x, behind, kind)
 
     def scales(self, index: Value, kind: Any) -> Value:
-        return self._code.load(self._scales, index * 4, kind)
+        return self._load(self._scales, index * 4, kind)
 
     def sums(self, index: Value, kind: Any) -> Value:
-        return self._code.load(self._sums, index * 4, kind)
+        return self._load(self._sums, index * 4, kind)
+
+    def _load(self, address: Value, offset: Value, kind: Any) -> Value:
+        loaded = self._code.load(address, offset, kind)
+        return self._code.joined(*[loaded] * self._num_weight_rows)
 
 
 def each_group(code: Code, num_blocks: Value) -> Iterator[tuple[Value, int]]:

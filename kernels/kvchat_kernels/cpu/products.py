@@ -19,6 +19,9 @@ from kvchat_kernels.cpu.step import Header
 WEIGHT_ROWS = 4
 _X_COUNTS = (5, 3, 2, 1)
 _FEW_X = 3
+# Rows of activations that all of a unit's weights are multiplied with before the next: both stay in
+# the second cache.
+_SLAB = 64
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in, but a matrix that
@@ -69,25 +72,41 @@ def write_tiles(
     end: Value,
     x_counts: Sequence[int],
     write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
+    few_x: int = _FEW_X,
 ) -> None:
     """Write the products of the rows [`start`, `end`) of a matrix with all rows of activations.
 
     `write_tile` writes those of some rows of weights with some of activations, as many as one of
-    `x_counts`, of which the last is 1.
+    `x_counts`, of which the last is 1. Beside more than `few_x` rows it gets half of WEIGHT_ROWS.
     """
-    quarter = (end - start) // WEIGHT_ROWS
     num_rows = code.header(Header.NUM_ROWS)
+    with code.loop(0, num_rows, _SLAB) as first_x:
+        last_x = code.least(first_x + _SLAB, num_rows)
+        _write_slab(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
+
+
+def _write_slab(
+    code: Code,
+    weights: tuple[Value, Value],
+    activations: tuple[Value, Value],
+    x_counts: Sequence[int],
+    write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
+    few_x: int,
+) -> None:
+    """Write the products of some rows of weights with some rows of activations."""
+    (start, end), (first_x, last_x) = weights, activations
+    quarter = (end - start) // WEIGHT_ROWS
     with code.loop(start, start + quarter) as row:
         rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
-        done = code.whole(0)
+        done = first_x
         for count in x_counts:
-            tiled = done + (num_rows - done) // count * count
-            step = WEIGHT_ROWS if count <= _FEW_X else WEIGHT_ROWS // 2
+            tiled = done + (last_x - done) // count * count
+            step = WEIGHT_ROWS if count <= few_x else WEIGHT_ROWS // 2
             with code.loop(done, tiled, count) as first:
                 for at in range(0, WEIGHT_ROWS, step):
                     write_tile(rows[at : at + step], [first + i for i in range(count)])
             done = tiled
-    with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(0, num_rows) as x_row:
+    with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(first_x, last_x) as x_row:
         write_tile([row], [x_row])
 
 
