@@ -57,6 +57,9 @@ def _addresses(pool: CompiledKv, place: Any) -> Task:
     return task
 
 
+Table = np.ndarray[Any, np.dtype[np.float32]]
+
+
 class Angles:
     """Cosines and sines of a step's positions, from a table made once for many positions."""
 
@@ -68,18 +71,19 @@ class Angles:
         self._table = self._made(torch.arange(self._FIRST))
         self.half = self._table[0].shape[1]
         self.cosines, self.sines = (floats(self.half) for _ in range(2))
+        self._out = self.cosines.numpy(), self.sines.numpy()
 
     def set(self, positions: torch.Tensor, end: int) -> None:
         """Renew both for `positions`, all below `end`."""
-        table, rows = self._table, positions
+        table, rows = self._table, positions.numpy()
         if end > self._MOST:
-            table, rows = self._made(positions), torch.arange(len(positions))
-        elif end > table[0].shape[0]:
+            table, rows = self._made(positions), np.arange(len(rows))
+        elif end > len(table[0]):
             table = self._table = self._made(torch.arange(min(2 * end, self._MOST)))
-        for values, out in zip(table, (self.cosines, self.sines), strict=True):
-            torch.index_select(values, 0, rows, out=out[: len(rows)])
+        for values, out in zip(table, self._out, strict=True):
+            values.take(rows, 0, out[: len(rows)], "clip")  # the only mode that needs no copy
 
-    def _made(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _made(self, positions: torch.Tensor) -> tuple[Table, Table]:
         made = self._rotary(self._like, positions[None], *self._kinds)
         if not (isinstance(made, tuple) and len(made) == 2):
             raise Unfit("has angles of another kind")
@@ -87,7 +91,7 @@ class Angles:
         half = cos.shape[-1] // 2
         if not (torch.equal(cos[:, :half], cos[:, half:])):
             raise Unfit("has angles that do not repeat")
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        return cos[:, :half].numpy(), sin[:, :half].numpy()
 
 
 class QueryFactors:
