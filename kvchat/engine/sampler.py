@@ -170,16 +170,14 @@ def _likeliest(logits: torch.Tensor) -> list[int]:
     """
     if logits.device.type == "cpu":
         values = logits.numpy()
-        tokens = values.argmax(axis=-1)
-        largest = values[np.arange(len(tokens)), tokens]
-        is_valid = not np.isnan(largest).any()
+        tokens: list[int] = values.argmax(axis=-1).tolist()
+        largest = [row[token] for row, token in zip(values, tokens, strict=True)]
     else:
         best = logits.max(dim=-1)
-        tokens = best.indices
-        is_valid = not best.values.isnan().any()
-    if not is_valid:
+        tokens, largest = best.indices.tolist(), best.values.tolist()
+    if any(map(math.isnan, largest)):
         raise ValueError(_NOT_NUMBERS)
-    return [int(token) for token in tokens.tolist()]
+    return tokens
 
 
 def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:

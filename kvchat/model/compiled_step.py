@@ -16,7 +16,7 @@ from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
-from kvchat.model.step_program import CompiledKv, StepProgram
+from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
 from kvchat_kernels.cpu_products import multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
@@ -47,8 +47,7 @@ class CompiledStep:
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools)
         self._vocab_size = decoder.head.num_out
-        # The streams of so many rows: a slice of torch takes as long as this list's item ten times.
-        self._streams = [self._parts.stream[:count] for count in range(MAX_ROWS + 1)]
+        self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
@@ -95,10 +94,9 @@ class CompiledStep:
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
-        rows = self._streams[batch.token_ids.shape[0]]
-        rows.copy_(self._decoder.embedding.forward(batch.token_ids[None])[0])
+        self._embed_into(batch.token_ids)
         if self._decoder.embedding_factor != 1.0:
-            rows *= self._decoder.embedding_factor
+            self._parts.stream[: batch.token_ids.shape[0]] *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():
             angles.set(batch.positions, end)
         if self._parts.query_factors is not None:

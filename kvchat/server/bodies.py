@@ -3,8 +3,8 @@
 Python's parser does not give the interpreter up until it ends. What it takes depends on the number
 of values, not of bytes: 5 million token ids take half a second, a text of as many bytes 20 ms, and
 3 million empty lists three seconds, most of it in garbage collection. So the values of a large body
-are counted first, piece by piece, and more than any request needs are refused. Large bodies are read
-one after another on one thread: two at once would only take the interpreter from each other.
+are counted first, piece by piece, and more than any request needs are refused. Large bodies are
+read one after another on one thread: two at once would only take the interpreter from each other.
 """
 
 import json
