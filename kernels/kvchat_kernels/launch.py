@@ -12,7 +12,15 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+
+# The dtypes in which numbers are sent to a device.
+_NUMPY: Mapping[torch.dtype, Any] = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +106,16 @@ def row_stride(rows: torch.Tensor) -> int:
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers, or rows of numbers, as a new tensor on `device`; does not wait for it.
 
+    dtype   int32, int64 or float32
+
     `torch.tensor(..., device="cuda")` copies from unpinned memory, and returns only after all
     earlier queued work, such as the current step, has finished.
 
     On a CUDA device the copy is queued on the current stream, so only work queued after it sees the
     values. Must not be called while a graph is captured.
     """
+    if device.type == "cpu":  # by way of numpy it takes a third of the time of `torch.tensor`
+        return torch.from_numpy(np.array(numbers, dtype=_NUMPY[dtype]))
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     # torch's pinned-memory allocator does not reuse the memory before the copy has finished.

@@ -212,8 +212,8 @@ class ChatHost:
         return ChatSession.fork_of(self.model, self._engine, self.store, original)
 
     def status(self) -> "Future[EngineStatus]":
-        """Request the engine's status; the engine answers between two steps, after loading."""
-        return self._engine.call(lambda engine: engine.status())
+        """Request the engine's status; it answers after loading, and within long steps too."""
+        return self._engine.query(lambda engine: engine.status())
 
     def speculate(self, mode: str) -> "Future[None]":
         """Switch speculation: `mode` is off, auto, ngram or draft.
@@ -230,7 +230,7 @@ class ChatHost:
             if done.set_running_or_notify_cancel():
                 done.set_result(places)
 
-        self._ask(lambda engine: engine.locate(contexts, settle), done)
+        self._ask(lambda engine: engine.locate(contexts, settle), done, self._engine.query)
         return done
 
     def read(self, token_ids: list[int]) -> "Future[None]":
@@ -264,14 +264,19 @@ class ChatHost:
         self._ask(lambda engine: engine.forget(contexts, lambda: done.set_result(None)), done)
         return done
 
-    def _ask(self, function: "Callable[[DrivenEngine], None]", done: "Future[T]") -> None:
+    def _ask(
+        self,
+        function: "Callable[[DrivenEngine], None]",
+        done: "Future[T]",
+        call: "Callable[[Callable[[DrivenEngine], None]], Future[None]] | None" = None,
+    ) -> None:
         """Call `function` on the engine's thread; if it fails, set its error on `done`."""
 
         def note(asked: "Future[None]") -> None:
             if (error := asked.exception()) is not None and not done.done():
                 done.set_exception(error)
 
-        self._engine.call(function).add_done_callback(note)
+        (call or self._engine.call)(function).add_done_callback(note)
 
     def close(self) -> None:
         """Stop the engine after its current step. Idempotent."""

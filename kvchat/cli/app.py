@@ -252,6 +252,7 @@ def serve(
     host_cache: Annotated[str | None, _setting("host_cache", metavar="SIZE")] = None,
     disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
     cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="never reuse KV")] = False,
     incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
 ) -> None:
     """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
@@ -261,7 +262,7 @@ def serve(
     own = {name for name in context.params if name in BY_NAME}
     given = {**context.parent.params, **{n: v for n in own if (v := context.params[n]) is not None}}
     flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
-    if given["no_cache"]:
+    if no_cache or given["no_cache"]:
         flags["cache"] = False
     request = ServeRequest(host, port, api_key, tuple(name or ()), stabilise)
     raise typer.Exit(run_server(flags, request))

@@ -497,16 +497,18 @@ class Engine:
     def _stop_of(self, plan: Sequence[ScheduledRequest]) -> "Callable[[], bool] | None":
         """Return what says that a step is not wanted any more; None for a step that is short.
 
-        One of few tokens is, unless the last step was slow. One for several requests is not given
-        up for a cancel of one of them.
+        One of few tokens is, unless the last step was slow. Then it is not given up for a cancel of
+        one request among several: the others would wait for their tokens once more.
         """
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
         has_few = sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS
-        is_short = has_few and (self._last_step_s < _SLOW_STEP_S or len(request_ids) > 1)
-        if is_short:
+        if has_few and self._last_step_s < _SLOW_STEP_S:
             return None
         if self._is_measuring or self._scheduler.may_give_way(plan):
             return lambda: self._is_unwanted(request_ids) or self._is_awaited()
+        if has_few:
+            each = [frozenset({request_id}) for request_id in request_ids]
+            return lambda: all(self._is_unwanted(request_id) for request_id in each)
         return lambda: self._is_unwanted(request_ids)
 
     def _fails(self, logits: torch.Tensor) -> bool:

@@ -49,6 +49,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     }
     if loaded.spec.state:
         facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
+    if (loaded.spec.state or loaded.spec.gathered is not None) and loaded.weights != "auto":
+        facts["packed"] = "all linear layers"  # in older stores only those beside attention
     if has_packed_experts(loaded.module):  # a GPU once left experts as they are
         facts["experts"] = loaded.weights
     if loaded.spec.gathered is not None:

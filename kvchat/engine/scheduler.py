@@ -84,6 +84,8 @@ class Scheduler:
         self._max_prefill_tokens = max(max_prefill_tokens, max_step_tokens)
         self._promote = promote
         self._max_step_tokens = max_step_tokens
+        # Each request that decodes has a row in every step: with more of them than a step has
+        # tokens, steps would be larger than they may be, or tokens would have to take turns.
         self._max_running = min(max_running, max_step_tokens)
         self._waiting: list[Request] = []
         self._running: list[Request] = []

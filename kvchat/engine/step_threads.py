@@ -76,14 +76,16 @@ class StepThreads:
         if race is None:
             race = self._races[num_rows] = _Race(self._counts, self._likely(num_rows))
         count = race.next_count()
-        self._set_threads(count)
+        if count < self.most:
+            self._set_threads(count)
         start_s = self._clock()
         try:
             result = step()
             race.note(count, self._clock() - start_s)
             return result
         finally:
-            self._set_threads(self.most)
+            if count < self.most:
+                self._set_threads(self.most)
 
     def watching(self, is_unwanted: Callable[[], bool]) -> Callable[[], bool]:
         """Return `is_unwanted` for a step that asks it often; it also looks at the threads."""

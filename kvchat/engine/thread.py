@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -162,11 +163,16 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
+class _Look:
+    """There is something in `_queries`."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Close:
     pass
 
 
-_Message = _Submit | _Cancel | _Call | _Close
+_Message = _Submit | _Cancel | _Call | _Look | _Close
 
 
 class EngineThread:
@@ -197,12 +203,15 @@ class EngineThread:
         self._lock = threading.Lock()
         self._num_submitted = 0  # under the lock
         self._num_taken = 0  # of those submitted
+        self._num_called = 0  # under the lock
+        self._num_answered = 0  # of those called
         self._is_over = False
         self._is_awaited = False
         self._running: dict[int, _Running] = {}
         self._to_begin_again: dict[Ticket, _Submit] = {}  # under the lock
         self._request_ids: dict[Ticket, int] = {}
         self._to_cancel: set[Ticket] = set()  # cancelled, but the engine does not know yet
+        self._queries: deque[_Call] = deque()
         self._is_to_close = False
         self._thread = threading.Thread(target=self._run, name="kvchat-engine", daemon=True)
         self._thread.start()
@@ -231,7 +240,20 @@ class EngineThread:
     def call(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
         """Run `function` on the engine's thread between steps; return a future of its result."""
         future: Future[T] = Future()
+        with self._lock:
+            self._num_called += 1
         self._send(_Call(function, future))  # type: ignore[arg-type]
+        return future
+
+    def query(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
+        """Do the same for a function that changes nothing: it need not wait for a long step to end.
+
+        It runs between two products of such a step, where that also looks whether it is wanted, but
+        after all calls before it: what it tells is what they have made.
+        """
+        future: Future[T] = Future()
+        self._queries.append(_Call(function, future))  # type: ignore[arg-type]
+        self._send(_Look())
         return future
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -258,7 +280,7 @@ class EngineThread:
             if not self._is_over:
                 self._messages.put(message)
                 return
-        _refuse(message, GenerationError("The engine is closed."))
+        self._refuse(message, GenerationError("The engine is closed."))
 
     # On the engine's thread
 
@@ -271,7 +293,7 @@ class EngineThread:
             with self._lock:
                 self._is_over = True
             while not self._messages.empty():
-                _refuse(self._messages.get(), GenerationError("The engine is closed."))
+                self._refuse(self._messages.get(), GenerationError("The engine is closed."))
 
     def _load_and_serve(self, build: Build) -> bool:
         """Build an engine, and run it until closed; return whether another one has to be built."""
@@ -335,13 +357,26 @@ class EngineThread:
             waiting = list(self._to_begin_again.values())
             self._to_begin_again.clear()
         for each in waiting:
-            _refuse(each, error)
+            self._refuse(each, error)
         _tell(self._on_load, LoadFailed(error))
         while not isinstance(message := self._messages.get(), _Close):
-            _refuse(message, error)
+            self._refuse(message, error)
+
+    def _refuse(self, message: _Message, error: KvchatError) -> None:
+        """Answer a message with an error; a cancel or a close needs no answer."""
+        if isinstance(message, _Submit):
+            _tell(message.listener, RequestFailed(0, error))
+        elif isinstance(message, _Call):
+            _fail(message, error)
+        elif isinstance(message, _Look):
+            while self._queries:
+                _fail(self._queries.popleft(), error)
 
     def _serve(self, engine: "DrivenEngine", ready_s: float) -> None:
-        engine.abandon_steps(self._is_unwanted, lambda: self._num_submitted > self._num_taken)
+        engine.abandon_steps(
+            lambda request_ids: self._is_unwanted(engine, request_ids),
+            lambda: self._num_submitted > self._num_taken,
+        )
         try:
             while True:
                 has_work = engine.has_work
@@ -358,13 +393,16 @@ class EngineThread:
         finally:
             self._heard_s = None
 
-    def _is_unwanted(self, request_ids: frozenset[int]) -> bool:
-        """Whether one of these requests is to be cancelled, or the thread is to end.
+    def _is_unwanted(self, engine: "DrivenEngine", request_ids: frozenset[int]) -> bool:
+        """Answer queries; return whether one of these requests is to be cancelled, or the thread is
+        to end.
 
         A step that only reads ahead is given up for any cancel: the request that is to be cancelled
         waits for the end of this step.
         """
         self._heard_s = self._clock()
+        if self._num_called == self._num_answered:
+            self._answer_queries(engine)
         if self._is_to_close:
             return True
         told = tuple(self._to_cancel) if self._to_cancel else ()
@@ -380,11 +418,15 @@ class EngineThread:
             self._to_cancel.discard(message.ticket)
             if message.ticket in self._request_ids:
                 engine.cancel(self._request_ids[message.ticket], message.reason)
-        elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
-            try:
-                message.future.set_result(message.function(engine))
-            except Exception as error:
-                message.future.set_exception(error)
+        elif isinstance(message, _Call):
+            self._num_answered += 1
+            _answer(message, engine)
+        elif isinstance(message, _Look):
+            self._answer_queries(engine)
+
+    def _answer_queries(self, engine: "DrivenEngine") -> None:
+        while self._queries:
+            _answer(self._queries.popleft(), engine)
 
     def _submit(self, engine: "DrivenEngine", message: _Submit, ready_s: float) -> None:
         try:
@@ -447,12 +489,19 @@ def _tell_cancelled(message: _Submit, reason: FinishReason) -> None:
         _tell(message.listener, SampleFinished(0, sample, reason, usage, Timing()))
 
 
-def _refuse(message: _Message, error: KvchatError) -> None:
-    """Answer a message with an error; a cancel or a close needs no answer."""
-    if isinstance(message, _Submit):
-        _tell(message.listener, RequestFailed(0, error))
-    elif isinstance(message, _Call) and message.future.set_running_or_notify_cancel():
-        message.future.set_exception(error)
+def _answer(call: _Call, engine: "DrivenEngine") -> None:
+    """Call the function, unless its caller has cancelled it."""
+    if not call.future.set_running_or_notify_cancel():
+        return
+    try:
+        call.future.set_result(call.function(engine))
+    except Exception as error:
+        call.future.set_exception(error)
+
+
+def _fail(call: _Call, error: KvchatError) -> None:
+    if call.future.set_running_or_notify_cancel():
+        call.future.set_exception(error)
 
 
 def _tell(listener: Callable[[E], None], event: E) -> None:

@@ -16,7 +16,7 @@ from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
-from kvchat.model.step_program import CompiledKv, StepProgram
+from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat_kernels.cpu.step import MAX_ROWS, Header
 from kvchat_kernels.cpu_products import multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
@@ -47,6 +47,8 @@ class CompiledStep:
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools)
         self._vocab_size = decoder.head.num_out
+        self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
+        self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         weights = decoder.layers[0].attention.out.weights
@@ -102,10 +104,9 @@ class CompiledStep:
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
-        rows = self._parts.stream[: batch.token_ids.shape[0]]
-        rows[:] = self._decoder.embedding(batch.token_ids[None])[0]
+        self._embed_into(batch.token_ids)
         if self._decoder.embedding_factor != 1.0:
-            rows *= self._decoder.embedding_factor
+            self._parts.stream[: batch.token_ids.shape[0]] *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():
             angles.set(batch.positions, end)
         if self._parts.query_factors is not None:
@@ -113,20 +114,28 @@ class CompiledStep:
 
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
-        parts, num_logits = self._parts, len(logits)
-        parts.header[Header.NUM_ROWS] = batch.token_ids.shape[0]
+        parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
+        parts.header[Header.NUM_ROWS] = num_rows
         parts.header[Header.SLOTS] = batch.slot_mapping.data_ptr()
         parts.head_header[Header.NUM_ROWS] = num_logits
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
+        num_jobs = [of_kind.set(sequences) for of_kind in parts.parts.values()]
+        if self._prepared != (prepared := (num_rows, num_logits, *num_jobs)):
+            self._prepare(num_rows, num_logits, num_jobs)
+            self._prepared = prepared
+
+    def _prepare(self, num_rows: int, num_logits: int, num_jobs: Sequence[int]) -> None:
+        """Write the numbers of units; a step that only follows another one has the same."""
+        parts = self._parts
         units = parts.program.units
-        for kind, of_kind in parts.parts.items():
-            units[parts.of_parts[kind]] = of_kind.set(sequences) * of_kind.num_kv_heads
-        units[parts.of_rows] = batch.token_ids.shape[0]
+        for (kind, of_kind), count in zip(parts.parts.items(), num_jobs, strict=True):
+            units[parts.of_parts[kind]] = count * of_kind.num_kv_heads
+        units[parts.of_rows] = num_rows
         units[parts.of_picked] = num_logits
         units[parts.of_head] = parts.head_units if num_logits else 0
         if parts.has_pairs:
-            parts.set_pairs(batch.token_ids.shape[0])
+            parts.set_pairs(num_rows)
         parts.program.prepare()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:

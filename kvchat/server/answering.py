@@ -1,18 +1,15 @@
 """Answering: passes requests to the engine and its events back to the event loop.
 
 Encoding a conversation may wait for the process that renders its template, so it happens on a
-thread of its own, one request after another.
+thread of its own, one request after another. Grammars are compiled on another: some take a second.
 """
 
 import asyncio
 import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import (
@@ -31,6 +28,7 @@ from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
+from kvchat.server.worker import Worker
 
 T = TypeVar("T")
 # What is told of an answer while it is generated.
@@ -40,6 +38,8 @@ Told = ReadingPrompt | ContextScored | AnswerText | AnswerCall | AnswerEnded
 PING_INTERVAL_S = 10.0
 # What is encoded when the server ends has so long; most takes milliseconds.
 CLOSE_S = 5.0
+# Grammars that wait to be compiled.
+MOST_GRAMMARS = 64
 _log = logging.getLogger(__name__)
 
 
@@ -213,49 +213,14 @@ def _drop(began: "asyncio.Future[Asked]") -> None:
         began.result().session.close()
 
 
-class Encoder:
-    """A thread that runs functions one after another.
-
-    An executor of Python would keep the process from ending for as long as its thread works.
-    """
-
-    def __init__(self) -> None:
-        self._due: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name="kvchat-encode", daemon=True)
-        self._thread.start()
-
-    def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Run a function after those before it, unless its future is cancelled by then."""
-        future: Future[T] = Future()
-        self._due.put((future, function))
-        return future
-
-    def _run(self) -> None:
-        while (due := self._due.get()) is not None:
-            future, function = due
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-    def close(self, patience_s: float) -> bool:
-        """End after the functions that wait; return whether that took less than so many seconds."""
-        self._due.put(None)
-        self._thread.join(patience_s)
-        return not self._thread.is_alive()
-
-
 class Answering:
     """Begins answers on one host. Owns the chats until `close`."""
 
     def __init__(self, chats: ResentChats, metrics: Metrics) -> None:
         self._chats = chats
         self._metrics = metrics
-        self._encoder = Encoder()
+        self._encoder = Worker("kvchat-encode")
+        self._compiler = Worker("kvchat-grammars")
         self._wakeups = Wakeups()
 
     async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
@@ -296,13 +261,22 @@ class Answering:
 
     def on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a function on the thread that encodes, after what it has to do before."""
-        return asyncio.wrap_future(self._encoder.submit(function))
+        return self._encoder.run(function)
+
+    def on_compiler(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run a function on the thread that compiles grammars; raises ApiError if many wait."""
+        if self._compiler.num_waiting >= MOST_GRAMMARS:
+            sentence = "Too many formats wait to be compiled; try again later."
+            raise ApiError(503, sentence, code="too_many_formats")
+        return self._compiler.run(function)
 
     def close(self) -> None:
         """Wait `CLOSE_S` seconds for the encoder's last work, which closes the chats.
 
-        What takes longer is left: every answer that ended before is remembered on the disk.
+        What takes longer is left: every answer that ended before is remembered on the disk. So is
+        a grammar that is being compiled, for which no request waits any more.
         """
+        self._compiler.close(0.0)
         self._encoder.submit(self._chats.close)
         if not self._encoder.close(CLOSE_S):
             _log.warning("a request was still encoded when the server ended")

@@ -3,16 +3,18 @@
 Python's parser does not give the interpreter up until it ends. What it takes depends on the number
 of values, not of bytes: 5 million token ids take half a second, a text of as many bytes 20 ms, and
 3 million empty lists three seconds, most of it in garbage collection. So the values of a large body
-are counted first, piece by piece, and more than any request needs are refused.
+are counted first, piece by piece, and more than any request needs are refused. Large bodies are
+read one after another on one thread: two at once would only take the interpreter from each other.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields
+from kvchat.server.worker import Worker
 
 T = TypeVar("T")
 
@@ -44,7 +46,7 @@ class Body(Fields):
         messages take seconds. `num_others` objects that are no part of the body are read with it.
         """
         is_small = self.num_bytes <= _MOST_BYTES_AT_ONCE and num_others <= _MOST_OBJECTS_AT_ONCE
-        return read(self) if is_small else await asyncio.to_thread(read, self)
+        return read(self) if is_small else await _reader().run(lambda: read(self))
 
 
 async def read_body(body: bytes) -> Body:
@@ -54,7 +56,13 @@ async def read_body(body: bytes) -> Body:
     """
     if len(body) <= _MOST_BYTES_AT_ONCE:
         return _parsed(body)
-    return await asyncio.to_thread(_counted_and_parsed, body)
+    return await _reader().run(lambda: _counted_and_parsed(body))
+
+
+@cache
+def _reader() -> Worker:
+    """Return the thread that reads large bodies; it starts with the first of them."""
+    return Worker("kvchat-bodies")
 
 
 class Counts(NamedTuple):

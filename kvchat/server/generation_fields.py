@@ -153,7 +153,7 @@ async def _compiled(service: Service, schema: Mapping[str, Any], param: str) -> 
     model = service.host.model
     try:
         grammar = json_grammar(schema)
-        return await service.answering.on_encoder(
+        return await service.answering.on_compiler(
             lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
         )
     except UsageError as error:

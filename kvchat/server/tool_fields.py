@@ -129,16 +129,16 @@ async def _compiled(
 ) -> Grammar:
     model = service.host.model
 
-    def compiled() -> Grammar:
+    def written() -> str:
         if model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         assert isinstance(model.tokenizer, ChatTokenizer), "the model is one of this machine"
-        grammar = call_grammar(model.format, model.tokenizer, tools, names, schema)
-        return model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
+        return call_grammar(model.format, model.tokenizer, tools, names, schema)
 
     try:
-        return await service.answering.on_encoder(compiled)
+        grammar = await service.answering.on_encoder(written)  # it renders a call
+        return await service.answering.on_compiler(
+            lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
+        )
     except KvchatError as error:
         raise replace(as_api_error(error), param=param) from error
-    except RecursionError:
-        raise ApiError(400, "A tool's schema is nested too deeply.", param) from None

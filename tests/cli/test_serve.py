@@ -45,6 +45,18 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(
     assert {path.stat().st_mode & 0o77 for path in shell.home.rglob("answers.db*")} == {0}
 
 
+def test_a_server_that_reuses_nothing_says_so_behind_its_name_too(
+    shell: ForkedShell, tiny: str
+) -> None:
+    """`--no-cache` was known before `serve` only, and an error behind it."""
+    with served(shell.patient, "-m", tiny, "--name", "small", "--no-cache") as server:
+        told = [asked(server) for _ in range(2)]
+
+    assert [each["cached_tokens"]["total"] for each in told] == [0, 0]
+    assert [each["miss_reason"] for each in told] == ["off", "off"]
+    assert not list(shell.home.rglob("answers.db*"))
+
+
 def test_kv_of_8_bits_outlives_a_killed_server_and_is_lent_to_chats_of_8_bits_only(
     shell: ForkedShell, tiny: str
 ) -> None:

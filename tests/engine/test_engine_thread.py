@@ -321,6 +321,44 @@ class OneLongStep:
         """Nothing runs."""
 
 
+def test_a_query_is_answered_within_a_long_step() -> None:
+    """What a message costs, and the status, came when a prompt was read: after seconds."""
+    engine = OneLongStep()
+    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
+    try:
+        assert engine.begun.wait(WAIT_S)
+        asked = thread.query(lambda engine: engine.has_work)
+        failed = thread.query(lambda engine: 1 // 0)
+        left = thread.query(lambda engine: pytest.fail("its caller has gone"))
+        left.cancel()
+        engine.may_ask.set()
+        assert asked.result(WAIT_S)
+        assert isinstance(failed.exception(WAIT_S), ZeroDivisionError)
+        assert not engine.may_end.is_set()
+    finally:
+        engine.may_end.set()
+        thread.close(WAIT_S)
+    late = thread.query(lambda engine: engine.has_work)
+    assert isinstance(late.exception(WAIT_S), GenerationError)
+
+
+def test_a_query_tells_what_the_calls_before_it_have_made() -> None:
+    engine, done = OneLongStep(), list[str]()
+    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
+    try:
+        assert engine.begun.wait(WAIT_S)
+        thread.call(lambda engine: done.append("called"))
+        asked = thread.query(lambda engine: list(done))
+        engine.may_ask.set()
+        assert engine.has_asked.wait(WAIT_S)
+        assert not asked.done()
+        engine.may_end.set()
+        assert asked.result(WAIT_S) == ["called"]
+    finally:
+        engine.may_end.set()
+        thread.close(WAIT_S)
+
+
 def test_a_long_step_gives_signs_of_life_and_without_work_none_is_needed() -> None:
     now_s, engine = [100.0], OneLongStep()
     thread = EngineThread(

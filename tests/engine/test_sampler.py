@@ -316,3 +316,18 @@ def test_what_kernels_are_given_lies_alike_for_any_number_of_rows(num_rows: int)
     assert given.min_p.tolist() == pytest.approx([each.min_p for each in params])
     assert [seed % (1 << 64) for seed in given.seeds.tolist()] == [row.seed for row in rows]
     assert given.positions.tolist() == [row.position for row in rows]
+
+
+def test_the_likeliest_tokens_are_those_that_torch_finds() -> None:
+    """numpy looks for them on a CPU: the first of equal logits, and NaN wherever it stands."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randint(-4, 5, (40, 37), generator=generator).float()
+    logits[7] = float("-inf")
+    row = SamplingRow(SamplingParams(temperature=0.0), seed=0, position=0)
+
+    assert sample(logits.clone(), [row] * 40) == logits.argmax(dim=-1).tolist()
+    for place in (0, 20, 36):
+        broken = logits.clone()
+        broken[11, place] = float("nan")
+        with pytest.raises(ValueError, match="not numbers"):
+            sample(broken, [row] * 40)

@@ -20,6 +20,7 @@ from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import find_model
+from kvchat.model.step_program import embedding_into
 from kvchat_kernels.cpu.step import MAX_ROWS
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import random_ids
@@ -159,6 +160,31 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class _Scaled(torch.nn.Embedding):
+    """A table with code of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, _Scaled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_embedded_rows_are_those_of_the_module(
+    kind: type[torch.nn.Embedding], dtype: torch.dtype
+) -> None:
+    embedding = kind(50, 24, dtype=dtype)
+    stream = torch.full((16, 24), 7.0)
+    ids = torch.tensor([3, 49, 0, 3])
+    embed = embedding_into(embedding, stream)
+    with torch.inference_mode():
+        embed(ids)
+
+        assert torch.equal(stream[:4], embedding(ids).float())
+        assert bool((stream[4:] == 7.0).all())
+        with pytest.raises(IndexError):
+            embed(torch.tensor([50]))
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])

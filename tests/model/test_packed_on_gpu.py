@@ -317,7 +317,7 @@ def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     names = [f"model.layers.{layer}.self_attn" for layer in range(48)]
     layers = [SimpleNamespace(module_name=name) for name in names]
-    spec = SimpleNamespace(gathered=None, state=(), layers=layers)
+    spec = SimpleNamespace(gathered=None, state=(), layers=layers, read_elsewhere=())
     monkeypatch.setattr(loader, "free_bytes", lambda device: 23_500 * MIB)
 
     chosen, notes = loader._weights_on_gpu(module, spec, ModelConfig(), GPU, "Qwen3-30B-A3B")  # type: ignore[arg-type]

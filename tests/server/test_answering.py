@@ -14,8 +14,9 @@ from kvchat.chat.resent import Asked
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
-from kvchat.server.answering import Answer, Answering, Encoder, Wakeups
+from kvchat.server.answering import Answer, Answering, Wakeups
 from kvchat.server.metrics import Metrics
+from kvchat.server.worker import Worker
 from support.tokenizer_zoo import byte_level, text_files
 
 READ = PrefillProgress(1, CachedTokens(), 5, 5)
@@ -231,7 +232,7 @@ def test_the_server_ends_while_a_request_is_encoded(
 
 
 def test_the_encoder_does_all_work_before_it_ends() -> None:
-    encoder, done = Encoder(), []
+    encoder, done = Worker("encoder"), []
 
     def fail() -> None:
         raise ValueError("no such thing")

@@ -108,3 +108,24 @@ def test_half_a_character_becomes_a_question_mark_anywhere(padding: int) -> None
 )
 def test_what_is_no_object_is_refused(sent: bytes, padding: int) -> None:
     assert refused(sent + b" " * padding).status in (400, 413)
+
+
+def test_large_bodies_are_parsed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were given to the threads of the event loop: six parsed at once, for six times as long,
+    and all else that needs such a thread waited.
+    """
+    threads, parse = [], json.loads
+
+    def parsed(text: str) -> Any:
+        threads.append(threading.current_thread())
+        return parse(text)
+
+    monkeypatch.setattr(bodies, "json", SimpleNamespace(loads=parsed))
+    body = json.dumps({"prompt": "x" * (1 << 18)}).encode()
+
+    async def run() -> None:
+        await asyncio.gather(*(read_body(body) for _ in range(8)))
+
+    asyncio.run(run())
+    assert len(threads) == 8
+    assert len(set(threads)) == 1

@@ -1,7 +1,9 @@
 """Logprobs and formats of a real engine with random weights, through all interfaces."""
 
+import asyncio
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,17 @@ import pytest
 
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.grammar import Grammar, Grammars
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.types import SamplingParams
+from kvchat.server import answering
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
 from kvchat.server.metrics import Metrics
 from kvchat.server.service import Service
-from support.asgi_client import Got, post
+from support.asgi_client import Got, call, post
 from support.checkpoints import save_checkpoint, tiny_model
 from support.template_zoo import TOOLS_AS_JSON
 from support.tiny_host import tiny_host
@@ -46,12 +50,12 @@ def served(directory: Path, template: str | None = None, max_tokens: int = 512) 
     model = tiny_model("llama", max_position_embeddings=max_tokens)
     host = tiny_host(save_checkpoint(directory, model, *([template] if template else [])), None)
     host.wait_until_ready()
-    answering = Answering(ResentChats(host, AnswerMemory(None)), Metrics())
+    answers = Answering(ResentChats(host, AnswerMemory(None)), Metrics())
     options = AskOptions(sampling=SamplingParams(temperature=1.0), max_tokens=12)
     responses = ResponseMemory(None, host.model.tokenizer)
-    service = Service(host, answering, Metrics(), options, ("tiny",), responses)
+    service = Service(host, answers, Metrics(), options, ("tiny",), responses)
     yield new_app(service, None, Limits())
-    answering.close()
+    answers.close()
     host.close()
 
 
@@ -343,6 +347,60 @@ def test_a_schema_nested_too_deeply_is_refused(app: App) -> None:
     wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
 
     assert chat(app, response_format=wanted).status == 400
+
+
+class _Slow:
+    """Compiles grammars once it may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        compile_ = Grammars.compile
+
+        def compile_slowly(grammars: Grammars, grammar: str, stop_ids: frozenset[int]) -> Grammar:
+            self.begun.set()
+            assert self.may_go_on.wait(20.0)
+            return compile_(grammars, grammar, stop_ids)
+
+        monkeypatch.setattr(Grammars, "compile", compile_slowly)
+
+
+def test_other_requests_are_answered_while_a_schema_is_compiled(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that encodes prompts compiled them too: all others waited a second and more."""
+    slow = _Slow(monkeypatch)
+    plain = {"model": "tiny", "messages": MESSAGES, "seed": 1}
+
+    async def run() -> tuple[Got, Got]:
+        asked = json.dumps({**plain, "response_format": CHAT_FORMAT}).encode()
+        with_format = asyncio.ensure_future(call(app, "POST", CHAT, asked))
+        assert await asyncio.to_thread(slow.begun.wait, 20.0)
+        without = await call(app, "POST", CHAT, json.dumps(plain).encode())
+        assert not with_format.done()
+        slow.may_go_on.set()
+        return without, await with_format
+
+    without, with_format = asyncio.run(run())
+    assert (without.status, with_format.status) == (200, 200)
+
+
+def test_too_many_schemas_to_compile_are_refused(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = _Slow(monkeypatch)
+    monkeypatch.setattr(answering, "MOST_GRAMMARS", 1)
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": CHAT_FORMAT}
+
+    async def run() -> list[Got]:
+        body = json.dumps(asked).encode()
+        first = asyncio.ensure_future(call(app, "POST", CHAT, body))
+        assert await asyncio.to_thread(slow.begun.wait, 20.0)
+        both = [asyncio.ensure_future(call(app, "POST", CHAT, body)) for _ in range(2)]
+        [refused], _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        slow.may_go_on.set()
+        return [refused.result(), *await asyncio.gather(first, *both)]
+
+    refused, *all_ = asyncio.run(run())
+    assert (refused.status, refused.json["error"]["code"]) == (503, "too_many_formats")
+    assert sorted(got.status for got in all_) == [200, 200, 503]
 
 
 def test_a_text_beside_tools_has_its_logprobs(tool_app: App) -> None:

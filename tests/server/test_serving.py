@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvchat.server.serving import HastyProtocol, bound_socket
+from kvchat.server.serving import HastyProtocol, HastySockets, bound_socket
 
 
 def test_a_small_piece_is_sent_at_once() -> None:
@@ -106,6 +106,56 @@ def test_many_small_chunks_are_parsed_in_turns(
 
     assert answer in answered
     assert num_turns >= 30_000 * 6 // 4096
+
+
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+# With the bit of a mask, which is zeros: a message of one letter, a pong, and the end.
+MESSAGE, PONG, CLOSE = b"\x81\x81\0\0\0\0x", b"\x8a\x80\0\0\0\0", b"\x88\x80\0\0\0\0"
+
+
+def test_many_small_frames_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 pongs, which nobody had asked for, stopped all other connections for a second."""
+    monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
+    num_turns, take_turn = 0, HastySockets._take_turn
+
+    def counted(protocol: HastySockets) -> None:
+        nonlocal num_turns
+        num_turns += 1
+        take_turn(protocol)
+
+    monkeypatch.setattr(HastySockets, "_take_turn", counted)
+    told: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["type"] == "websocket.connect"
+        await send({"type": "websocket.accept"})
+        while (message := await receive())["type"] != "websocket.disconnect":
+            told.append(message["text"])
+
+    async def run() -> bytes:
+        config = uvicorn.Config(
+            app, http=HastyProtocol, ws=HastySockets, lifespan="off", log_config=None
+        )
+        config.load()
+        state, loop = ServerState(), asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
+        )
+        async with server, asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(HANDSHAKE)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(PONG * 10_000 + MESSAGE * 300 + PONG * 10_000 + MESSAGE + CLOSE)
+            ending = await reader.read()
+            writer.close()
+            return ending
+
+    assert asyncio.run(run())[:1] == CLOSE[:1]
+    assert told == ["x"] * 301
+    assert num_turns >= 20_000 * len(PONG) // 4096
 
 
 def test_a_connection_is_kept_for_a_while_after_a_long_answer() -> None:

@@ -1,10 +1,11 @@
-"""The shipped demo model as GGUF files in several block formats, to measure their perplexity.
+"""The shipped demo model as GGUF files in several block formats, to measure them.
 
 python -m support.demo_gguf DIRECTORY      write demo-Q8_0.gguf and others
 kvchat bench weights -m demo --sessions sessions --gguf DIRECTORY/demo-Q8_0.gguf
+kvchat bench clients -m DIRECTORY/demo-Q8_0.gguf --gguf DIRECTORY/demo-Q8_0.gguf
 
-The files hold the demo's weights and no tokenizer of its: the benchmark gives them its tokens.
-`write_demo_to_chat_with` adds the tokenizer; llama.cpp splits numbers in another way.
+The files hold the demo's tokenizer too; llama.cpp splits numbers in another way. The benchmarks
+give them its tokens.
 """
 
 import json
@@ -24,17 +25,18 @@ _PLAIN, _CONTROL = 1, 3
 
 
 def write_demo(directory: Path, kind: str) -> Path:
-    """Write the demo model with its matrices in a block format; return the file."""
+    """Write the demo model with its matrices in a block format, its tokenizer and its chat
+    template; return the file.
+    """
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(_CHECKPOINT, dtype=torch.float32)
-        return write_gguf(directory / f"demo-{kind}.gguf", model, kind)
+        file = directory / f"demo-{kind}.gguf"
+        return write_gguf(file, model, kind, write_tokenizer=_write_tokenizer)
 
 
 def write_demo_to_chat_with(directory: Path) -> Path:
-    """Write the demo model with its tokenizer and its chat template; return the file."""
-    with torch.inference_mode():
-        model = AutoModelForCausalLM.from_pretrained(_CHECKPOINT, dtype=torch.float32)
-        return write_gguf(directory / "demo.gguf", model, write_tokenizer=_write_tokenizer)
+    """Write the demo model as it is."""
+    return write_demo(directory, "F32")
 
 
 def _write_tokenizer(writer: Any) -> None:
