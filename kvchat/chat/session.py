@@ -4,10 +4,8 @@ Joins conversation, text model, engine and session file; start reading this pack
 `reply.py` stores answers while they are generated.
 """
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +22,7 @@ from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.paths import is_same_place
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
@@ -55,7 +54,7 @@ class ChatSession:
         self._is_problem_told = False
         # The name in the file; another name of the same model takes its place too.
         self._has_other_name = answered_by not in ("", model.name)
-        is_taken_over = self._has_other_name and not _is_same(answered_by, model.name)
+        is_taken_over = self._has_other_name and not is_same_place(answered_by, model.name)
         digest = model.tokenizer.digest
         is_odd = any(t.tokenizer == digest and model.is_stranger(t) for t in conversation.turns())
         readopt(conversation, model)
@@ -588,15 +587,6 @@ class ChatSession:
             return None
         self._is_problem_told = True
         return self._saving_problem
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two names are of one model: equal, or paths to the same place."""
-    if one == other:
-        return True
-    with suppress(OSError, ValueError):  # a name that no file has, or can have
-        return os.path.samefile(one, other)
-    return False
 
 
 def _other_model(name: str) -> str:

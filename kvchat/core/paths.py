@@ -38,6 +38,15 @@ def from_anywhere(name: str) -> str:
     return os.path.abspath(path) if os.path.exists(path) else name
 
 
+def is_same_place(one: str, other: str) -> bool:
+    """Whether two names are equal, or paths to the same place."""
+    if one == other:
+        return True
+    with suppress(OSError, ValueError):  # a name that no file has, or can have
+        return os.path.samefile(one, other)
+    return False
+
+
 def private_directory(path: Path) -> Path:
     """Create `path` and its missing parents with mode 0700; return `path`.
 

@@ -4,7 +4,7 @@ Also writes them with the field names of the JSON output.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -172,6 +172,10 @@ class CachedTokens:
     @property
     def total(self) -> int:
         return self.device + self.host + self.disk
+
+    def with_disk(self, num_kept: int) -> "CachedTokens":
+        """Return the same for a context whose first `num_kept` tokens are on disk."""
+        return replace(self, disk=self.disk + max(0, num_kept - self.total))
 
     def as_dict(self) -> dict[str, int]:
         return {

@@ -232,12 +232,7 @@ class Engine:
         def finish(kept: Sequence[int]) -> None:
             done(
                 [
-                    KvPlaces(
-                        len(ids),
-                        _with_disk(cached, num_kept),
-                        rates,
-                        self.cache.block_size,
-                    )
+                    KvPlaces(len(ids), cached.with_disk(num_kept), rates, self.cache.block_size)
                     for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
                 ]
             )
@@ -599,8 +594,3 @@ class Engine:
             self._connector.planner.note_prefill(num_rows, seconds)
         if self._offload is not None:
             self._offload.rates.note_prefill(num_rows, seconds)
-
-
-def _with_disk(cached: CachedTokens, num_kept: int) -> CachedTokens:
-    """Return where a context's tokens are whose first `num_kept` are on disk."""
-    return replace(cached, disk=cached.disk + max(0, num_kept - cached.total))
