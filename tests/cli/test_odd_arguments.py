@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,10 @@ def test_a_model_that_takes_too_long_to_load_ends_with_124(
         "batch": (("--input-format", "jsonl"), b'{"prompt": "Hi"}\n'),
     }
     arguments, stdin = given[form]
-    # No machine imports torch so fast.
     limited = ("--timeout", "0.05", "--json")
-    done = shell.run("-m", tiny, *GREEDY, *limited, *arguments, stdin=stdin)
+    done = replace(shell, module="support.slow_kvchat").run(
+        "-m", tiny, *GREEDY, *limited, *arguments, stdin=stdin
+    )
 
     assert done.returncode == 124
     assert done.stderr.decode().splitlines() == ["kvchat: The model was not loaded within 0.05 s."]
