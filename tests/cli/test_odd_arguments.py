@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def test_a_model_that_takes_too_long_to_load_ends_with_124(
     }
     arguments, stdin = given[form]
     limited = ("--timeout", "0.05", "--json")
-    done = replace(shell, module="support.slow_kvchat").run(
+    done = Shell(shell.home, module="support.slow_kvchat").run(
         "-m", tiny, *GREEDY, *limited, *arguments, stdin=stdin
     )
 

@@ -319,6 +319,30 @@ def test_a_short_prompt_beside_others_is_computed_group_by_group(
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("weights", "is_wide", "is_taken"),
+    [("int8", True, True), ("int8", False, False), ("auto", True, False)],
+)
+def test_a_long_prompt_is_computed_group_by_group_where_that_is_faster(
+    weights: str, is_wide: bool, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are multiplied in 512 bits, eight clients waited for the modules' prompts."""
+    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: is_wide)
+    loaded = load(tmp_path, "llama", weights=weights)
+    model = PagedModel(loaded, pools_of(loaded))
+    ids, blocks = random_ids(8 * MAX_ROWS + 1, seed=1), range(1, 41)
+    whole = build_batch([SequencePiece(ids, 0, blocks, 1)], BLOCK, CPU)
+    assert model.compiled is not None
+
+    logits = model.compiled.logits(whole)
+
+    assert (logits is not None) == is_taken
+    if logits is not None:
+        expected = PagedModel(loaded, pools_of(loaded))
+        expected.compiled = None
+        torch.testing.assert_close(logits, expected.forward(whole), rtol=0.02, atol=0.02)
+
+
 def test_a_large_model_leaves_a_prompt_to_the_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENT = "support.patient_kvchat"
 TIMEOUT_S = 180
 
 
@@ -22,7 +23,7 @@ class Shell:
     @property
     def patient(self) -> "Shell":
         """The same, but kvchat waits for what it has kept however slow the machine is."""
-        return replace(self, module="support.patient_kvchat")
+        return replace(self, module=PATIENT)
 
     @property
     def environment(self) -> dict[str, str]:

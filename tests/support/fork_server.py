@@ -29,7 +29,7 @@ import pytest
 
 import kvchat
 from kvchat.cli.main import run, set_library_environment
-from support.commands import TIMEOUT_S, Shell
+from support.commands import PATIENT, TIMEOUT_S, Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
 
@@ -140,11 +140,12 @@ class ForkServer:
         pipes = (stdin, stdout, stderr)
         ends = {number: streams.get(number, pipe) for number, pipe in enumerate(pipes)}
         given = {number: end for number, end in ends.items() if end is not None}
+        assert shell.module in ("kvchat", PATIENT), "a fork has the modules that its server has"
         asked = {
             "arguments": arguments,
             "environment": {**shell.environment, **variables},
             "home": str(shell.home),
-            "is_patient": shell.module != "kvchat",
+            "is_patient": shell.module == PATIENT,
             "kill_at": kill_at,
             "streams": list(given),
         }
