@@ -26,7 +26,7 @@ from kvchat.model.packed_experts import (
 )
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised, quantised_on
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct
 
 _PACK = "_kvchat_pack"
@@ -251,7 +251,7 @@ def _replace(layers: Sequence[Any], bits: int, device: torch.device) -> None:
     weight = _weight_of(layers[0])
     padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
     if device.type == "cpu":
-        product = BlockProduct(quantised(padded, bits))
+        product = BlockProduct(quantised_on(padded, bits, device))
         for layer in layers:
             _multiply_with(layer, product)
     else:
