@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import uvicorn
@@ -97,7 +98,7 @@ def _is_no_refusal(record: logging.LogRecord) -> bool:
     return "without completing handshake" not in record.getMessage()
 
 
-class _InTurns:
+class _InTurns(ABC):
     """Parses what a connection has got in turns, so that the others have theirs.
 
     256 KiB, which come at once, of chunks or frames with one byte each take a second and more.
@@ -107,14 +108,14 @@ class _InTurns:
     loop: asyncio.AbstractEventLoop
     _waiting = b""  # what has come, but is not parsed yet
 
+    @abstractmethod
     def _parse(self, data: bytes) -> None:
         """Take in what follows."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _may_read(self) -> bool:
         """Whether the application has taken enough of what came before."""
-        raise NotImplementedError
 
     def _is_left(self, rest: bytes) -> bool:
         """Whether another protocol has the connection by now, which had to wait for `rest`."""

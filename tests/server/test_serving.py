@@ -117,7 +117,7 @@ MESSAGE, PONG, CLOSE = b"\x81\x81\0\0\0\0x", b"\x8a\x80\0\0\0\0", b"\x88\x80\0\0
 
 
 def test_many_small_frames_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40,000 pongs, which nobody had asked for, stopped all other connections for a second."""
+    """A client sent 40,000 pongs at once, and all other connections waited for a second."""
     monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
     num_turns, take_turn = 0, HastySockets._take_turn
 
