@@ -57,6 +57,13 @@ def one_line(text: str, max_chars: int = 80) -> str:
     return line[: max_chars - 1].rstrip(" …") + "…"  # it may have been cut before
 
 
+def exact_line(text: str) -> str:
+    """Return text as one line that hides nothing: what is not printable is escaped, spaces stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class Sanitizer:
     """`sanitize` for text in pieces; the result does not depend on how the text is cut."""
 

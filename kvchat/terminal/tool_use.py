@@ -10,9 +10,11 @@ from kvchat.core.text import one_line
 from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, View, tell
-from kvchat.tools.toolbox import Toolbox, call_in_words, refused
+from kvchat.tools.toolbox import Toolbox, call_in_full, call_in_words, refused
 
 _YES, _ALWAYS, _NO, _NEVER = range(4)
+_MOST_ASKED_CHARS = 400  # a longer call is shown above its question, whose choices stay in sight
+_MOST_SHOWN_CHARS = 8000
 
 
 def _choices(is_by_call: bool) -> tuple[Choice, ...]:
@@ -63,9 +65,11 @@ class ToolUse:
         if allowed is not None or not toolbox.has(call.name):
             return allowed is not False
         choices = _choices(toolbox.is_allowed_by_call(call.name))
-        # An Enter that was meant for the message being typed must not say yes.
-        current = _NO if self._view.prompt_text else _YES
-        answer = await self._view.choose(f"Run {call_in_words(call, 1000)}?", choices, current)
+        title, is_whole = self._question(call)
+        # An Enter that was meant for the message being typed must not say yes, nor one that was
+        # pressed without having seen all.
+        current = _NO if self._view.prompt_text or not is_whole else _YES
+        answer = await self._view.choose(title, choices, current)
         if answer == _ALWAYS:
             toolbox.allow(call)
         elif answer == _NEVER:
@@ -73,6 +77,20 @@ class ToolUse:
         elif answer is None:
             self._stop.set()
         return answer in (_YES, _ALWAYS)
+
+    def _question(self, call: ToolCall) -> tuple[str, bool]:
+        """Return what to ask, and whether all of the call is shown; show a long one before."""
+        words = call_in_full(call)
+        # A title shows one space for several.
+        if len(words) <= _MOST_ASKED_CHARS and "  " not in words:
+            return f"Run {words}?", True
+        left_out = max(len(words) - _MOST_SHOWN_CHARS, 0)
+        if left_out:
+            half = _MOST_SHOWN_CHARS // 2
+            words = f"{words[:half]}\n({left_out:,} characters are not shown here)\n{words[-half:]}"
+        tell(self._view, words, Role.TITLE)
+        which = f"but for {left_out:,} characters of it" if left_out else "shown above"
+        return f"Run this call of {call.name}, {which}?", not left_out
 
     async def _run(self, toolbox: Toolbox, call: ToolCall) -> ToolResult:
         self.running = call.name

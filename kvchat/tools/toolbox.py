@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
-from kvchat.core.text import one_line, sanitize
+from kvchat.core.text import exact_line, one_line, sanitize
 
 MOST_RESULT_CHARS = 16_000
 # A definition stands in every context; longer ones leave no room for a conversation.
@@ -202,5 +202,14 @@ def cut(text: str, most: int = MOST_RESULT_CHARS) -> str:
 
 def call_in_words(call: ToolCall, max_chars: int = 200) -> str:
     """Return a call as one safe line: its name and its arguments."""
+    return one_line(_call(call), max_chars)
+
+
+def call_in_full(call: ToolCall) -> str:
+    """Return a call as one safe line from which nothing is missing: what the user allows."""
+    return exact_line(_call(call))
+
+
+def _call(call: ToolCall) -> str:
     parts = (f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in call.arguments.items())
-    return one_line(f"{call.name}({', '.join(parts)})", max_chars)
+    return f"{call.name}({', '.join(parts)})"

@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from kvchat.core.text import Sanitizer, one_line, sanitize, sanitize_json
+from kvchat.core.text import Sanitizer, exact_line, one_line, sanitize, sanitize_json
 
 _ACTING = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -55,6 +55,11 @@ def test_a_title_is_one_safe_line_of_bounded_length() -> None:
     assert one_line("  two\nlines\x1b[0m  ") == "two lines␛[0m"
     assert one_line("x" * 100, 10) == "x" * 9 + "…"
     assert one_line(f"{'x' * 8}… and more", 10) == "x" * 8 + "…"
+
+
+def test_a_line_shown_exactly_escapes_what_would_not_be_seen() -> None:
+    assert exact_line("a  b é 日本") == "a  b é 日本"
+    assert exact_line("a\n\x1b[2J\u202e\u200b\ud800") == r"a\n\x1b[2J\u202e\u200b\ud800"
 
 
 def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> None:

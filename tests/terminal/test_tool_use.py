@@ -53,6 +53,35 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
     chat.wait_for("the user does not allow this call")
 
 
+def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: PtyScreen) -> None:
+    """The question ended after 1,000 characters, with yes highlighted: the rest ran unseen."""
+    chat.enter('call run_command {"command": "echo ' + "x" * 1200 + '; echo ran > b.txt"}')
+
+    chat.wait_for_shown('; echo ran > b.txt")')
+    chat.wait_for_shown("Run this call of run_command, shown above?")
+    chat.type("no\r").wait_for("not run: run_command")
+
+
+def test_a_call_too_long_to_be_shown_is_not_allowed_by_enter(chat: PtyScreen) -> None:
+    chat.paste('call run_command {"command": "echo ' + "x" * 9000 + '; echo ran > b.txt"}')
+    chat.type("\r").wait_for_shown("characters of it?")
+
+    chat.type("\r")
+
+    chat.wait_for("not run: run_command")
+
+
+def test_a_call_is_asked_for_with_what_a_terminal_does_not_show(chat: PtyScreen) -> None:
+    """Marks that turn the direction of text, and spaces, were left out of the question."""
+    chat.enter('call run_command {"command": "echo \u202ea"}')
+    chat.wait_for('Run run_command(command="echo \\u202ea")?').type("no\r")
+    wait_for_answers(chat, 2)
+
+    chat.enter('call run_command {"command": "echo a\\u0020\\u0020 b"}')
+
+    chat.wait_for('run_command(command="echo a   b")\n\nRun this call')
+
+
 def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: PtyScreen) -> None:
     """The question opened during typing, with yes highlighted, and the Enter ran the command."""
     chat.type('call run_command {"command": "echo ran > b.txt"}\rthen tell me')
