@@ -24,7 +24,7 @@ from kvchat.bench.engines import (
     random_ids,
 )
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
-from kvchat.bench.peers import LlamaCpp, Transformers, on_same_model, without_llama_cpp
+from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import INT8_KV
@@ -61,17 +61,19 @@ def run(setup: BenchSetup) -> Result:
     assembled = new_engine(setup.source, setup.model, setup.cache)
     bandwidth = measure_bandwidth(assembled.loaded.device)
     figures: list[Figure] = []
+    prompts: list[list[int]] = []
     rates: dict[int, float] = {}
     for length in dict.fromkeys(map(setup.scaled, _CONTEXTS[assembled.loaded.device.type])):
         if length + NUM_TOKENS < assembled.engine.max_context:
-            beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, length)
+            prompts.append(random_ids(length, assembled.loaded.spec.vocab_size, seed=2))
+            beside_peer, *moved = _measure(setup, assembled, peer, bandwidth, prompts[-1])
             figures += [beside_peer, *moved]
             rates[length + NUM_TOKENS // 2] = beside_peer.value
-    lengths = [middle - NUM_TOKENS // 2 for middle in rates]
-    if lengths:
-        figures.append(_sampled(setup, assembled, lengths[0]))
+    if prompts:
+        figures.append(_sampled(setup, assembled, len(prompts[0])))
     del peer  # free its weights
-    llama, note = _beside_llama_cpp(setup, assembled, lengths)
+    compared = partial(_beside_llama_cpp, setup, assembled.engine)
+    llama, note = prompts_beside_llama_cpp(setup.gguf, prompts, compared)
     notes = (str(bandwidth), note)
     return Result(
         "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *llama), notes=notes
@@ -98,11 +100,9 @@ def _measure(
     assembled: AssembledEngine,
     peer: Transformers,
     bandwidth: Bandwidth,
-    length: int,
+    prompt: Sequence[int],
 ) -> list[Figure]:
-    engine, spec = assembled.engine, assembled.loaded.spec
-    prompt = random_ids(length, spec.vocab_size, seed=2)
-
+    engine, length = assembled.engine, len(prompt)
     mine, theirs = alternated(
         partial(decode_rate, engine, prompt),
         partial(peer.decode_rate, prompt, NUM_TOKENS),
@@ -198,36 +198,24 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
 
 
 def _beside_llama_cpp(
-    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
-) -> tuple[list[Figure], str]:
-    """Return our rates beside llama.cpp's, and a note on its model or why it did not run."""
-    missing = without_llama_cpp(setup.gguf)
-    if setup.gguf is None or missing:
-        return [], missing
-    peer = LlamaCpp(setup.gguf, torch.get_num_threads())
-    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # one may be padded
-    figures = []
-    for length in lengths:
-        prompt = random_ids(length, vocab_size, seed=2)
-        mine, theirs = alternated(
-            partial(decode_rate, assembled.engine, prompt),
-            partial(peer.decode_rate, prompt, NUM_TOKENS),
-            setup.repeats,
-        )
-        figures.append(
-            Figure(
-                f"context {length:,}",
-                mine.median,
-                "tokens/s",
-                theirs.median,
-                "llama.cpp",
-                mine.median / theirs.median,
-                "times the peer",
-                "1.0",
-                mine.spread,
-            )
-        )
-    return figures, on_same_model(setup.gguf)
+    setup: BenchSetup, engine: Engine, peer: LlamaCpp, prompt: Sequence[int]
+) -> Figure:
+    mine, theirs = alternated(
+        partial(decode_rate, engine, prompt),
+        partial(peer.decode_rate, prompt, NUM_TOKENS),
+        setup.repeats,
+    )
+    return Figure(
+        f"context {len(prompt):,}",
+        mine.median,
+        "tokens/s",
+        theirs.median,
+        "llama.cpp",
+        mine.median / theirs.median,
+        "times the peer",
+        "1.0",
+        mine.spread,
+    )
 
 
 def streamed_bytes(assembled: AssembledEngine) -> int:

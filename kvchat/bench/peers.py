@@ -7,7 +7,7 @@ already loaded and its cache is already saved: transformers' in a file, llama.cp
 import importlib
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,23 @@ def without_llama_cpp(gguf: Path | None) -> str:
 def on_same_model(gguf: Path) -> str:
     """Return the note on a file that llama.cpp ran on."""
     return f"llama.cpp: {gguf.name}, not checked to be the same model"
+
+
+def prompts_beside_llama_cpp(
+    gguf: Path | None,
+    prompts: Iterable[Sequence[int]],
+    compared: Callable[[LlamaCpp, Sequence[int]], Figure],
+) -> tuple[list[Figure], str]:
+    """Return what `compared` finds of each prompt, and a note on the file or why there is none.
+
+    Token ids that the file does not know become others: a checkpoint may be padded.
+    """
+    missing = without_llama_cpp(gguf)
+    if gguf is None or missing:
+        return [], missing
+    peer = LlamaCpp(gguf, torch.get_num_threads())
+    known = ([token_id % peer.vocab_size for token_id in prompt] for prompt in prompts)
+    return [compared(peer, prompt) for prompt in known], on_same_model(gguf)
 
 
 def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:
@@ -214,7 +231,7 @@ class SavedTransformers:
         return cache
 
 
-def beside_llama_cpp(
+def first_token_beside_llama_cpp(
     gguf: Path | None, history_len: int, num_new: int, ours_s: float
 ) -> tuple[list[Figure], str]:
     """Return our time to first token beside llama.cpp's, and a note on its model or why not."""

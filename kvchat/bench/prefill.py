@@ -7,8 +7,8 @@ bytes beside what memory allows.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import nn
 
 from kvchat.bench.decode import streamed_bytes
@@ -20,7 +20,7 @@ from kvchat.bench.measure import (
     measure_bandwidth,
     measure_products,
 )
-from kvchat.bench.peers import LlamaCpp, Transformers, on_same_model, without_llama_cpp
+from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
@@ -50,14 +50,15 @@ def run(setup: BenchSetup) -> Result:
     peer = Transformers(setup.source, device, dtype)
     ceilings = _Ceilings(measure_bandwidth(device), measure_products(device, dtype))
     figures: list[Figure] = []
-    lengths: list[int] = []
+    prompts: list[list[int]] = []
     for length in dict.fromkeys(map(setup.scaled, _LENGTHS[device.type])):
         if length + 1 < assembled.engine.max_context:
-            beside_peer = _measure(setup, assembled, peer, length)
+            prompts.append(random_ids(length, assembled.loaded.spec.vocab_size, seed=3))
+            beside_peer = _measure(setup, assembled, peer, prompts[-1])
             figures += [beside_peer, *_beside_ceilings(assembled, ceilings, length, beside_peer)]
-            lengths.append(length)
     del peer  # free its weights
-    llama, note = _beside_llama_cpp(setup, assembled, lengths)
+    compared = partial(_beside_llama_cpp, setup, assembled)
+    llama, note = prompts_beside_llama_cpp(setup.gguf, prompts, compared)
     notes = (str(ceilings.bandwidth), note)
     return Result("prefill", settings, (*figures, *llama), notes=notes)
 
@@ -71,15 +72,14 @@ class _Ceilings:
 
 
 def _measure(
-    setup: BenchSetup, assembled: AssembledEngine, peer: Transformers, length: int
+    setup: BenchSetup, assembled: AssembledEngine, peer: Transformers, prompt: Sequence[int]
 ) -> Figure:
-    prompt = random_ids(length, assembled.loaded.spec.vocab_size, seed=3)
     mine, theirs = alternated(
         _rate_of(assembled, prompt),
-        lambda: rate(length, peer.prefill_s(prompt)),
+        lambda: rate(len(prompt), peer.prefill_s(prompt)),
         setup.repeats,
     )
-    return _beside("transformers", length, mine, theirs)
+    return _beside("transformers", len(prompt), mine, theirs)
 
 
 def _rate_of(assembled: AssembledEngine, prompt: Sequence[int]) -> Callable[[], float]:
@@ -109,24 +109,14 @@ def _beside(name: str, length: int, mine: Sample, theirs: Sample) -> Figure:
 
 
 def _beside_llama_cpp(
-    setup: BenchSetup, assembled: AssembledEngine, lengths: Sequence[int]
-) -> tuple[list[Figure], str]:
-    """Return our rates beside llama.cpp's, and a note on its model or why it did not run."""
-    missing = without_llama_cpp(setup.gguf)
-    if setup.gguf is None or missing:
-        return [], missing
-    peer = LlamaCpp(setup.gguf, torch.get_num_threads())
-    vocab_size = min(peer.vocab_size, assembled.loaded.spec.vocab_size)  # one may be padded
-    figures = []
-    for length in lengths:
-        prompt = random_ids(length, vocab_size, seed=3)
-
-        def theirs(ids: Sequence[int] = prompt) -> float:
-            return rate(len(ids), peer.prefill_s(ids))
-
-        samples = alternated(_rate_of(assembled, prompt), theirs, setup.repeats)
-        figures.append(_beside("llama.cpp", length, *samples))
-    return figures, on_same_model(setup.gguf)
+    setup: BenchSetup, assembled: AssembledEngine, peer: LlamaCpp, prompt: Sequence[int]
+) -> Figure:
+    samples = alternated(
+        _rate_of(assembled, prompt),
+        lambda: rate(len(prompt), peer.prefill_s(prompt)),
+        setup.repeats,
+    )
+    return _beside("llama.cpp", len(prompt), *samples)
 
 
 def _beside_ceilings(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvchat.bench.engines import Completion, complete, new_engine, random_ids
 from kvchat.bench.measure import Sample
-from kvchat.bench.peers import beside_llama_cpp, beside_transformers
+from kvchat.bench.peers import beside_transformers, first_token_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.page_memory import fresh_memory
@@ -77,7 +77,7 @@ def _measured(
     beside, note = beside_transformers(
         assembled.loaded, history, prompt, (answer, first_s), kept.directory.parent
     )
-    llama, llama_note = beside_llama_cpp(setup.gguf, len(history), _NEW_TOKENS, first_s)
+    llama, llama_note = first_token_beside_llama_cpp(setup.gguf, len(history), _NEW_TOKENS, first_s)
     return Result("resume", settings, (*figures, *beside, *llama), notes=(note, llama_note))
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvchat.bench import decode, prefill
+from kvchat.bench import decode, peers, prefill
 from kvchat.bench.engines import new_engine
 from kvchat.bench.report import Result, print_json, print_result, record
 from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
@@ -320,27 +320,31 @@ def installed(name: str) -> ModuleType:
     return module
 
 
-class WiderPeer:
-    """Stands in for llama.cpp with a file of more tokens than the model beside it has."""
+class OtherPeer:
+    """Stands in for llama.cpp with a file of another number of tokens than the model beside it."""
 
-    vocab_size = 1 << 20
+    vocab_size: int
 
     def __init__(self, path: Path, num_threads: int) -> None:
         pass
 
     def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
+        assert max(prompt_ids) < self.vocab_size
         return 1.0
 
     def prefill_s(self, prompt_ids: Sequence[int]) -> float:
+        assert max(prompt_ids) < self.vocab_size
         return 1.0
 
 
+@pytest.mark.parametrize("vocab_size", [20, 1_000_000])
 @pytest.mark.parametrize("measured", [decode, prefill])
-def test_a_peer_of_more_tokens_is_asked_what_the_model_knows_too(
-    measured: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_peer_of_more_or_fewer_tokens_is_asked_what_both_know(
+    measured: Any, vocab_size: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens were the model's as well, which refused them: no scenario reported anything."""
-    monkeypatch.setattr(measured, "LlamaCpp", WiderPeer)
+    monkeypatch.setattr(OtherPeer, "vocab_size", vocab_size, raising=False)
+    monkeypatch.setattr(peers, "LlamaCpp", OtherPeer)
     monkeypatch.setitem(sys.modules, "llama_cpp", installed("llama_cpp"))
 
     result = measured.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
