@@ -58,6 +58,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
+from kvchat.model.attention_race import race_attention
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name
 from kvchat.model.graphs import GraphRunner
@@ -152,6 +153,8 @@ def load_trusted(
     if geometry.format.name != PlainFormat().name:
         new_kv = partial(small_kv, geometry, loaded.device)
         ensure_compiled_reads(loaded, geometry.format.name, new_kv, state_directory)
+    elif loaded.device.type == "cuda":
+        race_attention(loaded, geometry.dtype, geometry.block_size, state_directory, progress)
     return loaded
 
 
