@@ -17,7 +17,8 @@ layers, one thread of a busy AMD Zen 1, least of 25: 30.5 ms a row, in bfloat16 
 of 5 rows 146 and 145).
 
 The compiled step writes and reads these tensors too (`cpu/rotation.py`, `cpu/attention.py`), to
-the bit like `quantised`.
+the bit like `quantised`, and so does a GPU (`int8_kv_write`, and the kernels of `paged_attention`).
+None of these figures are of a GPU, where no kernel has run yet.
 """
 
 from dataclasses import dataclass
