@@ -26,7 +26,7 @@ from kvchat.model.device import dtype_name
 from kvchat.model.gemm_autotune import CudaStopwatch, Stopwatch, machine_name
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat_kernels.paged_attention import implementation_for
-from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind, adopt, drop
+from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind, adopt, drop, is_adopted
 from kvchat_kernels.paged_attention.flashinfer_gpu import (
     FlashInfer,
     flashinfer_on,
@@ -105,14 +105,15 @@ def race_attention(
 ) -> tuple[str, ...]:
     """Adopt FlashInfer's attention where it is right and faster; return those contests as text.
 
-    Does nothing, and imports nothing, off CUDA and where FlashInfer is not installed. Every failure
-    costs only speed. `kv_dtype` is that of the plain KV, over blocks of `block_size` tokens.
-    `directory` keeps the times; None keeps none.
+    Does nothing, and imports nothing, off CUDA, where FlashInfer is not installed, and without
+    a `directory` that keeps the times: then nothing may be written, and FlashInfer writes what it
+    compiles to the user's home. Every failure costs only speed. `kv_dtype` is that of the plain KV,
+    over blocks of `block_size` tokens.
     """
     if loaded.device.type != "cuda" and race is None:
         return ()
     version = installed_version() if race is None else "of a test"
-    if version is None or loaded.spec.gathered is not None:
+    if version is None or directory is None or loaded.spec.gathered is not None:
         return ()
     race = race or Race()
     contests = contests_of(loaded, kv_dtype, block_size, race.capability(loaded.device))
@@ -143,6 +144,9 @@ def race_attention(
             function = rival.function(contest.step)
             adopt(loaded.device, contest.step, contest.rule, block_size, function)
             won.append(str(contest))
+    for step in StepKind:
+        if not is_adopted(loaded.device, step):
+            rival.release(step)
     if new.keys() - known.keys():
         memory.write({**known, **new})
     return tuple(won)

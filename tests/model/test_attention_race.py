@@ -107,9 +107,23 @@ def test_a_winner_is_compared_at_each_load_and_timed_once(tmp_path: Path) -> Non
 
     assert load() == load() == (DECODE, PREFILL)
     assert load.clock.num_timed == 2
-    load.rival = lambda device: SimpleNamespace(function=lambda step: wrong_rows)
+    load.rival = lambda device: Rival(wrong_rows)
     assert load() == ()
     assert not ADOPTED, "a kernel stayed that has become wrong"
+
+
+@dataclass
+class Rival:
+    """Kernels of which the decode is `function`, and the prefill wrong."""
+
+    decode: Any
+    released: list[StepKind] = field(default_factory=list)
+
+    def function(self, step: StepKind) -> Any:
+        return self.decode if step is StepKind.DECODE else wrong_rows
+
+    def release(self, step: StepKind) -> None:
+        self.released.append(step)
 
 
 def wrong_rows(query: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -141,10 +155,7 @@ def test_a_wrong_or_failing_kernel_is_one_line_and_is_tried_again(
     function: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it lacked, a compiler say, may be there at the next load."""
-    rival = SimpleNamespace(
-        function=lambda step: function if step is StepKind.DECODE else wrong_rows
-    )
-    load = Load(tmp_path, layers=(replace(LAYER, has_softcap=False),), rival=lambda device: rival)
+    load = Load(tmp_path, rival=lambda device: Rival(function))
 
     assert load() == ()
     assert not ADOPTED
@@ -155,6 +166,23 @@ def test_a_wrong_or_failing_kernel_is_one_line_and_is_tried_again(
     assert load.num_imports == 2
 
 
+def test_memory_of_kernels_that_are_not_adopted_is_given_back(tmp_path: Path) -> None:
+    """An adopted decode keeps its own: captured steps use it, those of another model too."""
+    kernels = FlashInfer(FakeFlashInfer, torch.device("cpu"))
+    rival = Rival(kernels.decode)
+    load = Load(tmp_path, rival=lambda device: rival)
+
+    assert load() == (DECODE,)
+    assert rival.released == [StepKind.PREFILL]
+    load.layers = (replace(LAYER, num_heads=2),)  # a draft model, for which it is slower
+    load.clock = Clock(30.0)
+    assert load() == ()
+    assert rival.released == [StepKind.PREFILL] * 2
+
+    kernels.release(StepKind.DECODE)
+    assert kernels._decode_workspace is None
+
+
 def test_an_import_that_fails_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def fail(device: torch.device) -> FlashInfer:
         raise ImportError("libcudart.so.13: cannot open shared object file")
@@ -163,6 +191,13 @@ def test_an_import_that_fails_is_one_line(tmp_path: Path, caplog: pytest.LogCapt
     assert [record.getMessage() for record in caplog.records] == [
         "FlashInfer is not used: ImportError: libcudart.so.13: cannot open shared object file"
     ]
+
+
+def test_where_nothing_may_be_written_it_is_not_imported() -> None:
+    """Incognito: the package makes a directory in the user's home when it is imported."""
+    load = Load(None)
+    assert load() == ()
+    assert load.num_imports == 0
 
 
 def test_layers_that_it_has_no_kernels_for_import_nothing(tmp_path: Path) -> None:

@@ -77,6 +77,11 @@ def drop(device: torch.device, step: StepKind, rule: LayerRule, block_size: int)
     ADOPTED.pop((device, step, rule, block_size), None)
 
 
+def is_adopted(device: torch.device, step: StepKind) -> bool:
+    """Return whether any layer on a device has another kernel in such steps."""
+    return any(key[:2] == (device, step) for key in ADOPTED)
+
+
 def attend_adopted(
     query: torch.Tensor,
     key_pool: torch.Tensor,

@@ -85,6 +85,14 @@ class FlashInfer:
         """Return the function that attends in steps of this kind."""
         return self.decode if step is StepKind.DECODE else self.prefill
 
+    def release(self, step: StepKind) -> None:
+        """Give back the memory of steps of a kind, which no captured step may use."""
+        if step is StepKind.DECODE:
+            self._decode_workspace = None
+        else:
+            self._prefill_workspace = None
+            self._plans.clear()
+
     def decode(
         self,
         query: torch.Tensor,
