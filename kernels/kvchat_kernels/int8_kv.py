@@ -17,69 +17,34 @@ layers, one thread of a busy AMD Zen 1, least of 25: 30.5 ms a row, in bfloat16 
 of 5 rows 146 and 145).
 
 The compiled step writes and reads these tensors too (`cpu/rotation.py`, `cpu/attention.py`), to
-the bit like `quantised`.
+the bit like `quantised`, and so does a GPU (`int8_kv_write`, and the kernels of `paged_attention`).
+None of these figures are of a GPU, where no kernel has run yet.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from kvchat_kernels.int8_kv_write import Int8Pools, group_size, int8_kv_write, quantised, restored
 from kvchat_kernels.paged_attention import (
     AttentionSpan,
     DeviceSequences,
+    LayerShape,
     PagedSequences,
     Sequences,
+    implementation_for,
     paged_attention,
 )
 from kvchat_kernels.paged_attention.cpu import scratch
 
-# Numbers of a group, the largest that divides a head.
-_GROUPS = (32, 16, 8)
-_MOST = 127
-# A group with smaller numbers is stored as zeros: its scale has too few bits.
-_LEAST = 1e-30
+__all__ = ["SCALE_BYTES", "Int8Kv", "group_size", "quantised", "restored"]
+
 SCALE_BYTES = 2
-
-
-def group_size(dim: int) -> int:
-    """Return how many numbers of a head of `dim` share a scale; all where no group divides it."""
-    return next((size for size in _GROUPS if dim % size == 0), dim)
-
-
-def quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return floats [..., dim] as numbers [..., dim] int8 and scales [..., dim / group] bfloat16.
-
-    A group with a NaN or infinity gets a scale that is not finite, so that it is not read as right.
-    """
-    groups = values.float().unflatten(-1, (-1, group_size(values.shape[-1])))
-    peaks = groups.abs().amax(dim=-1)
-    scales = torch.where(peaks < _LEAST, 0.0, peaks / _MOST).to(torch.bfloat16)
-    divisors = scales.float()[..., None]
-    is_usable = (divisors > 0) & divisors.isfinite()
-    levels = torch.where(is_usable, groups / divisors, 0.0).round().clamp(-_MOST, _MOST)
-    return levels.to(torch.int8).flatten(-2), scales
-
-
-def restored(
-    numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return numbers times their scales, in float32, or in `out`'s dtype and memory.
-
-    `numbers` and `out` are contiguous. Of float32 the result is exact, of bfloat16 it is rounded
-    once.
-    """
-    if out is None:
-        out = torch.empty(numbers.shape, dtype=torch.float32, device=numbers.device)
-    shape = (*scales.shape, -1)
-    groups = out.view(shape)
-    groups.copy_(numbers.view(shape))  # exact: 8 bits are fewer than a float's
-    groups.mul_(scales.to(out.dtype)[..., None])
-    return out
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Kv:
-    """KV of a layer on a CPU.
+    """KV of a layer in 8 bits, on a CPU or a GPU: the same bytes on both.
 
     keys           [num_blocks, block_size, num_kv_heads, key_dim] int8
     key_scales     [num_blocks, block_size, num_kv_heads, key_dim / group] bfloat16
@@ -93,7 +58,7 @@ class Int8Kv:
     value_scales: torch.Tensor
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Int8Pools:
         return self.keys, self.key_scales, self.values, self.value_scales
 
     @property
@@ -103,12 +68,14 @@ class Int8Kv:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store new keys and values, rounded; a token at slot -1 is not written."""
-        is_written = slot_mapping >= 0
-        if not bool(is_written.all()):
-            key, value, slot_mapping = (x[is_written] for x in (key, value, slot_mapping))
-        parts = (*quantised(key), *quantised(value))
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor.flatten(0, 1).index_copy_(0, slot_mapping, part)
+        int8_kv_write(key, value, self.tensors, slot_mapping)
+
+    def _runs_kernels(self, query: torch.Tensor) -> bool:
+        if query.device.type == "cpu":
+            return False
+        dims = self.keys.shape[3], self.values.shape[3]
+        shape = LayerShape(query.shape[1], self.keys.shape[2], *dims, query.dtype, is_int8=True)
+        return implementation_for(query.device, shape).name == "triton"
 
     def attend(
         self,
@@ -120,10 +87,16 @@ class Int8Kv:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend over a copy of the visible blocks in the query's dtype, or in float32 for float16.
+        """Attend in the query's dtype on a GPU, by kernels that restore a tile of keys at a time.
 
-        The copy is the size of what the step sees in this layer; all layers use the same memory.
+        Otherwise over a copy of the visible blocks, in float32 for float16. The copy is the size of
+        what the step sees in this layer; all layers use the same memory.
         """
+        if self._runs_kernels(query):
+            from kvchat_kernels.paged_attention.triton_gpu import paged_attention_int8_triton
+
+            settings = span, scale, softcap, sinks
+            return paged_attention_int8_triton(query, *self.tensors, sequences, *settings)
         if isinstance(sequences, DeviceSequences):
             sequences = sequences.read()
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
 from kvchat_kernels.experts import block_experts
+from kvchat_kernels.int8_kv import Int8Kv, quantised, restored
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
-from kvchat_kernels.paged_attention import PagedSequences, paged_attention
+from kvchat_kernels.paged_attention import FULL, PagedSequences, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
@@ -131,6 +132,9 @@ def attention_cases(shape: KernelShape, place: Place, context: int) -> Iterator[
         yield _attention(
             _AttentionStep(shape, place, context, num_rows), few_rows(context, num_rows)
         )
+    single = _AttentionStep(shape, place, context, 1)
+    yield _int8_attention(single, f"{few_rows(context, 1)}, KV of 8 bits")
+    del single
     batch = _AttentionStep(shape, place, context, 1, _BATCH)
     yield _attention(batch, f"attention, {_BATCH} sequences of {context:,} tokens")
     del batch
@@ -157,6 +161,29 @@ def _attention(step: "_AttentionStep", name: str) -> KernelCase:
             *_flashinfer(step),
         ),
     )
+
+
+def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
+    """Return attention over the same KV in 8 bits; the twin has what that stores."""
+    layers = [Int8Kv(*quantised(key), *quantised(value)) for key, value in step.pools]
+    step.pools.clear()
+
+    def run(index: int) -> torch.Tensor:
+        settings = {"scale": step.scale, "softcap": None, "sinks": None}
+        return layers[index].attend(step.query, step.sequences, span=FULL, **settings)
+
+    def twin() -> torch.Tensor:
+        first, dtype = layers[0], step.query.dtype
+        keys = restored(first.keys, first.key_scales).to(dtype)
+        values = restored(first.values, first.value_scales).to(dtype)
+        pools = keys, values
+        return paged_attention(
+            step.query, *pools, step.sequences, scale=step.scale, impl="reference"
+        )
+
+    token_bytes = sum(tensor[0, 0].nbytes for tensor in layers[0].tensors)
+    num_bytes = token_bytes * step.context * step.num_sequences
+    return KernelCase(name, num_bytes, True, len(layers), run, twin)
 
 
 def _prefill(shape: KernelShape, place: Place, context: int, num_rows: int) -> KernelCase:
@@ -200,13 +227,13 @@ class _AttentionStep:
         order = torch.randperm(num_sequences * blocks, dtype=torch.int32, device=place.device) + 1
         self.tables = order.view(num_sequences, blocks)
         lengths = (num_rows,) * num_sequences, (context,) * num_sequences
-        self._sequences = PagedSequences(*lengths, self.tables, BLOCK_SIZE)
+        self.sequences = PagedSequences(*lengths, self.tables, BLOCK_SIZE)
         self.scale = shape.head_dim**-0.5
         self._contiguous = [_gathered(pair, self.tables, context) for pair in self.pools]
 
     def attend(self, index: int, impl: str = "auto") -> torch.Tensor:
         pools = self.pools[index]
-        return paged_attention(self.query, *pools, self._sequences, scale=self.scale, impl=impl)
+        return paged_attention(self.query, *pools, self.sequences, scale=self.scale, impl=impl)
 
     def contiguous(self, index: int, is_causal: bool = False) -> torch.Tensor:
         """Return SDPA's result for the same data, [num_sequences * num_rows, num_heads, dim]."""

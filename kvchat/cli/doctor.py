@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvchat import __version__
 from kvchat.cache.disk.quota import nearest_existing
@@ -24,6 +25,9 @@ from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory
 from kvchat.terminal.cache_lines import used_of_limit
+
+if TYPE_CHECKING:
+    import torch
 
 _LOW_SPACE_BYTES = 1 << 30
 
@@ -131,6 +135,25 @@ def _devices() -> Iterator[Finding]:
     device = torch.device("cuda", 0)
     name = torch.cuda.get_device_name(device)
     yield Finding("GPU", f"{name}, {format_bytes(free_bytes(device))} free")
+    yield from _attention(device)
+
+
+def _attention(device: "torch.device") -> Iterator[Finding]:
+    """Report which attention kernels won on this GPU, where FlashInfer is installed."""
+    from kvchat_kernels.paged_attention.flashinfer_gpu import installed_version
+
+    version = installed_version()
+    if version is None:
+        return
+    from kvchat.model.attention_race import RaceMemory, rival_machine
+    from kvchat.model.gemm_autotune import machine_name
+
+    machine = rival_machine(machine_name(device), version)
+    times = RaceMemory(user_paths().state, machine).read()
+    if not times:
+        yield Finding("attention", f"FlashInfer {version}: not raced before a model is loaded")
+    for contest, found in times.items():
+        yield Finding("attention", f"{contest}: {found}")
 
 
 def _directories() -> Iterator[Finding]:

@@ -101,7 +101,7 @@ SETTINGS = (
         "kv_dtype",
         str,
         "auto",
-        "auto: the dtype; int8: on a CPU, 1.9 times the tokens of 16 bits in the same memory",
+        "auto: the dtype; int8: 1.9 times the tokens of 16 bits in the same memory",
         ("auto", "float32", "bfloat16", "float16", "int8"),
     ),
     Setting("block_size", int, 16, "tokens per cache block, a power of two"),

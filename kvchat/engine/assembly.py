@@ -58,15 +58,16 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
+from kvchat.model.attention_race import race_attention
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import can_change_threads, device_name, dtype_name
 from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel, StatefulModel
-from kvchat.model.self_test import ensure_compiled_reads, ensure_trusted
+from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
 from kvchat.model.source import ModelSource
-from kvchat.model.spec import ModelSpec
+from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
 from kvchat.model.text_files import same_vocabulary
 from kvchat_kernels.cpu.step import MAX_ROWS
@@ -143,7 +144,7 @@ def load_trusted(
     cache = cache_config or CacheConfig()
 
     def check(spec: ModelSpec, device: torch.device) -> None:
-        require_kv_dtype(source.name, spec, device, cache)
+        require_kv_dtype(source.name, spec, cache)
 
     loaded = load_model(source, config, max_context, progress, state_directory, check)
     progress(LoadProgress("checking the paged forward pass"))
@@ -151,7 +152,11 @@ def load_trusted(
     geometry = kv_geometry(loaded.spec, cache, loaded.dtype)
     if geometry.format.name != PlainFormat().name:
         new_kv = partial(small_kv, geometry, loaded.device)
-        ensure_compiled_reads(loaded, geometry.format.name, new_kv, state_directory)
+        ensure_faster_reads(loaded, geometry.format.name, new_kv, state_directory)
+        slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, is_int8=True)
+        loaded = replace(loaded, notes=tuple(dict.fromkeys((*loaded.notes, *slow))))
+    elif loaded.device.type == "cuda":
+        race_attention(loaded, geometry.dtype, geometry.block_size, state_directory, progress)
     return loaded
 
 
@@ -166,7 +171,7 @@ def engine_around(
 
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
-    require_kv_dtype(loaded.source.name, loaded.spec, loaded.device, cache_config)
+    require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)

@@ -73,21 +73,19 @@ def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvG
     return KvGeometry(layers, kv_dtype, config.block_size, kv_format)
 
 
-def require_kv_dtype(name: str, spec: ModelSpec, device: torch.device, config: CacheConfig) -> None:
+def require_kv_dtype(name: str, spec: ModelSpec, config: CacheConfig) -> None:
     """Raise ModelError if the KV of the model `name` cannot be of 8 bits where it is to be."""
     if config.kv_dtype != INT8_KV:
         return
-    hint = "Use --kv-dtype auto."
     if spec.state:
         reason = "it keeps recurrent state beside its KV"
     elif spec.gathered is not None:
         reason = "it runs on the gathered path (docs/models.md)"
-    elif device.type != "cpu":
-        reason = "it runs on a GPU, and KV of 8 bits is for a CPU only"
-        hint = "Use --kv-dtype auto, or --device cpu."
     else:
         return
-    raise ModelError(f"--kv-dtype int8 does not work with {name}: {reason}.", hint)
+    raise ModelError(
+        f"--kv-dtype int8 does not work with {name}: {reason}.", "Use --kv-dtype auto."
+    )
 
 
 def small_kv(

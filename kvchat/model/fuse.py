@@ -8,6 +8,8 @@ PagedModel; otherwise modules run their own code. A CPU has a compiled step inst
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +155,15 @@ class Fusing:
     @property
     def is_off(self) -> bool:
         return self._installer.is_off
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let every module run its own code in the block."""
+        was_off, self._installer.is_off = self._installer.is_off, True
+        try:
+            yield
+        finally:
+            self._installer.is_off = was_off
 
     def abandon(self) -> None:
         """Let every module run its own code again, where the parts together do not do as it does.

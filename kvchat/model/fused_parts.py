@@ -17,11 +17,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.hf_adapter import LayerBinding
+from kvchat.model.hf_adapter import KvBinding, LayerBinding
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.cpu_products import linear_of_few_sizes
-from kvchat_kernels.kv_write import kv_write
-from kvchat_kernels.paged_attention import paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
@@ -321,7 +319,7 @@ class FusedAttention:
         x: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        binding: LayerBinding,
+        binding: KvBinding,
     ) -> torch.Tensor:
         """Attend x, [num_tokens, hidden_size], after writing its KV to the running step's slots.
 
@@ -341,12 +339,10 @@ class FusedAttention:
         return self.out(self._attended(query, binding, batch).flatten(1).to(x.dtype))
 
     def _attended(
-        self, query: torch.Tensor, binding: LayerBinding, batch: ForwardBatch
+        self, query: torch.Tensor, binding: KvBinding, batch: ForwardBatch
     ) -> torch.Tensor:
-        return paged_attention(
-            query if query.dtype == binding.keys.dtype else query.to(binding.keys.dtype),
-            binding.keys,
-            binding.values,
+        return binding.kv.attend(
+            query,
             batch.sequences,
             span=binding.layer.span,
             scale=self.scale,
@@ -359,7 +355,7 @@ class FusedAttention:
         qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        binding: LayerBinding,
+        binding: KvBinding,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Norm and rotate Q and K and write K and V; return Q, [num_tokens, num_heads, key_dim]."""
@@ -371,29 +367,45 @@ class FusedAttention:
             heads = self.norm(heads)
         if self.rotates:
             heads = rotated(heads, *rotation(cos, sin, qkv.dtype, binding.context.memo))
-        # One cast for Q and K: attention runs in the dtype of the pools.
-        heads = heads.to(binding.keys.dtype)
+        if isinstance(binding, LayerBinding):
+            # One cast for Q and K: attention runs in the dtype of the pools.
+            heads = heads.to(binding.keys.dtype)
         value = qkv[:, qk_width:].view(num_tokens, layer.num_kv_heads, layer.value_dim)
-        kv_write(heads[:, num_heads:], value, binding.keys, binding.values, batch.slot_mapping)
+        binding.kv.write(heads[:, num_heads:], value, batch.slot_mapping)
         return heads[:, :num_heads]
 
     def _write_at_once(
-        self, qkv: torch.Tensor, rotation: Rotation, binding: LayerBinding, batch: ForwardBatch
+        self, qkv: torch.Tensor, rotation: Rotation, binding: KvBinding, batch: ForwardBatch
     ) -> torch.Tensor:
-        """The same as one kernel."""
+        """The same as one kernel, or two where KV is not plain: the first then rotates the step's
+        keys into memory of their own, from where the KV layer stores them in its form.
+        """
         layer, num_tokens = self.layer, qkv.shape[0]
         query_width, key_width = (
             count * layer.key_dim for count in (layer.num_heads, layer.num_kv_heads)
         )
         query, key, value = qkv.tensor_split((query_width, query_width + key_width), dim=1)
-        return rope_kv_write(
+        if isinstance(binding, LayerBinding):
+            target = StepKv(binding.keys, binding.values, batch.slot_mapping)
+        else:
+            shape = (num_tokens, 1, layer.num_kv_heads)  # a block of one slot for each token
+            target = StepKv(
+                qkv.new_empty(*shape, layer.key_dim),
+                qkv.new_empty(*shape, layer.value_dim),
+                _row_numbers(num_tokens, qkv.device, binding.context.memo),
+            )
+        rotated_query = rope_kv_write(
             query.view(num_tokens, layer.num_heads, layer.key_dim),
             key.view(num_tokens, layer.num_kv_heads, layer.key_dim),
             value.view(num_tokens, layer.num_kv_heads, layer.value_dim),
             rotation,
-            StepKv(binding.keys, binding.values, batch.slot_mapping),
+            target,
             self._head_norms(),
         )
+        if not isinstance(binding, LayerBinding):
+            keys, values = target.key_pool[:, 0], target.value_pool[:, 0]
+            binding.kv.write(keys, values, batch.slot_mapping)
+        return rotated_query
 
     def _head_norms(self) -> HeadNorms | None:
         if self.norm is None:
@@ -401,6 +413,18 @@ class FusedAttention:
         assert self.norm.weight is not None
         weights = self.norm.weight[0], self.norm.weight[self.layer.num_heads]
         return HeadNorms(*weights, self.norm.epsilon)
+
+
+# A key of a step's memo that is the id of no tensor.
+_ROW_NUMBERS = -1
+
+
+def _row_numbers(count: int, device: torch.device, memo: dict[int, Any]) -> torch.Tensor:
+    """Return 0 to count - 1, int64; made once a step."""
+    known: torch.Tensor | None = memo.get(_ROW_NUMBERS)
+    if known is None:
+        known = memo[_ROW_NUMBERS] = torch.arange(count, device=device)
+    return known
 
 
 def _halves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -470,7 +494,7 @@ class FusedLayer:
     after_mlp: RmsNorm | None
 
     def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: LayerBinding
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, binding: KvBinding
     ) -> torch.Tensor:
         """Return the stream after this layer: [num_tokens, hidden_size] in x's dtype."""
         attended = self.attention(self.before_attention(x), cos, sin, binding)

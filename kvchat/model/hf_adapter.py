@@ -90,7 +90,7 @@ class KvBinding:
 
 @dataclass(frozen=True, slots=True)
 class LayerBinding(KvBinding):
-    """The binding of a layer whose KV is plain: fused layers read its two tensors directly."""
+    """The binding of a layer whose KV is plain: fused layers write its two tensors directly."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -117,9 +117,9 @@ def unbind(module: nn.Module) -> None:
     module.__dict__.pop(_BINDING, None)
 
 
-def binding_of(module: nn.Module) -> LayerBinding:
-    """Return the binding of an attention module whose KV is plain."""
-    binding: LayerBinding = module.__dict__[_BINDING]
+def binding_of(module: nn.Module) -> KvBinding:
+    """Return the binding of an attention module."""
+    binding: KvBinding = module.__dict__[_BINDING]
     return binding
 
 

@@ -33,10 +33,9 @@ class PagedModel:
     """Runs forward passes over paged KV.
 
     `pools[i]` is the KV of storing layer i: a KvLayer, or two tensors [num_blocks, block_size,
-    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers read
-    plain KV only: with any other, every module runs its own code. The compiled step reads Int8Kv
-    too. The binding is stored on the modules, so only the newest PagedModel of a LoadedModel may
-    run.
+    num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers run
+    over any KvLayer, the compiled step over plain KV and Int8Kv. The binding is stored on the
+    modules, so only the newest PagedModel of a LoadedModel may run.
 
     `compiled` runs steps of few rows on a CPU; setting it to None leaves them to the modules.
     """
@@ -46,8 +45,6 @@ class PagedModel:
         self.loaded = loaded
         self._module = loaded.module
         layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
-        if not all(isinstance(kv, PlainKv) for kv in layers):
-            _unfuse(loaded)
         self._gathered = None
         if loaded.spec.gathered is not None:
             self._gathered = GatheredSteps(self._module, loaded.spec, layers)
@@ -167,12 +164,6 @@ class StatefulModel(PagedModel):
             logits = self._logits(batch, **settings)
         state.num_tokens = piece.end
         return logits
-
-
-def _unfuse(loaded: LoadedModel) -> None:
-    """Give every module its own code back."""
-    if loaded.fusing is not None:
-        loaded.fusing.abandon()
 
 
 def _disable_padding_check(module: nn.Module) -> None:

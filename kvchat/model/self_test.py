@@ -4,7 +4,8 @@ It runs 24 tokens through the model's own attention, and again paged, in chunks,
 sequence: through the model's modules, and through the compiled step where there is one. Only this
 test finds models that keep positions or state outside attention. It costs a few forward passes, so
 a pass is stored under configuration, dtype, device and versions. Where KV has another form than the
-model's own numbers, the compiled step runs over that form too, beside the modules over the same.
+model's own numbers, the compiled step, or the fused layers of a GPU, run over that form too, beside
+the modules over the same.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 
@@ -85,16 +87,17 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     _write_verdicts(path, [*known, key])
 
 
-def ensure_compiled_reads(
+def ensure_faster_reads(
     loaded: LoadedModel, kv_name: str, new_kv: NewKv, state_directory: Path | None
 ) -> None:
-    """Compare the compiled step over another form of KV, `kv_name`, with the modules over the same.
+    """Compare the compiled step, or fused layers, over another form of KV, `kv_name`, with the
+    modules over the same.
 
-    If they differ, or the step fails, it is abandoned, and that is logged: the modules run every
-    step then. For a model that `ensure_trusted` has passed; results are stored as there.
+    If they differ or fail, they are abandoned, and that is logged: the modules run every step
+    then. For a model that `ensure_trusted` has passed; results are stored as there.
     """
-    step = loaded.compiled
-    if step is None or step.is_off:
+    faster = loaded.fusing or loaded.compiled
+    if faster is None or faster.is_off:
         return
     key = _verdict_key(loaded, (), kv_name)
     path = state_directory / "self_test.json" if state_directory is not None else None
@@ -102,16 +105,17 @@ def ensure_compiled_reads(
     if key in known:
         return
     if key + _PLAIN in known or not _agrees_over(loaded, kv_name, new_kv):
-        step.abandon()
+        faster.abandon()
         key += _PLAIN
     if key not in known:
         _write_verdicts(path, [*known, key])
 
 
 def _agrees_over(loaded: LoadedModel, kv_name: str, new_kv: NewKv) -> bool:
-    """Return whether the compiled step and the modules agree over a form of KV."""
+    """Return whether the compiled step, or fused layers, agree with the modules over such KV."""
     ids = _random_ids(loaded)
-    plain = _paged_logits(loaded, *ids, compiled=False, new_kv=new_kv)
+    with loaded.fusing.paused() if loaded.fusing is not None else nullcontext():
+        plain = _paged_logits(loaded, *ids, compiled=False, new_kv=new_kv)
     try:
         similarity = _similarity(loaded, plain, _paged_logits(loaded, *ids, new_kv=new_kv))
         if similarity >= min(_least(loaded), _MIN_COSINE_OF_ROUNDED_KV):
@@ -119,8 +123,9 @@ def _agrees_over(loaded: LoadedModel, kv_name: str, new_kv: NewKv) -> bool:
         problem = f"cosine={similarity:.6f}"
     except Exception as error:  # as in `_passes`
         problem = repr(error)
+    what = "compiled step" if loaded.fusing is None else "fused layers"
     model_type = loaded.spec.model_type
-    _log.warning("self-test model=%s compiled step over kv=%s: %s", model_type, kv_name, problem)
+    _log.warning("self-test model=%s %s over kv=%s: %s", model_type, what, kv_name, problem)
     return False
 
 

@@ -38,9 +38,13 @@ class LayerSpec:
     pool_index: int
     stores_kv: bool
 
-    def shape(self, dtype: torch.dtype) -> LayerShape:
-        """Return the sizes that decide what computes the layer's attention."""
-        return LayerShape(self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim, dtype)
+    def shape(self, dtype: torch.dtype, is_int8: bool = False) -> LayerShape:
+        """Return the sizes that decide what computes the layer's attention.
+
+        `is_int8` if KV is of 8 bits; queries then are of `dtype`.
+        """
+        heads, dims = (self.num_heads, self.num_kv_heads), (self.key_dim, self.value_dim)
+        return LayerShape(*heads, *dims, dtype, is_int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +139,12 @@ def slow_attention(
     device: torch.device,
     dtype: torch.dtype,
     choose: Callable[..., Implementation] = implementation_for,
+    is_int8: bool = False,
 ) -> tuple[str, ...]:
     """Return a note for the user if a GPU runs some layers without kernels; () otherwise."""
     if device.type == "cpu" or spec.gathered is not None:
         return ()
-    chosen = [choose(device, layer.shape(dtype)) for layer in spec.layers]
+    chosen = [choose(device, layer.shape(dtype, is_int8)) for layer in spec.layers]
     refusals = dict.fromkeys(x.refusal for x in chosen if x.refusal is not None)
     return tuple(f"Attention runs in plain torch, which is slow: {why}." for why in refusals)
 

@@ -26,6 +26,7 @@ from kvchat.bench.scenarios import NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.source import find_model
+from kvchat_kernels.int8_kv import group_size
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 
 SHAPE = KernelShape(32, 48, 4, 2, 16, 100, 3)
@@ -179,6 +180,19 @@ def test_verifying_is_read_against_decoding() -> None:
     assert (figure.value, figure.beside, figure.ratio) == (9, 8, 9 / 8)
 
 
+def test_kv_of_8_bits_is_measured_by_its_own_bytes(cases: list[KernelCase]) -> None:
+    found = {case.name: case for case in cases if "rows on" in case.name}
+    names = [name for name in found if name.endswith(", KV of 8 bits")]
+
+    assert names
+    for name in names:
+        plain = found[name.removesuffix(", KV of 8 bits")]
+        groups = SHAPE.head_dim // group_size(SHAPE.head_dim)
+        share = (SHAPE.head_dim + 2 * groups) / (SHAPE.head_dim * PLACE.dtype.itemsize)
+        assert found[name].num_bytes == pytest.approx(plain.num_bytes * share)
+        assert not found[name].peers
+
+
 def test_flashinfer_is_given_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in that takes what FlashInfer's documentation says it takes."""
     module = ModuleType("flashinfer")
@@ -186,7 +200,7 @@ def test_flashinfer_is_given_the_same_blocks(monkeypatch: pytest.MonkeyPatch) ->
     module.__spec__ = ModuleSpec("flashinfer", None)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
-    found = list(attention_cases(SHAPE, PLACE, 40))
+    found = [case for case in attention_cases(SHAPE, PLACE, 40) if "8 bits" not in case.name]
 
     assert len(found) == 4
     for case in found:

@@ -152,18 +152,6 @@ def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> Non
         )
 
 
-def test_kv_of_8_bits_is_refused_on_a_gpu(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, unread_weights: None
-) -> None:
-    """Before anything is made there: the device need not exist."""
-    monkeypatch.setattr(loader, "choose_device", lambda config: torch.device("cuda", 0))
-
-    with pytest.raises(ModelError, match="runs on a GPU") as caught:
-        assemble(checkpoint, cache=CacheConfig(kv_dtype="int8"))
-
-    assert caught.value.hint == "Use --kv-dtype auto, or --device cpu."
-
-
 @pytest.mark.parametrize(
     ("kv_dtype", "named"), [("auto", ""), ("float32", ""), ("float16", "float16"), ("int8", "int8")]
 )

@@ -39,6 +39,7 @@ OWNERS = {
     "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "cli/doctor.py"}
     | {"cli/models.py"},
     "triton": {"kvchat_kernels"},
+    "flashinfer": {"kvchat_kernels"},
     "llvmlite": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model", "cli/models.py"},

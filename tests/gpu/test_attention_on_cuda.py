@@ -15,6 +15,7 @@ from support.attention_kernel_checks import (
     check_strided_tensors,
     check_unused_table_entries,
 )
+from support.int8_kv_checks import check_int8_attention, check_int8_replay, check_int8_write
 from support.plain_attention import AttentionCase
 
 DEVICE = "cuda"
@@ -94,3 +95,22 @@ def test_queries_and_pools_may_be_strided() -> None:
 
 def test_blocks_beyond_two_to_the_31_elements_are_found() -> None:
     check_distant_blocks(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("new", [1, 5, 16, 257])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_real_models_over_kv_of_8_bits(name: str, new: int, dtype: torch.dtype) -> None:
+    lengths = ((new, 4097), (1, 257), (new, new), (1, 63))
+    check_int8_attention(LAYERS[name], lengths, DEVICE, dtype)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_captured_step_over_kv_of_8_bits_is_right_at_other_lengths(new: int) -> None:
+    check_int8_replay(AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33), DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 256), (20, 40)], ids=str)
+def test_a_gpu_stores_the_same_8_bits_as_a_cpu(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check_int8_write(dims, dtype, DEVICE)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compiling import AMPERE, GPUS, HOPPER, RTX_30, RTX_40, RTX_50, Gpu, GpuCode, compile_for
 
+from kvchat_kernels.int8_kv import group_size
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import (
     FULL,
@@ -39,6 +40,22 @@ SMALL_VARIANTS = [
     *((RTX_40, (512, 512), query_len) for query_len in (1, 8, 2048)),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
 ]
+# Over KV of 8 bits the tiles of most models; long runs compile every tile for every kind of GPU.
+_INT8_TILES = [
+    *((gpu, (128, 128), n) for gpu in (HOPPER, RTX_40) for n in QUERIES),
+    *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (1, 2048)),
+    *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
+]
+_OTHER_INT8_TILES = [
+    *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (8, 16)),
+    *((gpu, (dim, dim), n) for gpu in (HOPPER, RTX_40) for dim in (256, 512) for n in QUERIES),
+    *((gpu, (dim, dim), n) for gpu in (AMPERE, RTX_50) for dim in (64, 256) for n in QUERIES),
+    *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (8, 16)),
+]
+INT8_VARIANTS = [
+    *_INT8_TILES,
+    *(pytest.param(*variant, marks=pytest.mark.soak) for variant in _OTHER_INT8_TILES),
+]
 OTHER_DIMS = [(16, 16), (20, 20), (32, 32), (80, 80), (96, 96), (128, 256), (192, 128)]
 DIMS = [*((dim, dim) for dim in (64, 128, 256, 512)), *OTHER_DIMS]
 
@@ -63,6 +80,24 @@ def attention_call(
         softcap=30.0 if has_everything else None,
         sinks=meta(heads) if has_everything else None,
         out=meta(query_len, heads, dims[1]),
+    )
+
+
+def int8_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> AttentionCall:
+    """The same layer, with a window, a softcap and sinks, over KV of 8 bits."""
+    call = attention_call(dims, query_len, dtype, True)
+
+    def meta(pool: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*pool.shape[:3], width, dtype=dtype, device="meta")
+
+    pools = call.key_pool, call.value_pool
+    keys, values = (meta(pool, dim, torch.int8) for pool, dim in zip(pools, dims, strict=True))
+    scales = [
+        meta(pool, dim // group_size(dim), torch.bfloat16)
+        for pool, dim in zip(pools, dims, strict=True)
+    ]
+    return replace(
+        call, key_pool=keys, value_pool=values, key_scales=scales[0], value_scales=scales[1]
     )
 
 
@@ -110,6 +145,15 @@ def test_tiles_fit_gpus_with_less_shared_memory(
 
     assert code.ptx_count("cp.async.cg") > 0
     assert code.ptx_count("mma.sync") > 0
+
+
+@pytest.mark.parametrize(("gpu", "dims", "query_len"), INT8_VARIANTS, ids=str)
+def test_over_kv_of_8_bits_nothing_spills(gpu: Gpu, dims: tuple[int, int], query_len: int) -> None:
+    """Numbers are copied to shared memory as they are, and multiplied by tensor cores."""
+    code = compiled(next(launches(int8_call(dims, query_len, torch.bfloat16), gpu)), gpu=gpu)
+
+    assert code.ptx_count("cp.async") > 0
+    assert code.ptx_count("wgmma.mma_async") + code.ptx_count("mma.sync") > 0
 
 
 @pytest.mark.parametrize("query_len", QUERIES)
@@ -198,6 +242,25 @@ def test_every_tile_that_can_be_chosen_is_compiled_above(card: Card) -> None:
     compiled = {tiles_of(*dims, half, card)[QUERIES.index(n)] for dims, n in variants}
 
     assert chosen == compiled
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, RTX_40], ids=str)
+def test_every_tile_over_kv_of_8_bits_is_compiled_above(gpu: Gpu) -> None:
+    card, half = Card(PROCESSORS, gpu.shared_bytes), torch.bfloat16
+    sizes = [(key, value) for key in range(8, 513, 8) for value in range(8, 513, 8)]
+    chosen = {tile for size in sizes for tile in tiles_of(*size, half, card, True)}
+
+    variants = [(dims, n) for own, dims, n in _INT8_TILES + _OTHER_INT8_TILES if own is gpu]
+    assert chosen == {tiles_of(*dims, half, card, True)[QUERIES.index(n)] for dims, n in variants}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("query_len", [1, 2048])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_float32_over_kv_of_8_bits_stays_whole(dim: int, query_len: int) -> None:
+    code = compiled(next(launches(int8_call((dim, dim), query_len, torch.float32))))
+
+    assert code.ptx_count("mma") == code.ptx_count("wgmma") == 0
 
 
 def test_a_gpu_with_too_little_shared_memory_is_refused_in_words() -> None:

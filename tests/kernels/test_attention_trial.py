@@ -1,6 +1,7 @@
 """A layer's attention tiles run once on the GPU before a model depends on them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,3 +79,12 @@ def test_a_layer_whose_trial_succeeds_runs_kernels(
     )
 
     assert implementation_for(gpu, SHAPE) == Implementation("triton")
+
+
+@pytest.mark.parametrize(
+    "shape", [replace(SHAPE, is_int8=True), LayerShape(4, 2, 64, 32, torch.float16, is_int8=True)]
+)
+def test_tiles_over_eight_bits_that_are_right_pass(
+    shape: LayerShape, interpreter: Interpreter
+) -> None:
+    assert interpreter(trial_error, CPU, shape) is None

@@ -13,6 +13,8 @@ from compiling import HOPPER, GpuCode, compile_for
 
 from kvchat_kernels.block_copy import PoolTensors
 from kvchat_kernels.block_copy.kernel import copy_launch, image_launch
+from kvchat_kernels.int8_kv_write import group_size
+from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
 from kvchat_kernels.kv_write.kernel import kv_write_launch
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.rms_norm.kernel import rms_norm_launch
@@ -67,6 +69,22 @@ def step(
     pools = [meta(100, 16, kv_heads, dim, dtype=dtype) for _ in range(2)]
     slots = meta(4, dtype=torch.int64)
     return views, StepKv(pools[0], pools[1], slots), meta(4, heads, dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_kv_write(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    (_, key, value), step_kv, _ = step(shape, dtype)
+    _, kv_heads, dim, _ = shape
+    pools = [
+        meta(100, 16, kv_heads, width, dtype=stored)
+        for _ in range(2)
+        for width, stored in ((dim, torch.int8), (dim // group_size(dim), torch.bfloat16))
+    ]
+
+    code = compiled(int8_kv_write_launch(key, value, tuple(pools), step_kv.slot_mapping))
+
+    assert code.ptx_count("div.full") == 0, "torch divides exactly"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,14 +4,20 @@ By the model floor's own self-test: chunks, decodes and a second sequence beside
 logits of transformers' eager attention.
 """
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 from interpreter import Interpreter
 
 import kvchat_kernels.paged_attention as paged_attention_package
-from kvchat.model.self_test import compare_with_own
+from kvchat.core.config import CacheConfig
+from kvchat.engine.kv_storage import kv_geometry, small_kv
+from kvchat.model.self_test import _paged_logits, _random_ids, _similarity, compare_with_own
+from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.paged_attention import Implementation
+from support.fused_models import load_fused, load_plain
 from support.gpu_packs import load_packed_as_on_gpu
 from support.specimens import make_specimen
 
@@ -27,7 +33,8 @@ def similarity_on_kernels(name: str, directory: Path) -> tuple[float, int]:
     as_chosen = paged_attention_package.implementation_for
     paged_attention_package.implementation_for = choose
     try:
-        return compare_with_own(make_specimen(name, directory).loaded), len(layers)
+        # Not by the compiled step of a CPU, which has an attention of its own.
+        return compare_with_own(make_specimen(name, directory).loaded, compiled=False), len(layers)
     finally:
         paged_attention_package.implementation_for = as_chosen
 
@@ -49,6 +56,27 @@ def packed_on_kernels(
             directory, name, weights, patch, num_hidden_layers=num_layers
         )
         return compare_with_own(loaded), len(calls)
+
+
+def similarity_over_int8_on_kernels(
+    name: str, directory: Path, is_fused: bool
+) -> tuple[float, int]:
+    """Return how alike logits over KV of 8 bits are, of kernels and of torch, and the launches."""
+    launches: list[int] = []
+    load = load_fused if is_fused else load_plain
+    loaded = load(directory, name, "float32")
+    geometry = kv_geometry(loaded.spec, CacheConfig(kv_dtype="int8"), loaded.dtype)
+    new_kv = partial(small_kv, geometry, loaded.device)
+    ids = _random_ids(loaded)
+    with loaded.fusing.paused() if loaded.fusing is not None else nullcontext():
+        by_torch = _paged_logits(loaded, *ids, new_kv=new_kv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Int8Kv, "_runs_kernels", lambda kv, query: not launches.append(1))
+        patch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
+        patch.setattr("kvchat.model.fused_parts.takes_kernels", lambda x: is_fused)
+        return _similarity(loaded, by_torch, _paged_logits(loaded, *ids, new_kv=new_kv)), len(
+            launches
+        )
 
 
 LONG = [pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2, softcap")]
@@ -82,3 +110,17 @@ def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
 
     assert similarity > 0.9999
     assert calls > 30
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fused"),
+    [("llama", True), pytest.param("gemma2, softcap", False, marks=pytest.mark.soak)],
+)
+def test_a_model_over_kv_of_8_bits_runs_on_its_kernels(
+    name: str, is_fused: bool, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    """Fused layers, the write in 8 bits and attention over it, beside the modules over the same."""
+    similarity, launches = interpreter(similarity_over_int8_on_kernels, name, tmp_path, is_fused)
+
+    assert similarity > 0.9999
+    assert launches >= 2 * 7

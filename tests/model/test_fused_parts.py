@@ -16,6 +16,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.fused_parts import RmsNorm, gate_of
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
+from kvchat_kernels import kv_layer
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
 from support.fused_models import load_fused
 from support.specimens import random_ids
@@ -102,7 +103,7 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
 
     loaded = load(tmp_path, "llama")
     spy(fused_parts, "rope_kv_write")
-    spy(fused_parts, "kv_write")
+    spy(kv_layer, "kv_write")
     spy(fused_parts, "rms_norm")
     spy(fused_parts, "add_rms_norm")
     spy(fused_parts, "gate_of")

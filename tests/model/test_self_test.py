@@ -16,12 +16,14 @@ from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model import gemm_autotune, self_test
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.compiled_step import CompiledStep
+from kvchat.model.fused_parts import FusedAttention
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.self_test import compare_with_own, ensure_compiled_reads, ensure_trusted
+from kvchat.model.self_test import compare_with_own, ensure_faster_reads, ensure_trusted
 from kvchat.model.source import find_model
 from kvchat_kernels.kv_layer import KvLayer
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fused_models import load_fused
 from support.specimens import Specimen
 
 GetSpecimen = Callable[[str], Specimen]
@@ -277,7 +279,7 @@ def check_over_rounded_kv(loaded: LoadedModel, state: Path) -> None:
         geometry = kv_geometry(loaded.spec, config, loaded.dtype)
         return KvPool(geometry, num_blocks, loaded.device).layers
 
-    ensure_compiled_reads(loaded, "int8", new_kv, state)
+    ensure_faster_reads(loaded, "int8", new_kv, state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -317,3 +319,36 @@ def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
     assert "compiled step over kv=int8" in caplog.text
     is_off = [loaded.compiled is None or loaded.compiled.is_off for loaded in (first, again, plain)]
     assert is_off == [True, True, False]
+
+
+@pytest.mark.parametrize("has_kernels", [False, True], ids=["torch", "kernels"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2, softcap"])
+def test_fused_layers_over_rounded_kv_pass_once(
+    name: str, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over any KV but plain, every module of a GPU's model once ran its own code."""
+    monkeypatch.setattr("kvchat.model.fused_parts.takes_kernels", lambda x: has_kernels)
+    loaded = load_fused(tmp_path / "model", name, "float32")
+    assert loaded.fusing is not None
+    assert str(loaded.fusing.fusion).startswith("2 layers")
+
+    check_over_rounded_kv(loaded, tmp_path)
+    monkeypatch.setattr(self_test, "_agrees_over", raises)
+    check_over_rounded_kv(loaded, tmp_path)
+
+    assert not loaded.fusing.is_off
+
+
+def test_fused_layers_that_misread_rounded_kv_are_not_run_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_fused(tmp_path / "model", "llama", "float32")
+    assert loaded.fusing is not None
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FusedAttention, "_attended", lambda part, query, *rest: query * 0)
+        check_over_rounded_kv(loaded, tmp_path)
+
+    assert loaded.fusing.is_off
+    assert "fused layers over kv=int8" in caplog.text
+    assert compare_with_own(loaded) > 0.9999

@@ -5,6 +5,7 @@ choice.py selects the implementation; README.md has the derivation.
 
 import torch
 
+from kvchat_kernels.paged_attention.adopted import ADOPTED, LayerRule, attend_adopted
 from kvchat_kernels.paged_attention.choice import (
     READS_LENGTHS_ON_DEVICE,
     Implementation,
@@ -68,6 +69,12 @@ def paged_attention(
         heads, dims = key_pool.shape[2], (key_pool.shape[3], value_pool.shape[3])
         shape = LayerShape(query.shape[1], heads, *dims, query.dtype)
         impl = implementation_for(query.device, shape).name
+        if ADOPTED and impl == "triton" and sinks is None:
+            rule = LayerRule(shape, span, softcap is not None)
+            pools = key_pool, value_pool
+            out = attend_adopted(query, *pools, sequences, rule, scale, softcap)
+            if out is not None:
+                return out
     if isinstance(sequences, DeviceSequences) and impl not in READS_LENGTHS_ON_DEVICE:
         sequences = sequences.read()
     return implementation(impl)(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)

@@ -15,6 +15,8 @@ def paged_attention_prefill_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     sinks_ptr,
     out_ptr,
     tables_ptr,
@@ -44,6 +46,8 @@ def paged_attention_prefill_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -98,6 +102,9 @@ def paged_attention_prefill_kernel(
     table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
     key_ptr += kv_head * key_stride_head
     value_ptr += kv_head * value_stride_head
+    if key_scales_ptr is not None:
+        key_scales_ptr += kv_head * (key_stride_head // KEY_GROUP)
+        value_scales_ptr += kv_head * (value_stride_head // VALUE_GROUP)
     total = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -114,6 +121,8 @@ def paged_attention_prefill_kernel(
             table_ptr,
             key_ptr,
             value_ptr,
+            key_scales_ptr,
+            value_scales_ptr,
             scale,
             cap,
             key_stride_block,
@@ -130,6 +139,8 @@ def paged_attention_prefill_kernel(
             CHUNK,
             HAS_SOFTCAP,
             PRECISION,
+            KEY_GROUP,
+            VALUE_GROUP,
             MASKED=part != 1,
         )
 

@@ -57,6 +57,8 @@ def paged_attention_split_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     tables_ptr,
     query_starts_ptr,
     context_lens_ptr,
@@ -86,6 +88,8 @@ def paged_attention_split_kernel(
     CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,6 +149,9 @@ def paged_attention_split_kernel(
         KEY_DIM,
         BLOCK_K,
     )
+    if key_scales_ptr is not None:
+        key_scales_ptr += kv_head * (key_stride_head // KEY_GROUP)
+        value_scales_ptr += kv_head * (value_stride_head // VALUE_GROUP)
     total, top, weight = attend_keys(
         tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32),
         tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32),
@@ -156,6 +163,8 @@ def paged_attention_split_kernel(
         tables_ptr + sequence.to(tl.int64) * tables_stride,
         key_ptr + kv_head * key_stride_head,
         value_ptr + kv_head * value_stride_head,
+        key_scales_ptr,
+        value_scales_ptr,
         scale,
         cap,
         key_stride_block,
@@ -172,6 +181,8 @@ def paged_attention_split_kernel(
         CHUNK,
         HAS_SOFTCAP,
         PRECISION,
+        KEY_GROUP,
+        VALUE_GROUP,
         MASKED=True,
     )
 

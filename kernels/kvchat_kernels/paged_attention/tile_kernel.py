@@ -51,6 +51,66 @@ def load_rows(
 
 
 @triton.jit
+def scales_of(bits):
+    """Return bfloat16 scales, given as int16 bits, in float32: exact on every device."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def restored_keys(
+    numbers,
+    scales_ptr,
+    offset,
+    there,
+    dtype: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return int8 keys [K, N] times their scales, rounded once to `dtype`.
+
+    `offset` [N] is that of a key's first number, `there` [N] whether the key is loaded. Scales are
+    laid out as the numbers, one for GROUP of them.
+    """
+    if GROUP == KEY_DIM:  # one scale a head, of any dim
+        bits = tl.load(scales_ptr + offset // GROUP, mask=there, other=0)  # [N]
+        return (numbers.to(tl.float32) * scales_of(bits)[None, :]).to(dtype)
+    NUM_GROUPS: tl.constexpr = BLOCK_K // GROUP
+    group = tl.arange(0, NUM_GROUPS)
+    place = (offset // GROUP)[None, :] + group[:, None]
+    inside = there[None, :] & (group * GROUP < KEY_DIM)[:, None]
+    scales = scales_of(tl.load(scales_ptr + place, mask=inside, other=0))  # [K / GROUP, N]
+    parts = tl.reshape(numbers, (NUM_GROUPS, GROUP, BLOCK_N)).to(tl.float32) * scales[:, None, :]
+    return tl.reshape(parts.to(dtype), (BLOCK_K, BLOCK_N))
+
+
+@triton.jit
+def restored_values(
+    numbers,
+    scales_ptr,
+    offset,
+    there,
+    dtype: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return int8 values [N, V] times their scales, as `restored_keys`."""
+    if GROUP == VALUE_DIM:
+        bits = tl.load(scales_ptr + offset // GROUP, mask=there, other=0)  # [N]
+        return (numbers.to(tl.float32) * scales_of(bits)[:, None]).to(dtype)
+    NUM_GROUPS: tl.constexpr = BLOCK_V // GROUP
+    group = tl.arange(0, NUM_GROUPS)
+    place = (offset // GROUP)[:, None] + group[None, :]
+    inside = there[:, None] & (group * GROUP < VALUE_DIM)[None, :]
+    scales = scales_of(tl.load(scales_ptr + place, mask=inside, other=0))  # [N, V / GROUP]
+    parts = tl.reshape(numbers, (BLOCK_N, NUM_GROUPS, GROUP)).to(tl.float32) * scales[:, :, None]
+    return tl.reshape(parts.to(dtype), (BLOCK_N, BLOCK_V))
+
+
+@triton.jit
 def attend_keys(
     total,
     top,
@@ -62,6 +122,8 @@ def attend_keys(
     table_ptr,
     key_ptr,
     value_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     scale,
     cap,
     key_stride_block,
@@ -78,6 +140,8 @@ def attend_keys(
     CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the keys [begin, end) of a sequence to the running softmax of a program's rows.
@@ -87,7 +151,8 @@ def attend_keys(
     MASKED               whether some row may not see all of these keys; without it, begin and end
                          are a whole number of tiles apart
 
-    `key_ptr` and `value_ptr` point at the KV head's first element. Scores are in units of log2.
+    `key_ptr` and `value_ptr` point at the KV head's first element, and so do the pointers to
+    scales, which are None if keys and values are floats. Scores are in units of log2.
     """
     offset = tl.arange(0, BLOCK_N)
     key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -111,6 +176,30 @@ def attend_keys(
         value = tl.load(
             value_ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
         )
+        if key_scales_ptr is not None:
+            there = token < end
+            key = restored_keys(
+                key,
+                key_scales_ptr,
+                key_offset,
+                there,
+                query.dtype,
+                KEY_DIM,
+                KEY_GROUP,
+                BLOCK_K,
+                BLOCK_N,
+            )
+            value = restored_values(
+                value,
+                value_scales_ptr,
+                value_offset,
+                there,
+                query.dtype,
+                VALUE_DIM,
+                VALUE_GROUP,
+                BLOCK_V,
+                BLOCK_N,
+            )
         scores = tl.dot(query, key, input_precision=PRECISION) * scale  # [M, N]
         if HAS_SOFTCAP:
             # cap * tanh(x) with tanh(x) = 1 - 2 / (1 + exp(2x)); the factors are in scale and cap.

@@ -49,13 +49,16 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The sizes of a layer's attention, and the dtype of its queries and pools."""
+    """The sizes of a layer's attention, the dtype of its queries, and that of its pools: the same
+    one, or `is_int8`.
+    """
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    is_int8: bool = False
 
 
 # Tiles by the padded head dim: 16 rows, 32 rows, 64 rows, prefill.
@@ -85,6 +88,27 @@ _WHOLE: dict[int, _Row] = {
     512: (Tile(16, 16, 8, 1),) * 4,
 }
 
+# The same over KV of 8 bits, whose tiles are restored in registers between memory and product: a
+# tile has fewer keys, or more warps.
+_LARGE_INT8: dict[int, _Row] = {
+    64: (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(16, 32, 4, 4), Tile(32, 32, 4, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 16, 8, 3)),
+    512: (Tile(16, 16, 8, 3), *[Tile(16, 16, 8, 2)] * 3),
+}
+_SMALL_INT8: dict[int, _Row] = {
+    64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 2)),
+    128: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 2)),
+    256: (Tile(16, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 2)),
+    512: (Tile(16, 16, 8, 2),) * 4,
+}
+_WHOLE_INT8: dict[int, _Row] = {
+    64: (Tile(16, 16, 8, 2),) * 4,
+    128: (Tile(16, 16, 8, 2),) * 4,
+    256: (*[Tile(16, 16, 4, 1)] * 3, Tile(16, 16, 16, 1)),
+    512: (Tile(16, 16, 8, 1),) * 4,
+}
+
 
 def padded(dim: int) -> int:
     """Return the power of two that a head dim is padded to; tensor cores need at least 16."""
@@ -105,21 +129,27 @@ def unsupported(shape: LayerShape, card: Card) -> str | None:
     return None
 
 
-def split_tile(key_dim: int, value_dim: int, dtype: torch.dtype, num_rows: int, card: Card) -> Tile:
-    """Return the tile for `num_rows` rows of a KV head, whose keys are split among programs."""
-    index = 0 if num_rows <= 16 else 1 if num_rows <= 32 else 2
-    return tiles_of(key_dim, value_dim, dtype, card)[index]
-
-
-def prefill_tile(key_dim: int, value_dim: int, dtype: torch.dtype, card: Card) -> Tile:
-    """Return the tile of the prefill kernel."""
-    return tiles_of(key_dim, value_dim, dtype, card)[3]
-
-
-def tiles_of(key_dim: int, value_dim: int, dtype: torch.dtype, card: Card) -> _Row:
+def tiles_of(
+    key_dim: int, value_dim: int, dtype: torch.dtype, card: Card, is_int8: bool = False
+) -> _Row:
     """Return the tiles of a layer: for 16, 32 and 64 rows of split keys, and for a prefill."""
-    table = _WHOLE if dtype == torch.float32 else _LARGE if card.is_large else _SMALL
+    if dtype == torch.float32:
+        table = _WHOLE_INT8 if is_int8 else _WHOLE
+    elif card.is_large:
+        table = _LARGE_INT8 if is_int8 else _LARGE
+    else:
+        table = _SMALL_INT8 if is_int8 else _SMALL
     return table[max(64, padded(key_dim), padded(value_dim))]
+
+
+def split_tile(tiles: _Row, num_rows: int) -> Tile:
+    """Return the tile for `num_rows` rows of a KV head, whose keys are split among programs."""
+    return tiles[0 if num_rows <= 16 else 1 if num_rows <= 32 else 2]
+
+
+def prefill_tile(tiles: _Row) -> Tile:
+    """Return the tile of the prefill kernel."""
+    return tiles[3]
 
 
 def merge_warps(value_dim: int) -> int:

@@ -6,10 +6,11 @@ the layer runs plain torch, and the user gets the reason, instead of an error in
 
 import torch
 
+from kvchat_kernels.int8_kv_write import quantised, restored
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.sequences import FULL, PagedSequences
-from kvchat_kernels.paged_attention.tiles import LayerShape, tiles_of
+from kvchat_kernels.paged_attention.tiles import LayerShape
 from kvchat_kernels.paged_attention.triton_gpu import (
     AttentionCall,
     card_of,
@@ -32,7 +33,7 @@ def trial_error(device: torch.device, shape: LayerShape) -> str | None:
     call = _small_call(device, shape)
     try:
         expected = _expected(call)
-        for launches in _every_tile(call, shape):
+        for launches in _every_tile(call):
             call.out.fill_(float("nan"))
             for launch in launches:
                 launch.run()
@@ -43,9 +44,9 @@ def trial_error(device: torch.device, shape: LayerShape) -> str | None:
     return None
 
 
-def _every_tile(call: AttentionCall, shape: LayerShape) -> list[list[Launch]]:
+def _every_tile(call: AttentionCall) -> list[list[Launch]]:
     card = card_of(call.query.device)
-    *split, prefill = tiles_of(shape.key_dim, shape.value_dim, shape.dtype, card)
+    *split, prefill = call.tiles(card)
     longest = max(_QUERY_LENS)
     return [
         *(list(split_launches(call, 1, longest, card, tile)) for tile in dict.fromkeys(split)),
@@ -63,24 +64,34 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
     tables = torch.tensor([[1, 0, 0], [2, 4, 3]], dtype=torch.int32, device=device)
     pool = (5, _BLOCK_SIZE, shape.num_kv_heads)
     query = random(num_tokens, shape.num_heads, shape.key_dim)
+    keys, values = random(*pool, shape.key_dim), random(*pool, shape.value_dim)
+    key_scales = value_scales = None
+    if shape.is_int8:
+        (keys, key_scales), (values, value_scales) = quantised(keys), quantised(values)
     return AttentionCall(
         query=query,
-        key_pool=random(*pool, shape.key_dim),
-        value_pool=random(*pool, shape.value_dim),
+        key_pool=keys,
+        value_pool=values,
         sequences=PagedSequences(_QUERY_LENS, _CONTEXT_LENS, tables, _BLOCK_SIZE),
         span=FULL,
         scale=shape.key_dim**-0.5,
         softcap=None,
         sinks=None,
         out=query.new_empty(num_tokens, shape.num_heads, shape.value_dim),
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
 
 
 def _expected(call: AttentionCall) -> torch.Tensor:
     assert isinstance(call.sequences, PagedSequences)
-    pools = call.key_pool, call.value_pool
+    keys, values = call.key_pool, call.value_pool
+    if call.key_scales is not None and call.value_scales is not None:
+        # As the kernels restore them: rounded once to the query's dtype.
+        keys = restored(keys, call.key_scales).to(call.query.dtype)
+        values = restored(values, call.value_scales).to(call.query.dtype)
     return paged_attention_reference(
-        call.query, *pools, call.sequences, call.span, call.scale, call.softcap, call.sinks
+        call.query, keys, values, call.sequences, call.span, call.scale, call.softcap, call.sinks
     )
 
 

@@ -30,6 +30,7 @@ from kvchat_kernels.paged_attention.tiles import (
     padded,
     prefill_tile,
     split_tile,
+    tiles_of,
 )
 
 # Queries of up to this many tokens always use split keys; longer ones do if they fill few programs.
@@ -42,7 +43,11 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention in one step: the arguments of `paged_attention`, and its output."""
+    """One layer's attention in one step: the arguments of `paged_attention`, and its output.
+
+    Keys and values are floats in the query's dtype; or int8 with scales, as of `int8_kv.py`, all
+    contiguous. Then `key_scales` is [num_blocks, block_size, num_kv_heads, groups] bfloat16.
+    """
 
     query: torch.Tensor
     key_pool: torch.Tensor
@@ -53,6 +58,20 @@ class AttentionCall:
     softcap: float | None
     sinks: torch.Tensor | None
     out: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """How many numbers of a key, and of a value, share a scale; 0 without scales."""
+        if self.key_scales is None or self.value_scales is None:
+            return 0, 0
+        key_dim, value_dim = self.dims
+        return key_dim // self.key_scales.shape[3], value_dim // self.value_scales.shape[3]
+
+    def tiles(self, card: Card) -> tuple[Tile, ...]:
+        """Return the layer's tiles, as of `tiles_of`."""
+        return tiles_of(*self.dims, self.query.dtype, card, self.key_scales is not None)
 
     @property
     def num_kv_heads(self) -> int:
@@ -106,6 +125,35 @@ def paged_attention_triton(
     return out
 
 
+def paged_attention_int8_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    key_scales: torch.Tensor,
+    values: torch.Tensor,
+    value_scales: torch.Tensor,
+    sequences: Sequences,
+    span: AttentionSpan,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend over KV of 8 bits with scales, the tensors of an `Int8Kv`; otherwise as
+    `paged_attention_triton`.
+
+    A tile of keys or values is restored in registers, rounded once to the query's dtype.
+    """
+    assert keys.dtype == values.dtype == torch.int8
+    assert all(x.is_contiguous() for x in (keys, key_scales, values, value_scales))
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    out = query.new_empty(*query.shape[:2], values.shape[3])
+    settings = sequences, span, scale, softcap, sinks
+    call = AttentionCall(query, keys, values, *settings, out, key_scales, value_scales)
+    for launch in plan_launches(call, card_of(query.device)):
+        launch.run()
+    return out
+
+
 @cache
 def card_of(device: torch.device) -> Card:
     """Return what tiles depend on; a small card for a CPU, where Triton's interpreter runs."""
@@ -131,7 +179,7 @@ def plan_launches(call: AttentionCall, card: Card) -> Iterator[Launch]:
         if _fills_few_processors(call, card):
             yield from split_launches(call, MAX_SPLIT_QUERY + 1, longest, card)
         else:
-            tile = prefill_tile(*call.dims, call.query.dtype, card)
+            tile = prefill_tile(call.tiles(card))
             yield prefill_launch(call, MAX_SPLIT_QUERY + 1, tile)
 
 
@@ -143,7 +191,7 @@ def _fills_few_processors(call: AttentionCall, card: Card) -> bool:
     """
     if max(call.query_lens) > _MAX_SPLIT_CHUNK:
         return False
-    block_m = prefill_tile(*call.dims, call.query.dtype, card).block_m
+    block_m = prefill_tile(call.tiles(card)).block_m
     programs = _count_tiles(call, MAX_SPLIT_QUERY + 1, block_m) * call.num_kv_heads
     return programs * _PROGRAMS_PER_PROCESSOR <= card.processors
 
@@ -167,7 +215,7 @@ def split_launches(
     """
     ours = [n for n in call.query_lens if min_query_len <= n <= max_query_len]
     max_rows = max(ours) * call.group
-    tile = tile or split_tile(*call.dims, call.query.dtype, max_rows, card)
+    tile = tile or split_tile(call.tiles(card), max_rows)
     programs = -(-max_rows // tile.block_m) * call.num_kv_heads
     num_splits = max(1, _PROGRAMS_PER_PROCESSOR * card.processors // programs)
     shape = (num_splits + len(ours), max_rows, call.num_kv_heads)
@@ -241,6 +289,8 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
         "query_ptr": call.query,
         "key_ptr": call.key_pool,
         "value_ptr": call.value_pool,
+        "key_scales_ptr": _bits(call.key_scales),
+        "value_scales_ptr": _bits(call.value_scales),
         "tables_ptr": call.sequences.block_tables,
         "scale": scale,
         "cap": cap,
@@ -257,8 +307,15 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
         "BLOCK_SIZE": call.sequences.block_size,
         "HAS_SOFTCAP": call.softcap is not None,
         "PRECISION": "ieee" if call.query.dtype == torch.float32 else "tf32",
+        "KEY_GROUP": call.groups[0],
+        "VALUE_GROUP": call.groups[1],
         "BLOCK_K": padded(call.dims[0]),
     }
+
+
+def _bits(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Return bfloat16 scales as int16, which kernels widen to float32 by a shift."""
+    return scales.view(torch.int16) if scales is not None else None
 
 
 def _output(call: AttentionCall) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""Writes a step's keys and values to their slots in 8 bits, with a scale for each group.
+
+The reference says what the stored bytes are; a GPU's kernel stores the same ones, so that KV kept
+by one device is read by another.
+"""
+
+import torch
+
+from kvchat_kernels.int8_kv_write.reference import (
+    Int8Pools,
+    group_size,
+    int8_kv_write_reference,
+    quantised,
+    restored,
+)
+from kvchat_kernels.launch import dense, uses_triton
+
+__all__ = ["Int8Pools", "group_size", "int8_kv_write", "quantised", "restored"]
+
+
+def int8_kv_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pools: Int8Pools,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Store new keys and values, rounded, in place.
+
+    key            [num_tokens, num_kv_heads, key_dim], any floating dtype and strides. On a GPU a
+                   last dimension that is not dense is copied first
+    value          [num_tokens, num_kv_heads, value_dim], likewise
+    pools          the four tensors of an `Int8Kv`, contiguous
+    slot_mapping   [num_tokens] int64, as of `kv_write`
+    impl           auto, triton or reference
+    """
+    if uses_triton(key.device, impl):
+        from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
+
+        int8_kv_write_launch(dense(key), dense(value), pools, slot_mapping).run()
+    else:
+        int8_kv_write_reference(key, value, pools, slot_mapping)

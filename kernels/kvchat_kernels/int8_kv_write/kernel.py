@@ -1,0 +1,134 @@
+"""The write in 8 bits as one Triton kernel for keys and values together.
+
+Shapes: H heads of a tile, B groups of a head, G numbers of a group, both padded to powers of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvchat_kernels.int8_kv_write.reference import LEAST, MOST, Int8Pools
+from kvchat_kernels.launch import Launch, next_power_of_2
+
+_TILE = 1024
+_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(float(MOST))
+
+
+@triton.jit
+def _bfloat16_bits(x):
+    """Return positive floats rounded to bfloat16, half to even, as the low 16 bits of int32.
+
+    In integers, so that the interpreter rounds as a GPU does. Infinity stays; NaN is for the
+    caller.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@triton.jit
+def _whole(x):
+    """Return floats below 2^22 as whole numbers, half to even: adding 1.5 * 2^23 leaves no more."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _write_heads(
+    source_ptr, head_stride, numbers_ptr, scales_ptr, slot, first_head, HEADS: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    num_groups: tl.constexpr = DIM // GROUP
+    head = first_head + tl.arange(0, BLOCK_H)[:, None]  # [H, 1]
+    group = tl.arange(0, BLOCK_B)[None, :]  # [1, B]
+    number = tl.arange(0, BLOCK_G)[None, None, :]  # [1, 1, G]
+    is_group = (head < HEADS) & (group < num_groups)  # [H, B]
+    dim = (group * GROUP)[:, :, None] + number  # [1, B, G]
+    inside = is_group[:, :, None] & (number < GROUP)
+    source = source_ptr + head.to(tl.int64)[:, :, None] * head_stride + dim
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [H, B, G]
+    peak = tl.max(tl.abs(x), axis=2)  # [H, B]
+    is_nan = tl.max((x != x).to(tl.int32), axis=2) > 0
+    # Divisions as torch's: `/` would be off in the last bits on a GPU.
+    scale = tl.math.div_rn(peak, tl.full((BLOCK_H, BLOCK_B), _MOST, dtype=tl.float32))
+    scale = tl.where(peak < _LEAST, 0.0, scale)
+    bits = tl.where(is_nan, 0x7FC0, _bfloat16_bits(scale))
+    divisor = (bits << 16).to(tl.float32, bitcast=True)
+    is_usable = (bits > 0) & (bits < 0x7F80)
+    divisor = tl.broadcast_to(tl.where(is_usable, divisor, 1.0)[:, :, None], x.shape)
+    level = tl.where(is_usable[:, :, None], tl.math.div_rn(x, divisor), 0.0)
+    level = tl.minimum(tl.maximum(_whole(level), -_MOST), _MOST)
+    place = slot * HEADS + head  # [H, 1]
+    tl.store(scales_ptr + place * num_groups + group, bits.to(tl.int16), mask=is_group)
+    tl.store(numbers_ptr + (place * DIM)[:, :, None] + dim, level.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def int8_kv_write_kernel(
+    key_ptr, value_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, slot_ptr,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, BLOCK_H: tl.constexpr, KEY_BLOCK_B: tl.constexpr,
+    KEY_BLOCK_G: tl.constexpr, VALUE_BLOCK_B: tl.constexpr, VALUE_BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile) rounds and stores BLOCK_H heads: first the keys' tiles, then the
+    values'.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(HEADS, BLOCK_H)
+    tile = tl.program_id(1)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    if tile < tiles:
+        _write_heads(
+            key_ptr + token * key_token_stride, key_head_stride, keys_ptr, key_scales_ptr, slot,
+            tile * BLOCK_H, HEADS, KEY_DIM, KEY_GROUP, BLOCK_H, KEY_BLOCK_B, KEY_BLOCK_G,
+        )  # fmt: skip
+    else:
+        _write_heads(
+            value_ptr + token * value_token_stride, value_head_stride, values_ptr,
+            value_scales_ptr, slot, (tile - tiles) * BLOCK_H, HEADS, VALUE_DIM, VALUE_GROUP,
+            BLOCK_H, VALUE_BLOCK_B, VALUE_BLOCK_G,
+        )  # fmt: skip
+
+
+def int8_kv_write_launch(
+    key: torch.Tensor, value: torch.Tensor, pools: Int8Pools, slot_mapping: torch.Tensor
+) -> Launch:
+    """Return the launch; see `int8_kv_write` for the shapes."""
+    keys, key_scales, values, value_scales = pools
+    assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
+    assert key.shape[1:] == keys.shape[2:], (key.shape, keys.shape)
+    assert value.shape[1:] == values.shape[2:], (value.shape, values.shape)
+    assert key.stride(-1) == value.stride(-1) == 1
+    assert all(tensor.is_contiguous() for tensor in (*pools, slot_mapping))
+    num_tokens, num_heads, key_dim = key.shape
+    value_dim = value.shape[-1]
+    key_group, value_group = key_dim // key_scales.shape[3], value_dim // value_scales.shape[3]
+    block_heads = max(1, _TILE // next_power_of_2(max(key_dim, value_dim)))
+    block_heads = min(block_heads, next_power_of_2(num_heads))
+    operands = {
+        "key_ptr": key,
+        "value_ptr": value,
+        "keys_ptr": keys,
+        "key_scales_ptr": key_scales.view(torch.int16),
+        "values_ptr": values,
+        "value_scales_ptr": value_scales.view(torch.int16),
+        "slot_ptr": slot_mapping,
+        "key_token_stride": key.stride(0),
+        "key_head_stride": key.stride(1),
+        "value_token_stride": value.stride(0),
+        "value_head_stride": value.stride(1),
+        "HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_GROUP": key_group,
+        "VALUE_GROUP": value_group,
+        "BLOCK_H": block_heads,
+        "KEY_BLOCK_B": next_power_of_2(key_dim // key_group),
+        "KEY_BLOCK_G": next_power_of_2(key_group),
+        "VALUE_BLOCK_B": next_power_of_2(value_dim // value_group),
+        "VALUE_BLOCK_G": next_power_of_2(value_group),
+    }
+    grid = (num_tokens, 2 * triton.cdiv(num_heads, block_heads))
+    return Launch(int8_kv_write_kernel, grid, operands, num_warps=4)

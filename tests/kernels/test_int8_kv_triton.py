@@ -1,0 +1,85 @@
+"""The Triton kernels of KV in 8 bits, interpreted: the write to the bit, attention by rule."""
+
+import pytest
+import torch
+from interpreter import Interpreter
+
+from kvchat.model.cuda_graph import trapping_host_reads
+from kvchat_kernels.int8_kv import Int8Kv
+from kvchat_kernels.launch import Launch
+from kvchat_kernels.paged_attention import FULL, DeviceSequences
+from support.attention_checks import CASES
+from support.int8_kv_checks import (
+    check_int8_attention,
+    check_int8_replay,
+    check_int8_write,
+    zeroed_pools,
+)
+from support.plain_attention import AttentionCase
+
+FEW_ROWS = ((1, 63), (3, 50), (1, 1))
+RULES = [
+    *("full", "odd heads", "wide keys", "window 5"),
+    *("chunk 48", "softcap and window", "sinks, wide keys"),
+]
+MANY_ROWS = ((18, 70), (17, 17), (1, 33))
+# One scale a head (dims that 8 does not divide), groups of 8, 16 and 32, and padded dims.
+DIMS = [(16, 16), (20, 20), (8, 24), (40, 80), (96, 64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_the_write_stores_the_same_bytes_as_the_reference(
+    interpreter: Interpreter, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    interpreter(check_int8_write, dims, dtype)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_int8_attention, CASES[name], FEW_ROWS)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_groups_of_every_size(interpreter: Interpreter, dims: tuple[int, int]) -> None:
+    case = AttentionCase(num_heads=3, num_kv_heads=1, key_dim=dims[0], value_dim=dims[1])
+    interpreter(check_int8_attention, case, ((1, 40), (17, 33)))
+
+
+@pytest.mark.parametrize("name", ["full", "window 100", "sinks and window"])
+def test_chunks_by_rule(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_int8_attention, CASES[name], MANY_ROWS)
+
+
+def test_float16_and_other_blocks(interpreter: Interpreter) -> None:
+    case = AttentionCase(num_heads=6, num_kv_heads=3, key_dim=64, value_dim=32, softcap=2.0)
+    interpreter(check_int8_attention, case, ((1, 257), (18, 70)), "cpu", torch.float16, 8)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
+    interpreter: Interpreter, new: int
+) -> None:
+    interpreter(check_int8_replay, AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33))
+
+
+def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write by torch looks on the host for slots of -1, and attention by torch at lengths."""
+    launched = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch.kernel.fn.__name__))
+    monkeypatch.setattr(Int8Kv, "_runs_kernels", lambda kv, query: True)
+    monkeypatch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
+    kv = zeroed_pools(5, 16, 2, 64, 64)
+    lengths = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    sequences = DeviceSequences(3, 1, *lengths, torch.zeros(3, 4, dtype=torch.int32), 16)
+    rows, slots = torch.zeros(3, 2, 64), torch.zeros(3, dtype=torch.int64)
+
+    with trapping_host_reads():
+        kv.write(rows, rows, slots)
+        kv.attend(torch.zeros(3, 4, 64), sequences, span=FULL, scale=0.1, softcap=None, sinks=None)
+
+    assert launched == [
+        "int8_kv_write_kernel",
+        "paged_attention_split_kernel",
+        "merge_splits_kernel",
+    ]
