@@ -54,7 +54,7 @@ class CompiledStep:
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
-        weights = decoder.layers[0].attention.out.weights
+        weights = decoder.layers[0].attention.matrices[-1].weights
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )

@@ -16,6 +16,7 @@ from kvchat.model.step_operations import (
     check_widths,
 )
 from kvchat_kernels.cpu import experts, gates
+from kvchat_kernels.cpu.experts import Choice
 from kvchat_kernels.cpu.step import MAX_ROWS
 
 
@@ -75,7 +76,13 @@ def add_mixture(
         place.WIDTH: hidden,
     }
     operations.products((mixture.router,), source, values, scores)
-    operations.add(experts.choosing_kernel(mixture.normalises), task, 1)
+    sigmoids, choice = mixture.sigmoids, Choice(mixture.normalises)
+    if sigmoids is not None:
+        choice = Choice(mixture.normalises, True, sigmoids.bias is not None)
+        task |= {place.SCALE: sigmoids.scale, place.LEAST_SUM: sigmoids.least_sum}
+        if sigmoids.bias is not None:
+            task[place.BIAS] = sigmoids.bias
+    operations.add(experts.choosing_kernel(choice), task, 1)
     gathered = operations.input("gathered", hidden, most)
     rows = {place.X: values, place.OUT: gathered.floats}
     operations.add_of_pairs(experts.gathering_kernel(), task | rows, pairs)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.decoder import Matrix
+from kvchat.model.matrices import Matrix
 from kvchat_kernels.cpu import block_products, block_rows, experts, products
 from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import stored_as
@@ -19,7 +19,7 @@ from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
 
-_NUM_PLACES = 16
+_NUM_PLACES = 24
 # What a product's task has a row of for each row of activations; the rest is of weights.
 _OF_PAIRS = frozenset({"X", "X_SCALES", "X_SUMS", "OUT"})
 

@@ -1,49 +1,104 @@
-"""The compiled step of gated delta nets against the formulas in torch."""
+"""The compiled steps of layers with a state, each against its formula in torch."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvchat_kernels.cpu import delta, delta_reference, gates
+from kvchat_kernels.cpu import convolution, delta, gates, ordering, recurrent_reference
+from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import Header
 from support.cpu_tasks import header, task
 
 
-def header_with(state: torch.Tensor) -> np.ndarray:
-    numbers = header(1)
-    numbers[Header.STATE] = state.data_ptr()
-    return numbers
+def run(
+    kernel: Any, places: dict[Any, Any], num_units: int, state: torch.Tensor | None = None
+) -> None:
+    numbers: np.ndarray[Any, Any] = header(1)
+    numbers[Header.STATE] = 0 if state is None else state.data_ptr()
+    run_units(Operation(kernel, task(places), numbers, None), num_units, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("channels", [8, 24, 512, 1048])
-def test_a_convolution_is_the_sum_of_the_last_inputs(channels: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_taps", [2, 3, 4, 5])
+@pytest.mark.parametrize("channels", [8, 24, 1048])
+def test_a_convolution_is_the_sum_of_the_last_inputs(
+    channels: int, num_taps: int, dtype: torch.dtype
+) -> None:
     """Three steps, so that what a step keeps is what the next one reads."""
     torch.manual_seed(0)
-    weights = torch.randn(channels, delta.TAPS)
+    weights = torch.randn(num_taps, channels)
     # Before and behind it lies what must not change.
-    whole = torch.randn(channels + 2, delta.TAPS).to(dtype)
+    whole = torch.randn(channels + 2, num_taps).to(dtype)
     twin, before = whole.clone(), whole.clone()
-    kernel = delta.convolution_kernel(stored_as(dtype))  # type: ignore[arg-type]
-    units = -(-channels // delta.UNIT_CHANNELS)
+    stored = stored_as(dtype)
+    assert stored is not None
+    form = ConvolutionForm(num_taps, stored, has_bias=False, is_activated=True, is_gated=False)
+    units = -(-channels // convolution.UNIT_CHANNELS)
     for _ in range(3):
         x = 3 * torch.randn(channels)
-        expected = delta_reference.convolved(x, weights, twin[1:-1])
-        place = delta.ConvolutionPlace
+        expected = recurrent_reference.convolved(x, weights, twin[1:-1])
+        place = convolution.Place
         places = {
             place.X: x,
             place.WEIGHTS: weights,
             place.CHANNELS: channels,
-            place.STATE: delta.TAPS * dtype.itemsize,
+            place.STATE: num_taps * dtype.itemsize,
+            place.OUT: x,
         }
 
-        run_units(Operation(kernel, task(places), header_with(whole), None), units, 2)
+        run(convolution.convolution_kernel(form), places, units, whole)
 
         assert torch.allclose(x, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole, twin)
     assert torch.equal(whole[[0, -1]], before[[0, -1]])
+
+
+@pytest.mark.parametrize("is_activated", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_convolution_may_have_a_bias_and_gates(is_gated: bool, is_activated: bool) -> None:
+    torch.manual_seed(1)
+    channels, num_taps = 48, 3
+    weights, bias = torch.randn(num_taps, channels), torch.randn(channels)
+    state, x = torch.randn(channels, num_taps), torch.randn(3, channels)
+    twin, out = state.clone(), torch.zeros(channels)
+    stored = stored_as(torch.float32)
+    assert stored is not None
+    form = ConvolutionForm(num_taps, stored, True, is_activated, is_gated)
+    place = convolution.Place
+    places = {
+        place.X: x,
+        place.WEIGHTS: weights,
+        place.BIAS: bias,
+        place.CHANNELS: channels,
+        place.STATE: 0,
+        place.OUT: out,
+    }
+
+    run(convolution.convolution_kernel(form), places, 1, state)
+
+    expected = recurrent_reference.convolved(
+        x[0] * x[2] if is_gated else x[0], weights, twin, bias=bias, is_activated=is_activated
+    )
+    assert torch.allclose(out, expected * x[1] if is_gated else expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state, twin)
+
+
+@pytest.mark.parametrize("width", [1, 7, 2048, 5000])
+def test_numbers_are_put_in_another_order(width: int) -> None:
+    torch.manual_seed(2)
+    x, out = torch.randn(width), torch.zeros(width + 1)
+    order = torch.randperm(width).int()
+    place = ordering.Place
+    places = {place.X: x, place.FROM: order, place.WIDTH: width, place.OUT: out}
+
+    run(ordering.ordering_kernel(), places, -(-width // ordering.UNIT_COLUMNS))
+
+    assert torch.equal(out[:-1], x[order.long()])
+    assert out[-1] == 0
 
 
 @pytest.mark.parametrize(
@@ -65,7 +120,7 @@ def test_a_step_of_the_state_is_the_formula(
         value, gate = torch.randn(2, num_heads, value_dim).unbind()
         betas, steps = torch.randn(2, num_heads).unbind()
         mixed = torch.cat((query.flatten(), key.flatten(), value.flatten()))
-        place = delta.DeltaPlace
+        place = delta.Place
         places = {
             place.MIXED: mixed,
             place.GATES: gate,
@@ -79,12 +134,11 @@ def test_a_step_of_the_state_is_the_formula(
             place.STATE: 0,
         }
 
-        operation = Operation(delta.delta_kernel(form), task(places), header_with(state), None)
-        run_units(operation, num_heads, 2)
+        run(delta.delta_kernel(form), places, num_heads, state)
 
         log_decay = rates * torch.nn.functional.softplus(steps + bias)
-        read = delta_reference.delta_step(query, key, value, log_decay, betas.sigmoid(), twin)
-        expected = delta_reference.gated_norm(read, gate, weight, epsilon)
+        read = recurrent_reference.delta_step(query, key, value, log_decay, betas.sigmoid(), twin)
+        expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
         assert torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
 

@@ -1,19 +1,33 @@
-"""One row of a layer of gated delta nets in torch: what `delta.py` computes, formula by formula."""
+"""One row of layers with a state in torch, formula by formula.
+
+What `convolution.py`, `delta.py` and `mamba.py` compute.
+"""
 
 import torch
 from torch.nn import functional
 
 
-def convolved(x: torch.Tensor, weights: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """Return silu of each channel's sum over its last inputs; `state` gets the new input `x`.
+def convolved(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    is_activated: bool = True,
+) -> torch.Tensor:
+    """Return each channel's sum over its last inputs, or its silu; `state` gets the input `x`.
 
     x          float32 [channels]
-    weights    float32 [channels, taps]
+    weights    float32 [taps, channels]
     state      [channels, taps], the last inputs, the newest last
+    bias       float32 [channels]
     """
     inputs = torch.cat((state[:, 1:].float(), x[:, None]), dim=1)
     state.copy_(inputs)
-    return functional.silu((inputs * weights).sum(dim=1))
+    total = (inputs * weights.T).sum(dim=1)
+    if bias is not None:
+        total = total + bias
+    return functional.silu(total) if is_activated else total
 
 
 def delta_step(
