@@ -16,6 +16,7 @@ from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of,
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec, StateTensor
 from kvchat.model.step_delta import read_delta_net
+from kvchat.model.step_mamba import read_mamba
 from kvchat.model.step_recurrent import Recurrent
 from kvchat.model.step_short_conv import read_short_convolution
 from kvchat_kernels.cpu.gates import Activation
@@ -174,6 +175,7 @@ _GEMMA: _Names = (
 )
 _OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _LFM: _Names = ("operator_norm", None, "ffn_norm", None)
+_BAMBA: _Names = ("input_layernorm", None, "pre_ff_layernorm", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class _Family:
 
 
 _DELTA = ("linear_attn", read_delta_net)
+_MAMBA = ("mamba", read_mamba)
 _SHORT_CONVOLUTION = ("conv", read_short_convolution)
 _LFM2 = _Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
 _GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
@@ -233,6 +236,8 @@ _FAMILIES = {
     "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
+    "bamba": _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA),
+    "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
@@ -335,6 +340,8 @@ class _Reader:
 
     def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
         family, module = self._family, getattr(layer, self._family.mlp)
+        if module is None:  # Granite's hybrids without a mixture
+            return _mlp(layer.shared_mlp)
         if not hasattr(module, "experts"):
             return _mlp(module)
         router = getattr(module, family.router)
@@ -386,7 +393,7 @@ class _Reader:
         # A model of EXAONE with windows rotates in the layers with windows only.
         if self._config.model_type == "exaone4" and attention.sliding_window is not None:
             return bool(attention.is_sliding)
-        return bool(getattr(attention, "use_rope", True))
+        return self._rotary is not None and bool(getattr(attention, "use_rope", True))
 
     def _head_norms(
         self, attention: Any, spec: LayerSpec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvchat_kernels.cpu import convolution, delta, gates, ordering, recurrent_reference
+from kvchat_kernels.cpu import convolution, delta, gates, mamba, ordering, recurrent_reference
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
@@ -141,6 +141,51 @@ def test_a_step_of_the_state_is_the_formula(
         expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
         assert torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_groups", "head_dim", "state_size"),
+    [(1, 1, 8, 8), (4, 2, 16, 24), (6, 3, 24, 16), (16, 1, 64, 128), (8, 8, 32, 256)],
+)
+def test_a_step_of_mamba_is_the_formula(
+    num_heads: int, num_groups: int, head_dim: int, state_size: int
+) -> None:
+    torch.manual_seed(3)
+    form = mamba.MambaForm(num_heads, num_groups, head_dim, state_size)
+    state = torch.randn(num_heads, head_dim, state_size)
+    twin, out = state.clone(), torch.zeros(num_groups, num_heads * head_dim // num_groups)
+    rates, bias = -torch.rand(num_heads) * 16, torch.linspace(-12, 4, num_heads)
+    skips, weight, epsilon = torch.randn(num_heads), torch.randn_like(out), 1e-5
+    for _ in range(3):
+        x, gate = torch.randn(2, num_heads, head_dim).unbind()
+        b, c = torch.randn(2, num_groups, state_size).unbind()
+        steps = torch.randn(num_heads)
+        place = mamba.Place
+        places = {
+            place.MIXED: torch.cat((x.flatten(), b.flatten(), c.flatten())),
+            place.GATES: gate,
+            place.STEPS: steps,
+            place.STEP_BIAS: bias,
+            place.RATES: rates,
+            place.SKIPS: skips,
+            place.OUT: out,
+            place.STATE: 0,
+        }
+
+        run(mamba.mamba_kernel(form), places, num_heads, state)
+
+        step = torch.nn.functional.softplus(steps + bias)
+        read = recurrent_reference.mamba_step(x, b, c, step, rates, skips, twin)
+        expected = (read * torch.nn.functional.silu(gate)).view_as(out)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-3)
+    norm = mamba.NormPlace
+    places = {norm.X: out, norm.WEIGHT: weight, norm.WIDTH: out.shape[1], norm.EPSILON: epsilon}
+    normed = recurrent_reference.group_norm(out, weight, epsilon)
+
+    run(mamba.group_norm_kernel(), places, num_groups)
+
+    assert torch.allclose(out, normed, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (3, 24), (8, 256)])

@@ -20,8 +20,8 @@ from support.hybrid_files import write_hybrid
 from support.stateful_models import STATEFUL, words
 
 _PROMPT, _STEPS, _BLOCK = 7, 12, 8
-# Models by their names: settings beside those of STATEFUL. Heads of Qwen's kind need a width of 64
-# to have whole vectors of rotated dimensions.
+# Models by their names: settings beside those of STATEFUL. Heads of which a part is rotated need a
+# width of 64 to have whole vectors of rotated dimensions.
 _WIDE = {"head_dim": 64}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "as many key heads": ("qwen3_5", {**_WIDE, "linear_num_key_heads": 4}),
@@ -39,6 +39,21 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "factors that are sigmoids, scaled": (
         "lfm2_moe",
         {"norm_topk_prob": False, "routed_scaling_factor": 2.5, "use_expert_bias": False},
+    ),
+    "mamba": ("granitemoehybrid", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
+    "mamba, groups and biases": (
+        "granitemoehybrid",
+        {
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "mamba, experts": ("granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba, odd sizes": (
+        "bamba",
+        {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
     ),
 }
 
@@ -110,7 +125,7 @@ _FEWER_BITS: list[tuple[dict[str, str], float]] = [
 
 @pytest.mark.parametrize(("config", "least"), _FEWER_BITS)
 @pytest.mark.parametrize(
-    "name", ["fewer key heads", "parts of key heads together", "short convolutions"]
+    "name", ["fewer key heads", "parts of key heads together", "short convolutions", "mamba"]
 )
 def test_low_bits_take_the_compiled_step_too(
     name: str, config: dict[str, str], least: float, tmp_path: Path
@@ -125,7 +140,7 @@ def test_low_bits_take_the_compiled_step_too(
     assert compare_with_own(loaded) > least
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "lfm2", "granitehybrid"])
 def test_blocks_of_a_file_take_it_too(name: str, tmp_path: Path) -> None:
     """Of Qwen's, value heads and columns of the output are in another order in the file."""
     loaded = load(write_hybrid(tmp_path / "m.gguf", name, "Q8_0"))

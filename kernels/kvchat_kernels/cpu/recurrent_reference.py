@@ -62,3 +62,31 @@ def gated_norm(
     """Return the norm of each head of x [heads, value dim] times silu of its gates."""
     normed = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     return normed * weight * functional.silu(gate)
+
+
+def mamba_step(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    step: torch.Tensor,
+    rates: torch.Tensor,
+    skips: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return what C reads of the state, and D times x, [heads, head dim]; `state` is changed.
+
+    x                    float32 [heads, head dim]
+    b, c                 float32 [groups, state size], each for as many heads
+    step, rates, skips   float32 [heads]
+    state                float32 [heads, head dim, state size]
+    """
+    repeats = len(x) // len(b)
+    b, c = (part.repeat_interleave(repeats, 0) for part in (b, c))
+    state *= (rates * step).exp()[:, None, None]
+    state += torch.einsum("hp,hn->hpn", x * step[:, None], b)
+    return torch.einsum("hpn,hn->hp", state, c) + x * skips[:, None]
+
+
+def group_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return x [groups, width], each group normed, times weight [groups, width]."""
+    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight
