@@ -54,7 +54,8 @@ class CompiledStep:
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
-        weights = decoder.layers[0].attention.matrices[-1].weights
+        parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
+        weights = next(parts).matrices[-1].weights
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )

@@ -16,7 +16,7 @@ from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of,
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec, StateTensor
 from kvchat.model.step_delta import read_delta_net
-from kvchat.model.step_mamba import read_mamba
+from kvchat.model.step_mamba import Mamba, read_mamba
 from kvchat.model.step_recurrent import Recurrent
 from kvchat.model.step_short_conv import read_short_convolution
 from kvchat_kernels.cpu.gates import Activation
@@ -49,11 +49,12 @@ class DecoderAttention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated MLP; `gate_up` is one matrix, or two."""
+    """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there."""
 
     gate_up: tuple[Matrix, ...]
     down: Matrix
     activation: Activation
+    is_gated: bool = True
 
     @property
     def num_weights(self) -> int:
@@ -113,15 +114,29 @@ class DecoderLayer:
     """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
 
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
-    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself.
+    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
+    the two halves may be missing. `beside` has the same input as attention, and is added to it.
     """
 
-    attention: DecoderAttention | Recurrent
-    mlp: Mlp | Mixture
+    attention: DecoderAttention | Recurrent | None
+    mlp: Mlp | Mixture | None
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
+    beside: Recurrent | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that one row reads."""
+        matrices = [
+            matrix
+            for part in (self.attention, self.beside)
+            if part is not None
+            for matrix in part.matrices
+        ]
+        of_mlp = 0 if self.mlp is None else self.mlp.num_weights
+        return of_mlp + sum(matrix.num_weights for matrix in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +172,7 @@ class Decoder:
 
 def num_weights(decoder: Decoder) -> int:
     """Return how many weights a step of one row reads."""
-    matrices = [decoder.head]
-    for layer in decoder.layers:
-        matrices += layer.attention.matrices
-    of_mlps = sum(layer.mlp.num_weights for layer in decoder.layers)
-    return of_mlps + sum(matrix.num_weights for matrix in matrices)
+    return decoder.head.num_weights + sum(layer.num_weights for layer in decoder.layers)
 
 
 # Norms of a layer by their names, in the order of DecoderLayer.
@@ -204,6 +215,7 @@ _DELTA = ("linear_attn", read_delta_net)
 _MAMBA = ("mamba", read_mamba)
 _SHORT_CONVOLUTION = ("conv", read_short_convolution)
 _LFM2 = _Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
+_BAMBAS = _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
 _GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
 _FAMILIES = {
     "llama": _Family(),
@@ -236,7 +248,8 @@ _FAMILIES = {
     "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
-    "bamba": _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA),
+    "bamba": _BAMBAS,
+    "falcon_h1": _BAMBAS,
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
@@ -290,7 +303,8 @@ class _Reader:
             rotary=self._rotary,
             residual_factor=getattr(config, "residual_multiplier", 1.0),
             embedding_factor=getattr(config, "embedding_multiplier", 1.0),
-            logits_divisor=getattr(config, "logits_scaling", 1.0),
+            logits_divisor=getattr(config, "logits_scaling", 1.0)
+            / getattr(config, "lm_head_multiplier", 1.0),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
             query_scale=self._query_scale(),
             state=self._spec.state,
@@ -320,18 +334,21 @@ class _Reader:
         found = []
         for index, layer in enumerate(self._owner.layers):
             spec_here = specs.get(index)
-            part = (
-                read(getattr(layer, name), index)
-                if spec_here is None
-                else self._attention_of(index, spec_here)
-            )
-            found.append(self._layer(layer, part))
+            mixer = getattr(layer, name, None)
+            other = None if mixer is None else read(mixer, index)
+            if spec_here is None:
+                found.append(self._layer(layer, other))
+            else:
+                attention = self._attention_of(index, spec_here)
+                both = replace(self._layer(layer, attention), beside=other)
+                is_scaled = self._config.model_type == "falcon_h1"
+                found.append(_with_multipliers(both, layer) if is_scaled else both)
         return tuple(found)
 
     def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
         return self._attention(self._owner.layers[index].self_attn, spec, index)
 
-    def _layer(self, layer: Any, attention: DecoderAttention | Recurrent) -> DecoderLayer:
+    def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
         norms = [
             self._norm(getattr(layer, name)) if name is not None else None
             for name in self._family.norms
@@ -417,6 +434,41 @@ class _Reader:
         epsilon = getattr(norm, "variance_epsilon", None)
         weight = norm.weight.detach().float() + self._family.norm_offset
         return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
+
+
+def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
+    """Return a layer of Falcon-H1 with the numbers that its inputs and outputs are scaled with."""
+    attention, mamba, mlp = read.attention, read.beside, read.mlp
+    if not (
+        isinstance(attention, DecoderAttention)
+        and isinstance(mamba, Mamba)
+        and isinstance(mlp, Mlp)
+    ):
+        raise Unknown("has layers of another kind")
+    of_input, of_keys = layer.attention_in_multiplier, layer.self_attn.key_multiplier
+    query, key, value = attention.qkv
+    attention = replace(
+        attention,
+        qkv=(
+            query.scaled(1.0, of_input),
+            key.scaled(of_keys, of_input),
+            value.scaled(1.0, of_input),
+        ),
+        out=attention.out.scaled(layer.attn_out_multiplier),
+    )
+    of_parts = layer.mamba.mup_vector.detach().float().flatten()
+    mamba = replace(
+        mamba,
+        inputs=mamba.inputs.scaled(of_parts, layer.mamba.ssm_in_multiplier),
+        out=mamba.out.scaled(layer.ssm_out_multiplier),
+    )
+    module, (gate, up) = layer.feed_forward, mlp.gate_up
+    mlp = replace(
+        mlp,
+        gate_up=(gate.scaled(module.gate_multiplier), up),
+        down=mlp.down.scaled(module.down_multiplier),
+    )
+    return replace(read, attention=attention, beside=mamba, mlp=mlp)
 
 
 _NO_DEFAULT = object()

@@ -21,10 +21,14 @@ class Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The weights [out, in] of a linear layer, the model's own memory, and a bias in float32."""
+    """The weights [out, in] of a linear layer, the model's own memory, and a bias in float32.
+
+    `factors`, float32 [out], are what the outputs, their bias included, are multiplied with.
+    """
 
     weights: torch.Tensor | BlockWeights
     bias: torch.Tensor | None
+    factors: torch.Tensor | None = None
 
     @property
     def num_out(self) -> int:
@@ -39,6 +43,14 @@ class Matrix:
     @property
     def num_weights(self) -> int:
         return self.num_out * self.num_in
+
+    def scaled(self, factors: torch.Tensor | float, of_input: float = 1.0) -> "Matrix":
+        """Return the matrix with outputs that are multiplied, and of inputs that are."""
+        if isinstance(factors, float) and factors == of_input == 1.0:
+            return self
+        each = torch.ones(self.num_out) * factors * of_input
+        bias = self.bias if self.bias is None else self.bias / of_input
+        return Matrix(self.weights, bias, each)
 
 
 @dataclass(frozen=True, slots=True)

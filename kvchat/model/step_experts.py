@@ -34,14 +34,15 @@ def add_mlp(
     """
     width, num_rows = mlp.down.num_in, len(values)
     check_widths(width)
-    both = operations.output("gate and up", 2 * width, num_rows)
+    is_gated = mlp.is_gated
+    both = operations.output("gate and up", 2 * width if is_gated else width, num_rows)
     operations.products(mlp.gate_up, source, values, both, pairs=pairs)
     gated = operations.input("gated", width, num_rows)
     place = gates.Place
     task: Task = {place.BOTH: both, place.OUT: gated.floats, place.WIDTH: width}
     units = -(-width // gates.UNIT_COLUMNS)
     header = None if pairs is None else pairs.header
-    operations.add(gates.gate_kernel(mlp.activation), task, units, header=header)
+    operations.add(gates.gate_kernel(mlp.activation, is_gated), task, units, header=header)
     operations.products((mlp.down,), gated, gated.floats, out, pairs=pairs)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvchat.model.matrices import Matrix, Norm, Unknown, matrix_of
 from kvchat.model.state import RECURRENT
@@ -23,7 +24,7 @@ class Mamba:
 
     inputs       the matrix of the gates, of x, B and C, and of the steps
     rates, step_bias, skips   float32 [heads]
-    norm         of each group of heads by itself
+    norm         of each group of heads by itself; None: there is none
     layer        its number in the cache object of transformers
     """
 
@@ -33,7 +34,7 @@ class Mamba:
     rates: torch.Tensor
     step_bias: torch.Tensor
     skips: torch.Tensor
-    norm: Norm
+    norm: Norm | None
     out: Matrix
     layer: int
 
@@ -78,18 +79,19 @@ class Mamba:
             place.STATE: offset,
         }
         operations.add(mamba.mamba_kernel(form), task, form.num_heads)
-        self._add_norm(operations, read.floats)
+        if self.norm is not None:
+            self._add_norm(operations, read.floats, self.norm)
         operations.products((self.out,), read, read.floats, out)
 
-    def _add_norm(self, operations: StepOperations, x: torch.Tensor) -> None:
+    def _add_norm(self, operations: StepOperations, x: torch.Tensor, norm: Norm) -> None:
         place, num_groups = mamba.NormPlace, self.form.num_groups
-        width = self.norm.weight.numel() // num_groups
+        width = norm.weight.numel() // num_groups
         check_widths(width)
         task: Task = {
             place.X: x,
-            place.WEIGHT: self.norm.weight,
+            place.WEIGHT: norm.weight,
             place.WIDTH: width,
-            place.EPSILON: self.norm.epsilon,
+            place.EPSILON: norm.epsilon,
         }
         operations.add(mamba.group_norm_kernel(), task, num_groups)
 
@@ -97,10 +99,6 @@ class Mamba:
 def read_mamba(mixer: Any, index: int) -> Mamba:
     """Return the Mamba-2 layer of a mixer; raises Unknown for what it does not know."""
     form = MambaForm(mixer.num_heads, mixer.n_groups, mixer.head_dim, mixer.ssm_state_size)
-    norm = mixer.norm
-    weight = norm.weight.detach().float().contiguous()
-    if norm.group_size * form.num_groups != weight.numel():
-        raise Unknown("norms the heads of Mamba layers otherwise")
     return Mamba(
         form,
         matrix_of(mixer.in_proj),
@@ -108,7 +106,19 @@ def read_mamba(mixer: Any, index: int) -> Mamba:
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float(),
         mixer.D.detach().float(),
-        Norm(weight, float(norm.variance_epsilon)),
+        _read_norm(mixer.norm, form),
         matrix_of(mixer.out_proj),
         index,
     )
+
+
+def _read_norm(norm: Any, form: MambaForm) -> Norm | None:
+    """Return the norm of what was gated, which has as many groups as B and C."""
+    if type(norm) is nn.Identity:
+        return None
+    weight = norm.weight.detach().float().contiguous()
+    group_size = getattr(norm, "group_size", None)
+    num_groups = norm.n_groups if group_size is None else weight.numel() // group_size
+    if num_groups != form.num_groups or getattr(norm, "norm_before_gate", False):
+        raise Unknown("norms the heads of Mamba layers otherwise")
+    return Norm(weight, float(norm.variance_epsilon))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvchat.model.decoder import Decoder, DecoderAttention, Mixture, Mlp, QueryScale
+from kvchat.model.decoder import Decoder, DecoderAttention, DecoderLayer, Mixture, Mlp, QueryScale
 from kvchat.model.matrices import Norm
 from kvchat.model.spec import LayerSpec
 from kvchat.model.step_experts import add_mixture, add_mlp
@@ -192,18 +192,35 @@ class StepProgram:
         added, after = None, None
         state = StatePlaces(self._decoder.state, self._dtype)
         for layer in self._decoder.layers:
-            attended = self._operations.output("attended", hidden)
-            self._add_norm(added, after, layer.before_attention)
-            source, values = self._source(layer.before_attention is not None)
-            if isinstance(layer.attention, DecoderAttention):
-                self._attention(layer.attention, source, values, attended)
-            else:
-                layer.attention.add(self._operations, state, source, values, attended)
-            self._add_norm(attended, layer.after_attention, layer.before_mlp)
-            added, after = self._operations.output("mlp", hidden), layer.after_mlp
-            self._mlp(layer.mlp, layer.before_mlp is not None, added)
+            if layer.attention is not None:
+                self._add_norm(added, after, layer.before_attention)
+                added, after = self._operations.output("attended", hidden), layer.after_attention
+                self._attended(layer, state, added)
+            if layer.mlp is not None:
+                self._add_norm(added, after, layer.before_mlp)
+                added, after = self._operations.output("mlp", hidden), layer.after_mlp
+                self._mlp(layer.mlp, layer.before_mlp is not None, added)
         self._add_norm(added, after, None)
         return self._head(hidden)
+
+    def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
+        """Add attention or a layer with a state, or both, whose outputs are added up."""
+        source, values = self._source(layer.before_attention is not None)
+        if isinstance(layer.attention, DecoderAttention):
+            self._attention(layer.attention, source, values, out)
+        elif layer.attention is not None:
+            layer.attention.add(self._operations, state, source, values, out)
+        if layer.beside is not None:
+            beside = self._operations.output("beside", out.shape[1])
+            layer.beside.add(self._operations, state, source, values, beside)
+            place = norms.Place
+            task: Task = {
+                place.STREAM: out,
+                place.ADDEND: beside,
+                place.WIDTH: out.shape[1],
+                place.FACTOR: 1.0,
+            }
+            self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
     def _add_norm(
         self, added: torch.Tensor | None, after: Norm | None, before: Norm | None

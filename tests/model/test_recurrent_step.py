@@ -51,6 +51,26 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba, experts": ("granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba beside attention": (
+        "falcon_h1",
+        {
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.9, 1.2],
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.7,
+            "ssm_multipliers": [0.6, 1.3, 0.8, 1.4, 1.1],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.9,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "mamba beside attention, normed": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+    ),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
