@@ -14,7 +14,9 @@ import torch
 
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
+from kvchat.model.delta_prefill import replace_rules
 from kvchat.model.spec import ModelSpec
+from kvchat.model.step_delta import DeltaNet
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat_kernels.cpu.code import has_whole_512_bits
@@ -216,4 +218,6 @@ def compiled_model(module: Any, spec: ModelSpec) -> CompiledModel | None:
     if isinstance(decoder, str):
         _log.info("no compiled steps: it %s", decoder)
         return None
+    parts = [layer.attention for layer in decoder.layers]
+    replace_rules(module, [part for part in parts if isinstance(part, DeltaNet)])
     return CompiledModel(decoder)

@@ -349,11 +349,12 @@ class _Reader:
         return self._attention(self._owner.layers[index].self_attn, spec, index)
 
     def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
-        norms = [
+        before, after, before_mlp, after_mlp = (
             self._norm(getattr(layer, name)) if name is not None else None
             for name in self._family.norms
-        ]
-        return DecoderLayer(attention, self._mlp_or_mixture(layer), *norms)
+        )
+        mlp = self._mlp_or_mixture(layer)
+        return DecoderLayer(attention, mlp, before, after, before_mlp, after_mlp)
 
     def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
         family, module = self._family, getattr(layer, self._family.mlp)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvchat_kernels.cpu import convolution, delta, gates, mamba, ordering, recurrent_reference
+from kvchat_kernels.cpu import (
+    convolution,
+    delta,
+    delta_rows,
+    gates,
+    mamba,
+    ordering,
+    recurrent_reference,
+)
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
@@ -209,3 +217,69 @@ def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
     expected = both[:, :, 0] * both[:, :, 1].sigmoid()
     assert torch.allclose(out[:, :-5], expected.flatten(1), rtol=1e-5, atol=1e-6)
     assert not out[:, -5:].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 37])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        delta.DeltaForm(1, 1, 8, 8),
+        delta.DeltaForm(4, 2, 16, 24),
+        delta.DeltaForm(6, 2, 64, 128),
+    ],
+)
+def test_rows_of_a_delta_net_are_its_steps_one_after_another(
+    heads: delta.DeltaForm, num_rows: int
+) -> None:
+    torch.manual_seed(4)
+    form = delta_rows.RowsForm(heads, num_taps=4)
+    channels, width = form.num_channels, heads.num_heads * heads.value_dim
+    inputs, weights = torch.randn(num_rows, channels), torch.randn(4, channels)
+    past, state = (
+        torch.randn(4, channels),
+        torch.randn(heads.num_heads, heads.key_dim, heads.value_dim),
+    )
+    gates, out = torch.randn(num_rows, width), torch.zeros(num_rows, width)
+    betas, steps = torch.randn(2, num_rows, heads.num_heads).unbind()
+    rates, bias = -torch.rand(heads.num_heads) * 16, torch.linspace(-6, 2, heads.num_heads)
+    norm, epsilon = torch.randn(heads.value_dim), 1e-6
+    expected, twin, twin_past = [], state.clone(), past.T.clone()
+    keys = heads.num_key_heads * heads.key_dim
+    for row in range(num_rows):
+        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past)
+        query, key, value = mixed.split((keys, keys, width))
+        read = recurrent_reference.delta_step(
+            query.view(-1, heads.key_dim),
+            key.view(-1, heads.key_dim),
+            value.view(-1, heads.value_dim),
+            rates * torch.nn.functional.softplus(steps[row] + bias),
+            betas[row].sigmoid(),
+            twin,
+        )
+        gate = gates[row].view(-1, heads.value_dim)
+        expected.append(recurrent_reference.gated_norm(read, gate, norm, epsilon).flatten())
+    place = delta_rows.Place
+    places = {
+        place.X: torch.cat((past[1:], inputs)),
+        place.WEIGHTS: weights,
+        place.MIXED: torch.zeros(num_rows, channels),
+        place.STEPS: steps.clone(),
+        place.BETAS: betas.clone(),
+        place.STEP_BIAS: bias,
+        place.RATES: rates,
+        place.STATE: state,
+        place.GATES: gates,
+        place.NORM: norm,
+        place.EPSILON: epsilon,
+        place.OUT: out,
+    }
+
+    for kernel, units in (
+        (delta_rows.inputs_kernel(form), num_rows),
+        (delta_rows.steps_kernel(form), form.num_units),
+        (delta_rows.outputs_kernel(form), num_rows),
+    ):
+        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+
+    assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)

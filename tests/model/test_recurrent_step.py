@@ -10,6 +10,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.compiled_step import CompiledStep
+from kvchat.model.delta_prefill import DeltaPrefill
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import StatefulModel
 from kvchat.model.self_test import compare_with_own, ensure_trusted
@@ -116,7 +117,9 @@ def decoded(loaded: LoadedModel, is_compiled: bool) -> tuple[torch.Tensor, State
     model.compiled = counted if is_compiled else None  # type: ignore[assignment]
     state, ids = model.state_io.new_buffer(), words(_PROMPT + _STEPS, seed=1)
     rows = []
-    for start, end in ((0, _PROMPT), *((at, at + 1) for at in range(_PROMPT, len(ids)))):
+    # The second part of the prompt has a past.
+    parts = ((0, 4), (4, _PROMPT), *((at, at + 1) for at in range(_PROMPT, len(ids))))
+    for start, end in parts:
         piece = SequencePiece(ids[start:end], start, range(1, 5), end - start, state)
         rows.append(model.forward_piece(piece, _BLOCK))
     return torch.cat(rows), state, counted.num_taken
@@ -134,6 +137,28 @@ def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) ->
     assert our_state.num_tokens == their_state.num_tokens == _PROMPT + _STEPS
     for one, other in zip(our_state.views, their_state.views, strict=True):
         assert torch.allclose(one.float(), other.float(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["fewer key heads", "parts of key heads together"])
+def test_prompts_of_delta_nets_take_kernels_until_the_step_is_abandoned(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(saved(name, tmp_path), dtype="float32")
+    num_rows: list[int] = []
+    rule = DeltaPrefill._rule
+
+    def counted(self: DeltaPrefill, x: torch.Tensor, gates: torch.Tensor, *rest: Any) -> Any:
+        num_rows.append(len(gates))
+        return rule(self, x, gates, *rest)
+
+    monkeypatch.setattr(DeltaPrefill, "_rule", counted)
+    decoded(loaded, is_compiled=False)
+    self_test._own_logits(loaded, torch.tensor(words(_PROMPT, seed=1)))
+    assert not num_rows
+
+    decoded(loaded, is_compiled=True)
+
+    assert num_rows == [4, _PROMPT - 4]
 
 
 _FEWER_BITS: list[tuple[dict[str, str], float]] = [

@@ -20,7 +20,7 @@ from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
 
 # What the squares of a key or a query are added to, as the models have it.
-_LEAST_SQUARE = 1e-6
+LEAST_SQUARE = 1e-6
 
 
 class Place(IntEnum):
@@ -121,7 +121,7 @@ def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
         x * x for x in (code.load(address, at * 4, F32S) for at in range(0, form.key_dim, LANES))
     ]
     total = code.total(reduce(lambda one, other: one + other, squares))
-    return reciprocal_root(code, total + _LEAST_SQUARE)
+    return reciprocal_root(code, total + LEAST_SQUARE)
 
 
 def _decay(code: Code, head: Value) -> Value:
