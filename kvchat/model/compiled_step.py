@@ -14,9 +14,8 @@ import torch
 
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.decoder import Decoder, num_weights, read_decoder
-from kvchat.model.delta_prefill import replace_rules
+from kvchat.model.recurrent_prefill import replace_recurrences
 from kvchat.model.spec import ModelSpec
-from kvchat.model.step_delta import DeltaNet
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat_kernels.cpu.code import has_whole_512_bits
@@ -218,6 +217,6 @@ def compiled_model(module: Any, spec: ModelSpec) -> CompiledModel | None:
     if isinstance(decoder, str):
         _log.info("no compiled steps: it %s", decoder)
         return None
-    parts = [layer.attention for layer in decoder.layers]
-    replace_rules(module, [part for part in parts if isinstance(part, DeltaNet)])
+    parts = [part for layer in decoder.layers for part in (layer.attention, layer.beside)]
+    replace_recurrences(module, parts)
     return CompiledModel(decoder)

@@ -12,6 +12,7 @@ from kvchat_kernels.cpu import (
     delta_rows,
     gates,
     mamba,
+    mamba_rows,
     ordering,
     recurrent_reference,
 )
@@ -278,6 +279,74 @@ def test_rows_of_a_delta_net_are_its_steps_one_after_another(
         (delta_rows.inputs_kernel(form), num_rows),
         (delta_rows.steps_kernel(form), form.num_units),
         (delta_rows.outputs_kernel(form), num_rows),
+    ):
+        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+
+    assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 37])
+@pytest.mark.parametrize(
+    "sizes",
+    [mamba.MambaForm(1, 1, 8, 8), mamba.MambaForm(4, 2, 24, 16), mamba.MambaForm(6, 3, 64, 128)],
+)
+def test_rows_of_mamba_are_its_steps_one_after_another(
+    sizes: mamba.MambaForm, num_rows: int, has_bias: bool
+) -> None:
+    torch.manual_seed(5)
+    form = mamba_rows.RowsForm(sizes, 4, has_bias)
+    channels, width = form.num_channels, sizes.num_heads * sizes.head_dim
+    inputs, weights = torch.randn(num_rows, channels), torch.randn(4, channels)
+    bias = torch.randn(channels) if has_bias else None
+    past = torch.randn(4, channels)
+    state = torch.randn(sizes.num_heads, sizes.head_dim, sizes.state_size)
+    gates, out = torch.randn(num_rows, width), torch.zeros(num_rows, width)
+    steps, skips = torch.randn(num_rows, sizes.num_heads), torch.randn(sizes.num_heads)
+    rates, step_bias = -torch.rand(sizes.num_heads) * 16, torch.linspace(-6, 2, sizes.num_heads)
+    norm, epsilon = torch.randn(sizes.num_groups, width // sizes.num_groups), 1e-5
+    expected, twin, twin_past = [], state.clone(), past.T.clone()
+    of_groups = sizes.num_groups * sizes.state_size
+    for row in range(num_rows):
+        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past, bias=bias)
+        x, b, c = mixed.split((width, of_groups, of_groups))
+        step = torch.nn.functional.softplus(steps[row] + step_bias)
+        read = recurrent_reference.mamba_step(
+            x.view(sizes.num_heads, -1),
+            b.view(sizes.num_groups, -1),
+            c.view(sizes.num_groups, -1),
+            step,
+            rates,
+            skips,
+            twin,
+        )
+        gated = read.flatten() * torch.nn.functional.silu(gates[row])
+        normed = recurrent_reference.group_norm(gated.view_as(norm), norm, epsilon)
+        expected.append(normed.flatten())
+    place = mamba_rows.Place
+    places = {
+        place.X: torch.cat((past[1:], inputs)),
+        place.WEIGHTS: weights,
+        place.MIXED: torch.zeros(num_rows, channels),
+        place.STEPS: steps.clone(),
+        place.DECAYS: torch.zeros_like(steps),
+        place.STEP_BIAS: step_bias,
+        place.RATES: rates,
+        place.SKIPS: skips,
+        place.STATE: state,
+        place.GATES: gates,
+        place.NORM: norm,
+        place.EPSILON: epsilon,
+        place.OUT: out,
+    }
+    if bias is not None:
+        places[place.BIAS] = bias
+
+    for kernel, units in (
+        (mamba_rows.inputs_kernel(form), num_rows),
+        (mamba_rows.steps_kernel(form), form.num_units),
+        (mamba_rows.norms_kernel(form), num_rows),
     ):
         run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
 

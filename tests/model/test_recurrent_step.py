@@ -10,9 +10,9 @@ from kvchat.core.config import ModelConfig
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.compiled_step import CompiledStep
-from kvchat.model.delta_prefill import DeltaPrefill
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import StatefulModel
+from kvchat.model.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
 from kvchat.model.self_test import compare_with_own, ensure_trusted
 from kvchat.model.source import find_model
 from kvchat_kernels.state_buffer import StateBuffer
@@ -139,19 +139,28 @@ def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) ->
         assert torch.allclose(one.float(), other.float(), atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["fewer key heads", "parts of key heads together"])
-def test_prompts_of_delta_nets_take_kernels_until_the_step_is_abandoned(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fewer key heads", DeltaPrefill),
+        ("parts of key heads together", DeltaPrefill),
+        ("mamba", MambaPrefill),
+        ("mamba beside attention", MambaPrefill),
+    ],
+)
+def test_prompts_take_kernels_until_the_step_is_abandoned(
+    name: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(saved(name, tmp_path), dtype="float32")
     num_rows: list[int] = []
-    rule = DeltaPrefill._rule
+    rule = kind._rule
 
-    def counted(self: DeltaPrefill, x: torch.Tensor, gates: torch.Tensor, *rest: Any) -> Any:
-        num_rows.append(len(gates))
-        return rule(self, x, gates, *rest)
+    def counted(self: RecurrentPrefill, *arguments: Any) -> Any:
+        if self._layer == 0:
+            num_rows.append(arguments[-1])
+        return rule(self, *arguments)
 
-    monkeypatch.setattr(DeltaPrefill, "_rule", counted)
+    monkeypatch.setattr(kind, "_rule", counted)
     decoded(loaded, is_compiled=False)
     self_test._own_logits(loaded, torch.tensor(words(_PROMPT, seed=1)))
     assert not num_rows

@@ -95,16 +95,9 @@ def _write_inputs(code: Code, form: RowsForm) -> None:
     heads, row_bytes = form.heads, form.num_channels * 4
     x = code.field(Place.X) + code.unit * row_bytes
     mixed = code.field(Place.MIXED) + code.unit * row_bytes
-    weights = code.field(Place.WEIGHTS)
-    with code.loop(0, form.num_channels, LANES) as channel:
-        at = channel * 4
-        products = [
-            code.load(x, at + tap * row_bytes, F32S)
-            * code.load(weights, at + tap * row_bytes, F32S)
-            for tap in range(form.num_taps)
-        ]
-        total = reduce(lambda one, other: one + other, products)
-        code.store(total * sigmoid(code, total), mixed, at)
+    write_convolved(
+        code, x, code.field(Place.WEIGHTS), None, mixed, (form.num_taps, form.num_channels)
+    )
     width = heads.key_dim * 4
     with code.loop(0, 2 * heads.num_key_heads) as head:
         # Queries come before keys, and are scaled as well.
@@ -113,6 +106,30 @@ def _write_inputs(code: Code, form: RowsForm) -> None:
         )
         _write_normed(code, mixed + head * width, heads.key_dim, scale)
     _write_decays(code, heads)
+
+
+def write_convolved(
+    code: Code,
+    x: Value,
+    weights: Value,
+    bias: Value | None,
+    out: Value,
+    size: tuple[int, int],
+) -> None:
+    """Write: silu of the sums over `size`, (taps, channels), of the inputs from row `x` on."""
+    num_taps, num_channels = size
+    row_bytes = num_channels * 4
+    with code.loop(0, num_channels, LANES) as channel:
+        at = channel * 4
+        products = [
+            code.load(x, at + tap * row_bytes, F32S)
+            * code.load(weights, at + tap * row_bytes, F32S)
+            for tap in range(num_taps)
+        ]
+        total = reduce(lambda one, other: one + other, products)
+        if bias is not None:
+            total = total + code.load(bias, at, F32S)
+        code.store(total * sigmoid(code, total), out, at)
 
 
 def _write_normed(code: Code, address: Value, width: int, scale: Value) -> None:
