@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.decoder import Decoder, num_weights, read_decoder
+from kvchat.model.decoder import Decoder, num_weights
+from kvchat.model.decoder_reader import read_decoder
 from kvchat.model.recurrent_prefill import replace_recurrences
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit

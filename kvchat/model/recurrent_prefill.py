@@ -177,6 +177,8 @@ class MambaPrefill(RecurrentPrefill):
             place.STEP_BIAS: mamba.step_bias,
             place.RATES: mamba.rates,
             place.SKIPS: mamba.skips,
+            place.LEAST: mamba.limits[0],
+            place.MOST: mamba.limits[1],
             place.STATE: state,
             place.GATES: gates,
             place.OUT: out,

@@ -24,6 +24,7 @@ class Mamba:
 
     inputs       the matrix of the gates, of x, B and C, and of the steps
     rates, step_bias, skips   float32 [heads]
+    limits       of the steps of a prompt; transformers has none for those of single rows
     norm         of each group of heads by itself; None: there is none
     layer        its number in the cache object of transformers
     """
@@ -34,6 +35,7 @@ class Mamba:
     rates: torch.Tensor
     step_bias: torch.Tensor
     skips: torch.Tensor
+    limits: tuple[float, float]
     norm: Norm | None
     out: Matrix
     layer: int
@@ -106,6 +108,7 @@ def read_mamba(mixer: Any, index: int) -> Mamba:
         -mixer.A_log.detach().float().exp(),
         mixer.dt_bias.detach().float(),
         mixer.D.detach().float(),
+        (float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
         _read_norm(mixer.norm, form),
         matrix_of(mixer.out_proj),
         index,

@@ -311,7 +311,7 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
     for row in range(num_rows):
         mixed = recurrent_reference.convolved(inputs[row], weights, twin_past, bias=bias)
         x, b, c = mixed.split((width, of_groups, of_groups))
-        step = torch.nn.functional.softplus(steps[row] + step_bias)
+        step = torch.nn.functional.softplus(steps[row] + step_bias).clamp(0.01, 1.5)
         read = recurrent_reference.mamba_step(
             x.view(sizes.num_heads, -1),
             b.view(sizes.num_groups, -1),
@@ -334,6 +334,8 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
         place.STEP_BIAS: step_bias,
         place.RATES: rates,
         place.SKIPS: skips,
+        place.LEAST: 0.01,
+        place.MOST: 1.5,
         place.STATE: state,
         place.GATES: gates,
         place.NORM: norm,

@@ -72,6 +72,18 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
     ),
+    "halves of layers": ("nemotron_h", {}),
+    "experts without gates": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 96,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
@@ -194,7 +206,9 @@ def test_low_bits_take_the_compiled_step_too(
     assert compare_with_own(loaded) > least
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "lfm2", "granitehybrid"])
+@pytest.mark.parametrize(
+    "name", ["qwen35", "qwen3next", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h"]
+)
 def test_blocks_of_a_file_take_it_too(name: str, tmp_path: Path) -> None:
     """Of Qwen's, value heads and columns of the output are in another order in the file."""
     loaded = load(write_hybrid(tmp_path / "m.gguf", name, "Q8_0"))

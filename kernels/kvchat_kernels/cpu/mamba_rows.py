@@ -28,7 +28,7 @@ class Place(IntEnum):
     WEIGHTS      [taps, channels]
     BIAS         [channels]
     MIXED        [rows, channels]: x [heads, head dim], B and C [groups, state size]
-    STEPS        [rows, heads], replaced by their softplus
+    STEPS        [rows, heads], replaced by their softplus, at least LEAST and at most MOST
     DECAYS       [rows, heads]
     STEP_BIAS, RATES, SKIPS   [heads], as in `mamba.Place`
     STATE        [heads, head dim, state size]
@@ -52,6 +52,8 @@ class Place(IntEnum):
     NORM = 11
     EPSILON = 12
     OUT = 13
+    LEAST = 14
+    MOST = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ def _write_inputs(code: Code, form: RowsForm) -> None:
             for place in (Place.STEP_BIAS, Place.RATES)
         )
         step = code.spread(code.load(code.field(Place.STEPS), at, F32)) + step_bias
-        step = softplus(code, step)
+        least, most = (code.spread(code.float_field(place)) for place in (Place.LEAST, Place.MOST))
+        step = code.least(code.greatest(softplus(code, step), least), most)
         code.store(code.lane(step, 0), code.field(Place.STEPS), at)
         code.store(code.lane(exp(code, rate * step), 0), code.field(Place.DECAYS), at)
 
