@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.decoder import Decoder, num_weights, read_decoder
+from kvchat.model.decoder import Decoder, num_weights
+from kvchat.model.decoder_reader import read_decoder
+from kvchat.model.recurrent_prefill import replace_recurrences
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
@@ -54,7 +56,8 @@ class CompiledStep:
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
-        weights = decoder.layers[0].attention.out.weights
+        parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
+        weights = next(parts).matrices[-1].weights
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )
@@ -215,4 +218,6 @@ def compiled_model(module: Any, spec: ModelSpec) -> CompiledModel | None:
     if isinstance(decoder, str):
         _log.info("no compiled steps: it %s", decoder)
         return None
+    parts = [part for layer in decoder.layers for part in (layer.attention, layer.beside)]
+    replace_recurrences(module, parts)
     return CompiledModel(decoder)

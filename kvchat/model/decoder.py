@@ -1,49 +1,19 @@
-"""Decoder: a model of Llama's or Qwen3.5's kind as what it computes, read from a module.
+"""Decoder: a model of Llama's kind, or a hybrid, as what the compiled step computes.
 
-Only what is read here is computed by the compiled step; a model with anything else runs
-transformers' own code. Reading is by model type, and refuses (`_Unknown`) what it does not know.
+`decoder_reader.py` reads it from a module.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
-from kvchat.model.quantise import pack_of
-from kvchat.model.spec import LayerSpec, ModelSpec, StateTensor
-from kvchat_kernels.cpu.delta import DeltaForm
+from kvchat.model.matrices import Matrix, Norm
+from kvchat.model.spec import LayerSpec, StateTensor
+from kvchat.model.step_recurrent import Recurrent
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
-from kvchat_kernels.linear.blocks import BlockWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The weights [out, in] of a linear layer, the model's own memory, and a bias in float32."""
-
-    weights: torch.Tensor | BlockWeights
-    bias: torch.Tensor | None
-
-    @property
-    def num_out(self) -> int:
-        weights = self.weights
-        return weights.num_out if isinstance(weights, BlockWeights) else weights.shape[0]
-
-    @property
-    def num_in(self) -> int:
-        weights = self.weights
-        return weights.num_in if isinstance(weights, BlockWeights) else weights.shape[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """x / rms(x) * weight; `weight` is float32 [width]."""
-
-    weight: torch.Tensor
-    epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,40 +41,30 @@ class DecoderAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """A gated delta net, which keeps a state of constant size (`kvchat_kernels.cpu.delta`).
-
-    inputs       the matrices of Q K V, of the gates, of the betas and of the steps
-    convolution  float32 [channels of Q K V, taps]
-    rates, step_bias   float32 [heads]
-    layer        its number in the cache object of transformers
-    """
-
-    form: DeltaForm
-    inputs: tuple[Matrix, Matrix, Matrix, Matrix]
-    out: Matrix
-    convolution: torch.Tensor
-    rates: torch.Tensor
-    step_bias: torch.Tensor
-    norm: Norm
-    layer: int
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return (*self.inputs, self.out)
-
-
-@dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated MLP; `gate_up` is one matrix, or two."""
+    """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there."""
 
     gate_up: tuple[Matrix, ...]
     down: Matrix
     activation: Activation
+    is_gated: bool = True
 
     @property
     def num_weights(self) -> int:
-        return sum(matrix.num_out * matrix.num_in for matrix in (*self.gate_up, self.down))
+        return sum(matrix.num_weights for matrix in (*self.gate_up, self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Sigmoids:
+    """Factors of experts that are sigmoids of their scores, times `scale`.
+
+    bias        what sigmoids are raised by for choosing alone, float32 [experts]
+    least_sum   what their sum is added to, where they are divided by it
+    """
+
+    bias: torch.Tensor | None
+    scale: float
+    least_sum: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +73,7 @@ class Mixture:
 
     router       the scores, a row for each expert
     normalises   whether a row's factors have the sum 1
+    sigmoids     how factors are sigmoids of the scores; None: they are a softmax
     experts      matrices with the rows of all experts one below another
     shared       an expert that all rows have beside theirs
     shared_gate  the matrix of the one number whose sigmoid `shared` is multiplied with; None: by 1
@@ -124,6 +85,7 @@ class Mixture:
     experts: Mlp
     shared: Mlp | None
     shared_gate: Matrix | None
+    sigmoids: Sigmoids | None = None
 
     @property
     def num_experts(self) -> int:
@@ -133,24 +95,41 @@ class Mixture:
     def num_weights(self) -> int:
         """The weights that one row reads."""
         shared = 0 if self.shared is None else self.shared.num_weights
-        router = self.router.num_out * self.router.num_in
-        return router + shared + self.experts.num_weights // self.num_experts * self.top_k
+        return (
+            self.router.num_weights
+            + shared
+            + self.experts.num_weights // self.num_experts * self.top_k
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention or a delta net, and an MLP or a mixture of them, each added to the stream.
+    """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
 
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
-    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself.
+    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
+    the two halves may be missing. `beside` has the same input as attention, and is added to it.
     """
 
-    attention: DecoderAttention | DeltaNet
-    mlp: Mlp | Mixture
+    attention: DecoderAttention | Recurrent | None
+    mlp: Mlp | Mixture | None
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
+    beside: Recurrent | None = None
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that one row reads."""
+        matrices = [
+            matrix
+            for part in (self.attention, self.beside)
+            if part is not None
+            for matrix in part.matrices
+        ]
+        of_mlp = 0 if self.mlp is None else self.mlp.num_weights
+        return of_mlp + sum(matrix.num_weights for matrix in matrices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +147,7 @@ class Decoder:
     residual_factor   what attention's and MLP's outputs are multiplied with
     embedding_factor  the same for the table's rows; the embedding module has its own beside it
     logits_divisor, logits_softcap   of the logits
-    state             what its delta nets keep of a sequence
+    state             what its layers with a state keep of a sequence
     """
 
     embedding: nn.Module
@@ -186,311 +165,4 @@ class Decoder:
 
 def num_weights(decoder: Decoder) -> int:
     """Return how many weights a step of one row reads."""
-    matrices = [decoder.head]
-    for layer in decoder.layers:
-        matrices += layer.attention.matrices
-    of_mlps = sum(layer.mlp.num_weights for layer in decoder.layers)
-    return of_mlps + sum(matrix.num_out * matrix.num_in for matrix in matrices)
-
-
-class _Unknown(Exception):
-    """Something of the model that is not known here."""
-
-
-# Norms of a layer by their names, in the order of DecoderLayer.
-_Names = tuple[str | None, str | None, str | None, str | None]
-_LLAMA: _Names = ("input_layernorm", None, "post_attention_layernorm", None)
-_GEMMA: _Names = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What types differ in. `norm_offset` is added to the weights of norms.
-
-    mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
-    normalises    whether factors of experts have the sum 1; None: the configuration says it
-    is_gated      whether heads of attention are gated
-    """
-
-    norms: _Names = _LLAMA
-    norm_offset: float = 0.0
-    mlp: str = "mlp"
-    router: str = "gate"
-    normalises: bool | None = None
-    is_gated: bool = False
-
-
-_GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
-_FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "ministral": _Family(),
-    "ministral3": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "seed_oss": _Family(),
-    "internlm3": _Family(),
-    "iquestcoder": _Family(),
-    "cwm": _Family(),
-    "smollm3": _Family(),
-    "phi3": _Family(),
-    "granite": _Family(),
-    "gemma": _Family(norm_offset=1.0),
-    "gemma2": _Family(_GEMMA, 1.0),
-    "gemma3_text": _Family(_GEMMA, 1.0),
-    "olmo2": _Family(_OLMO),
-    "olmo3": _Family(_OLMO),
-    "exaone4": _Family(_OLMO),
-    "mixtral": _Family(normalises=True),
-    "qwen2_moe": _Family(),
-    "qwen3_moe": _Family(),
-    "olmoe": _Family(),
-    "flex_olmo": _Family(_OLMO),
-    "mellum": _Family(),
-    "qwen3_5_text": _Family(norm_offset=1.0, is_gated=True),
-    "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True),
-    "granitemoe": _GRANITE_MIXTURE,
-    "granitemoeshared": _GRANITE_MIXTURE,
-}
-_ACTIVATIONS = {
-    "SiLU": Activation.SILU,
-    "SiLUActivation": Activation.SILU,
-    "GELUActivation": Activation.GELU,
-    "GELUTanh": Activation.GELU_TANH,
-    "PytorchGELUTanh": Activation.GELU_TANH,
-}
-
-
-def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
-    """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
-    if not spec.layers:
-        return "has no attention"
-    # ...layers.0.self_attn; a model of text and images has its text model inside.
-    path = spec.layers[0].module_name.split(".")[:-3]
-    try:
-        owner = module.get_submodule(".".join(path))
-        family = _FAMILIES.get(owner.config.model_type)
-        if family is None:
-            return f"is of the type {owner.config.model_type}"
-        return _Reader(module, owner, spec, family).read()
-    except _Unknown as reason:
-        return str(reason)
-    except AttributeError as error:  # another version of transformers names its parts otherwise
-        return f"lacks a part: {error}"
-
-
-class _Reader:
-    """Reads a model; `owner` is the module that has the list of layers."""
-
-    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: _Family) -> None:
-        self._module = module
-        self._owner = owner
-        self._config = owner.config
-        self._spec = spec
-        self._family = family
-
-    def read(self) -> Decoder:
-        config = self._config
-        head = self._module.get_output_embeddings()
-        return Decoder(
-            embedding=self._module.get_input_embeddings(),
-            layers=self._layers(),
-            norm=self._norm(self._owner.norm),
-            head=_matrix(head),
-            rotary=self._owner.rotary_emb,
-            residual_factor=getattr(config, "residual_multiplier", 1.0),
-            embedding_factor=getattr(config, "embedding_multiplier", 1.0),
-            logits_divisor=getattr(config, "logits_scaling", 1.0),
-            logits_softcap=getattr(config, "final_logit_softcapping", None),
-            query_scale=self._query_scale(),
-            state=self._spec.state,
-        )
-
-    def _query_scale(self) -> QueryScale | None:
-        if self._config.model_type != "ministral3":
-            return None
-        settings = self._config.rope_parameters
-        length = settings["original_max_position_embeddings"]
-        return QueryScale(float(settings["llama_4_scaling_beta"]), int(length))
-
-    def _layers(self) -> tuple[DecoderLayer, ...]:
-        specs = {}
-        for spec in self._spec.layers:
-            path = spec.module_name.split(".")
-            if path[-1] != "self_attn" or not spec.stores_kv:
-                raise _Unknown("shares KV between layers")
-            specs[int(path[-2])] = spec
-        if not self._spec.state:
-            return tuple(
-                self._layer(self._owner.layers[index], self._attention_of(index, spec))
-                for index, spec in specs.items()
-            )
-        found = []
-        for index, layer in enumerate(self._owner.layers):
-            spec_here = specs.get(index)
-            attention: DecoderAttention | DeltaNet
-            if spec_here is not None:
-                attention = self._attention_of(index, spec_here)
-            else:
-                attention = self._delta_net(layer.linear_attn, index)
-            found.append(self._layer(layer, attention))
-        return tuple(found)
-
-    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
-        return self._attention(self._owner.layers[index].self_attn, spec, index)
-
-    def _layer(self, layer: Any, attention: DecoderAttention | DeltaNet) -> DecoderLayer:
-        norms = [
-            self._norm(getattr(layer, name)) if name is not None else None
-            for name in self._family.norms
-        ]
-        return DecoderLayer(attention, self._mlp_or_mixture(layer), *norms)
-
-    def _delta_net(self, mixer: Any, index: int) -> DeltaNet:
-        form = DeltaForm(mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim)
-        if mixer.conv1d.bias is not None or mixer.activation != "silu":
-            raise _Unknown("has a convolution of another kind")
-        inputs = [_matrix(getattr(mixer, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a")]
-        norm = mixer.norm
-        return DeltaNet(
-            form,
-            (inputs[0], inputs[1], inputs[2], inputs[3]),
-            _matrix(mixer.out_proj),
-            mixer.conv1d.weight.detach().float().squeeze(1).contiguous(),
-            -mixer.A_log.detach().float().exp(),
-            mixer.dt_bias.detach().float(),
-            Norm(norm.weight.detach().float(), float(norm.variance_epsilon)),
-            index,
-        )
-
-    def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
-        family, module = self._family, getattr(layer, self._family.mlp)
-        if not hasattr(module, "experts"):
-            return _mlp(module)
-        router = getattr(module, family.router)
-        # Granite has it beside the mixture, Qwen in it.
-        shared = getattr(layer, "shared_mlp", None) or getattr(module, "shared_expert", None)
-        gate = getattr(module, "shared_expert_gate", None)
-        return Mixture(
-            router=Matrix(_whole(router.weight.detach()), None),
-            top_k=int(router.top_k),
-            normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
-            experts=_experts(module.experts),
-            shared=None if shared is None else _mlp(shared),
-            shared_gate=None if gate is None else _matrix(gate),
-        )
-
-    def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
-        head_norm, norms = self._head_norms(attention, spec)
-        kind = None
-        if isinstance(getattr(self._owner.rotary_emb, "rope_type", None), dict):
-            kind = self._config.layer_types[index]
-        if getattr(self._config, "clip_qkv", None) is not None:
-            raise _Unknown("clips queries and keys")
-        softcap = getattr(attention, "attn_logit_softcapping", None) if spec.has_softcap else None
-        sinks = getattr(attention, "sinks", None) if spec.has_sinks else None
-        if (softcap is not None) != spec.has_softcap or (sinks is not None) != spec.has_sinks:
-            raise _Unknown("has scores of another kind")
-        return DecoderAttention(
-            spec,
-            _matrices(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            _matrix(attention.o_proj),
-            float(attention.scaling),
-            head_norm,
-            norms,
-            self._rotates(attention),
-            kind,
-            softcap,
-            sinks.detach().float() if sinks is not None else None,
-            self._family.is_gated,
-        )
-
-    def _rotates(self, attention: Any) -> bool:
-        # A model of EXAONE with windows rotates in the layers with windows only.
-        if self._config.model_type == "exaone4" and attention.sliding_window is not None:
-            return bool(attention.is_sliding)
-        return bool(getattr(attention, "use_rope", True))
-
-    def _head_norms(
-        self, attention: Any, spec: LayerSpec
-    ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
-        if not hasattr(attention, "q_norm"):
-            return HeadNorm.NONE, None
-        norms = self._norm(attention.q_norm), self._norm(attention.k_norm)
-        widths = tuple(norm.weight.numel() for norm in norms)
-        if norms[0].epsilon != norms[1].epsilon:
-            raise _Unknown("norms Q and K differently")
-        if widths == (spec.key_dim, spec.key_dim):
-            return HeadNorm.HEAD, norms
-        if widths == (spec.num_heads * spec.key_dim, spec.num_kv_heads * spec.key_dim):
-            return HeadNorm.ALL_HEADS, norms
-        raise _Unknown("norms parts of heads")
-
-    def _norm(self, norm: Any) -> Norm:
-        if not type(norm).__name__.endswith("RMSNorm"):
-            raise _Unknown(f"has the norm {type(norm).__name__}")
-        epsilon = getattr(norm, "variance_epsilon", None)
-        weight = norm.weight.detach().float() + self._family.norm_offset
-        return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
-
-
-def _activation(module: Any) -> Activation:
-    names = ("act_fn", "activation_fn", "activation")
-    found = [getattr(module, name) for name in names if hasattr(module, name)]
-    act = type(found[0]).__name__ if found else "None"
-    if act not in _ACTIVATIONS:
-        raise _Unknown(f"has the activation {act}")
-    return _ACTIVATIONS[act]
-
-
-def _mlp(module: Any) -> Mlp:
-    if hasattr(module, "output_linear"):  # Granite's shared expert
-        both, down = _matrix(module.input_linear), _matrix(module.output_linear)
-        return Mlp((both,), down, _activation(module))
-    gate_up = _matrices(module, "gate_up_proj", ("gate_proj", "up_proj"))
-    return Mlp(gate_up, _matrix(module.down_proj), _activation(module))
-
-
-def _experts(module: Any) -> Mlp:
-    """Return the matrices of plain experts, whose rows are one below another."""
-    packs = expert_packs_of(module)
-    if not isinstance(packs, ExpertPacks):  # those of a GPU have parameters of another form
-        if not are_plain_experts(module):
-            raise _Unknown(f"has the experts {type(module).__name__}")
-        parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
-        gate_up, down = (Matrix(_whole(part.flatten(0, 1)), None) for part in parts)
-        return Mlp((gate_up,), down, _activation(module))
-    gate_up_packs, down_pack = packs.gate_up, packs.down
-    matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
-    return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))
-
-
-def _whole(weights: torch.Tensor) -> torch.Tensor:
-    if not weights.is_contiguous():
-        raise _Unknown("has weights that are turned")
-    return weights
-
-
-def _matrices(module: Any, merged: str, apart: Sequence[str]) -> tuple[Matrix, ...]:
-    names = (merged,) if hasattr(module, merged) else apart
-    return tuple(_matrix(getattr(module, name)) for name in names)
-
-
-def _matrix(layer: Any) -> Matrix:
-    if type(layer) is not nn.Linear:
-        raise _Unknown(f"has the layer {type(layer).__name__}")
-    pack = pack_of(layer)
-    weights = layer.weight.detach() if pack is None else pack.weights
-    if isinstance(weights, BlockWeights):
-        if weights.num_in != layer.in_features:
-            raise _Unknown(f"has {layer.in_features} columns in blocks")
-    else:
-        weights = _whole(weights)
-    bias = layer.bias.detach().float() if layer.bias is not None else None
-    return Matrix(weights, bias)
+    return decoder.head.num_weights + sum(layer.num_weights for layer in decoder.layers)

@@ -159,7 +159,9 @@ class StatefulModel(PagedModel):
         settings: dict[str, Any] = {"use_cache": True}
         if self._takes_positions:
             settings["position_ids"] = batch.positions[None]
-        with self.loaded.step.running(batch), self.state_io.running(state) as cache:
+        # Kernels compute what of a prompt they can, where the self-test has not abandoned them.
+        running = self.state_io.running(state, takes_kernels=self.compiled is not None)
+        with self.loaded.step.running(batch), running as cache:
             settings[self.state_io.argument] = cache
             logits = self._logits(batch, **settings)
         state.num_tokens = piece.end

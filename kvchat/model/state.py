@@ -31,10 +31,12 @@ _LEAST = -1e30
 class _PassingThrough(DynamicCache):
     """Keys and values are returned as they come: paged attention stores them.
 
-    `num_tokens` is the length of the context before the step.
+    `num_tokens` is the length of the context before the step. Where it `takes_kernels`, modules may
+    change its tensors by kernels of ours (`model/recurrent_prefill.py`).
     """
 
     num_tokens = 0
+    takes_kernels = False
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         return key_states, value_states
@@ -117,6 +119,7 @@ class StateCache(Protocol):
 
     num_tokens: int
     layers: list[Any]
+    takes_kernels: bool
 
 
 def new_state_cache(config: Any) -> StateCache:
@@ -169,6 +172,15 @@ def _held(cache: Any) -> Iterator[tuple[int, str, int, torch.Tensor]]:
             yield number, _LINEAR, 0, value
 
 
+def bound_state(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return the convolution's and the recurrence's tensors of a layer, and if they have a past.
+
+    They are those of the sequence that runs, bound by `StateIo.running`, and may be written to.
+    """
+    held = cache.layers[layer]
+    return held.conv_states[0], held.recurrent_states[0], held.has_previous_state[0]
+
+
 class StateIo:
     """Runs the steps of one model with the state of one sequence at a time.
 
@@ -196,7 +208,7 @@ class StateIo:
         return StateBuffer(torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device))
 
     @contextmanager
-    def running(self, state: StateBuffer) -> Iterator[Any]:
+    def running(self, state: StateBuffer, takes_kernels: bool = False) -> Iterator[Any]:
         """Yield the cache object to hand to the forward; afterwards `state` has its new value.
 
         The caller then sets `state.num_tokens`. If the step raises, the value is undefined.
@@ -205,6 +217,7 @@ class StateIo:
             state.views = self._views(state.data)
         cache = self._cache
         cache.num_tokens = state.num_tokens
+        cache.takes_kernels = takes_kernels
         for tensor, view in zip(self._tensors, state.views, strict=True):
             self._bind(tensor, view, has_past=state.num_tokens > 0)
         yield cache

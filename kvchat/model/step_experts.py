@@ -16,6 +16,7 @@ from kvchat.model.step_operations import (
     check_widths,
 )
 from kvchat_kernels.cpu import experts, gates
+from kvchat_kernels.cpu.experts import Choice
 from kvchat_kernels.cpu.step import MAX_ROWS
 
 
@@ -33,14 +34,15 @@ def add_mlp(
     """
     width, num_rows = mlp.down.num_in, len(values)
     check_widths(width)
-    both = operations.output("gate and up", 2 * width, num_rows)
+    is_gated = mlp.is_gated
+    both = operations.output("gate and up", 2 * width if is_gated else width, num_rows)
     operations.products(mlp.gate_up, source, values, both, pairs=pairs)
     gated = operations.input("gated", width, num_rows)
     place = gates.Place
     task: Task = {place.BOTH: both, place.OUT: gated.floats, place.WIDTH: width}
     units = -(-width // gates.UNIT_COLUMNS)
     header = None if pairs is None else pairs.header
-    operations.add(gates.gate_kernel(mlp.activation), task, units, header=header)
+    operations.add(gates.gate_kernel(mlp.activation, is_gated), task, units, header=header)
     operations.products((mlp.down,), gated, gated.floats, out, pairs=pairs)
 
 
@@ -75,7 +77,13 @@ def add_mixture(
         place.WIDTH: hidden,
     }
     operations.products((mixture.router,), source, values, scores)
-    operations.add(experts.choosing_kernel(mixture.normalises), task, 1)
+    sigmoids, choice = mixture.sigmoids, Choice(mixture.normalises)
+    if sigmoids is not None:
+        choice = Choice(mixture.normalises, True, sigmoids.bias is not None)
+        task |= {place.SCALE: sigmoids.scale, place.LEAST_SUM: sigmoids.least_sum}
+        if sigmoids.bias is not None:
+            task[place.BIAS] = sigmoids.bias
+    operations.add(experts.choosing_kernel(choice), task, 1)
     gathered = operations.input("gathered", hidden, most)
     rows = {place.X: values, place.OUT: gathered.floats}
     operations.add_of_pairs(experts.gathering_kernel(), task | rows, pairs)

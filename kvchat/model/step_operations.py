@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.decoder import Matrix
-from kvchat_kernels.cpu import block_products, block_rows, experts, products
+from kvchat.model.matrices import Matrix
+from kvchat_kernels.cpu import block_products, block_rows, experts, gates, products
 from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
 
-_NUM_PLACES = 16
+_NUM_PLACES = 24
 # What a product's task has a row of for each row of activations; the rest is of weights.
 _OF_PAIRS = frozenset({"X", "X_SCALES", "X_SUMS", "OUT"})
 
@@ -224,7 +224,26 @@ class StepOperations:
             else:
                 tasks.append(self._add_group(kernel, task, num_units, pairs, waits))
             start += num_out
+        self._multiply_factors(matrices, out, is_plain=header is None and pairs is None)
         return tasks
+
+    def _multiply_factors(
+        self, matrices: Sequence[Matrix], out: torch.Tensor, is_plain: bool
+    ) -> None:
+        """Add what multiplies the outputs of some of the matrices, which lie side by side."""
+        place, start = gates.FactorPlace, 0
+        for matrix in matrices:
+            if matrix.factors is not None:
+                if not is_plain:
+                    raise Unfit("has factors where no kernel takes them")
+                task: Task = {
+                    place.X: out[:, start:],
+                    place.STRIDE: out.stride(0) * 4,
+                    place.FACTORS: matrix.factors,
+                    place.WIDTH: matrix.num_out,
+                }
+                self.add(gates.factors_kernel(), task, None)
+            start += matrix.num_out
 
     def _round(
         self, rounded: Rounded, bits: int, values: torch.Tensor, header: Any, pairs: Pairs | None

@@ -12,17 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvchat.model.decoder import (
-    Decoder,
-    DecoderAttention,
-    DeltaNet,
-    Mixture,
-    Mlp,
-    Norm,
-    QueryScale,
-)
+from kvchat.model.decoder import Decoder, DecoderAttention, DecoderLayer, Mixture, Mlp, QueryScale
+from kvchat.model.matrices import Norm
 from kvchat.model.spec import LayerSpec
-from kvchat.model.step_delta import add_delta
 from kvchat.model.step_experts import add_mixture, add_mlp
 from kvchat.model.step_operations import (
     Activations,
@@ -33,6 +25,7 @@ from kvchat.model.step_operations import (
     check_widths,
     floats,
 )
+from kvchat.model.step_recurrent import StatePlaces
 from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
 from kvchat_kernels.cpu.attention import AttentionForm
 from kvchat_kernels.cpu.code import Kernel
@@ -197,22 +190,37 @@ class StepProgram:
         hidden = self.stream.shape[1]
         check_widths(hidden)
         added, after = None, None
+        state = StatePlaces(self._decoder.state, self._dtype)
         for layer in self._decoder.layers:
-            attended = self._operations.output("attended", hidden)
-            self._add_norm(added, after, layer.before_attention)
-            source, values = self._source(layer.before_attention is not None)
-            if isinstance(layer.attention, DeltaNet):
-                state = self._decoder.state
-                add_delta(
-                    self._operations, layer.attention, state, self._dtype, source, values, attended
-                )
-            else:
-                self._attention(layer.attention, source, values, attended)
-            self._add_norm(attended, layer.after_attention, layer.before_mlp)
-            added, after = self._operations.output("mlp", hidden), layer.after_mlp
-            self._mlp(layer.mlp, layer.before_mlp is not None, added)
+            if layer.attention is not None:
+                self._add_norm(added, after, layer.before_attention)
+                added, after = self._operations.output("attended", hidden), layer.after_attention
+                self._attended(layer, state, added)
+            if layer.mlp is not None:
+                self._add_norm(added, after, layer.before_mlp)
+                added, after = self._operations.output("mlp", hidden), layer.after_mlp
+                self._mlp(layer.mlp, layer.before_mlp is not None, added)
         self._add_norm(added, after, None)
         return self._head(hidden)
+
+    def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
+        """Add attention or a layer with a state, or both, whose outputs are added up."""
+        source, values = self._source(layer.before_attention is not None)
+        if isinstance(layer.attention, DecoderAttention):
+            self._attention(layer.attention, source, values, out)
+        elif layer.attention is not None:
+            layer.attention.add(self._operations, state, source, values, out)
+        if layer.beside is not None:
+            beside = self._operations.output("beside", out.shape[1])
+            layer.beside.add(self._operations, state, source, values, beside)
+            place = norms.Place
+            task: Task = {
+                place.STREAM: out,
+                place.ADDEND: beside,
+                place.WIDTH: out.shape[1],
+                place.FACTOR: 1.0,
+            }
+            self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
     def _add_norm(
         self, added: torch.Tensor | None, after: Norm | None, before: Norm | None

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import experts, products
-from kvchat_kernels.cpu.experts import GroupPlace, Place
+from kvchat_kernels.cpu.experts import Choice, GroupPlace, Place
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from support.cpu_tasks import number
 
 WIDTH = 64
 
@@ -49,18 +50,18 @@ class Scene:
         self.header = np.zeros(NUM_HEADERS, np.int64)
         self.header[Header.NUM_ROWS] = num_rows
 
-    def choose(self, scores: torch.Tensor, normalises: bool = True) -> None:
+    def choose(self, scores: torch.Tensor, choice: Choice | None = None) -> None:
         self.scores[:, : self.num_experts] = scores
-        self.run(experts.choosing_kernel(normalises), self.task, 1)
+        self.run(experts.choosing_kernel(choice or Choice(normalises=True)), self.task, 1)
 
     def run(self, kernel: Any, task: Any, num_units: int, num_threads: int = 1) -> None:
         run_units(Operation(kernel, task, self.header, None), num_units, num_threads)
 
 
 def numbers(places: dict[Any, Any]) -> Any:
-    task = np.zeros(16, np.int64)
+    task = np.zeros(24, np.int64)
     for place, value in places.items():
-        task[place] = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        task[place] = number(value)
     return task
 
 
@@ -75,13 +76,37 @@ def test_a_row_takes_its_best_experts_and_their_softmax(
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
 
-    scene.choose(scores, normalises)
+    scene.choose(scores, Choice(normalises))
 
     best, order = scores.topk(scene.top_k, dim=-1)
     shares = scores.softmax(dim=-1).gather(1, order)
     assert torch.equal(scene.chosen, order)
     expected = best.softmax(dim=-1) if normalises else shares
     assert torch.allclose(scene.factors, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_factors_may_be_sigmoids_and_a_bias_may_choose(
+    size: tuple[int, int, int], normalises: bool, has_bias: bool
+) -> None:
+    """The bias says which experts are taken, and is in no factor."""
+    torch.manual_seed(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
+    bias = torch.randn(size[1])
+    scene.task[Place.BIAS] = bias.data_ptr()
+    scene.task[Place.SCALE], scene.task[Place.LEAST_SUM] = number(2.5), number(1e-2)
+
+    scene.choose(scores, Choice(normalises, is_sigmoid=True, has_bias=has_bias))
+
+    shares = scores.sigmoid()
+    order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
+    expected = shares.gather(1, order)
+    if normalises:
+        expected = expected / (expected.sum(dim=-1, keepdim=True) + 1e-2)
+    assert torch.equal(scene.chosen, order)
+    assert torch.allclose(scene.factors, expected * 2.5, rtol=1e-5, atol=1e-6)
 
 
 def test_of_equal_scores_the_first_expert_is_taken_and_no_number_is_none() -> None:
@@ -136,8 +161,8 @@ def test_products_are_those_of_the_chosen_experts(
     multiply(scene, gathered, weights, out, num_threads)
 
     for row in range(scene.num_rows):
-        for number, expert in enumerate(scene.chosen[row].tolist()):
-            place = int(scene.places[row, number])
+        for which, expert in enumerate(scene.chosen[row].tolist()):
+            place = int(scene.places[row, which])
             assert torch.equal(gathered[place], x[row])
             assert torch.allclose(out[place], weights[expert] @ x[row], atol=1e-4)
 

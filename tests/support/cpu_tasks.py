@@ -24,7 +24,7 @@ def number(value: object) -> int:
 
 
 def task(places: dict[Any, Any]) -> Any:
-    numbers = np.zeros(16, np.int64)
+    numbers = np.zeros(24, np.int64)
     for place, value in places.items():
         numbers[place] = number(value)
     return numbers

@@ -1,13 +1,12 @@
-"""One row of a layer of gated delta nets (Qwen3.5): its short convolution, and its state's step.
+"""One row of a gated delta net's state (Qwen3.5, Qwen3-Next), behind its convolution.
 
-The convolution shifts each channel's last inputs and sums them up, weighted; a unit is a run of
-channels. Then each value head decays its state S [key dim, value dim], corrects it by what it says
-for the key, and reads it by the query; what is read is normed and gated. A unit is a value head:
+Each value head decays its state S [key dim, value dim], corrects it by what it says for the key,
+and reads it by the query; what is read is normed and gated. A unit is a value head:
 
     S = decay * S;  S += k * (beta * (v - k S));  out = norm(q S) * silu(z)
 
-Both change the state of the header's sequence in place. All numbers but those of the convolution's
-state are float32. `delta_reference.py` has the same in torch.
+It changes the state of the header's sequence in place. `recurrent_reference.py` has the same in
+torch.
 """
 
 from collections.abc import Sequence
@@ -16,43 +15,16 @@ from enum import IntEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import (
-    Stored,
-    exp,
-    load_floats,
-    log_of_one_and,
-    reciprocal_root,
-    sigmoid,
-    store_floats,
-)
+from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
 
-# The inputs that a channel of the convolution sums up.
-TAPS = 4
-# Channels of a unit.
-UNIT_CHANNELS = 512
 # What the squares of a key or a query are added to, as the models have it.
-_LEAST_SQUARE = 1e-6
-_PER_VECTOR = LANES // TAPS
+LEAST_SQUARE = 1e-6
 
 
-class ConvolutionPlace(IntEnum):
-    """The task of the convolution.
-
-    X            float32 [CHANNELS], the input, replaced by silu of the sums
-    WEIGHTS      float32 [CHANNELS, TAPS]
-    STATE        bytes from the beginning of the sequence's state to [CHANNELS, TAPS]
-    """
-
-    X = 0
-    WEIGHTS = 1
-    CHANNELS = 2
-    STATE = 3
-
-
-class DeltaPlace(IntEnum):
-    """The task of the state's step. All are float32.
+class Place(IntEnum):
+    """The task. All are float32.
 
     MIXED        queries, keys [key heads, key dim] and values [heads, value dim], one after another
     GATES        [heads, value dim]
@@ -88,55 +60,24 @@ class DeltaForm:
 
 
 @cache
-def convolution_kernel(stored: Stored) -> Kernel:
-    """Return the kernel for a state that is stored so."""
-    return Kernel("convolution", (stored,), lambda code: _write_convolution(code, stored))
-
-
-@cache
 def delta_kernel(form: DeltaForm) -> Kernel:
-    return Kernel("delta", (form,), lambda code: _write_delta(code, form))
+    return Kernel("delta", (form,), lambda code: _write(code, form))
 
 
-def _write_convolution(code: Code, stored: Stored) -> None:
-    channels = code.field(ConvolutionPlace.CHANNELS)
-    x, weights = code.field(ConvolutionPlace.X), code.field(ConvolutionPlace.WEIGHTS)
-    state = code.header(Header.STATE) + code.field(ConvolutionPlace.STATE)
-    start = code.unit * UNIT_CHANNELS
-    with code.loop(start, code.least(start + UNIT_CHANNELS, channels), LANES) as channel:
-        new = code.load(x, channel * 4, F32S)
-        sums = []
-        for part in range(TAPS):
-            at = channel * TAPS + part * LANES
-            old = load_floats(code, state, at * stored.num_bytes, stored)
-            # Each channel's inputs move by one, and the new one comes last.
-            lanes: list[int] = []
-            for number in range(_PER_VECTOR):
-                first = number * TAPS
-                lanes += [*range(first + 1, first + TAPS), LANES + part * _PER_VECTOR + number]
-            moved = code.shuffled(old, new, lanes)
-            store_floats(code, moved, state, at * stored.num_bytes, stored)
-            products = moved * code.load(weights, at * 4, F32S)
-            sums.append(code.neighbours(code.neighbours(products)))
-        low, high = (code.shuffled(sums[at], sums[at + 1], range(4)) for at in (0, 2))
-        total = code.shuffled(low, high, range(LANES))
-        code.store(total * sigmoid(code, total), x, channel * 4)
-
-
-def _write_delta(code: Code, form: DeltaForm) -> None:
+def _write(code: Code, form: DeltaForm) -> None:
     head, row_bytes = code.unit, form.value_dim * 4
     key_head = head // (form.num_heads // form.num_key_heads)
     width = form.num_key_heads * form.key_dim * 4
-    query = code.field(DeltaPlace.MIXED) + key_head * (form.key_dim * 4)
+    query = code.field(Place.MIXED) + key_head * (form.key_dim * 4)
     key = query + width
-    value = code.field(DeltaPlace.MIXED) + 2 * width + head * row_bytes
-    state = code.header(Header.STATE) + code.field(DeltaPlace.STATE)
+    value = code.field(Place.MIXED) + 2 * width + head * row_bytes
+    state = code.header(Header.STATE) + code.field(Place.STATE)
     state = state + head * (form.key_dim * row_bytes)
-    out = code.field(DeltaPlace.OUT) + head * row_bytes
+    out = code.field(Place.OUT) + head * row_bytes
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
     decay = _decay(code, head)
-    beta = sigmoid(code, code.spread(code.load(code.field(DeltaPlace.BETAS), head * 4, F32)))
+    beta = sigmoid(code, code.spread(code.load(code.field(Place.BETAS), head * 4, F32)))
     for columns in _strips(form.value_dim):
         said = _sums(code, form, key, state, columns)
         changes = [
@@ -180,28 +121,24 @@ def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
         x * x for x in (code.load(address, at * 4, F32S) for at in range(0, form.key_dim, LANES))
     ]
     total = code.total(reduce(lambda one, other: one + other, squares))
-    return reciprocal_root(code, total + _LEAST_SQUARE)
+    return reciprocal_root(code, total + LEAST_SQUARE)
 
 
 def _decay(code: Code, head: Value) -> Value:
     """Return exp(rate * softplus(step + bias)) of a head in all lanes."""
     step, bias, rate = (
         code.spread(code.load(code.field(place), head * 4, F32))
-        for place in (DeltaPlace.STEPS, DeltaPlace.STEP_BIAS, DeltaPlace.RATES)
+        for place in (Place.STEPS, Place.STEP_BIAS, Place.RATES)
     )
-    step = step + bias
-    zero = code.floats(0.0)
-    size = code.greatest(step, zero - step)
-    softplus = code.greatest(step, 0.0) + log_of_one_and(code, exp(code, zero - size))
-    return exp(code, rate * softplus)
+    return exp(code, rate * softplus(code, step + bias))
 
 
 def _write_norm(code: Code, form: DeltaForm, head: Value, out: Value) -> None:
     width = code.whole(form.value_dim)
-    epsilon = code.float_field(DeltaPlace.EPSILON)
+    epsilon = code.float_field(Place.EPSILON)
     factor = code.spread(inverse_rms(code, out, width, epsilon))
-    gates = code.field(DeltaPlace.GATES) + head * (form.value_dim * 4)
-    weight = code.field(DeltaPlace.NORM)
+    gates = code.field(Place.GATES) + head * (form.value_dim * 4)
+    weight = code.field(Place.NORM)
     with code.loop(0, width, LANES) as column:
         gate = code.load(gates, column * 4, F32S)
         normed = code.load(out, column * 4, F32S) * factor * code.load(weight, column * 4, F32S)

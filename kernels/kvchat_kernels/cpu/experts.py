@@ -6,6 +6,7 @@ all its rows. A product with the experts runs an ordinary product's kernel for e
 experts a row has and how their outputs are added does not depend on the rows beside it.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
@@ -35,6 +36,9 @@ class Place(IntEnum):
     X, OUT         float32 [rows, WIDTH] and [pairs, WIDTH] to gather, the other way to add
     SHARED         what an expert of all rows adds, float32 [rows, WIDTH]
     SHARED_GATE    float32 [rows], before the sigmoid
+    BIAS           what scores are raised by for choosing alone, float32 [NUM_EXPERTS]
+    SCALE          what factors that are sigmoids are multiplied with, float32
+    LEAST_SUM      what their sum is added to, float32
     """
 
     SCORES = 0
@@ -53,6 +57,9 @@ class Place(IntEnum):
     WIDTH = 13
     SHARED = 14
     SHARED_GATE = 15
+    BIAS = 16
+    SCALE = 17
+    LEAST_SUM = 18
 
 
 class Group(IntEnum):
@@ -86,13 +93,25 @@ def padded(num_experts: int) -> int:
     return -(-num_experts // LANES) * LANES
 
 
-@cache
-def choosing_kernel(normalises: bool) -> Kernel:
-    """Return the kernel that chooses the experts of all rows. Units: 1.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How experts are chosen, and what their factors are.
 
-    Factors are a softmax of the scores: over the chosen experts if it `normalises`, or over all.
+    normalises   the factors of a row have the sum 1, or nearly so
+    is_sigmoid   each factor is the sigmoid of its score; otherwise they are a softmax of all, or,
+                 if it `normalises`, of the chosen
+    has_bias     those with the largest sum of score and bias are chosen
     """
-    return Kernel("choosing", (normalises,), lambda code: _write_choosing(code, normalises))
+
+    normalises: bool
+    is_sigmoid: bool = False
+    has_bias: bool = False
+
+
+@cache
+def choosing_kernel(choice: Choice) -> Kernel:
+    """Return the kernel that chooses the experts of all rows. Units: 1."""
+    return Kernel("choosing", (choice,), lambda code: _write_choosing(code, choice))
 
 
 @cache
@@ -117,10 +136,10 @@ def adding_kernel(has_shared: bool, has_gate: bool) -> Kernel:
     )
 
 
-def _write_choosing(code: Code, normalises: bool) -> None:
+def _write_choosing(code: Code, choice: Choice) -> None:
     num_rows, top_k = code.header(Header.NUM_ROWS), code.field(Place.TOP_K)
     with code.loop(0, num_rows) as row:
-        _write_row(code, row, normalises)
+        _write_row(code, row, choice)
     num_experts, num_pairs = code.field(Place.NUM_EXPERTS), num_rows * top_k
     counts, chosen = code.field(Place.COUNTS), code.field(Place.CHOSEN)
     with code.loop(0, num_experts) as expert:
@@ -153,44 +172,67 @@ def _write_groups(code: Code, num_experts: Value, counts: Value) -> None:
     code.store(number.get(), code.field(Place.NUM_GROUPS), 0)
 
 
-def _write_row(code: Code, row: Value, normalises: bool) -> None:
+def _write_row(code: Code, row: Value, choice: Choice) -> None:
     """Write: take the expert with the largest score, TOP_K times, and the factors of all taken."""
     width, top_k = code.field(Place.WIDTH_OF_SCORES), code.field(Place.TOP_K)
     scores = code.field(Place.SCORES) + row * width * 4
     chosen = code.field(Place.CHOSEN) + row * top_k * 8
     factors = code.field(Place.FACTORS) + row * top_k * 4
-    best, expert = code.variable(code.single(NO_SCORE)), code.variable(code.whole(0))
-    _write_best(code, scores, best, expert)
-    largest = best.get()
     total = code.variable(code.single(0.0))
-    if not normalises:
-        sums = code.variable(code.floats(0.0))
-        with code.loop(0, width, LANES) as index:
-            score = code.load(scores, index * 4, F32S)
-            sums.set(sums.get() + exp(code, score - code.spread(largest)))
-        total.set(code.total(sums.get()))
+    if choice.is_sigmoid:
+        _write_sigmoids(code, scores)
+    else:
+        largest = _write_exponentials(code, scores, total, choice)
     with code.loop(0, top_k) as number:
-        _write_best(code, scores, best, expert)
-        factor = code.lane(exp(code, code.spread(best.get() - largest)), 0)
-        code.store(expert.get(), chosen, number * 8)
+        expert = _best(code, scores, choice)
+        factor = code.load(scores, expert * 4, F32)
+        if not choice.is_sigmoid:
+            factor = code.lane(exp(code, code.spread(factor - largest)), 0)
+        code.store(expert, chosen, number * 8)
         code.store(factor, factors, number * 4)
-        code.store(code.single(NO_SCORE), scores, expert.get() * 4)
-        if normalises:
+        code.store(code.single(NO_SCORE), scores, expert * 4)
+        if choice.normalises:
             total.set(total.get() + factor)
+    if choice.is_sigmoid:
+        scale, least = (code.float_field(place) for place in (Place.SCALE, Place.LEAST_SUM))
+        share = scale / (total.get() + least) if choice.normalises else scale
+        with code.loop(0, top_k) as number:
+            code.store(code.load(factors, number * 4, F32) * share, factors, number * 4)
+        return
     with code.loop(0, top_k) as number:
         factor = code.load(factors, number * 4, F32)
         code.store(factor / total.get(), factors, number * 4)
 
 
-def _write_best(code: Code, scores: Value, best: Variable, expert: Variable) -> None:
-    """Write: find the largest score; of equal ones the first. Scores that are no numbers: 0."""
-    best.set(code.single(NO_SCORE))
-    expert.set(code.whole(0))
+def _write_sigmoids(code: Code, scores: Value) -> None:
+    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+        score = code.load(scores, index * 4, F32S)
+        code.store(sigmoid(code, score), scores, index * 4)
+
+
+def _write_exponentials(code: Code, scores: Value, total: Variable, choice: Choice) -> Value:
+    """Write the sum of all exponentials into `total`; return the score they are relative to."""
+    largest = code.load(scores, _best(code, scores, choice) * 4, F32)
+    if not choice.normalises:
+        sums = code.variable(code.floats(0.0))
+        with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+            score = code.load(scores, index * 4, F32S)
+            sums.set(sums.get() + exp(code, score - code.spread(largest)))
+        total.set(code.total(sums.get()))
+    return largest
+
+
+def _best(code: Code, scores: Value, choice: Choice) -> Value:
+    """Return the expert with the largest score; of equal ones the first. Without a number: 0."""
+    best, expert = code.variable(code.single(NO_SCORE)), code.variable(code.whole(0))
     with code.loop(0, code.field(Place.NUM_EXPERTS)) as index:
         score = code.load(scores, index * 4, F32)
+        if choice.has_bias:
+            score = score + code.load(code.field(Place.BIAS), index * 4, F32)
         is_better = score > best.get()
         expert.set(code.select(is_better, index, expert.get()))
         best.set(code.select(is_better, score, best.get()))
+    return expert.get()
 
 
 def _write_gathering(code: Code) -> None:

@@ -1,4 +1,4 @@
-"""Gates: act(gate) * up, the middle of a gated MLP, and the gates of attention's heads.
+"""The middle of an MLP, act(gate) * up or act(up), the gates of attention's heads, and factors.
 
 A unit of the first is a run of columns of all rows, one of the others a row.
 """
@@ -6,7 +6,7 @@ A unit of the first is a run of columns of all rows, one of the others a row.
 from enum import IntEnum, StrEnum
 from functools import cache
 
-from kvchat_kernels.cpu.code import F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import erf, sigmoid, tanh
 from kvchat_kernels.cpu.step import Header
 
@@ -15,7 +15,10 @@ UNIT_COLUMNS = 1024
 
 
 class Place(IntEnum):
-    """The task: BOTH is float32 [rows, 2 * WIDTH], gate before up; OUT is float32 [rows, WIDTH]."""
+    """The task: BOTH is float32 [rows, 2 * WIDTH], gate before up; OUT is float32 [rows, WIDTH].
+
+    Without a gate BOTH is float32 [rows, WIDTH].
+    """
 
     BOTH = 0
     OUT = 1
@@ -34,15 +37,33 @@ class HeadPlace(IntEnum):
     DIM = 4
 
 
+class FactorPlace(IntEnum):
+    """The task of factors: X has rows of STRIDE bytes, whose first WIDTH are multiplied with
+    FACTORS, float32 [WIDTH].
+    """
+
+    X = 0
+    STRIDE = 1
+    FACTORS = 2
+    WIDTH = 3
+
+
 class Activation(StrEnum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu tanh"
+    SQUARED_RELU = "squared relu"
 
 
 @cache
-def gate_kernel(activation: Activation) -> Kernel:
-    return Kernel("gate", (activation,), lambda code: _write(code, activation))
+def gate_kernel(activation: Activation, is_gated: bool = True) -> Kernel:
+    return Kernel("gate", (activation, is_gated), lambda code: _write(code, activation, is_gated))
+
+
+@cache
+def factors_kernel() -> Kernel:
+    """Return the kernel that multiplies the columns of a row with a factor each."""
+    return Kernel("factors", (), _write_factors)
 
 
 @cache
@@ -70,22 +91,39 @@ def _write_heads(code: Code, is_gate: bool) -> None:
             code.store(code.load(both, at, F32S), out, to)
 
 
-def _write(code: Code, activation: Activation) -> None:
+def _write_factors(code: Code) -> None:
+    x = code.field(FactorPlace.X) + code.unit * code.field(FactorPlace.STRIDE)
+    factors, width = code.field(FactorPlace.FACTORS), code.field(FactorPlace.WIDTH)
+    whole = width // LANES * LANES
+    with code.loop(0, whole, LANES) as column:
+        at = column * 4
+        code.store(code.load(x, at, F32S) * code.load(factors, at, F32S), x, at)
+    with code.loop(whole, width) as column:
+        at = column * 4
+        code.store(code.load(x, at, F32) * code.load(factors, at, F32), x, at)
+
+
+def _write(code: Code, activation: Activation, is_gated: bool) -> None:
     width = code.field(Place.WIDTH)
     start = code.unit * UNIT_COLUMNS
     end = code.least(start + UNIT_COLUMNS, width)
     with code.loop(0, code.header(Header.NUM_ROWS)) as row:
-        gate = code.field(Place.BOTH) + row * width * 8
+        gate = code.field(Place.BOTH) + row * width * (8 if is_gated else 4)
         out = code.field(Place.OUT) + row * width * 4
         with code.loop(start, end, LANES) as column:
             x = code.load(gate, column * 4, F32S)
-            up = code.load(gate, (column + width) * 4, F32S)
-            code.store(_activated(code, x, activation) * up, out, column * 4)
+            value = _activated(code, x, activation)
+            if is_gated:
+                value = value * code.load(gate, (column + width) * 4, F32S)
+            code.store(value, out, column * 4)
 
 
 def _activated(code: Code, x: Value, activation: Activation) -> Value:
     if activation is Activation.SILU:
         return x * sigmoid(code, x)
+    if activation is Activation.SQUARED_RELU:
+        positive = code.greatest(x, 0.0)
+        return positive * positive
     half, one = code.floats(0.5), code.floats(1.0)
     if activation is Activation.GELU:
         return x * half * (one + erf(code, x * code.floats(2**-0.5)))

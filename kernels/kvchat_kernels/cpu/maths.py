@@ -107,17 +107,25 @@ def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
     return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)
 
 
+def as_stored(code: Code, values: Value, stored: Stored) -> Value:
+    """Round 8 floats to the nearest float that memory can hold, ties to even.
+
+    Returns them as they lie there: float32, or whole numbers of 16 bits.
+    """
+    if stored is Stored.HALF:
+        return code.as_bits(code.convert("fptrunc", values, _F16S), _I16S)
+    if stored is Stored.BFLOAT:
+        bits = code.as_bits(values, I32S)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        return code.convert("trunc", bits >> 16, _I16S)
+    return values
+
+
 def store_floats(
     code: Code, values: Value, address: Value, offset: Value | int, stored: Stored
 ) -> None:
-    """Round 8 floats to the nearest float that memory can hold, ties to even, and store them."""
-    if stored is Stored.HALF:
-        values = code.convert("fptrunc", values, _F16S)
-    elif stored is Stored.BFLOAT:
-        bits = code.as_bits(values, I32S)
-        bits = bits + 0x7FFF + ((bits >> 16) & 1)
-        values = code.convert("trunc", bits >> 16, _I16S)
-    code.store(values, address, offset)
+    """Round 8 floats as `as_stored` does, and store them."""
+    code.store(as_stored(code, values, stored), address, offset)
 
 
 def exp(code: Code, x: Value) -> Value:
@@ -150,6 +158,13 @@ def log_of_one_and(code: Code, x: Value) -> Value:
     square = rest * rest
     value = rest + (polynomial * rest * square - square * code.floats(0.5))
     return value + code.select(is_large, code.floats(_LN2), code.floats(0.0))
+
+
+def softplus(code: Code, x: Value) -> Value:
+    """Return log(1 + exp(x)) of 8 floats."""
+    zero = code.floats(0.0)
+    size = code.greatest(x, zero - x)
+    return code.greatest(x, 0.0) + log_of_one_and(code, exp(code, zero - size))
 
 
 def sigmoid(code: Code, x: Value) -> Value:

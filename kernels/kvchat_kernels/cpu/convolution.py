@@ -1,0 +1,93 @@
+"""One row of a short convolution: each channel's last inputs, weighted and summed up.
+
+A unit is a run of channels. The state, the channels' last inputs, gets the new input in place.
+`recurrent_reference.py` has the same in torch.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored, as_floats, as_stored, sigmoid
+from kvchat_kernels.cpu.step import Header
+
+# Channels of a unit.
+UNIT_CHANNELS = 512
+
+
+class Place(IntEnum):
+    """The task. All are float32 but the state.
+
+    X         [CHANNELS], the input; of a gated one [3, CHANNELS]: the input's factor, the sum's
+              factor, the input
+    WEIGHTS   [taps, CHANNELS]
+    BIAS      [CHANNELS]
+    STATE     bytes from the beginning of the sequence's state to [CHANNELS, taps]
+    OUT       [CHANNELS]; it may be X if that is not gated
+    """
+
+    X = 0
+    WEIGHTS = 1
+    CHANNELS = 2
+    STATE = 3
+    OUT = 4
+    BIAS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionForm:
+    """What a convolution does: a sum over `num_taps` inputs, the state's dtype, silu of the sum."""
+
+    num_taps: int
+    stored: Stored
+    has_bias: bool
+    is_activated: bool
+    is_gated: bool
+
+
+@cache
+def convolution_kernel(form: ConvolutionForm) -> Kernel:
+    return Kernel("convolution", (form,), lambda code: _write(code, form))
+
+
+def _write(code: Code, form: ConvolutionForm) -> None:
+    channels, x = code.field(Place.CHANNELS), code.field(Place.X)
+    state = code.header(Header.STATE) + code.field(Place.STATE)
+    start = code.unit * UNIT_CHANNELS
+    with code.loop(start, code.least(start + UNIT_CHANNELS, channels), LANES) as channel:
+        at = channel * 4
+        new = code.load(x, at, F32S)
+        if form.is_gated:
+            new = new * code.load(x + channels * 8, at, F32S)
+        total = _summed(code, form, state, channel, new)
+        if form.is_activated:
+            total = total * sigmoid(code, total)
+        if form.is_gated:
+            total = total * code.load(x + channels * 4, at, F32S)
+        code.store(total, code.field(Place.OUT), at)
+
+
+def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new: Value) -> Value:
+    """Return the sums of 8 channels; each channel's inputs move by one, and `new` comes last."""
+    num_taps, channels = form.num_taps, code.field(Place.CHANNELS)
+    offset = channel * (num_taps * form.stored.num_bytes)
+    number = F32 if form.stored is Stored.FLOAT else I16
+    old = code.load(state, offset, ir.VectorType(number, LANES * num_taps))
+    newest = code.picked(as_stored(code, new, form.stored), [*range(LANES)] * num_taps)
+    lanes: list[int] = []
+    for lane in range(LANES):
+        first = lane * num_taps
+        lanes += [*range(first + 1, first + num_taps), LANES * num_taps + lane]
+    code.store(code.shuffled(old, newest, lanes), state, offset)
+    weights, at = code.field(Place.WEIGHTS), channel * 4
+    total = new * code.load(weights + channels * (4 * (num_taps - 1)), at, F32S)
+    for tap in range(num_taps - 1):
+        of_tap = code.picked(old, [lane * num_taps + tap + 1 for lane in range(LANES)])
+        weight = code.load(weights + channels * (4 * tap), at, F32S)
+        total = total + as_floats(code, of_tap, form.stored) * weight
+    if form.has_bias:
+        total = total + code.load(code.field(Place.BIAS), at, F32S)
+    return total

@@ -1,0 +1,253 @@
+"""Many rows of one sequence of a gated delta net, one after another: a prompt.
+
+It is what `convolution.py` and `delta.py` do for each row, in three kernels: the convolution with
+what else a row needs before the state; the state's steps, where the columns of a head's state are
+divided among units, since no column reads another; the norms with their gates.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache, reduce
+
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm
+from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
+from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.step import Header
+
+# Columns of a state that a unit takes: with keys of 128 dims, they fit into the fastest cache.
+_COLUMNS = 4 * LANES
+
+
+class Place(IntEnum):
+    """The task of all three. All are float32 and contiguous; rows are the header's.
+
+    X            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
+    WEIGHTS      [taps, channels]
+    MIXED        [rows, channels]: queries, keys [key heads, key dim] and values [heads, value dim]
+    STEPS        [rows, heads], replaced by the decays
+    BETAS        [rows, heads], replaced by their sigmoids
+    STEP_BIAS, RATES   [heads], as in `delta.Place`
+    STATE        [heads, key dim, value dim]
+    GATES        [rows, heads, value dim]
+    NORM         [value dim]
+    EPSILON      of the norm
+    OUT          [rows, heads, value dim]
+    """
+
+    X = 0
+    WEIGHTS = 1
+    MIXED = 2
+    STEPS = 3
+    BETAS = 4
+    STEP_BIAS = 5
+    RATES = 6
+    STATE = 7
+    GATES = 8
+    NORM = 9
+    EPSILON = 10
+    OUT = 11
+
+
+@dataclass(frozen=True, slots=True)
+class RowsForm:
+    """The heads, and the number of inputs that the convolution sums up."""
+
+    heads: DeltaForm
+    num_taps: int
+
+    @property
+    def num_channels(self) -> int:
+        heads = self.heads
+        keys = 2 * heads.num_key_heads * heads.key_dim
+        return keys + heads.num_heads * heads.value_dim
+
+    @property
+    def num_units(self) -> int:
+        """The units of the state's steps."""
+        return self.heads.num_heads * (self.heads.value_dim // self._columns)
+
+    @property
+    def _columns(self) -> int:
+        return _COLUMNS if self.heads.value_dim % _COLUMNS == 0 else LANES
+
+
+@cache
+def inputs_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel of the convolution; it norms queries and keys too. Units: rows."""
+    return Kernel("delta inputs", (form,), lambda code: _write_inputs(code, form))
+
+
+@cache
+def steps_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel of the state's steps. Units: `form.num_units`."""
+    return Kernel("delta steps", (form,), lambda code: _write_steps(code, form))
+
+
+@cache
+def outputs_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel of the norms and gates. Units: rows."""
+    return Kernel("delta outputs", (form,), lambda code: _write_outputs(code, form))
+
+
+def _write_inputs(code: Code, form: RowsForm) -> None:
+    heads, row_bytes = form.heads, form.num_channels * 4
+    x = code.field(Place.X) + code.unit * row_bytes
+    mixed = code.field(Place.MIXED) + code.unit * row_bytes
+    write_convolved(
+        code, x, code.field(Place.WEIGHTS), None, mixed, (form.num_taps, form.num_channels)
+    )
+    width = heads.key_dim * 4
+    with code.loop(0, 2 * heads.num_key_heads) as head:
+        # Queries come before keys, and are scaled as well.
+        scale = code.select(
+            head < heads.num_key_heads, code.single(heads.key_dim**-0.5), code.single(1.0)
+        )
+        _write_normed(code, mixed + head * width, heads.key_dim, scale)
+    _write_decays(code, heads)
+
+
+def write_convolved(
+    code: Code,
+    x: Value,
+    weights: Value,
+    bias: Value | None,
+    out: Value,
+    size: tuple[int, int],
+) -> None:
+    """Write: silu of the sums over `size`, (taps, channels), of the inputs from row `x` on."""
+    num_taps, num_channels = size
+    row_bytes = num_channels * 4
+    with code.loop(0, num_channels, LANES) as channel:
+        at = channel * 4
+        products = [
+            code.load(x, at + tap * row_bytes, F32S)
+            * code.load(weights, at + tap * row_bytes, F32S)
+            for tap in range(num_taps)
+        ]
+        total = reduce(lambda one, other: one + other, products)
+        if bias is not None:
+            total = total + code.load(bias, at, F32S)
+        code.store(total * sigmoid(code, total), out, at)
+
+
+def _write_normed(code: Code, address: Value, width: int, scale: Value) -> None:
+    vectors = [code.load(address, at * 4, F32S) for at in range(0, width, LANES)]
+    squares = reduce(lambda one, other: one + other, [vector * vector for vector in vectors])
+    factor = code.spread(reciprocal_root(code, code.total(squares) + LEAST_SQUARE) * scale)
+    for at, vector in zip(range(0, width, LANES), vectors, strict=True):
+        code.store(vector * factor, address, at * 4)
+
+
+def _write_decays(code: Code, heads: DeltaForm) -> None:
+    """Write: what each head's state decays by, and how much of a change it takes."""
+    row = code.unit * heads.num_heads
+    steps, betas = code.field(Place.STEPS), code.field(Place.BETAS)
+    with code.loop(0, heads.num_heads) as head:
+        at = (row + head) * 4
+        bias, rate = (
+            code.spread(code.load(code.field(place), head * 4, F32))
+            for place in (Place.STEP_BIAS, Place.RATES)
+        )
+        step = softplus(code, code.spread(code.load(steps, at, F32)) + bias)
+        code.store(code.lane(exp(code, rate * step), 0), steps, at)
+        beta = sigmoid(code, code.spread(code.load(betas, at, F32)))
+        code.store(code.lane(beta, 0), betas, at)
+
+
+def _write_steps(code: Code, form: RowsForm) -> None:
+    """Write: copy the unit's columns of a state, take all rows' steps, and copy them back.
+
+    While a row changes the state, it is also read by the next row's key, which is what that row's
+    change is a correction of.
+    """
+    heads, columns = form.heads, form._columns
+    strips = heads.value_dim // columns
+    head, first = code.unit // strips, (code.unit % strips) * (columns * 4)
+    state = code.field(Place.STATE) + head * (heads.key_dim * heads.value_dim * 4) + first
+    room = code.room(heads.key_dim * columns * 4)
+    vectors = range(0, columns * 4, LANES * 4)
+    with code.loop(0, heads.key_dim) as index:
+        for at in vectors:
+            value = code.load(state, index * (heads.value_dim * 4) + at, F32S)
+            code.store(value, room, index * (columns * 4) + at)
+    key_head = head // (heads.num_heads // heads.num_key_heads)
+    query = code.field(Place.MIXED) + key_head * (heads.key_dim * 4)
+    key = query + (heads.num_key_heads * heads.key_dim * 4)
+    value = code.field(Place.MIXED) + (2 * heads.num_key_heads * heads.key_dim * 4)
+    value = value + head * (heads.value_dim * 4) + first
+    out = code.field(Place.OUT) + head * (heads.value_dim * 4) + first
+    said = [code.variable(code.floats(0.0)) for _ in vectors]
+    with code.loop(0, heads.key_dim) as index:
+        k = code.spread(code.load(key, index * 4, F32))
+        for at, total in zip(vectors, said, strict=True):
+            held = code.load(room, index * (columns * 4) + at, F32S)
+            total.set(total.get() + k * held)
+    last = code.header(Header.NUM_ROWS) - 1
+    with code.loop(0, last + 1) as row:
+        after = code.least(row + 1, last) * (form.num_channels * 4)
+        offset = row * (form.num_channels * 4)
+        addresses = (query + offset, key + offset, key + after)
+        factors = [
+            code.spread(code.load(code.field(place), (row * heads.num_heads + head) * 4, F32))
+            for place in (Place.STEPS, Place.BETAS)
+        ]
+        read = _step(code, form, room, addresses, value + offset, factors, said)
+        at_row = row * (heads.num_heads * heads.value_dim * 4)
+        for at, found in zip(vectors, read, strict=True):
+            code.store(found, out, at_row + at)
+    with code.loop(0, heads.key_dim) as index:
+        for at in vectors:
+            held = code.load(room, index * (columns * 4) + at, F32S)
+            code.store(held, state, index * (heads.value_dim * 4) + at)
+
+
+def _step(
+    code: Code,
+    form: RowsForm,
+    room: Value,
+    addresses: Sequence[Value],
+    value: Value,
+    factors: Sequence[Value],
+    said: Sequence[Variable],
+) -> list[Value]:
+    """Change the columns of a state by one row; return what its query reads of them.
+
+    `said` is what the row's key reads of them before, and becomes what the next row's key reads.
+    """
+    decay, beta = factors
+    row_bytes = form._columns * 4
+    vectors = range(0, row_bytes, LANES * 4)
+    changes = [
+        (code.load(value, at, F32S) - total.get() * decay) * beta
+        for at, total in zip(vectors, said, strict=True)
+    ]
+    read = [code.variable(code.floats(0.0)) for _ in vectors]
+    for total in said:
+        total.set(code.floats(0.0))
+    with code.loop(0, form.heads.key_dim) as index:
+        q, k, next_k = (code.spread(code.load(each, index * 4, F32)) for each in addresses)
+        for at, change, reading, saying in zip(vectors, changes, read, said, strict=True):
+            place = index * row_bytes + at
+            new = code.load(room, place, F32S) * decay + k * change
+            code.store(new, room, place)
+            reading.set(reading.get() + q * new)
+            saying.set(saying.get() + next_k * new)
+    return [total.get() for total in read]
+
+
+def _write_outputs(code: Code, form: RowsForm) -> None:
+    heads = form.heads
+    row_bytes = heads.num_heads * heads.value_dim * 4
+    width, epsilon = code.whole(heads.value_dim), code.float_field(Place.EPSILON)
+    weight = code.field(Place.NORM)
+    with code.loop(0, heads.num_heads) as head:
+        offset = code.unit * row_bytes + head * (heads.value_dim * 4)
+        out, gates = (code.field(place) + offset for place in (Place.OUT, Place.GATES))
+        factor = code.spread(inverse_rms(code, out, width, epsilon))
+        with code.loop(0, width, LANES) as column:
+            at = column * 4
+            gate = code.load(gates, at, F32S)
+            normed = code.load(out, at, F32S) * factor * code.load(weight, at, F32S)
+            code.store(normed * gate * sigmoid(code, gate), out, at)

@@ -1,0 +1,191 @@
+"""Many rows of one sequence of a Mamba-2 layer, one after another: a prompt.
+
+It is what `convolution.py` and `mamba.py` do for each row, in three kernels: the convolution with
+what else a row needs before the state; the state's steps with the gates, where the rows of a head's
+state are divided among units, since no row reads another; the norms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.delta_rows import write_convolved
+from kvchat_kernels.cpu.mamba import MambaForm
+from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
+from kvchat_kernels.cpu.norms import inverse_rms
+from kvchat_kernels.cpu.step import Header
+
+# Rows of a state that a unit takes: with 128 numbers in each, they fit into the fastest cache.
+_ROWS = 4 * LANES
+
+
+class Place(IntEnum):
+    """The task of all three. All are float32 and contiguous; rows are the header's.
+
+    X            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
+    WEIGHTS      [taps, channels]
+    BIAS         [channels]
+    MIXED        [rows, channels]: x [heads, head dim], B and C [groups, state size]
+    STEPS        [rows, heads], replaced by their softplus, at least LEAST and at most MOST
+    DECAYS       [rows, heads]
+    STEP_BIAS, RATES, SKIPS   [heads], as in `mamba.Place`
+    STATE        [heads, head dim, state size]
+    GATES        [rows, heads, head dim]
+    NORM         [heads, head dim]
+    EPSILON      of the norm
+    OUT          [rows, heads, head dim]
+    """
+
+    X = 0
+    WEIGHTS = 1
+    BIAS = 2
+    MIXED = 3
+    STEPS = 4
+    DECAYS = 5
+    STEP_BIAS = 6
+    RATES = 7
+    SKIPS = 8
+    STATE = 9
+    GATES = 10
+    NORM = 11
+    EPSILON = 12
+    OUT = 13
+    LEAST = 14
+    MOST = 15
+
+
+@dataclass(frozen=True, slots=True)
+class RowsForm:
+    """The sizes, and the convolution: how many inputs it sums up, and whether it has a bias."""
+
+    sizes: MambaForm
+    num_taps: int
+    has_bias: bool
+
+    @property
+    def num_channels(self) -> int:
+        sizes = self.sizes
+        return sizes.num_heads * sizes.head_dim + 2 * sizes.num_groups * sizes.state_size
+
+    @property
+    def num_units(self) -> int:
+        """The units of the state's steps."""
+        return self.sizes.num_heads * (self.sizes.head_dim // self.rows_of_unit)
+
+    @property
+    def rows_of_unit(self) -> int:
+        return _ROWS if self.sizes.head_dim % _ROWS == 0 else LANES
+
+
+@cache
+def inputs_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel of the convolution and the decays. Units: rows."""
+    return Kernel("mamba inputs", (form,), lambda code: _write_inputs(code, form))
+
+
+@cache
+def steps_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel of the state's steps. Units: `form.num_units`."""
+    return Kernel("mamba steps", (form,), lambda code: _write_steps(code, form))
+
+
+@cache
+def norms_kernel(form: RowsForm) -> Kernel:
+    """Return the kernel that norms each group. Units: rows."""
+    return Kernel("mamba norms", (form,), lambda code: _write_norms(code, form))
+
+
+def _write_inputs(code: Code, form: RowsForm) -> None:
+    offset = code.unit * (form.num_channels * 4)
+    x, mixed = (code.field(place) + offset for place in (Place.X, Place.MIXED))
+    bias = code.field(Place.BIAS) if form.has_bias else None
+    write_convolved(
+        code, x, code.field(Place.WEIGHTS), bias, mixed, (form.num_taps, form.num_channels)
+    )
+    num_heads = form.sizes.num_heads
+    with code.loop(0, num_heads) as head:
+        at = (code.unit * num_heads + head) * 4
+        step_bias, rate = (
+            code.spread(code.load(code.field(place), head * 4, F32))
+            for place in (Place.STEP_BIAS, Place.RATES)
+        )
+        step = code.spread(code.load(code.field(Place.STEPS), at, F32)) + step_bias
+        least, most = (code.spread(code.float_field(place)) for place in (Place.LEAST, Place.MOST))
+        step = code.least(code.greatest(softplus(code, step), least), most)
+        code.store(code.lane(step, 0), code.field(Place.STEPS), at)
+        code.store(code.lane(exp(code, rate * step), 0), code.field(Place.DECAYS), at)
+
+
+def _write_steps(code: Code, form: RowsForm) -> None:
+    """Write: copy the unit's rows of a state, turned, take all steps, and copy them back."""
+    sizes, width = form.sizes, form.rows_of_unit
+    strips = sizes.head_dim // width
+    head, first = code.unit // strips, (code.unit % strips) * width
+    state = code.field(Place.STATE)
+    state = state + (head * sizes.head_dim + first) * (sizes.state_size * 4)
+    room = code.room(sizes.state_size * width * 4)
+    with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
+        held = code.load(state, (row * sizes.state_size + column) * 4, F32)
+        code.store(held, room, (column * width + row) * 4)
+    inside = (head * sizes.head_dim + first) * 4
+    group = head // (sizes.num_heads // sizes.num_groups)
+    of_b = group * (sizes.state_size * 4) + sizes.num_heads * sizes.head_dim * 4
+    of_c = of_b + sizes.num_groups * sizes.state_size * 4
+    with code.loop(0, code.header(Header.NUM_ROWS)) as row:
+        mixed = code.field(Place.MIXED) + row * (form.num_channels * 4)
+        addresses = (mixed + inside, mixed + of_b, mixed + of_c)
+        at_head = (row * sizes.num_heads + head) * 4
+        factors = [
+            code.spread(code.load(code.field(place), at_head, F32))
+            for place in (Place.STEPS, Place.DECAYS)
+        ]
+        offset = row * (sizes.num_heads * sizes.head_dim * 4) + inside
+        read = _step(code, form, room, addresses, factors)
+        skip = code.spread(code.load(code.field(Place.SKIPS), head * 4, F32))
+        for at, total in zip(range(0, width * 4, LANES * 4), read, strict=True):
+            gate = code.load(code.field(Place.GATES), offset + at, F32S)
+            total = total + code.load(addresses[0], at, F32S) * skip
+            code.store(total * gate * sigmoid(code, gate), code.field(Place.OUT), offset + at)
+    with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
+        held = code.load(room, (column * width + row) * 4, F32)
+        code.store(held, state, (row * sizes.state_size + column) * 4)
+
+
+def _step(
+    code: Code,
+    form: RowsForm,
+    room: Value,
+    addresses: Sequence[Value],
+    factors: Sequence[Value],
+) -> list[Value]:
+    """Change the turned rows of a state by one step; return what C reads of them."""
+    x, b, c = addresses
+    step, decay = factors
+    row_bytes = form.rows_of_unit * 4
+    vectors = range(0, row_bytes, LANES * 4)
+    added = [code.load(x, at, F32S) * step for at in vectors]
+    read = [code.variable(code.floats(0.0)) for _ in vectors]
+    with code.loop(0, form.sizes.state_size) as index:
+        of_b, of_c = (code.spread(code.load(each, index * 4, F32)) for each in (b, c))
+        for at, change, total in zip(vectors, added, read, strict=True):
+            place = index * row_bytes + at
+            new = code.load(room, place, F32S) * decay + of_b * change
+            code.store(new, room, place)
+            total.set(total.get() + of_c * new)
+    return [total.get() for total in read]
+
+
+def _write_norms(code: Code, form: RowsForm) -> None:
+    sizes = form.sizes
+    width = sizes.num_heads * sizes.head_dim // sizes.num_groups
+    out = code.field(Place.OUT) + code.unit * (sizes.num_heads * sizes.head_dim * 4)
+    with code.loop(0, sizes.num_groups) as group:
+        of_group, weight = (start + group * (width * 4) for start in (out, code.field(Place.NORM)))
+        epsilon = code.float_field(Place.EPSILON)
+        factor = code.spread(inverse_rms(code, of_group, code.whole(width), epsilon))
+        with code.loop(0, width, LANES) as column:
+            at = column * 4
+            normed = code.load(of_group, at, F32S) * factor * code.load(weight, at, F32S)
+            code.store(normed, of_group, at)

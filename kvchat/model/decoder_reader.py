@@ -1,0 +1,405 @@
+"""Reads a decoder from a loaded module.
+
+Only what is read here is computed by the compiled step; a model with anything else runs
+transformers' own code. Reading is by model type, and refuses (`Unknown`) what it does not know.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+
+from kvchat.model.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderLayer,
+    Mixture,
+    Mlp,
+    QueryScale,
+    Sigmoids,
+)
+from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of, whole
+from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
+from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat.model.step_delta import read_delta_net
+from kvchat.model.step_mamba import Mamba, read_mamba
+from kvchat.model.step_recurrent import Recurrent
+from kvchat.model.step_short_conv import read_short_convolution
+from kvchat_kernels.cpu.gates import Activation
+from kvchat_kernels.cpu.rotation import HeadNorm
+
+# Norms of a layer by their names, in the order of DecoderLayer.
+_Names = tuple[str | None, str | None, str | None, str | None]
+_LLAMA: _Names = ("input_layernorm", None, "post_attention_layernorm", None)
+_GEMMA: _Names = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_LFM: _Names = ("operator_norm", None, "ffn_norm", None)
+_BAMBA: _Names = ("input_layernorm", None, "pre_ff_layernorm", None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What types differ in. `norm_offset` is added to the weights of norms.
+
+    last_norm, rotary   the names of the norm before the head, and of the module for angles
+    attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
+    normalises    whether factors of experts have the sum 1; None: the configuration says it
+    is_gated      whether heads of attention are gated
+    recurrent     the name of the part of a layer that keeps a state, and what reads it
+    """
+
+    norms: _Names = _LLAMA
+    norm_offset: float = 0.0
+    last_norm: str = "norm"
+    rotary: str | None = "rotary_emb"
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    router: str = "gate"
+    normalises: bool | None = None
+    is_gated: bool = False
+    recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
+
+
+_DELTA = ("linear_attn", read_delta_net)
+_MAMBA = ("mamba", read_mamba)
+_SHORT_CONVOLUTION = ("conv", read_short_convolution)
+_LFM2 = _Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
+_BAMBAS = _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
+_GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "ministral": _Family(),
+    "ministral3": _Family(),
+    "qwen2": _Family(),
+    "qwen3": _Family(),
+    "seed_oss": _Family(),
+    "internlm3": _Family(),
+    "iquestcoder": _Family(),
+    "cwm": _Family(),
+    "smollm3": _Family(),
+    "phi3": _Family(),
+    "granite": _Family(),
+    "gemma": _Family(norm_offset=1.0),
+    "gemma2": _Family(_GEMMA, 1.0),
+    "gemma3_text": _Family(_GEMMA, 1.0),
+    "olmo2": _Family(_OLMO),
+    "olmo3": _Family(_OLMO),
+    "exaone4": _Family(_OLMO),
+    "mixtral": _Family(normalises=True),
+    "qwen2_moe": _Family(),
+    "qwen3_moe": _Family(),
+    "olmoe": _Family(),
+    "flex_olmo": _Family(_OLMO),
+    "mellum": _Family(),
+    "qwen3_next": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
+    "qwen3_5_text": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
+    "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
+    "bamba": _BAMBAS,
+    "falcon_h1": _BAMBAS,
+    "nemotron_h": _Family(last_norm="norm_f", rotary=None, attention="mixer", mlp="mixer"),
+    "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
+    "granitemoe": _GRANITE_MIXTURE,
+    "granitemoeshared": _GRANITE_MIXTURE,
+}
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+    "ReLUSquaredActivation": Activation.SQUARED_RELU,
+}
+
+
+def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
+    """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
+    if not spec.layers:
+        return "has no attention"
+    # ...layers.0.self_attn; a model of text and images has its text model inside.
+    path = spec.layers[0].module_name.split(".")[:-3]
+    try:
+        owner = module.get_submodule(".".join(path))
+        family = _FAMILIES.get(owner.config.model_type)
+        if family is None:
+            return f"is of the type {owner.config.model_type}"
+        return _Reader(module, owner, spec, family).read()
+    except Unknown as reason:
+        return str(reason)
+    except AttributeError as error:  # another version of transformers names its parts otherwise
+        return f"lacks a part: {error}"
+
+
+class _Reader:
+    """Reads a model; `owner` is the module that has the list of layers."""
+
+    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: _Family) -> None:
+        self._module = module
+        self._owner = owner
+        self._config = owner.config
+        self._spec = spec
+        self._family = family
+        self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
+
+    def read(self) -> Decoder:
+        config = self._config
+        head = self._module.get_output_embeddings()
+        return Decoder(
+            embedding=self._module.get_input_embeddings(),
+            layers=self._layers(),
+            norm=self._norm(getattr(self._owner, self._family.last_norm)),
+            head=matrix_of(head),
+            rotary=self._rotary,
+            residual_factor=getattr(config, "residual_multiplier", 1.0),
+            embedding_factor=getattr(config, "embedding_multiplier", 1.0),
+            logits_divisor=getattr(config, "logits_scaling", 1.0)
+            / getattr(config, "lm_head_multiplier", 1.0),
+            logits_softcap=getattr(config, "final_logit_softcapping", None),
+            query_scale=self._query_scale(),
+            state=self._spec.state,
+        )
+
+    def _query_scale(self) -> QueryScale | None:
+        if self._config.model_type != "ministral3":
+            return None
+        settings = self._config.rope_parameters
+        length = settings["original_max_position_embeddings"]
+        return QueryScale(float(settings["llama_4_scaling_beta"]), int(length))
+
+    def _layers(self) -> tuple[DecoderLayer, ...]:
+        specs = {}
+        for spec in self._spec.layers:
+            path = spec.module_name.split(".")
+            if path[-1] != self._family.attention or not spec.stores_kv:
+                raise Unknown("shares KV between layers")
+            specs[int(path[-2])] = spec
+        recurrent = self._family.recurrent
+        if self._config.model_type == "nemotron_h":
+            layers = enumerate(self._owner.layers)
+            return tuple(self._block(layer, index, specs.get(index)) for index, layer in layers)
+        if recurrent is None:
+            return tuple(
+                self._layer(self._owner.layers[index], self._attention_of(index, spec))
+                for index, spec in specs.items()
+            )
+        name, read = recurrent
+        found = []
+        for index, layer in enumerate(self._owner.layers):
+            spec_here = specs.get(index)
+            mixer = getattr(layer, name, None)
+            other = None if mixer is None else read(mixer, index)
+            if spec_here is None:
+                found.append(self._layer(layer, other))
+            else:
+                attention = self._attention_of(index, spec_here)
+                both = replace(self._layer(layer, attention), beside=other)
+                is_scaled = self._config.model_type == "falcon_h1"
+                found.append(_with_multipliers(both, layer) if is_scaled else both)
+        return tuple(found)
+
+    def _block(self, block: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
+        """Read a block of Nemotron-H, which is one half of a layer."""
+        norm, mixer = self._norm(block.norm), block.mixer
+        if spec is not None:
+            part: Any = self._attention(mixer, spec, index)
+        elif hasattr(mixer, "A_log"):
+            part = read_mamba(mixer, index)
+        else:
+            mlp = self._mlp_or_mixture(block)
+            return DecoderLayer(None, mlp, None, None, norm, None)
+        return DecoderLayer(part, None, norm, None, None, None)
+
+    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
+        return self._attention(self._owner.layers[index].self_attn, spec, index)
+
+    def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
+        before, after, before_mlp, after_mlp = (
+            self._norm(getattr(layer, name)) if name is not None else None
+            for name in self._family.norms
+        )
+        mlp = self._mlp_or_mixture(layer)
+        return DecoderLayer(attention, mlp, before, after, before_mlp, after_mlp)
+
+    def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
+        family, module = self._family, getattr(layer, self._family.mlp)
+        if module is None:  # Granite's hybrids without a mixture
+            return _mlp(layer.shared_mlp)
+        if not hasattr(module, "experts"):
+            return _mlp(module)
+        router = getattr(module, family.router)
+        # Granite has it beside the mixture, Qwen in it.
+        shared = getattr(layer, "shared_mlp", None)
+        if shared is None:
+            shared = _part(module, "shared_expert", "shared_experts", default=None)
+        gate = getattr(module, "shared_expert_gate", None)
+        return Mixture(
+            router=Matrix(whole(router.weight.detach()), None),
+            top_k=int(router.top_k),
+            normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
+            experts=_experts(module.experts),
+            shared=None if shared is None else _mlp(shared),
+            shared_gate=None if gate is None else matrix_of(gate),
+            sigmoids=self._sigmoids(module, router),
+        )
+
+    def _sigmoids(self, mixture: Any, router: Any) -> Sigmoids | None:
+        if self._config.model_type == "nemotron_h":
+            if router.num_group != 1 or type(mixture.fc1_latent_proj) is not nn.Identity:
+                raise Unknown("has a mixture of another kind")
+            bias = router.e_score_correction_bias.detach().float()
+            return Sigmoids(bias, float(router.routed_scaling_factor), 1e-20)
+        if self._config.model_type == "lfm2_moe":
+            bias = mixture.expert_bias.detach().float() if mixture.use_expert_bias else None
+            return Sigmoids(bias, float(router.routed_scaling_factor), 1e-6)
+        return None
+
+    def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
+        head_norm, norms = self._head_norms(attention, spec)
+        kind = None
+        if isinstance(getattr(self._rotary, "rope_type", None), dict):
+            kind = self._config.layer_types[index]
+        if getattr(self._config, "clip_qkv", None) is not None:
+            raise Unknown("clips queries and keys")
+        softcap = getattr(attention, "attn_logit_softcapping", None) if spec.has_softcap else None
+        sinks = getattr(attention, "sinks", None) if spec.has_sinks else None
+        if (softcap is not None) != spec.has_softcap or (sinks is not None) != spec.has_sinks:
+            raise Unknown("has scores of another kind")
+        return DecoderAttention(
+            spec,
+            matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            matrix_of(_part(attention, "o_proj", "out_proj")),
+            float(attention.scaling),
+            head_norm,
+            norms,
+            self._rotates(attention),
+            kind,
+            softcap,
+            sinks.detach().float() if sinks is not None else None,
+            self._family.is_gated,
+        )
+
+    def _rotates(self, attention: Any) -> bool:
+        # A model of EXAONE with windows rotates in the layers with windows only.
+        if self._config.model_type == "exaone4" and attention.sliding_window is not None:
+            return bool(attention.is_sliding)
+        return self._rotary is not None and bool(getattr(attention, "use_rope", True))
+
+    def _head_norms(
+        self, attention: Any, spec: LayerSpec
+    ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
+        query = _part(attention, "q_norm", "q_layernorm", default=None)
+        if query is None:
+            return HeadNorm.NONE, None
+        norms = self._norm(query), self._norm(_part(attention, "k_norm", "k_layernorm"))
+        widths = tuple(norm.weight.numel() for norm in norms)
+        if norms[0].epsilon != norms[1].epsilon:
+            raise Unknown("norms Q and K differently")
+        if widths == (spec.key_dim, spec.key_dim):
+            return HeadNorm.HEAD, norms
+        if widths == (spec.num_heads * spec.key_dim, spec.num_kv_heads * spec.key_dim):
+            return HeadNorm.ALL_HEADS, norms
+        raise Unknown("norms parts of heads")
+
+    def _norm(self, norm: Any) -> Norm:
+        if not type(norm).__name__.endswith("RMSNorm"):
+            raise Unknown(f"has the norm {type(norm).__name__}")
+        epsilon = getattr(norm, "variance_epsilon", None)
+        weight = norm.weight.detach().float() + self._family.norm_offset
+        return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
+
+
+def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
+    """Return a layer of Falcon-H1 with the numbers that its inputs and outputs are scaled with."""
+    attention, mamba, mlp = read.attention, read.beside, read.mlp
+    if not (
+        isinstance(attention, DecoderAttention)
+        and isinstance(mamba, Mamba)
+        and isinstance(mlp, Mlp)
+    ):
+        raise Unknown("has layers of another kind")
+    of_input, of_keys = layer.attention_in_multiplier, layer.self_attn.key_multiplier
+    query, key, value = attention.qkv
+    attention = replace(
+        attention,
+        qkv=(
+            query.scaled(1.0, of_input),
+            key.scaled(of_keys, of_input),
+            value.scaled(1.0, of_input),
+        ),
+        out=attention.out.scaled(layer.attn_out_multiplier),
+    )
+    of_parts = layer.mamba.mup_vector.detach().float().flatten()
+    mamba = replace(
+        mamba,
+        inputs=mamba.inputs.scaled(of_parts, layer.mamba.ssm_in_multiplier),
+        out=mamba.out.scaled(layer.ssm_out_multiplier),
+    )
+    module, (gate, up) = layer.feed_forward, mlp.gate_up
+    mlp = replace(
+        mlp,
+        gate_up=(gate.scaled(module.gate_multiplier), up),
+        down=mlp.down.scaled(module.down_multiplier),
+    )
+    return replace(read, attention=attention, beside=mamba, mlp=mlp)
+
+
+_NO_DEFAULT = object()
+
+
+def _part(module: Any, *names: str, default: Any = _NO_DEFAULT) -> Any:
+    """Return the part that has one of these names; raises AttributeError without a `default`."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    return getattr(module, names[0]) if default is _NO_DEFAULT else default
+
+
+def _activation(module: Any) -> Activation:
+    found = _part(module, "act_fn", "activation_fn", "activation", default=None)
+    if found is functional.silu:
+        return Activation.SILU
+    act = type(found).__name__
+    if act not in _ACTIVATIONS:
+        raise Unknown(f"has the activation {act}")
+    return _ACTIVATIONS[act]
+
+
+def _mlp(module: Any) -> Mlp:
+    if hasattr(module, "output_linear"):  # Granite's shared expert
+        both, down = matrix_of(module.input_linear), matrix_of(module.output_linear)
+        return Mlp((both,), down, _activation(module))
+    if hasattr(module, "w1"):  # LFM2's, which has silu in its forward
+        apart = matrix_of(module.w1), matrix_of(module.w3)
+        return Mlp(apart, matrix_of(module.w2), Activation.SILU)
+    if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
+        up = (matrix_of(module.up_proj),)
+        return Mlp(up, matrix_of(module.down_proj), _activation(module), is_gated=False)
+    gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
+    return Mlp(gate_up, matrix_of(module.down_proj), _activation(module))
+
+
+def _experts(module: Any) -> Mlp:
+    """Return the matrices of plain experts, whose rows are one below another."""
+    packs = expert_packs_of(module)
+    if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
+        parts = [module.up_proj.detach(), module.down_proj.detach()]
+        up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
+        return Mlp((up,), down, _activation(module), is_gated=False)
+    if not isinstance(packs, ExpertPacks):  # those of a GPU have parameters of another form
+        if not are_plain_experts(module):
+            raise Unknown(f"has the experts {type(module).__name__}")
+        parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
+        gate_up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
+        return Mlp((gate_up,), down, _activation(module))
+    gate_up_packs, down_pack = packs.gate_up, packs.down
+    matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
+    return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))

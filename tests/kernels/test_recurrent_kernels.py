@@ -1,0 +1,356 @@
+"""The compiled steps of layers with a state, each against its formula in torch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvchat_kernels.cpu import (
+    convolution,
+    delta,
+    delta_rows,
+    gates,
+    mamba,
+    mamba_rows,
+    ordering,
+    recurrent_reference,
+)
+from kvchat_kernels.cpu.convolution import ConvolutionForm
+from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.cpu.step import Header
+from support.cpu_tasks import header, task
+
+
+def run(
+    kernel: Any, places: dict[Any, Any], num_units: int, state: torch.Tensor | None = None
+) -> None:
+    numbers: np.ndarray[Any, Any] = header(1)
+    numbers[Header.STATE] = 0 if state is None else state.data_ptr()
+    run_units(Operation(kernel, task(places), numbers, None), num_units, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_taps", [2, 3, 4, 5])
+@pytest.mark.parametrize("channels", [8, 24, 1048])
+def test_a_convolution_is_the_sum_of_the_last_inputs(
+    channels: int, num_taps: int, dtype: torch.dtype
+) -> None:
+    """Three steps, so that what a step keeps is what the next one reads."""
+    torch.manual_seed(0)
+    weights = torch.randn(num_taps, channels)
+    # Before and behind it lies what must not change.
+    whole = torch.randn(channels + 2, num_taps).to(dtype)
+    twin, before = whole.clone(), whole.clone()
+    stored = stored_as(dtype)
+    assert stored is not None
+    form = ConvolutionForm(num_taps, stored, has_bias=False, is_activated=True, is_gated=False)
+    units = -(-channels // convolution.UNIT_CHANNELS)
+    for _ in range(3):
+        x = 3 * torch.randn(channels)
+        expected = recurrent_reference.convolved(x, weights, twin[1:-1])
+        place = convolution.Place
+        places = {
+            place.X: x,
+            place.WEIGHTS: weights,
+            place.CHANNELS: channels,
+            place.STATE: num_taps * dtype.itemsize,
+            place.OUT: x,
+        }
+
+        run(convolution.convolution_kernel(form), places, units, whole)
+
+        assert torch.allclose(x, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(whole, twin)
+    assert torch.equal(whole[[0, -1]], before[[0, -1]])
+
+
+@pytest.mark.parametrize("is_activated", [False, True])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_convolution_may_have_a_bias_and_gates(is_gated: bool, is_activated: bool) -> None:
+    torch.manual_seed(1)
+    channels, num_taps = 48, 3
+    weights, bias = torch.randn(num_taps, channels), torch.randn(channels)
+    state, x = torch.randn(channels, num_taps), torch.randn(3, channels)
+    twin, out = state.clone(), torch.zeros(channels)
+    stored = stored_as(torch.float32)
+    assert stored is not None
+    form = ConvolutionForm(num_taps, stored, True, is_activated, is_gated)
+    place = convolution.Place
+    places = {
+        place.X: x,
+        place.WEIGHTS: weights,
+        place.BIAS: bias,
+        place.CHANNELS: channels,
+        place.STATE: 0,
+        place.OUT: out,
+    }
+
+    run(convolution.convolution_kernel(form), places, 1, state)
+
+    expected = recurrent_reference.convolved(
+        x[0] * x[2] if is_gated else x[0], weights, twin, bias=bias, is_activated=is_activated
+    )
+    assert torch.allclose(out, expected * x[1] if is_gated else expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state, twin)
+
+
+@pytest.mark.parametrize("width", [1, 7, 2048, 5000])
+def test_numbers_are_put_in_another_order(width: int) -> None:
+    torch.manual_seed(2)
+    x, out = torch.randn(width), torch.zeros(width + 1)
+    order = torch.randperm(width).int()
+    place = ordering.Place
+    places = {place.X: x, place.FROM: order, place.WIDTH: width, place.OUT: out}
+
+    run(ordering.ordering_kernel(), places, -(-width // ordering.UNIT_COLUMNS))
+
+    assert torch.equal(out[:-1], x[order.long()])
+    assert out[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_key_heads", "key_dim", "value_dim"),
+    [(1, 1, 8, 8), (4, 2, 16, 24), (3, 3, 24, 32), (16, 16, 128, 128), (8, 2, 64, 128)],
+)
+def test_a_step_of_the_state_is_the_formula(
+    num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
+) -> None:
+    torch.manual_seed(1)
+    form = delta.DeltaForm(num_heads, num_key_heads, key_dim, value_dim)
+    state = torch.randn(num_heads, key_dim, value_dim)
+    twin, out = state.clone(), torch.zeros(num_heads, value_dim)
+    # Steps far below and above zero, decays from nearly 1 to nearly 0.
+    rates, bias = -torch.rand(num_heads) * 16, torch.linspace(-12, 12, num_heads)
+    weight, epsilon = torch.randn(value_dim), 1e-6
+    for _ in range(3):
+        query, key = torch.randn(2, num_key_heads, key_dim).unbind()
+        value, gate = torch.randn(2, num_heads, value_dim).unbind()
+        betas, steps = torch.randn(2, num_heads).unbind()
+        mixed = torch.cat((query.flatten(), key.flatten(), value.flatten()))
+        place = delta.Place
+        places = {
+            place.MIXED: mixed,
+            place.GATES: gate,
+            place.BETAS: betas,
+            place.STEPS: steps,
+            place.STEP_BIAS: bias,
+            place.RATES: rates,
+            place.NORM: weight,
+            place.EPSILON: epsilon,
+            place.OUT: out,
+            place.STATE: 0,
+        }
+
+        run(delta.delta_kernel(form), places, num_heads, state)
+
+        log_decay = rates * torch.nn.functional.softplus(steps + bias)
+        read = recurrent_reference.delta_step(query, key, value, log_decay, betas.sigmoid(), twin)
+        expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_groups", "head_dim", "state_size"),
+    [(1, 1, 8, 8), (4, 2, 16, 24), (6, 3, 24, 16), (16, 1, 64, 128), (8, 8, 32, 256)],
+)
+def test_a_step_of_mamba_is_the_formula(
+    num_heads: int, num_groups: int, head_dim: int, state_size: int
+) -> None:
+    torch.manual_seed(3)
+    form = mamba.MambaForm(num_heads, num_groups, head_dim, state_size)
+    state = torch.randn(num_heads, head_dim, state_size)
+    twin, out = state.clone(), torch.zeros(num_groups, num_heads * head_dim // num_groups)
+    rates, bias = -torch.rand(num_heads) * 16, torch.linspace(-12, 4, num_heads)
+    skips, weight, epsilon = torch.randn(num_heads), torch.randn_like(out), 1e-5
+    for _ in range(3):
+        x, gate = torch.randn(2, num_heads, head_dim).unbind()
+        b, c = torch.randn(2, num_groups, state_size).unbind()
+        steps = torch.randn(num_heads)
+        place = mamba.Place
+        places = {
+            place.MIXED: torch.cat((x.flatten(), b.flatten(), c.flatten())),
+            place.GATES: gate,
+            place.STEPS: steps,
+            place.STEP_BIAS: bias,
+            place.RATES: rates,
+            place.SKIPS: skips,
+            place.OUT: out,
+            place.STATE: 0,
+        }
+
+        run(mamba.mamba_kernel(form), places, num_heads, state)
+
+        step = torch.nn.functional.softplus(steps + bias)
+        read = recurrent_reference.mamba_step(x, b, c, step, rates, skips, twin)
+        expected = (read * torch.nn.functional.silu(gate)).view_as(out)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-3)
+    norm = mamba.NormPlace
+    places = {norm.X: out, norm.WEIGHT: weight, norm.WIDTH: out.shape[1], norm.EPSILON: epsilon}
+    normed = recurrent_reference.group_norm(out, weight, epsilon)
+
+    run(mamba.group_norm_kernel(), places, num_groups)
+
+    assert torch.allclose(out, normed, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (3, 24), (8, 256)])
+def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
+    torch.manual_seed(2)
+    both = torch.randn(2, num_heads, 2, dim)
+    out = torch.zeros(2, num_heads * dim + 5)
+    place = gates.HeadPlace
+    places = {
+        place.BOTH: both,
+        place.OUT: out,
+        place.OUT_STRIDE: out.stride(0) * 4,
+        place.NUM_HEADS: num_heads,
+        place.DIM: dim,
+    }
+
+    run_units(Operation(gates.queries_kernel(), task(places), header(2), None), 2, 1)
+    assert torch.equal(out[:, :-5], both[:, :, 0].flatten(1))
+    run_units(Operation(gates.head_gate_kernel(), task(places), header(2), None), 2, 1)
+
+    expected = both[:, :, 0] * both[:, :, 1].sigmoid()
+    assert torch.allclose(out[:, :-5], expected.flatten(1), rtol=1e-5, atol=1e-6)
+    assert not out[:, -5:].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 37])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        delta.DeltaForm(1, 1, 8, 8),
+        delta.DeltaForm(4, 2, 16, 24),
+        delta.DeltaForm(6, 2, 64, 128),
+    ],
+)
+def test_rows_of_a_delta_net_are_its_steps_one_after_another(
+    heads: delta.DeltaForm, num_rows: int
+) -> None:
+    torch.manual_seed(4)
+    form = delta_rows.RowsForm(heads, num_taps=4)
+    channels, width = form.num_channels, heads.num_heads * heads.value_dim
+    inputs, weights = torch.randn(num_rows, channels), torch.randn(4, channels)
+    past, state = (
+        torch.randn(4, channels),
+        torch.randn(heads.num_heads, heads.key_dim, heads.value_dim),
+    )
+    gates, out = torch.randn(num_rows, width), torch.zeros(num_rows, width)
+    betas, steps = torch.randn(2, num_rows, heads.num_heads).unbind()
+    rates, bias = -torch.rand(heads.num_heads) * 16, torch.linspace(-6, 2, heads.num_heads)
+    norm, epsilon = torch.randn(heads.value_dim), 1e-6
+    expected, twin, twin_past = [], state.clone(), past.T.clone()
+    keys = heads.num_key_heads * heads.key_dim
+    for row in range(num_rows):
+        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past)
+        query, key, value = mixed.split((keys, keys, width))
+        read = recurrent_reference.delta_step(
+            query.view(-1, heads.key_dim),
+            key.view(-1, heads.key_dim),
+            value.view(-1, heads.value_dim),
+            rates * torch.nn.functional.softplus(steps[row] + bias),
+            betas[row].sigmoid(),
+            twin,
+        )
+        gate = gates[row].view(-1, heads.value_dim)
+        expected.append(recurrent_reference.gated_norm(read, gate, norm, epsilon).flatten())
+    place = delta_rows.Place
+    places = {
+        place.X: torch.cat((past[1:], inputs)),
+        place.WEIGHTS: weights,
+        place.MIXED: torch.zeros(num_rows, channels),
+        place.STEPS: steps.clone(),
+        place.BETAS: betas.clone(),
+        place.STEP_BIAS: bias,
+        place.RATES: rates,
+        place.STATE: state,
+        place.GATES: gates,
+        place.NORM: norm,
+        place.EPSILON: epsilon,
+        place.OUT: out,
+    }
+
+    for kernel, units in (
+        (delta_rows.inputs_kernel(form), num_rows),
+        (delta_rows.steps_kernel(form), form.num_units),
+        (delta_rows.outputs_kernel(form), num_rows),
+    ):
+        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+
+    assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 37])
+@pytest.mark.parametrize(
+    "sizes",
+    [mamba.MambaForm(1, 1, 8, 8), mamba.MambaForm(4, 2, 24, 16), mamba.MambaForm(6, 3, 64, 128)],
+)
+def test_rows_of_mamba_are_its_steps_one_after_another(
+    sizes: mamba.MambaForm, num_rows: int, has_bias: bool
+) -> None:
+    torch.manual_seed(5)
+    form = mamba_rows.RowsForm(sizes, 4, has_bias)
+    channels, width = form.num_channels, sizes.num_heads * sizes.head_dim
+    inputs, weights = torch.randn(num_rows, channels), torch.randn(4, channels)
+    bias = torch.randn(channels) if has_bias else None
+    past = torch.randn(4, channels)
+    state = torch.randn(sizes.num_heads, sizes.head_dim, sizes.state_size)
+    gates, out = torch.randn(num_rows, width), torch.zeros(num_rows, width)
+    steps, skips = torch.randn(num_rows, sizes.num_heads), torch.randn(sizes.num_heads)
+    rates, step_bias = -torch.rand(sizes.num_heads) * 16, torch.linspace(-6, 2, sizes.num_heads)
+    norm, epsilon = torch.randn(sizes.num_groups, width // sizes.num_groups), 1e-5
+    expected, twin, twin_past = [], state.clone(), past.T.clone()
+    of_groups = sizes.num_groups * sizes.state_size
+    for row in range(num_rows):
+        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past, bias=bias)
+        x, b, c = mixed.split((width, of_groups, of_groups))
+        step = torch.nn.functional.softplus(steps[row] + step_bias).clamp(0.01, 1.5)
+        read = recurrent_reference.mamba_step(
+            x.view(sizes.num_heads, -1),
+            b.view(sizes.num_groups, -1),
+            c.view(sizes.num_groups, -1),
+            step,
+            rates,
+            skips,
+            twin,
+        )
+        gated = read.flatten() * torch.nn.functional.silu(gates[row])
+        normed = recurrent_reference.group_norm(gated.view_as(norm), norm, epsilon)
+        expected.append(normed.flatten())
+    place = mamba_rows.Place
+    places = {
+        place.X: torch.cat((past[1:], inputs)),
+        place.WEIGHTS: weights,
+        place.MIXED: torch.zeros(num_rows, channels),
+        place.STEPS: steps.clone(),
+        place.DECAYS: torch.zeros_like(steps),
+        place.STEP_BIAS: step_bias,
+        place.RATES: rates,
+        place.SKIPS: skips,
+        place.LEAST: 0.01,
+        place.MOST: 1.5,
+        place.STATE: state,
+        place.GATES: gates,
+        place.NORM: norm,
+        place.EPSILON: epsilon,
+        place.OUT: out,
+    }
+    if bias is not None:
+        places[place.BIAS] = bias
+
+    for kernel, units in (
+        (mamba_rows.inputs_kernel(form), num_rows),
+        (mamba_rows.steps_kernel(form), form.num_units),
+        (mamba_rows.norms_kernel(form), num_rows),
+    ):
+        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+
+    assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)

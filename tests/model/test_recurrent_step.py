@@ -1,0 +1,250 @@
+"""The compiled step of models with a state is the modules' own step, state included."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.model import self_test
+from kvchat.model.batch import SequencePiece, StepAbandoned
+from kvchat.model.compiled_step import CompiledStep
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.paged_model import StatefulModel
+from kvchat.model.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
+from kvchat.model.self_test import compare_with_own, ensure_trusted
+from kvchat.model.source import find_model
+from kvchat_kernels.state_buffer import StateBuffer
+from support.checkpoints import save_checkpoint, tiny_model
+from support.hybrid_files import write_hybrid
+from support.stateful_models import STATEFUL, words
+
+_PROMPT, _STEPS, _BLOCK = 7, 12, 8
+# Models by their names: settings beside those of STATEFUL. Heads of which a part is rotated need a
+# width of 64 to have whole vectors of rotated dimensions.
+_WIDE = {"head_dim": 64}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "as many key heads": ("qwen3_5", {**_WIDE, "linear_num_key_heads": 4}),
+    "fewer key heads": ("qwen3_5", _WIDE),
+    "wide": ("qwen3_5", {**_WIDE, "linear_key_head_dim": 24, "linear_value_head_dim": 32}),
+    "experts": ("qwen3_5_moe", _WIDE),
+    "parts of key heads together": ("qwen3_next", _WIDE),
+    "parts of one key head": (
+        "qwen3_next",
+        {**_WIDE, "linear_num_key_heads": 1, "linear_value_head_dim": 24, "num_experts": 0},
+    ),
+    "short convolutions": ("lfm2", {}),
+    "short convolutions with biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
+    "factors that are sigmoids": ("lfm2_moe", {"norm_topk_prob": True}),
+    "factors that are sigmoids, scaled": (
+        "lfm2_moe",
+        {"norm_topk_prob": False, "routed_scaling_factor": 2.5, "use_expert_bias": False},
+    ),
+    "mamba": ("granitemoehybrid", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
+    "mamba, groups and biases": (
+        "granitemoehybrid",
+        {
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "mamba, experts": ("granitemoehybrid", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mamba beside attention": (
+        "falcon_h1",
+        {
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.9, 1.2],
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.7,
+            "ssm_multipliers": [0.6, 1.3, 0.8, 1.4, 1.1],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.9,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "mamba beside attention, normed": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+    ),
+    "halves of layers": ("nemotron_h", {}),
+    "experts without gates": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 96,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "mamba, odd sizes": (
+        "bamba",
+        {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
+    ),
+}
+
+
+def load(directory: Path, **config: str) -> LoadedModel:
+    settings = ModelConfig(device="cpu", **config)
+    return load_model(find_model(str(directory)), settings, 128, lambda _: None)
+
+
+def saved(name: str, directory: Path) -> Path:
+    """Save a model whose norms, biases and decays are all different numbers."""
+    family, more = _MODELS[name]
+    model_type, settings = STATEFUL[family]
+    model = tiny_model(model_type, **{**settings, **more})
+    generator = torch.Generator().manual_seed(7)
+    for tensor in model.state_dict().values():
+        if tensor.dim() == 1:
+            tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+    return save_checkpoint(directory, model)
+
+
+class Counted:
+    """A compiled step that counts the steps it takes."""
+
+    def __init__(self, step: CompiledStep) -> None:
+        self._step = step
+        self.num_taken = 0
+
+    def logits(self, *arguments: Any) -> torch.Tensor | None:
+        found = self._step.logits(*arguments)
+        self.num_taken += found is not None
+        return found
+
+
+def decoded(loaded: LoadedModel, is_compiled: bool) -> tuple[torch.Tensor, StateBuffer, int]:
+    """Run a prompt and single tokens; return all logits, the state and how many were compiled."""
+    model = StatefulModel(loaded, self_test._small_pools(loaded, 5))
+    assert model.compiled is not None
+    counted = Counted(model.compiled)
+    model.compiled = counted if is_compiled else None  # type: ignore[assignment]
+    state, ids = model.state_io.new_buffer(), words(_PROMPT + _STEPS, seed=1)
+    rows = []
+    # The second part of the prompt has a past.
+    parts = ((0, 4), (4, _PROMPT), *((at, at + 1) for at in range(_PROMPT, len(ids))))
+    for start, end in parts:
+        piece = SequencePiece(ids[start:end], start, range(1, 5), end - start, state)
+        rows.append(model.forward_piece(piece, _BLOCK))
+    return torch.cat(rows), state, counted.num_taken
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) -> None:
+    loaded = load(saved(name, tmp_path), dtype="float32")
+
+    ours, our_state, num_taken = decoded(loaded, is_compiled=True)
+    theirs, their_state, _ = decoded(loaded, is_compiled=False)
+
+    assert num_taken == _STEPS
+    assert torch.allclose(ours, theirs, atol=2e-4, rtol=1e-4)
+    assert our_state.num_tokens == their_state.num_tokens == _PROMPT + _STEPS
+    for one, other in zip(our_state.views, their_state.views, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fewer key heads", DeltaPrefill),
+        ("parts of key heads together", DeltaPrefill),
+        ("mamba", MambaPrefill),
+        ("mamba beside attention", MambaPrefill),
+    ],
+)
+def test_prompts_take_kernels_until_the_step_is_abandoned(
+    name: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(saved(name, tmp_path), dtype="float32")
+    num_rows: list[int] = []
+    rule = kind._rule
+
+    def counted(self: RecurrentPrefill, *arguments: Any) -> Any:
+        if self._layer == 0:
+            num_rows.append(arguments[-1])
+        return rule(self, *arguments)
+
+    monkeypatch.setattr(kind, "_rule", counted)
+    decoded(loaded, is_compiled=False)
+    self_test._own_logits(loaded, torch.tensor(words(_PROMPT, seed=1)))
+    assert not num_rows
+
+    decoded(loaded, is_compiled=True)
+
+    assert num_rows == [4, _PROMPT - 4]
+
+
+_FEWER_BITS: list[tuple[dict[str, str], float]] = [
+    ({"dtype": "bfloat16"}, 0.999),
+    ({"dtype": "float32", "weights": "int8"}, 0.9999),
+    ({"dtype": "float32", "weights": "int4"}, 0.99),
+]
+
+
+@pytest.mark.parametrize(("config", "least"), _FEWER_BITS)
+@pytest.mark.parametrize(
+    "name", ["fewer key heads", "parts of key heads together", "short convolutions", "mamba"]
+)
+def test_low_bits_take_the_compiled_step_too(
+    name: str, config: dict[str, str], least: float, tmp_path: Path
+) -> None:
+    loaded = load(saved(name, tmp_path), **config)
+
+    ours, _, num_taken = decoded(loaded, is_compiled=True)
+    theirs, _, _ = decoded(loaded, is_compiled=False)
+
+    assert num_taken == _STEPS
+    assert torch.cosine_similarity(ours, theirs).median() > least
+    assert compare_with_own(loaded) > least
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen35", "qwen3next", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h"]
+)
+def test_blocks_of_a_file_take_it_too(name: str, tmp_path: Path) -> None:
+    """Of Qwen's, value heads and columns of the output are in another order in the file."""
+    loaded = load(write_hybrid(tmp_path / "m.gguf", name, "Q8_0"))
+
+    ours, _, num_taken = decoded(loaded, is_compiled=True)
+    theirs, _, _ = decoded(loaded, is_compiled=False)
+
+    assert loaded.weights == "blocks"
+    assert num_taken == _STEPS
+    # Where two experts have nearly equal scores, a few rows differ more.
+    assert torch.cosine_similarity(ours, theirs).median() > 0.999
+
+
+def test_the_self_test_abandons_a_step_that_is_wrong(tmp_path: Path) -> None:
+    """Most of its rows must be of compiled steps: with prompts alone it would see nothing."""
+    loaded = load(saved("fewer key heads", tmp_path), dtype="float32")
+    assert loaded.compiled is not None
+    for layer in loaded.compiled._decoder.layers:
+        if hasattr(layer.attention, "rates"):
+            layer.attention.rates.mul_(0.5)
+
+    ensure_trusted(loaded, None)
+
+    assert loaded.compiled.is_off
+
+
+def test_a_step_can_be_given_up_before_it_runs(tmp_path: Path) -> None:
+    loaded = load(saved("fewer key heads", tmp_path), dtype="float32")
+    model = StatefulModel(loaded, self_test._small_pools(loaded, 5))
+    assert model.compiled is not None
+    state = model.state_io.new_buffer()
+    ids = words(_PROMPT, seed=1)
+    model.forward_piece(SequencePiece(ids, 0, range(1, 5), 1, state), _BLOCK)
+
+    model.compiled._num_pieces = 3
+    with model.stopping(lambda: True), pytest.raises(StepAbandoned):
+        model.forward_piece(SequencePiece([5], _PROMPT, range(1, 5), 1, state), _BLOCK)
+
+    assert state.num_tokens == _PROMPT
