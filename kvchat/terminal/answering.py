@@ -14,7 +14,7 @@ from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
-from kvchat.chat.events import AnswerEnded, ChatEvent
+from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
@@ -79,17 +79,24 @@ class Answering:
 
     @property
     def words(self) -> str:
-        """The activity of the answer in progress, in a few words."""
+        """The activity of the answer in progress, in a few words; "" while the model loads."""
         current = self._current
         if current is None:
             return f"running {self._tools.running}" if self._tools.running else ""
         if current.is_stopping:
             return "stopping"
+        if self._controller.host.ready is None:
+            return ""
         tokens = current.reply.num_tokens
         some = about(self._controller.host.model)
         words = some + plural(tokens, "token") if tokens else "reading"
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
+
+    def model_is_ready(self) -> None:
+        """Show the time of an answer that has waited for the model from now on."""
+        if self._current is not None:
+            self._current.answer_view.model_is_ready()
 
     def stop(self) -> None:
         """End the answer at the engine's next step; its text so far is saved and shown.
@@ -214,13 +221,17 @@ class Answering:
             raise answer_view.failed.error
         return answer_view.ended[0]
 
+    def _context_limit(self) -> int | None:
+        ready = self._controller.host.ready
+        return ready.told_context_limit if ready is not None else None
+
     async def _follow(
         self, ask: _Ask, stats_level: StatsLevel, said_before: str = ""
     ) -> AnswerView:
         """Start a reply, and show it until it ends."""
-        ready = self._controller.host.ready
-        limit = ready.told_context_limit if ready is not None else None
-        answer_view = AnswerView(self._view, limit, stats_level, said_before, self.hides_thinking)
+        answer_view = AnswerView(
+            self._view, self._context_limit, stats_level, said_before, self.hides_thinking
+        )
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
         )
@@ -279,6 +290,9 @@ class Answering:
             self._view.write([self._view.painter.text("")])
 
     def _draw(self, answer_view: AnswerView, events: list[ChatEvent]) -> None:
+        # Leaving tells why there is no model; here it would be said twice.
+        failure = self._controller.host.failure
+        events = [e for e in events if not (isinstance(e, AnswerFailed) and e.error is failure)]
         rows = answer_view.take(events)
         if rows:
             self._view.write(rows, self._live_state())

@@ -11,6 +11,8 @@ from contextlib import suppress
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.attachment import split_attached
+from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
@@ -72,7 +74,7 @@ class Dialogue(CommandContext):
         self._ahead = ReadAhead(controller)
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._loaded = asyncio.Event()
+        self._is_loaded = False
         self._has_tools = asyncio.Event()
         if toolbox is None or toolbox.is_complete:
             self._has_tools.set()
@@ -89,23 +91,25 @@ class Dialogue(CommandContext):
     def hear(self, event: LoadEvent) -> None:
         """Handle a load event of the model that the conversation began with.
 
-        After EngineLost messages wait for another engine, as they did for the first.
+        A message is sent, and so saved, while the model loads: the engine answers it afterwards,
+        also where another engine takes the place of a lost one.
         """
         if isinstance(event, LoadProgress):
             share = f" {event.fraction:.0%}" if event.fraction is not None else ""
             self._stage = one_line(event.stage) + share
         elif isinstance(event, ModelReady):
             self._stage = ""
-            self._loaded.set()
-            self._wake.set()
+            self._is_loaded = True
+            self._answering.model_is_ready()
             for note in event.notes:
                 self.say(note)
-            self._spawn(self._tell_cost_at_opening())
+            if not self.is_busy:  # else the line after the answer tells what it did cost
+                self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
             self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         elif isinstance(event, EngineLost):
             self._stage = "loading the model"
-            self._loaded.clear()
+            self._is_loaded = False
             self.say(f"{event.reason} The chat goes on without it.", Role.WARNING)
         else:
             self._fail(event)
@@ -196,8 +200,8 @@ class Dialogue(CommandContext):
     @property
     def _what_keeps_it_busy(self) -> str:
         """What commands wait for, as the end of a sentence."""
-        if not self._loaded.is_set() and not self.is_answering:
-            return "the model, which is loading, and for your message before it."
+        if not self._is_loaded:
+            return "the model, which is loading, and for your message before it. Esc stops that."
         return "the answer. Esc stops it."
 
     def _accept_message(self, text: str) -> None:
@@ -312,8 +316,23 @@ class Dialogue(CommandContext):
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
-            self._show_unsent((*queued, self._view.prompt_text))
+            self._show_unsent((*self._lost_message, *queued, self._view.prompt_text))
         self._view.leave()
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last message on the branch has no answer yet."""
+        conversation = self.controller.conversation
+        path = conversation.path() if conversation is not None else []
+        return bool(path) and path[-1].role is Speaker.USER
+
+    @property
+    def _lost_message(self) -> tuple[str, ...]:
+        """The message that no model has answered, where the conversation has no file to keep it."""
+        if self.has_been_used or not self.is_unanswered:
+            return ()
+        _, words = split_attached(self.controller.place.user_turns[-1].text)
+        return (words,)
 
     def _show_unsent(self, texts: Sequence[str]) -> None:
         """Show what was typed and no model will answer, so that it can be copied."""
@@ -342,12 +361,11 @@ class Dialogue(CommandContext):
     async def work(self) -> None:
         """Answer waiting messages in order, until this task is cancelled."""
         while True:
-            await self._loaded.wait()
             await self._wake.wait()
             await self._has_tools.wait()
             self._wake.clear()
             await asyncio.sleep(0)  # a command that was typed before a message begins before it
-            while self._loaded.is_set() and (job := self._next_job()) is not None:
+            while (job := self._next_job()) is not None:
                 async with self._turn_lock:
                     try:
                         await job()

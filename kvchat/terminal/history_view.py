@@ -82,6 +82,8 @@ def show_where_it_stands(conversation: Conversation, page: Page) -> None:
     if not path:
         page.write([page.painter.text("This is the beginning.", Look.DIM), Text(end="")])
     show_turns(path[last:], page)
+    if path and path[-1].role is Role.USER:
+        tell(page, "This message has no answer yet: /continue answers it.")
 
 
 _MIN_TEXT_CELLS = 8

@@ -315,7 +315,7 @@ def test_a_command_that_comes_while_the_model_loads_says_so(
 ) -> None:
     """It said that it waited for an answer, and that Esc would stop that."""
     chat = start_chat("--loading", str(tmp_path / "never"), columns=100)
-    chat.enter("hello").wait_for("1 queued")
+    chat.enter("hello").wait_for("Esc stops")
     chat.enter("/undo").wait_for("/undo waits for the model, which is loading")
 
 
