@@ -63,10 +63,16 @@ class Answering:
         self._current: _Current | None = None
         self._tools = tools
         self.hides_thinking = False
+        self._name = "the answer"
 
     @property
     def is_running(self) -> bool:
         return self._current is not None or bool(self._tools.running)
+
+    @property
+    def name(self) -> str:
+        """What is written or run, with its article."""
+        return "the tool" if self._tools.running else self._name
 
     @property
     def tail(self) -> list[Row]:
@@ -214,9 +220,13 @@ class Answering:
         self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
     ) -> AnswerEnded:
         """Show a summary while the model writes it; raises the error that prevented it."""
-        answer_view = await self._follow(
-            lambda n: self._controller.summarise(plan, focus, n), stats_level
-        )
+        self._name = "the summary"
+        try:
+            answer_view = await self._follow(
+                lambda n: self._controller.summarise(plan, focus, n), stats_level
+            )
+        finally:
+            self._name = "the answer"
         if answer_view.failed is not None:
             raise answer_view.failed.error
         return answer_view.ended[0]

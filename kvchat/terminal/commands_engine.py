@@ -28,6 +28,7 @@ from kvchat.terminal.status import (
     detail_line,
     format_count,
     graph_lines,
+    model_label,
     plural,
     speculation_lines,
     stats_line,
@@ -82,7 +83,8 @@ async def change_model(context: "CommandContext", name: str) -> None:
 
     relay.attach(loop, hear)
     try:
-        ready = await outcome
+        stays = f"{model_label(controller.host.model.name)} goes on."
+        ready = await context.stoppable(outcome, "loading the model", stays)
         context.show_stage("")
         if not await context.confirm_cost(await controller.cost_with(host), "/model", "reads"):
             await close_host(host)

@@ -7,11 +7,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.attachment import split_attached
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
@@ -22,7 +23,14 @@ from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, 
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
+from kvchat.terminal.commands import (
+    CommandContext,
+    Invocation,
+    Message,
+    Registry,
+    Stopped,
+    Unknown,
+)
 from kvchat.terminal.status import StatsLevel, ToolbarFacts, about, model_label, toolbar
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
@@ -36,6 +44,8 @@ _TYPING_PAUSE_S = 0.25
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +74,9 @@ class Dialogue(CommandContext):
         tools = ToolUse(toolbox, view, self.refresh)
         self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
         self._stage = "loading the model"
+        self._stoppable: asyncio.Future[Any] | None = None  # the part of a command that Esc stops
+        self._is_part_stopped = False
+        self._command = ""  # the name of the command that holds the lock
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
@@ -146,6 +159,20 @@ class Dialogue(CommandContext):
         self._stage = stage
         self.refresh()
 
+    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
+        part = self._stoppable = asyncio.ensure_future(work)
+        self._is_part_stopped = False
+        self.show_stage(stage)
+        try:
+            return await part
+        except asyncio.CancelledError:
+            if self._is_part_stopped:
+                raise Stopped(f"Stopped: {if_stopped}") from None
+            raise
+        finally:
+            self._stoppable = None
+            self.show_stage("")
+
     def _fail(self, event: LoadFailed) -> None:
         """Leave with the error's exit code: the chat cannot run without a model."""
         self.failure = event.error
@@ -154,7 +181,7 @@ class Dialogue(CommandContext):
     # Listener: called by the view
     @property
     def is_answering(self) -> bool:
-        return self._answering.is_running
+        return self._answering.is_running or self._stoppable is not None
 
     @property
     def has_queue(self) -> bool:
@@ -200,9 +227,15 @@ class Dialogue(CommandContext):
     @property
     def _what_keeps_it_busy(self) -> str:
         """What commands wait for, as the end of a sentence."""
-        if not self._is_loaded:
-            return "the model, which is loading, and for your message before it. Esc stops that."
-        return "the answer. Esc stops it."
+        if self._answering.is_running and not self._is_loaded:
+            return "the model, which is loading, and for the answer. Esc stops it."
+        if self.is_answering:
+            return f"{self.stoppable_name}. Esc stops it."
+        return f"your message before it, and that for /{self._command}."
+
+    @property
+    def stoppable_name(self) -> str:
+        return f"/{self._command}" if self._stoppable is not None else self._answering.name
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
@@ -227,6 +260,9 @@ class Dialogue(CommandContext):
 
     def stop(self) -> None:
         self._answering.stop()
+        if self._stoppable is not None:
+            self._is_part_stopped = True
+            self._stoppable.cancel()
 
     def notice(self, text: str) -> None:
         self._notice = text
@@ -480,7 +516,10 @@ class Dialogue(CommandContext):
                 await line.command.run(self, line.arguments)
             else:
                 async with self._turn_lock:
+                    self._command = line.command.name
                     await line.command.run(self, line.arguments)
+        except Stopped as stopped:
+            self.say(str(stopped))
         except KvchatError as error:
             self.say(str(error), Role.ERROR)
         finally:

@@ -6,9 +6,10 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
@@ -24,6 +25,8 @@ from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page, PickerActions
 from kvchat.tools.toolbox import Toolbox
+
+T = TypeVar("T")
 
 
 class ScriptPage:
@@ -134,6 +137,10 @@ class ScriptCommands(CommandContext):
 
     def show_stage(self, stage: str) -> None:
         """Do nothing: a script does not show loading."""
+
+    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
+        """Wait: a script has no keys."""
+        return await work
 
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")

@@ -170,7 +170,11 @@ class Listener(Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether there is an answer that Esc and Ctrl-C would stop."""
+        """Whether there is an answer, or a long command, that Esc and Ctrl-C would stop."""
+
+    @property
+    def stoppable_name(self) -> str:
+        """What Esc and Ctrl-C would stop, with its article, such as "the answer"."""
 
     @property
     def is_busy(self) -> bool:
@@ -192,7 +196,7 @@ class Listener(Protocol):
         """Handle a message or a command."""
 
     def stop(self) -> None:
-        """Stop the answer in progress."""
+        """Stop the answer or the command in progress."""
 
     def notice(self, text: str) -> None:
         """Show a line until the next key."""
