@@ -380,9 +380,6 @@ class ChatSession:
         notify: Callable[[], None] | None,
     ) -> Reply:
         """Generate what follows the context of a turn, and store it through `ledger`."""
-        if self._has_other_name:
-            self.save(session_file.model_line(self.model.name))
-            self._has_other_name = False
         context = tuple(self.conversation.context_ids(turn_id))
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
         options = replace(options, is_one_shot=is_one_shot)
@@ -567,6 +564,12 @@ class ChatSession:
     def is_saved(self) -> bool:
         """Whether the conversation has a file."""
         return self._log is not None
+
+    def note_answering(self) -> None:
+        """Save the model's name, if another model has answered last; when an answer begins."""
+        if self._has_other_name:
+            self.save(session_file.model_line(self.model.name))
+            self._has_other_name = False
 
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the session file; `saving_problem` returns a failure.
