@@ -82,6 +82,8 @@ class Dialogue(CommandContext):
         self._has_said_loss = False
         self.has_warned = False
         self._num_commands = 0
+        self._unshown: dict[asyncio.Task[Any] | None, str] = {}  # lines of running commands
+        self._waiting_commands: list[str] = []  # lines of commands that wait for another one
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
@@ -97,7 +99,14 @@ class Dialogue(CommandContext):
 
     @property
     def page(self) -> View:
+        """The view; a command's own line is shown before the first that the command writes."""
+        self._echo()
         return self._view
+
+    def _echo(self) -> None:
+        """Show the line of the command that this task runs, unless it is shown already."""
+        if (text := self._unshown.pop(asyncio.current_task(), "")) != "":
+            self._view.write_turn(text)
 
     # Loading
 
@@ -200,7 +209,7 @@ class Dialogue(CommandContext):
     @property
     def is_busy(self) -> bool:
         """Whether an answer is in progress or a message waits for one."""
-        return self.is_answering or self.has_queue or self._asked is not None
+        return self._answering.is_running or self.has_queue or self._asked is not None
 
     @property
     def is_at_work(self) -> bool:
@@ -220,8 +229,7 @@ class Dialogue(CommandContext):
             self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
-            self._view.write_turn(text)
-            self._begin(line)
+            self._begin(line, text)
         self.refresh()
 
     @property
@@ -229,8 +237,8 @@ class Dialogue(CommandContext):
         """What commands wait for, as the end of a sentence."""
         if self._answering.is_running and not self._is_loaded:
             return "the model, which is loading, and for the answer. Esc stops it."
-        if self.is_answering:
-            return f"{self.stoppable_name}. Esc stops it."
+        if self._answering.is_running:
+            return f"{self._answering.name}. Esc stops it."
         return f"your message before it, and that for /{self._command}."
 
     @property
@@ -254,9 +262,16 @@ class Dialogue(CommandContext):
         self._wake.set()
 
     def _refuse(self, text: str, reason: str) -> None:
-        """Say why a line is refused, and put it back into the prompt."""
-        self._view.put_back(text)
-        self.say(reason, Role.WARNING)
+        """Say why a line is refused, and put it back into the prompt.
+
+        Below an answer that streams, so that the words do not come between two lines of it.
+        """
+        if not self._view.prompt_text:
+            self._view.put_back(text)
+        if self._answering.is_running:
+            self.notice(reason)
+        else:
+            self.say(reason, Role.WARNING)
 
     def stop(self) -> None:
         self._answering.stop()
@@ -506,27 +521,48 @@ class Dialogue(CommandContext):
         assert command is not None
         self._begin(Invocation(command, ""))
 
-    def _begin(self, line: Invocation) -> None:
+    def _begin(self, line: Invocation, text: str = "") -> None:
+        """Run a command that was typed as `text`."""
         self._num_commands += 1
-        self._spawn(self._carry_out(line))
+        self._spawn(self._carry_out(line, text))
 
-    async def _carry_out(self, line: Invocation) -> None:
+    async def _carry_out(self, line: Invocation, text: str) -> None:
         try:
             if line.command.is_available_while_answering:
-                await line.command.run(self, line.arguments)
+                await self._run(line, text)
             else:
-                async with self._turn_lock:
-                    self._command = line.command.name
-                    await line.command.run(self, line.arguments)
+                await self._run_alone(line, text)
         except Stopped as stopped:
             self.say(str(stopped))
         except KvchatError as error:
-            self.say(str(error), Role.ERROR)
+            if self._answering.is_running and self._unshown.pop(asyncio.current_task(), ""):
+                self._refuse(text, str(error))
+            else:
+                self.say(str(error), Role.ERROR)
         finally:
+            self._unshown.pop(asyncio.current_task(), "")
             self._num_commands -= 1
             self._wake.set()
             self.refresh()
             self.draft_changed(self._view.prompt_text)  # a file may be attached
+
+    async def _run_alone(self, line: Invocation, text: str) -> None:
+        """Run a command once no answer and no other such command is in progress."""
+        if text and self._turn_lock.locked():
+            self._waiting_commands.append(text)
+            self.refresh()
+        async with self._turn_lock:
+            if text in self._waiting_commands:
+                self._waiting_commands.remove(text)
+            self._command = line.command.name
+            await self._run(line, text)
+
+    async def _run(self, line: Invocation, text: str) -> None:
+        """Run a command; its line is shown when it has something to show, or at its end."""
+        if text:
+            self._unshown[asyncio.current_task()] = text
+        await line.command.run(self, line.arguments)
+        self._echo()
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine as a task; an error in it is reported, not raised."""
@@ -558,6 +594,7 @@ class Dialogue(CommandContext):
             notice=self._notice,
             queue=self._queue.texts,
             edited=self._queue.edited_index,
+            commands=tuple(self._waiting_commands),
             toolbar=self._toolbar,
         )
 

@@ -58,6 +58,7 @@ class LiveState:
     progress   one line about a long operation
     notice     one line in reply to a key; the next key removes it
     queue      messages waiting; `edited` is the index of the one in the prompt
+    commands   commands that wait for another one
     toolbar    returns the toolbar's text for a width in columns
     """
 
@@ -66,6 +67,7 @@ class LiveState:
     notice: str = ""
     queue: tuple[str, ...] = ()
     edited: int | None = None
+    commands: tuple[str, ...] = ()
     toolbar: Callable[[int], str] = field(default=lambda width: "")
 
 

@@ -1,4 +1,4 @@
-"""Esc stops what takes long, not answers alone; the words say what was stopped, and what is left."""
+"""Esc stops what takes long, not answers alone; the words say what is left of it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,9 @@ def test_esc_stops_a_pin_that_is_read(start_chat: StartChat, tmp_path: Path) -> 
     chat = start_chat("--kept", str(tmp_path / "kv"), columns=100)
     chat.enter(f"/pin {tmp_path / 'read'}").wait_for("for the pin · Esc stops")
     chat.type("\x04").wait_for("Esc stops /pin, /exit leaves.")
-    chat.enter("/undo").wait_for("/undo waits for /pin. Esc stops it.")
-    chat.type("\x15\x1b").wait_for("Stopped: nothing is pinned. What was read stays cached.")
+    chat.enter("/tree").enter("/cache").wait_for_shown("waiting: /cache")
+    chat.type("\x1b").wait_for("Stopped: nothing is pinned. What was read stays cached.")
+    chat.wait_for("❯ /cache")
     chat.enter("/pin list").wait_for("Nothing is pinned.")
     chat.enter("hello").wait_for("You said 'hello' (0).")
 
