@@ -220,11 +220,13 @@ class CommandContext(ABC):
         index = await self.page.choose(question, [Choice("no"), Choice("yes")])
         return index == 1
 
-    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
+    async def confirm_cost(
+        self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
+    ) -> bool:
         """Say what an action costs unless that is low, and ask the user if it is high."""
         if cost is None or cost.is_low:
             return True
-        self.say(f"{warmth.price(cost, action, verb)}.")
+        self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
         if not cost.is_high or await self.confirm("Do it all the same?"):
             return True
         self.say("Nothing is changed.")

@@ -103,7 +103,8 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     if arguments == str(count):
         _say_it_is_no_message(context, count, last)
     asked = controller.require_conversation().context_ids(last.turn_id)
-    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
+    cost = await controller.engine.cost(asked)
+    if await context.confirm_cost(cost, "/retry", gap=False):  # an empty row begins the answer
         context.answer_again(options)
 
 

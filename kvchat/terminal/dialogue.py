@@ -31,7 +31,14 @@ from kvchat.terminal.commands import (
     Stopped,
     Unknown,
 )
-from kvchat.terminal.status import StatsLevel, ToolbarFacts, about, model_label, toolbar
+from kvchat.terminal.status import (
+    StatsLevel,
+    ToolbarFacts,
+    about,
+    attached_in_words,
+    model_label,
+    toolbar,
+)
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
@@ -41,6 +48,9 @@ from kvchat.tools.toolbox import Toolbox
 _STOP_PATIENCE_S = 2.0
 # After such a pause in typing, what is finished of a message is prefilled.
 _TYPING_PAUSE_S = 0.25
+# How often it is asked how much of that is read, and after how many equal answers no more.
+_SHARE_INTERVAL_S = 0.4
+_MOST_SAME_SHARES = 20
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
@@ -87,6 +97,7 @@ class Dialogue(CommandContext):
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
+        self._share_read: float | None = None  # of what is read ahead
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._is_loaded = False
@@ -299,6 +310,19 @@ class Dialogue(CommandContext):
         await asyncio.sleep(_TYPING_PAUSE_S)
         if not self.is_busy and isinstance(self.registry.parse(text), Message):
             await self._ahead.consider(text)
+            await self._watch_reading()
+
+    async def _watch_reading(self) -> None:
+        """Show how much is read of what is read ahead, until it is all or nothing more comes."""
+        num_same = 0
+        while not self.is_busy and num_same < _MOST_SAME_SHARES:
+            share = await self._ahead.share_read()
+            num_same = 0 if share != self._share_read else num_same + 1
+            self._share_read = share
+            self.refresh()
+            if share is None or share == 1.0:
+                return
+            await asyncio.sleep(_SHARE_INTERVAL_S)
 
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
@@ -433,6 +457,7 @@ class Dialogue(CommandContext):
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
         self._ahead.forget()
+        self._share_read = None
         self.refresh()
         await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
@@ -614,6 +639,9 @@ class Dialogue(CommandContext):
             about=about(controller.host.model),
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
+            attached=attached_in_words(
+                [file.name for file in controller.attached], self._share_read
+            ),
             answering=self._answering.words,
             loading=self._stage or self._waiting,
             editing=controller.place.editing,

@@ -145,10 +145,12 @@ class ScriptCommands(CommandContext):
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
-    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
+    async def confirm_cost(
+        self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
+    ) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{warmth.price(cost, action, verb)}.")
+            self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
         return True
 
     def answer_again(self, options: AskOptions) -> None:

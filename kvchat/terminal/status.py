@@ -3,6 +3,7 @@
 Pure functions of the engine's figures; parts that are zero or unknown are left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -249,12 +250,26 @@ class PrefillMeter:
         return glyphs.separator.join(part for part in parts if part)
 
 
+def attached_in_words(names: Sequence[str], share_read: float | None) -> str:
+    """Return the toolbar's words on attached files; `share_read` is the part of the next message
+    that is read ahead, None for nothing.
+    """
+    what = f"{one_line(names[0], 20)} attached" if names else "text"
+    if len(names) > 1:
+        what = f"{plural(len(names), 'file')} attached"
+    if share_read is None:
+        return what if names else ""
+    done = "read" if share_read == 1.0 else f"{share_read:.0%} read"
+    return f"{what}, {done}" if names else f"{what} {done}"
+
+
 @dataclass(frozen=True, slots=True)
 class ToolbarFacts:
     """The values that the toolbar shows.
 
     warmth      what the next message costs, in a few words; "" if not known. It is not shown
                 during an answer, which changes it, and where the context is full
+    attached    the files that go with the next message, and how much of it is read ahead
     about       "about " if the context's tokens are an estimate
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
@@ -269,6 +284,7 @@ class ToolbarFacts:
     about: str = ""
     context_limit: int | None = None
     warmth: str = ""
+    attached: str = ""
     answering: str = ""
     loading: str = ""
     editing: str = ""
@@ -293,6 +309,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
         "" if is_full else context,
         "" if facts.answering or _is_over(facts) else facts.warmth,
+        facts.attached,
     ]
     separator = glyphs.separator
     urgent = [part for part in urgent if part]

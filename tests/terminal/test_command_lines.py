@@ -69,3 +69,12 @@ def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(
         "❯ /system Be brief.",
     ]
     assert "waiting:" not in chat.shown
+
+
+def test_a_price_before_an_answer_leaves_one_empty_row(start_chat: StartChat) -> None:
+    """/retry with its price left two."""
+    chat = start_chat()
+    chat.enter("say " * 200).wait_for("tokens, ").enter("/exit").finish()
+    again = start_chat("--continue")
+    again.wait_for("cold:").enter("/retry").wait_for("/retry re-reads 8").wait_for("first token")
+    assert "s.\n\nYou said" in again.text.partition("re-reads")[2]

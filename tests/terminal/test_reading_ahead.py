@@ -52,6 +52,22 @@ def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
 
 
+def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(
+    start_chat: StartChat, manual: Path
+) -> None:
+    """Nothing said that a file was attached, or why the next answer would come at once."""
+    chat = start_chat(columns=40, rows=16)
+    chat.enter(f"/file {manual}").wait_for_shown("scripted · manual.txt attached, read")
+    chat.enter("/file clear").wait_for_shown("\nscripted\n")
+    chat.paste("Ships lie in the harbour.\n" * 20).wait_for_shown("text read")
+    chat.type("\x03").wait_for("again leaves").type("x\x7f").wait_for_shown("\nscripted\n")
+
+    half = start_chat("--reads-half", "--attach", str(manual), columns=100)
+    half.wait_for_shown("scripted · manual.txt attached, 49% read")
+    half.enter("hello").wait_for("with manual.txt").wait_for("first token")
+    assert "attached" not in half.shown.splitlines()[-1]
+
+
 def test_a_file_attached_by_a_command_is_read_without_another_key(
     start_chat: StartChat, tmp_path: Path, manual: Path
 ) -> None:
