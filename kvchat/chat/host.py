@@ -377,7 +377,9 @@ class EngineQueries:
         if status.disk is not None and status.disk.trouble:
             told[status.disk.trouble] = trouble_notice(status.disk.trouble)
         for failed in status.speculation.failed if status.speculation is not None else ():
-            told[failed] = f"guessing ahead by {one_line(failed)}; answers come without it."
+            told[failed] = (
+                f"a source of drafts failed ({one_line(failed)}); answers come without it."
+            )
         for trouble, notice in told.items():
             if trouble not in self._told:
                 self._told.add(trouble)

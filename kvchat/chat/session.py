@@ -60,7 +60,7 @@ class ChatSession:
         readopt(conversation, model)
         answers = [turn for turn in conversation.turns() if turn.role is Role.ASSISTANT]
         if is_odd:
-            odd = "Some tokens of this conversation are none of the model's"
+            odd = "Some tokens of this conversation do not exist in this model"
             notes = (*notes, f"{odd}; it will be read again once, from its text.")
         elif answers and (is_taken_over or answers[-1].is_adopted):
             notes = (*notes, _other_model(answered_by if is_taken_over else ""))

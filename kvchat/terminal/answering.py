@@ -162,7 +162,7 @@ class Answering:
             self._write_gap()
             if self._tools.was_stopped:
                 self._controller.hold_results(results)
-                tell(self._view, "Stopped. Your next message goes with what came back.")
+                tell(self._view, "Stopped. What the tools returned goes with your next message.")
                 return
             try:
                 answer_view = await self._follow(
@@ -171,7 +171,7 @@ class Answering:
             except KvchatError as error:
                 tell(self._view, str(error), Role.ERROR)
                 return
-        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Send a word to go on.")
+        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Any message goes on.")
 
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""

@@ -188,7 +188,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
     if mode:
         await asyncio.wrap_future(context.controller.host.speculate(mode))
-        context.say(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
+        context.say(f"Drafts are {'off' if mode == 'off' else f'on: {mode}'}.")
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
@@ -248,7 +248,7 @@ COMMANDS = (
     ),
     Command(
         "spec",
-        "guess ahead of the model: the same text, faster",
+        "draft tokens ahead of the model: the same text, faster",
         spec,
         Group.ENGINE,
         "[on|off|auto|ngram|draft]",

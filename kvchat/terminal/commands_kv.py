@@ -185,7 +185,9 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
     for label in wanted:
         await asyncio.to_thread(kept.unpin, label)
     await asyncio.to_thread(context.controller.pins.remove, wanted)
-    context.say(f"{plural(len(wanted), 'pin')} removed. What it held may be forgotten now.")
+    context.say(
+        f"{plural(len(wanted), 'pin')} removed. KV that was pinned stays while there is room."
+    )
 
 
 async def forget(context: "CommandContext", arguments: str) -> None:
@@ -200,7 +202,7 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     is_last = what == "last"
     question = (
         f"Forget {'the last turn' if is_last else 'this conversation'} for good, text and KV? "
-        "What others share stays."
+        "KV that others share stays."
     )
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
@@ -259,7 +261,7 @@ COMMANDS = (
     ),
     Command(
         "unpin",
-        "let it be forgotten again",
+        "remove a pin: its KV may be evicted again",
         unpin,
         Group.INPUT,
         "[NAME|all]",

@@ -84,7 +84,7 @@ class ScriptPage:
         yield
 
     async def edit(self, text: str) -> str:
-        raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
+        raise UsageError("An editor needs a terminal.", "In a script, a line is the message.")
 
     def unlearn(self, texts: Collection[str]) -> None:
         """Do nothing: a script has no input history."""

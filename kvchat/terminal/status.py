@@ -91,14 +91,16 @@ def stats_line(
     """Return the line after an answer, in at most `width` cells; None leaves nothing out.
 
     The least important parts are left out first: tiers, context, tokens, the first token's time.
-    So is what is not known: what a server had cached that does not tell, and `context_limit` None.
+    So is what is not known: what a server had cached that does not tell, or what is cached of a
+    prompt that was stopped before any of it was looked up; and `context_limit` None.
     `load_s` is the loading time of the model, for the first answer of a script.
     """
     usage, timing = ended.usage, ended.timing
     used = usage.prompt_tokens + usage.completion_tokens
     some = "about " if usage.is_estimate else ""
     tiers = _tiers(usage.cached)
-    is_told = ended.miss_reason is not MissReason.NOT_TOLD
+    is_begun = not usage.prompt_tokens or usage.unread_tokens < usage.prompt_tokens
+    is_told = ended.miss_reason is not MissReason.NOT_TOLD and is_begun
     cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}" if is_told else ""
     full = [
         _ending(ended.reason),

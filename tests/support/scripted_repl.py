@@ -103,7 +103,7 @@ def author(question: str, sample: int) -> Script:
         if question.endswith("an echo"):
             return Script(question, tokens_per_step=20)
         if question.endswith("slowly"):
-            return Script(lines, tokens_per_step=5, step_s=0.012)
+            return Script(f"{lines}\n" * 30, tokens_per_step=5, step_s=0.012)
         if question.endswith("a refusal"):
             return Script("No.")
         if question.endswith("in words"):

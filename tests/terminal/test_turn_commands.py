@@ -51,7 +51,7 @@ def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> No
     chat = start_chat()
     chat.enter("first").wait_for("tokens, ")
     chat.enter("second").wait_for(lambda text: text.count("tokens, ") == 2)
-    chat.type("\x1b").type("\x1b").wait_for("Go back to before").type("\x1b[A").type("\r")
+    chat.type("\x1b").type("\x1b").wait_for("Go back before").type("\x1b[A").type("\r")
     chat.wait_for("Back before: first")
     chat.wait_for(lambda text: _after(text, "❯").startswith(" first"))
 

@@ -80,7 +80,7 @@ PICKER = {
         "  Summarise the mi…  cold, about 3.9 s",
         "  ┊ my cat is Mia",
         "  ┊ A cat named Mia.",
-        "Ctrl-R renames · Ctrl-X deletes · Ctrl…",
+        "^R rename · ^X delete · ^O one-shots",
         "scripted",
     ],
 }
