@@ -178,8 +178,10 @@ class AnswerView:
             ]
         assert isinstance(event, SavingFailed)
         self._warnings.append(event.message)
-        is_within = self._has_text and 0 not in self.ended and self.failed is None
-        return [] if is_within else self._held_warnings()
+        is_over = 0 in self.ended or self.failed is not None
+        if self._has_text and not is_over:
+            return []
+        return [*self._held_warnings(), Text(end="")]
 
     def _held_warnings(self) -> list[Row]:
         """Return the warnings that came within the text, for after it."""

@@ -18,7 +18,7 @@ from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
-from kvchat.core.errors import ContextTooLong, KvchatError
+from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
@@ -143,8 +143,9 @@ class Answering:
                 lambda notify: self._controller.ask(text, notify), stats_level
             )
         except KvchatError as error:
-            self._give_back(text, attached, edited)
             tell(self._view, str(error), Role.ERROR)
+            # What cannot be saved is refused again as it is; another text may be made right.
+            self._give_back(text, attached, edited, gives_way=isinstance(error, StoreError))
             return
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)

@@ -142,7 +142,8 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         tell(view, "The model has no chat template; it completes the text as it stands.")
     if controller.attached:
         names = ", ".join(one_line(file.name) for file in controller.attached)
-        tell(view, f"Attached {names}: it goes with your first message.")
+        notes = [file.note for file in controller.attached if file.note]
+        tell(view, "\n".join([f"Attached {names}: it goes with your first message.", *notes]))
     if controller.session is not None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))

@@ -16,7 +16,7 @@ _YES, _ALWAYS, _NO, _NEVER = range(4)
 
 
 def _choices(is_by_call: bool) -> tuple[Choice, ...]:
-    what = "this very call" if is_by_call else "this tool"
+    what = "this call" if is_by_call else "this tool"
     return (
         Choice("yes", "once"),
         Choice("always", f"{what}, until kvchat ends"),

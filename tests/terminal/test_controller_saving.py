@@ -179,7 +179,7 @@ def test_that_nothing_is_saved_is_said_behind_the_answer() -> None:
     rows = answer.take([begun, full, rest, full, ended])
 
     assert [row.plain for row in rows] == ["A word of an answer.", full.message, full.message, ""]
-    assert [row.plain for row in answer.take([full])] == [full.message]
+    assert [row.plain for row in answer.take([full])] == [full.message, ""]
 
 
 @pytest.mark.parametrize("command", ["/delete", "/forget yes", "/new", "/fork"])

@@ -77,3 +77,14 @@ def test_a_file_attached_by_a_command_is_read_without_another_key(
     _wait_until_read(log)
 
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
+
+
+def test_a_file_that_is_no_utf_8_is_said_to_be(start_chat: StartChat, tmp_path: Path) -> None:
+    """What could not be read was replaced without a word."""
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9\n")
+    said = "Some of latin.txt is no UTF-8 text; it is sent as \ufffd."
+    chat = start_chat("--attach", str(path), columns=120).wait_for(said)
+    chat.enter("/file clear").enter(f"/file {path}").wait_for(lambda t: t.count(said) == 2)
+    chat.enter("/file clear").enter(f"what is in @{path} ?")
+    chat.wait_for(lambda t: t.count(said) == 3).wait_for("with latin.txt")

@@ -103,3 +103,14 @@ def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(
 
     again = start_chat("--history", str(history), "--continue")
     again.type("\x1b[A").wait_for_shown("❯ and then this")
+
+
+def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """/exit was typed after the message that came back, and was sent with it."""
+    (tmp_path / "sessions").write_text("no directory")
+    chat = start_chat().enter("my name is Ada")
+    chat.wait_for("A command takes its place").wait_for_shown("❯ my name is Ada")
+    chat.enter("/exit")
+    assert chat.finish() == 0
