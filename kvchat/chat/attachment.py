@@ -25,6 +25,13 @@ class Attached:
     name: str
     text: str
 
+    @property
+    def note(self) -> str:
+        """A sentence on bytes that are no UTF-8, "" if there are none."""
+        if "\ufffd" not in self.text:
+            return ""
+        return f"Some of {one_line(self.name)} is no UTF-8 text; it is sent as \ufffd."
+
 
 _MAX_BYTES = 16 * 2**20
 

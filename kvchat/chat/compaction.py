@@ -64,7 +64,9 @@ def plan_compaction(conversation: Conversation, context_limit: int) -> Compactio
     if not begins:
         raise UsageError("There is nothing to compact yet.")
     if path[-1].role is Role.USER:
-        raise UsageError("The last message has no answer.", "/retry answers it, /undo removes it.")
+        raise UsageError(
+            "The last message has no answer.", "/continue answers it, /undo removes it."
+        )
     room = context_limit * _MAX_KEPT_SHARE
     candidates = begins[max(1, len(begins) - _MAX_KEPT_MESSAGES) :]
     fitting = (index for index in candidates if _num_tokens(path[index:]) <= room)

@@ -172,12 +172,14 @@ class ChatController:
     def attach_mentioned(self, text: str) -> list[str]:
         """Put the files and pins that a message mentions before it.
 
-        Returns sentences on pinned files that changed since. Raises UsageError as `attach` does.
+        Returns sentences on pinned files that changed since, and on what is no text in a file.
+        Raises UsageError as `attach` does.
         """
-        pins = self.pins.paths()
+        before, pins = self.attached, self.pins.paths()
         notes = [self.pins.check(label) for label in mentioned_pins(text, pins)]
         for path in mentioned_files(text, pins):
             self.attach(path)
+        notes += [file.note for file in self.attached if file not in before]
         return [note for note in notes if note]
 
     def ask(self, text: str, notify: Callable[[], None] | None = None) -> Reply:

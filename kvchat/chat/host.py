@@ -149,6 +149,10 @@ class ChatHost:
         assert isinstance(self._outcome, ModelReady)
         return self._outcome
 
+    def loaded(self) -> "Future[None]":
+        """Return what is done once the model is loaded; it raises the error if that fails."""
+        return self._engine.call(lambda engine: None)
+
     def new_session(
         self,
         system: str | None = None,
@@ -234,16 +238,25 @@ class ChatHost:
         return done
 
     def read(self, token_ids: list[int]) -> "Future[None]":
-        """Prefill a context, so that its KV is cached; the future is done when it is."""
+        """Prefill a context, so that its KV is cached; the future is done when it is.
+
+        Cancelling the future ends that; what was computed stays cached.
+        """
         done: Future[None] = Future()
 
         def listen(event: RequestEvent) -> None:
+            is_end = isinstance(event, RequestFailed | SampleFinished)
+            if not is_end or not done.set_running_or_notify_cancel():
+                return
             if isinstance(event, RequestFailed):
                 done.set_exception(event.error)
-            elif isinstance(event, SampleFinished):
+            else:
                 done.set_result(None)
 
-        self._engine.submit(RequestSpec(tuple(token_ids), max_tokens=1), listen)
+        ticket = self._engine.submit(RequestSpec(tuple(token_ids), max_tokens=1), listen)
+        done.add_done_callback(
+            lambda done: self._engine.cancel(ticket) if done.cancelled() else None
+        )
         return done
 
     def pin(self, token_ids: list[int], label: str, ttl_s: float = math.inf) -> "Future[int]":
@@ -364,7 +377,9 @@ class EngineQueries:
         if status.disk is not None and status.disk.trouble:
             told[status.disk.trouble] = trouble_notice(status.disk.trouble)
         for failed in status.speculation.failed if status.speculation is not None else ():
-            told[failed] = f"guessing ahead by {one_line(failed)}; answers come without it."
+            told[failed] = (
+                f"a source of drafts failed ({one_line(failed)}); answers come without it."
+            )
         for trouble, notice in told.items():
             if trouble not in self._told:
                 self._told.add(trouble)

@@ -79,7 +79,7 @@ class PinFiles:
             return ""
         return (
             f"Since it was pinned, {', '.join(changed)} changed: it is read again from there on. "
-            f"/pin {one_line(label, 64)} FILE... pins it anew."
+            f"/pin {one_line(label, 64)} FILE... pins it again."
         )
 
     def attachments(self, path: Path) -> tuple[list[Attached], str]:

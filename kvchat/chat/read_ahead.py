@@ -22,6 +22,8 @@ _ENDINGS = ("a", "Z")
 _MAX_UNREAD_CHARS = 80
 # Fewer new tokens are read with the message itself.
 _MIN_NEW_TOKENS = 16
+# At most the partial block at the end, and what the ending of a template takes.
+_FEW_TOKENS = 64
 
 
 def finished(text: str) -> str:
@@ -39,6 +41,7 @@ class ReadAhead:
     def __init__(self, controller: "ChatController") -> None:
         self._controller = controller
         self._begun: list[int] = []
+        self._num_before = 0  # of these, the tokens of the conversation so far
 
     async def consider(self, text: str) -> None:
         """Prefill what will hardly change of a message being typed; end it where that changed."""
@@ -50,10 +53,23 @@ class ReadAhead:
         if host is not controller.host or ids == self._begun:
             return
         if len(ids) - common_len(ids, self._begun) >= _MIN_NEW_TOKENS:
-            self._begun = ids
+            self._begun, self._num_before = ids, len(_ids_before(controller))
             host.read_ahead(ids)
-        elif ids[: len(self._begun)] != self._begun[: len(ids)]:
+        elif not ids or ids[: len(self._begun)] != self._begun[: len(ids)]:
             self.end()
+
+    async def share_read(self) -> float | None:
+        """Return which share of what was begun is cached, 1.0 if all is but a block or two.
+
+        None if nothing is begun, and where that cannot be known.
+        """
+        begun, num_before = self._begun, self._num_before
+        cost = await self._controller.engine.cost(begun) if begun else None
+        if cost is None or begun is not self._begun:
+            return None
+        if cost.num_read < _FEW_TOKENS:
+            return 1.0
+        return max(0.0, (cost.num_cached - num_before) / (len(begun) - num_before))
 
     def end(self) -> None:
         """End what is under way; what was read stays cached."""
@@ -81,12 +97,17 @@ class ReadAhead:
     def _ids_of(controller: "ChatController", begun: str) -> list[int]:
         conversation = controller.conversation
         if conversation is None:
-            conversation = Conversation("", time.time(), controller.system)
-        parent = controller.place.parent_id
-        before = conversation.context_ids(parent) if parent != ROOT else []
+            conversation = Conversation("", time.time(), controller.system, controller.tools)
+        parent, before = controller.place.parent_id, _ids_before(controller)
         system = conversation.system if not before else None
         one, other = (
             controller.host.model.user_ids(conversation, parent, begun + end, system)
             for end in _ENDINGS
         )
         return [*before, *one[: common_len(one, other)]]
+
+
+def _ids_before(controller: "ChatController") -> list[int]:
+    """Return the context that the next message goes below."""
+    conversation, parent = controller.conversation, controller.place.parent_id
+    return conversation.context_ids(parent) if conversation is not None and parent != ROOT else []

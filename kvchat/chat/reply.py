@@ -389,6 +389,9 @@ class KeptConversation(Protocol):
     def is_saved(self) -> bool:
         """Whether it has a file."""
 
+    def note_answering(self) -> None:
+        """An answer of the model begins: its file has the name of the model that answered last."""
+
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the file."""
 
@@ -421,6 +424,7 @@ class Ledger:
         self._turn_ids: dict[int, int] = {}
 
     def begin_answer(self, sample: int) -> str | None:
+        self._session.note_answering()
         conversation = self._session.conversation
         turn = Turn(
             turn_id=conversation.next_turn_id,
@@ -529,7 +533,8 @@ class ContinuedLedger(Ledger):
         )
 
     def begin_answer(self, sample: int) -> str | None:
-        return None  # it has begun already
+        self._session.note_answering()
+        return None  # its turn is there already
 
     def _line(self, grown: Turn, text: str, token_ids: tuple[int, ...]) -> str:
         if self._has_line_of_model:

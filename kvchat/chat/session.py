@@ -60,7 +60,7 @@ class ChatSession:
         readopt(conversation, model)
         answers = [turn for turn in conversation.turns() if turn.role is Role.ASSISTANT]
         if is_odd:
-            odd = "Some tokens of this conversation are none of the model's"
+            odd = "Some tokens of this conversation do not exist in this model"
             notes = (*notes, f"{odd}; it will be read again once, from its text.")
         elif answers and (is_taken_over or answers[-1].is_adopted):
             notes = (*notes, _other_model(answered_by if is_taken_over else ""))
@@ -380,9 +380,6 @@ class ChatSession:
         notify: Callable[[], None] | None,
     ) -> Reply:
         """Generate what follows the context of a turn, and store it through `ledger`."""
-        if self._has_other_name:
-            self.save(session_file.model_line(self.model.name))
-            self._has_other_name = False
         context = tuple(self.conversation.context_ids(turn_id))
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
         options = replace(options, is_one_shot=is_one_shot)
@@ -567,6 +564,12 @@ class ChatSession:
     def is_saved(self) -> bool:
         """Whether the conversation has a file."""
         return self._log is not None
+
+    def note_answering(self) -> None:
+        """Save the model's name, if another model has answered last; when an answer begins."""
+        if self._has_other_name:
+            self.save(session_file.model_line(self.model.name))
+            self._has_other_name = False
 
     def save(self, line: str, durable: bool = False) -> None:
         """Append a line to the session file; `saving_problem` returns a failure.

@@ -299,7 +299,7 @@ _WHY = {
     MissReason.LATE: "the disk took too long, and computing went on without it.",
     MissReason.NO_ROOM: "there is no room for more on the device. --device-cache allows more.",
     MissReason.NO_TIER: "there is no disk cache, and they are no longer in memory.",
-    MissReason.NOT_KEPT: "the server had them no more. It does not tell why; it may keep whole "
+    MissReason.NOT_KEPT: "the server no longer had them. It does not tell why; it may keep whole "
     "blocks of tokens only.",
     MissReason.NOT_TOLD: "or so it seems, as the server does not tell what it had cached.",
 }

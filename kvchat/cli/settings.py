@@ -89,7 +89,7 @@ SETTINGS = (
         "spec",
         bool,
         None,
-        "guess ahead: faster, the same text; default: with --draft, and for the demo pair",
+        "draft tokens ahead: faster, the same text; default: with --draft, and for the demo pair",
     ),
     Setting("draft", str, None, "a small model with the same vocabulary to guess; ngram, none"),
     Setting("device", str, "auto", "where the model runs", ("auto", "cpu", "cuda")),

@@ -182,7 +182,7 @@ class EngineThread:
     Requests without any answer begin again there, others fail with that error.
 
     `clock` returns seconds, for `silent_s`. Listeners are called on that thread and must return at
-    once; a request that is cancelled while it waits for another engine ends on the caller's thread.
+    once; a request that is cancelled before an engine has begun it ends on the caller's thread.
     All public methods may be called from any thread.
     """
 
@@ -208,6 +208,7 @@ class EngineThread:
         self._is_over = False
         self._is_awaited = False
         self._running: dict[int, _Running] = {}
+        self._untaken: dict[Ticket, _Submit] = {}  # under the lock: no engine has begun them
         self._to_begin_again: dict[Ticket, _Submit] = {}  # under the lock
         self._request_ids: dict[Ticket, int] = {}
         self._to_cancel: set[Ticket] = set()  # cancelled, but the engine does not know yet
@@ -223,13 +224,18 @@ class EngineThread:
             self._num_submitted += 1
             # A request for one token has no decode step, so it needs no preparation.
             self._is_awaited |= spec.max_tokens is None or spec.max_tokens > 1
-        self._send(_Submit(ticket, spec, listener, time.perf_counter()))
+            message = _Submit(ticket, spec, listener, time.perf_counter())
+            self._untaken[ticket] = message
+        self._send(message)
         return ticket
 
     def cancel(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """End a request soon, within a step of prefill; nothing if it has ended already."""
+        """End a request soon, within a step of prefill; nothing if it has ended already.
+
+        One that waits for an engine, which may load for minutes, ends at once.
+        """
         with self._lock:
-            waiting = self._to_begin_again.pop(ticket, None)
+            waiting = self._untaken.pop(ticket, None) or self._to_begin_again.pop(ticket, None)
             if waiting is None:
                 self._to_cancel.add(ticket)
         if waiting is not None:
@@ -354,18 +360,20 @@ class EngineThread:
     def _refuse_everything(self, error: KvchatError) -> None:
         """Report the load as failed, and answer every message with the error until closed."""
         with self._lock:
-            waiting = list(self._to_begin_again.values())
+            waiting = [*self._to_begin_again.values(), *self._untaken.values()]
             self._to_begin_again.clear()
-        for each in waiting:
-            self._refuse(each, error)
+            self._untaken.clear()
         _tell(self._on_load, LoadFailed(error))
+        for each in waiting:
+            _tell(each.listener, RequestFailed(0, error))
         while not isinstance(message := self._messages.get(), _Close):
             self._refuse(message, error)
 
     def _refuse(self, message: _Message, error: KvchatError) -> None:
         """Answer a message with an error; a cancel or a close needs no answer."""
         if isinstance(message, _Submit):
-            _tell(message.listener, RequestFailed(0, error))
+            if self._take(message):
+                _tell(message.listener, RequestFailed(0, error))
         elif isinstance(message, _Call):
             _fail(message, error)
         elif isinstance(message, _Look):
@@ -413,7 +421,8 @@ class EngineThread:
     def _handle(self, engine: "DrivenEngine", message: _Message, ready_s: float) -> None:
         if isinstance(message, _Submit):
             self._num_taken += 1
-            self._submit(engine, message, ready_s)
+            if self._take(message):
+                self._submit(engine, message, ready_s)
         elif isinstance(message, _Cancel):
             self._to_cancel.discard(message.ticket)
             if message.ticket in self._request_ids:
@@ -423,6 +432,11 @@ class EngineThread:
             _answer(message, engine)
         elif isinstance(message, _Look):
             self._answer_queries(engine)
+
+    def _take(self, message: _Submit) -> bool:
+        """Take a request from those that no engine has begun; false if it is cancelled already."""
+        with self._lock:
+            return self._untaken.pop(message.ticket, None) is not None
 
     def _answer_queries(self, engine: "DrivenEngine") -> None:
         while self._queries:

@@ -97,14 +97,14 @@ class _Other:
 class AnswerView:
     """Turns one reply's events into rows. `failed` and `ended` hold its outcome.
 
-    `said_before` is the existing text of an answer that is continued: its last row is shown again,
-    with the new text.
+    `context_limit` returns the model's limit, None while it is not known. `said_before` is the
+    existing text of an answer that is continued: its last row is shown again, with the new text.
     """
 
     def __init__(
         self,
         view: View,
-        context_limit: int | None,
+        context_limit: Callable[[], int | None],
         stats_level: StatsLevel,
         said_before: str = "",
         hides_thinking: bool = False,
@@ -155,6 +155,10 @@ class AnswerView:
     def elapsed_s(self) -> float:
         return self._clock() - self._began_s
 
+    def model_is_ready(self) -> None:
+        """Count the time from now on: the model was still loading when the message was sent."""
+        self._began_s = self._clock()
+
     def _take(self, event: ChatEvent) -> list[Row]:
         if isinstance(event, AnswerText):
             return self._take_text(event)
@@ -174,8 +178,10 @@ class AnswerView:
             ]
         assert isinstance(event, SavingFailed)
         self._warnings.append(event.message)
-        is_within = self._has_text and 0 not in self.ended and self.failed is None
-        return [] if is_within else self._held_warnings()
+        is_over = 0 in self.ended or self.failed is not None
+        if self._has_text and not is_over:
+            return []
+        return [*self._held_warnings(), Text(end="")]
 
     def _held_warnings(self) -> list[Row]:
         """Return the warnings that came within the text, for after it."""
@@ -242,7 +248,7 @@ class AnswerView:
         lines = [_ending_words(event.reason)]
         if self._stats_level:
             room = None if look.is_spoken else width
-            lines = [stats_line(event, self._context_limit, look.glyphs, room)]
+            lines = [stats_line(event, self._context_limit(), look.glyphs, room)]
         if look.is_spoken:
             lines[0] = f"End of answer. {lines[0]}".strip()
         if self._stats_level is StatsLevel.ALL:
@@ -254,8 +260,8 @@ class AnswerView:
 
     def _has_filled_context(self, event: AnswerEnded) -> bool:
         used = event.usage.prompt_tokens + event.usage.completion_tokens
-        is_cut = event.reason is FinishReason.LENGTH
-        return is_cut and self._context_limit is not None and used >= self._context_limit
+        limit = self._context_limit()
+        return event.reason is FinishReason.LENGTH and limit is not None and used >= limit
 
     def _problem(self, message: str) -> list[Row]:
         rows = self._view.painter.wrapped(message, self._view.render_context.width, Role.ERROR)

@@ -14,11 +14,11 @@ from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
-from kvchat.chat.events import AnswerEnded, ChatEvent
+from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
-from kvchat.core.errors import ContextTooLong, KvchatError
+from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView
@@ -63,10 +63,16 @@ class Answering:
         self._current: _Current | None = None
         self._tools = tools
         self.hides_thinking = False
+        self._name = "the answer"
 
     @property
     def is_running(self) -> bool:
         return self._current is not None or bool(self._tools.running)
+
+    @property
+    def name(self) -> str:
+        """What is written or run, with its article."""
+        return "the tool" if self._tools.running else self._name
 
     @property
     def tail(self) -> list[Row]:
@@ -79,17 +85,24 @@ class Answering:
 
     @property
     def words(self) -> str:
-        """The activity of the answer in progress, in a few words."""
+        """The activity of the answer in progress, in a few words; "" while the model loads."""
         current = self._current
         if current is None:
             return f"running {self._tools.running}" if self._tools.running else ""
         if current.is_stopping:
             return "stopping"
+        if self._controller.host.ready is None:
+            return ""
         tokens = current.reply.num_tokens
         some = about(self._controller.host.model)
         words = some + plural(tokens, "token") if tokens else "reading"
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
+
+    def model_is_ready(self) -> None:
+        """Show the time of an answer that has waited for the model from now on."""
+        if self._current is not None:
+            self._current.answer_view.model_is_ready()
 
     def stop(self) -> None:
         """End the answer at the engine's next step; its text so far is saved and shown.
@@ -130,8 +143,9 @@ class Answering:
                 lambda notify: self._controller.ask(text, notify), stats_level
             )
         except KvchatError as error:
-            self._give_back(text, attached, edited)
             tell(self._view, str(error), Role.ERROR)
+            # What cannot be saved is refused again as it is; another text may be made right.
+            self._give_back(text, attached, edited, gives_way=isinstance(error, StoreError))
             return
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)
@@ -149,7 +163,7 @@ class Answering:
             self._write_gap()
             if self._tools.was_stopped:
                 self._controller.hold_results(results)
-                tell(self._view, "Stopped. Your next message goes with what came back.")
+                tell(self._view, "Stopped. What the tools returned goes with your next message.")
                 return
             try:
                 answer_view = await self._follow(
@@ -158,7 +172,7 @@ class Answering:
             except KvchatError as error:
                 tell(self._view, str(error), Role.ERROR)
                 return
-        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Send a word to go on.")
+        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Any message goes on.")
 
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""
@@ -207,20 +221,28 @@ class Answering:
         self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
     ) -> AnswerEnded:
         """Show a summary while the model writes it; raises the error that prevented it."""
-        answer_view = await self._follow(
-            lambda n: self._controller.summarise(plan, focus, n), stats_level
-        )
+        self._name = "the summary"
+        try:
+            answer_view = await self._follow(
+                lambda n: self._controller.summarise(plan, focus, n), stats_level
+            )
+        finally:
+            self._name = "the answer"
         if answer_view.failed is not None:
             raise answer_view.failed.error
         return answer_view.ended[0]
+
+    def _context_limit(self) -> int | None:
+        ready = self._controller.host.ready
+        return ready.told_context_limit if ready is not None else None
 
     async def _follow(
         self, ask: _Ask, stats_level: StatsLevel, said_before: str = ""
     ) -> AnswerView:
         """Start a reply, and show it until it ends."""
-        ready = self._controller.host.ready
-        limit = ready.told_context_limit if ready is not None else None
-        answer_view = AnswerView(self._view, limit, stats_level, said_before, self.hides_thinking)
+        answer_view = AnswerView(
+            self._view, self._context_limit, stats_level, said_before, self.hides_thinking
+        )
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
         )
@@ -279,6 +301,9 @@ class Answering:
             self._view.write([self._view.painter.text("")])
 
     def _draw(self, answer_view: AnswerView, events: list[ChatEvent]) -> None:
+        # Leaving tells why there is no model; here it would be said twice.
+        failure = self._controller.host.failure
+        events = [e for e in events if not (isinstance(e, AnswerFailed) and e.error is failure)]
         rows = answer_view.take(events)
         if rows:
             self._view.write(rows, self._live_state())

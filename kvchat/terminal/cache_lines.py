@@ -106,7 +106,7 @@ def _names(pack: KeptPack) -> str:
 def verified_line(found: Verified) -> str:
     """Return the result of verifying the store."""
     if found.is_sound:
-        return f"All is sound: {plural(found.num_sound, 'pack')}."
+        return f"{plural(found.num_sound, 'pack')} read, none is damaged."
     parts = [f"{plural(found.num_sound, 'pack')} sound"]
     if found.num_damaged:
         parts.append(f"{found.num_damaged:,} damaged and gone now")
@@ -143,7 +143,9 @@ def disk_lines(disk: TierStatus) -> list[str]:
     ]
     if disk.num_quarantined:
         blocks = plural(disk.num_quarantined, "block")
-        lines.append(f"        {blocks} of another model found out by the first forward, and gone")
+        lines.append(
+            f"        {blocks} of another model found by the first forward pass, and deleted"
+        )
     return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
 
 
@@ -152,7 +154,7 @@ def host_lines(host: TierStatus) -> list[str]:
     return [
         f"host:   {plural(host.num_packs, 'block')}; "
         f"{format_bytes(host.num_bytes)} of {format_bytes(host.limit_bytes)} taken; "
-        f"{format_bytes(host.bytes_written)} sank, {format_bytes(host.bytes_read)} rose"
+        f"{format_bytes(host.bytes_written)} demoted, {format_bytes(host.bytes_read)} promoted"
     ]
 
 

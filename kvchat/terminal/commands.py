@@ -8,9 +8,10 @@ conversation and a page for output; `Dialogue` and `ScriptCommands` implement it
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
@@ -24,6 +25,8 @@ from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, Page, tell
 from kvchat.tools.toolbox import Toolbox
+
+T = TypeVar("T")
 
 # The commands of every day, in the order of use.
 DAILY = (
@@ -172,6 +175,10 @@ class Registry:
         return Invocation(command, rest.strip())
 
 
+class Stopped(Exception):
+    """The user has stopped a command; its text says what that leaves."""
+
+
 class CommandContext(ABC):
     """The interface that commands use, on the event loop only.
 
@@ -201,16 +208,25 @@ class CommandContext(ABC):
     def show_stage(self, stage: str) -> None:
         """Show what is being loaded; "" shows nothing."""
 
+    @abstractmethod
+    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
+        """Wait for a part of a command that may take long, and show its stage meanwhile.
+
+        Esc cancels it and raises Stopped with the words `if_stopped`, which end the command.
+        """
+
     async def confirm(self, question: str) -> bool:
         """Ask a question whose safe answer is no."""
         index = await self.page.choose(question, [Choice("no"), Choice("yes")])
         return index == 1
 
-    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
+    async def confirm_cost(
+        self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
+    ) -> bool:
         """Say what an action costs unless that is low, and ask the user if it is high."""
         if cost is None or cost.is_low:
             return True
-        self.say(f"{warmth.price(cost, action, verb)}.")
+        self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
         if not cost.is_high or await self.confirm("Do it all the same?"):
             return True
         self.say("Nothing is changed.")

@@ -28,6 +28,7 @@ from kvchat.terminal.status import (
     detail_line,
     format_count,
     graph_lines,
+    model_label,
     plural,
     speculation_lines,
     stats_line,
@@ -82,7 +83,8 @@ async def change_model(context: "CommandContext", name: str) -> None:
 
     relay.attach(loop, hear)
     try:
-        ready = await outcome
+        stays = f"{model_label(controller.host.model.name)} goes on."
+        ready = await context.stoppable(outcome, "loading the model", stays)
         context.show_stage("")
         if not await context.confirm_cost(await controller.cost_with(host), "/model", "reads"):
             await close_host(host)
@@ -186,7 +188,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
     if mode:
         await asyncio.wrap_future(context.controller.host.speculate(mode))
-        context.say(f"Guessing ahead is {'off' if mode == 'off' else f'on: {mode}'}.")
+        context.say(f"Drafts are {'off' if mode == 'off' else f'on: {mode}'}.")
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
@@ -246,7 +248,7 @@ COMMANDS = (
     ),
     Command(
         "spec",
-        "guess ahead of the model: the same text, faster",
+        "draft tokens ahead of the model: the same text, faster",
         spec,
         Group.ENGINE,
         "[on|off|auto|ngram|draft]",

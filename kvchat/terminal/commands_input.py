@@ -38,6 +38,7 @@ async def file(context: "CommandContext", arguments: str) -> None:
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
     pins = controller.pins.paths()
+    before = controller.attached
     for name in _split_paths(arguments):
         if name in pins and not user_path(name).exists():
             tokens, note = controller.attach_pin(name)
@@ -48,6 +49,9 @@ async def file(context: "CommandContext", arguments: str) -> None:
             continue
         for path in matching_paths(name):
             _tell_attached(context, one_line(path.name), controller.attach(path))
+    for file in controller.attached:
+        if file.note and file not in before:
+            context.say(file.note)
 
 
 def _tell_attached(context: "CommandContext", what: str, num_tokens: int) -> None:

@@ -50,7 +50,9 @@ async def cache(context: "CommandContext", arguments: str) -> None:
         trees = await asyncio.to_thread(kept.tree, named)
         context.say("\n".join(cache_lines.tree_lines(trees, glyphs)), hanging=_HANGING)
     elif arguments == "verify":
-        context.say(cache_lines.verified_line(await _while_wanted(kept.verify)))
+        reading = _while_wanted(kept.verify)
+        stage, left = "reading all KV on disk", "not all KV on disk is verified."
+        context.say(cache_lines.verified_line(await context.stoppable(reading, stage, left)))
     elif arguments == "gc":
         context.say(cache_lines.collected_line(await asyncio.to_thread(kept.gc)))
     else:
@@ -78,6 +80,7 @@ async def _while_wanted(work: "Callable[[Callable[[], bool]], T]") -> T:
 _NO_LABELS = ("all", "clear")
 _MAX_LABEL_CHARS = 64
 _SURE = ("yes", "--yes")
+_NOT_PINNED = "nothing is pinned."
 # Another day, hour, minute and second.
 _ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
 _DATED = " The template writes the date before them: that holds as long as the date is the same."
@@ -93,40 +96,43 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         context.say("\n".join(lines) if lines else "Nothing is pinned.", hanging=_HANGING)
         return
     controller = context.controller
-    await asyncio.to_thread(controller.host.wait_until_ready)
-    use = ""
+    loaded = asyncio.wrap_future(controller.host.loaded())
+    await context.stoppable(loaded, "waiting for the model", _NOT_PINNED)
     if arguments:
-        label, paths = _label_and_paths(arguments)
-        now_s = time.time()
-        # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
-        token_ids = await asyncio.to_thread(file_context, controller, paths, now_s)
-        limit = controller.host.ready.context_limit if controller.host.ready is not None else None
-        if limit is not None and len(token_ids) >= limit:
-            raise UsageError(
-                f"These files have {len(token_ids):,} tokens, and the context holds {limit:,}.",
-                "Pin fewer of them.",
-            )
-        openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
-        is_dated = openings[0] != openings[1]
-        use = _use(controller) + (_DATED if is_dated else "")
-        cost = await controller.engine.cost(token_ids)
-        if not await context.confirm_cost(cost, "/pin", "reads"):
-            return
-        context.show_stage(f"reading {plural(len(token_ids), 'token')} for the pin")
-        try:
-            await asyncio.wrap_future(controller.host.read(token_ids))
-        finally:
-            context.show_stage("")
-    else:
-        token_ids, label = controller.context_ids, controller.require_session().session_id
-        if not token_ids:
-            raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
+        await _pin_files(context, *_label_and_paths(arguments))
+        return
+    token_ids, label = controller.context_ids, controller.require_session().session_id
+    if not token_ids:
+        raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
     num_tokens = await pin_context(controller, token_ids, label)
-    if arguments:
-        await asyncio.to_thread(controller.pins.put, label, paths)
-        use = f" {_attaching(label)}{use}"
-    what = f"Pinned {one_line(label, 64)}" if arguments else "Pinned"
-    context.say(f"{what}: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.{use}")
+    context.say(f"Pinned: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.")
+
+
+async def _pin_files(context: "CommandContext", label: str, paths: list[Path]) -> None:
+    controller, now_s = context.controller, time.time()
+    # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
+    encoding = asyncio.to_thread(file_context, controller, paths, now_s)
+    token_ids = await context.stoppable(encoding, "reading the files", _NOT_PINNED)
+    limit = controller.host.ready.context_limit if controller.host.ready is not None else None
+    if limit is not None and len(token_ids) >= limit:
+        raise UsageError(
+            f"These files have {len(token_ids):,} tokens, and the context holds {limit:,}.",
+            "Pin fewer of them.",
+        )
+    openings = [file_context(controller, (), at_s) for at_s in (now_s, now_s + _ANOTHER_TIME_S)]
+    is_dated = openings[0] != openings[1]
+    cost = await controller.engine.cost(token_ids)
+    if not await context.confirm_cost(cost, "/pin", "reads"):
+        return
+    reading = asyncio.wrap_future(controller.host.read(token_ids))
+    stage = f"reading {plural(len(token_ids), 'token')} for the pin"
+    await context.stoppable(reading, stage, f"{_NOT_PINNED} What was read stays cached.")
+    num_tokens = await pin_context(controller, token_ids, label)
+    await asyncio.to_thread(controller.pins.put, label, paths)
+    context.say(
+        f"Pinned {one_line(label, 64)}: {num_tokens:,} of {plural(len(token_ids), 'token')} stay "
+        f"on disk. {_attaching(label)}{_use(controller)}{_DATED if is_dated else ''}"
+    )
 
 
 def _use(controller: ChatController) -> str:
@@ -179,7 +185,9 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
     for label in wanted:
         await asyncio.to_thread(kept.unpin, label)
     await asyncio.to_thread(context.controller.pins.remove, wanted)
-    context.say(f"{plural(len(wanted), 'pin')} removed. What it held may be forgotten now.")
+    context.say(
+        f"{plural(len(wanted), 'pin')} removed. KV that was pinned stays while there is room."
+    )
 
 
 async def forget(context: "CommandContext", arguments: str) -> None:
@@ -194,7 +202,7 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     is_last = what == "last"
     question = (
         f"Forget {'the last turn' if is_last else 'this conversation'} for good, text and KV? "
-        "What others share stays."
+        "KV that others share stays."
     )
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
@@ -253,7 +261,7 @@ COMMANDS = (
     ),
     Command(
         "unpin",
-        "let it be forgotten again",
+        "remove a pin: its KV may be evicted again",
         unpin,
         Group.INPUT,
         "[NAME|all]",

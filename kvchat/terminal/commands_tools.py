@@ -21,7 +21,8 @@ async def tools(context: CommandContext, arguments: str) -> None:
     elif word in ("allow", "ask", "never"):
         _decide(context, toolbox, word, name.strip())
     else:
-        raise UsageError(f"{one_line(word, 20)} is none of here, allow, ask and never.")
+        known = "/tools [here|allow NAME|ask NAME|never NAME]"
+        raise UsageError(f"{one_line(word, 20)} is unknown here.", known)
 
 
 def _require(context: CommandContext) -> Toolbox:

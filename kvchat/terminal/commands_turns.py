@@ -63,7 +63,7 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
     else:
         numbers = MessageNumbers(controller.require_conversation())
         choices = [Choice(f"{numbers.of(turn)}. {turn_summary(turn, 60)}") for turn in turns]
-        index = await context.page.choose("Go back to before", choices, len(turns) - 1)
+        index = await context.page.choose("Go back before", choices, len(turns) - 1)
         if index is None:
             return
         turn = turns[index]
@@ -103,7 +103,8 @@ async def retry(context: "CommandContext", arguments: str) -> None:
     if arguments == str(count):
         _say_it_is_no_message(context, count, last)
     asked = controller.require_conversation().context_ids(last.turn_id)
-    if await context.confirm_cost(await controller.engine.cost(asked), "/retry"):
+    cost = await controller.engine.cost(asked)
+    if await context.confirm_cost(cost, "/retry", gap=False):  # an empty row begins the answer
         context.answer_again(options)
 
 
@@ -136,10 +137,10 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
     some = about(controller.host.model)
-    last = "the last one stays" if kept == 1 else f"the last {kept} stay"
+    last = "the last one stays as it is" if kept == 1 else f"the last {kept} stay as they are"
     context.say(
         f"Summarising {plural(len(plan.messages), 'message')}, {some}{plan.num_tokens:,} of "
-        f"{before:,} tokens; {last if kept else 'none stays'} word by word.",
+        f"{before:,} tokens; {last if kept else 'none stays'}.",
     )
     ended = await context.show_summary(plan, arguments)
     if ended.reason is FinishReason.CANCELLED:
@@ -244,7 +245,7 @@ COMMANDS = (
     Command("redo", "take back an undo", redo, Group.TURNS),
     Command(
         "rewind",
-        "go back to one of your messages and have it in the prompt",
+        "go back before one of your messages, with its text in the prompt",
         rewind,
         Group.TURNS,
         "[message]",
@@ -281,7 +282,12 @@ COMMANDS = (
         Group.TURNS,
         "QUESTION",
     ),
-    Command("continue", "go on with an answer that was cut off", continue_, Group.TURNS),
+    Command(
+        "continue",
+        "go on with an answer that was cut off, or answer a message that has none",
+        continue_,
+        Group.TURNS,
+    ),
     Command(
         "fork", "go on in a copy of the conversation", fork, Group.TURNS, "[title]", ("branch",)
     ),

@@ -7,10 +7,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
@@ -20,8 +23,22 @@ from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, 
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
-from kvchat.terminal.status import StatsLevel, ToolbarFacts, about, model_label, toolbar
+from kvchat.terminal.commands import (
+    CommandContext,
+    Invocation,
+    Message,
+    Registry,
+    Stopped,
+    Unknown,
+)
+from kvchat.terminal.status import (
+    StatsLevel,
+    ToolbarFacts,
+    about,
+    attached_in_words,
+    model_label,
+    toolbar,
+)
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import LiveState, View
@@ -31,9 +48,14 @@ from kvchat.tools.toolbox import Toolbox
 _STOP_PATIENCE_S = 2.0
 # After such a pause in typing, what is finished of a message is prefilled.
 _TYPING_PAUSE_S = 0.25
+# How often it is asked how much of that is read, and after how many equal answers no more.
+_SHARE_INTERVAL_S = 0.4
+_MOST_SAME_SHARES = 20
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -62,17 +84,23 @@ class Dialogue(CommandContext):
         tools = ToolUse(toolbox, view, self.refresh)
         self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
         self._stage = "loading the model"
+        self._stoppable: asyncio.Future[Any] | None = None  # the part of a command that Esc stops
+        self._is_part_stopped = False
+        self._command = ""  # the name of the command that holds the lock
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
         self.has_warned = False
         self._num_commands = 0
+        self._unshown: dict[asyncio.Task[Any] | None, str] = {}  # lines of running commands
+        self._waiting_commands: list[str] = []  # lines of commands that wait for another one
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
+        self._share_read: float | None = None  # of what is read ahead
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._loaded = asyncio.Event()
+        self._is_loaded = False
         self._has_tools = asyncio.Event()
         if toolbox is None or toolbox.is_complete:
             self._has_tools.set()
@@ -82,30 +110,39 @@ class Dialogue(CommandContext):
 
     @property
     def page(self) -> View:
+        """The view; a command's own line is shown before the first that the command writes."""
+        self._echo()
         return self._view
+
+    def _echo(self) -> None:
+        """Show the line of the command that this task runs, unless it is shown already."""
+        if (text := self._unshown.pop(asyncio.current_task(), "")) != "":
+            self._view.write_turn(text)
 
     # Loading
 
     def hear(self, event: LoadEvent) -> None:
         """Handle a load event of the model that the conversation began with.
 
-        After EngineLost messages wait for another engine, as they did for the first.
+        A message is sent, and so saved, while the model loads: the engine answers it afterwards,
+        also where another engine takes the place of a lost one.
         """
         if isinstance(event, LoadProgress):
             share = f" {event.fraction:.0%}" if event.fraction is not None else ""
             self._stage = one_line(event.stage) + share
         elif isinstance(event, ModelReady):
             self._stage = ""
-            self._loaded.set()
-            self._wake.set()
+            self._is_loaded = True
+            self._answering.model_is_ready()
             for note in event.notes:
                 self.say(note)
-            self._spawn(self._tell_cost_at_opening())
+            if not self.is_busy:  # else the line after the answer tells what it did cost
+                self._spawn(self._tell_cost_at_opening())
             self.conversation_changed()
             self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         elif isinstance(event, EngineLost):
             self._stage = "loading the model"
-            self._loaded.clear()
+            self._is_loaded = False
             self.say(f"{event.reason} The chat goes on without it.", Role.WARNING)
         else:
             self._fail(event)
@@ -142,6 +179,20 @@ class Dialogue(CommandContext):
         self._stage = stage
         self.refresh()
 
+    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
+        part = self._stoppable = asyncio.ensure_future(work)
+        self._is_part_stopped = False
+        self.show_stage(stage)
+        try:
+            return await part
+        except asyncio.CancelledError:
+            if self._is_part_stopped:
+                raise Stopped(f"Stopped: {if_stopped}") from None
+            raise
+        finally:
+            self._stoppable = None
+            self.show_stage("")
+
     def _fail(self, event: LoadFailed) -> None:
         """Leave with the error's exit code: the chat cannot run without a model."""
         self.failure = event.error
@@ -150,7 +201,7 @@ class Dialogue(CommandContext):
     # Listener: called by the view
     @property
     def is_answering(self) -> bool:
-        return self._answering.is_running
+        return self._answering.is_running or self._stoppable is not None
 
     @property
     def has_queue(self) -> bool:
@@ -169,7 +220,7 @@ class Dialogue(CommandContext):
     @property
     def is_busy(self) -> bool:
         """Whether an answer is in progress or a message waits for one."""
-        return self.is_answering or self.has_queue or self._asked is not None
+        return self._answering.is_running or self.has_queue or self._asked is not None
 
     @property
     def is_at_work(self) -> bool:
@@ -189,16 +240,21 @@ class Dialogue(CommandContext):
             self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
-            self._view.write_turn(text)
-            self._begin(line)
+            self._begin(line, text)
         self.refresh()
 
     @property
     def _what_keeps_it_busy(self) -> str:
         """What commands wait for, as the end of a sentence."""
-        if not self._loaded.is_set() and not self.is_answering:
-            return "the model, which is loading, and for your message before it."
-        return "the answer. Esc stops it."
+        if self._answering.is_running and not self._is_loaded:
+            return "the model, which is loading, and for the answer. Esc stops it."
+        if self._answering.is_running:
+            return f"{self._answering.name}. Esc stops it."
+        return f"your message before it, and that for /{self._command}."
+
+    @property
+    def stoppable_name(self) -> str:
+        return f"/{self._command}" if self._stoppable is not None else self._answering.name
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
@@ -217,12 +273,22 @@ class Dialogue(CommandContext):
         self._wake.set()
 
     def _refuse(self, text: str, reason: str) -> None:
-        """Say why a line is refused, and put it back into the prompt."""
-        self._view.put_back(text)
-        self.say(reason, Role.WARNING)
+        """Say why a line is refused, and put it back into the prompt.
+
+        Below an answer that streams, so that the words do not come between two lines of it.
+        """
+        if not self._view.prompt_text:
+            self._view.put_back(text)
+        if self._answering.is_running:
+            self.notice(reason)
+        else:
+            self.say(reason, Role.WARNING)
 
     def stop(self) -> None:
         self._answering.stop()
+        if self._stoppable is not None:
+            self._is_part_stopped = True
+            self._stoppable.cancel()
 
     def notice(self, text: str) -> None:
         self._notice = text
@@ -244,6 +310,19 @@ class Dialogue(CommandContext):
         await asyncio.sleep(_TYPING_PAUSE_S)
         if not self.is_busy and isinstance(self.registry.parse(text), Message):
             await self._ahead.consider(text)
+            await self._watch_reading()
+
+    async def _watch_reading(self) -> None:
+        """Show how much is read of what is read ahead, until it is all or nothing more comes."""
+        num_same = 0
+        while not self.is_busy and num_same < _MOST_SAME_SHARES:
+            share = await self._ahead.share_read()
+            num_same = 0 if share != self._share_read else num_same + 1
+            self._share_read = share
+            self.refresh()
+            if share is None or share == 1.0:
+                return
+            await asyncio.sleep(_SHARE_INTERVAL_S)
 
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
@@ -312,8 +391,23 @@ class Dialogue(CommandContext):
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
-            self._show_unsent((*queued, self._view.prompt_text))
+            self._show_unsent((*self._lost_message, *queued, self._view.prompt_text))
         self._view.leave()
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last message on the branch has no answer yet."""
+        conversation = self.controller.conversation
+        path = conversation.path() if conversation is not None else []
+        return bool(path) and path[-1].role is Speaker.USER
+
+    @property
+    def _lost_message(self) -> tuple[str, ...]:
+        """The message that no model has answered, where the conversation has no file to keep it."""
+        if self.has_been_used or not self.is_unanswered:
+            return ()
+        _, words = split_attached(self.controller.place.user_turns[-1].text)
+        return (words,)
 
     def _show_unsent(self, texts: Sequence[str]) -> None:
         """Show what was typed and no model will answer, so that it can be copied."""
@@ -342,12 +436,11 @@ class Dialogue(CommandContext):
     async def work(self) -> None:
         """Answer waiting messages in order, until this task is cancelled."""
         while True:
-            await self._loaded.wait()
             await self._wake.wait()
             await self._has_tools.wait()
             self._wake.clear()
             await asyncio.sleep(0)  # a command that was typed before a message begins before it
-            while self._loaded.is_set() and (job := self._next_job()) is not None:
+            while (job := self._next_job()) is not None:
                 async with self._turn_lock:
                     try:
                         await job()
@@ -364,6 +457,7 @@ class Dialogue(CommandContext):
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
         self._ahead.forget()
+        self._share_read = None
         self.refresh()
         await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
@@ -452,24 +546,48 @@ class Dialogue(CommandContext):
         assert command is not None
         self._begin(Invocation(command, ""))
 
-    def _begin(self, line: Invocation) -> None:
+    def _begin(self, line: Invocation, text: str = "") -> None:
+        """Run a command that was typed as `text`."""
         self._num_commands += 1
-        self._spawn(self._carry_out(line))
+        self._spawn(self._carry_out(line, text))
 
-    async def _carry_out(self, line: Invocation) -> None:
+    async def _carry_out(self, line: Invocation, text: str) -> None:
         try:
             if line.command.is_available_while_answering:
-                await line.command.run(self, line.arguments)
+                await self._run(line, text)
             else:
-                async with self._turn_lock:
-                    await line.command.run(self, line.arguments)
+                await self._run_alone(line, text)
+        except Stopped as stopped:
+            self.say(str(stopped))
         except KvchatError as error:
-            self.say(str(error), Role.ERROR)
+            if self._answering.is_running and self._unshown.pop(asyncio.current_task(), ""):
+                self._refuse(text, str(error))
+            else:
+                self.say(str(error), Role.ERROR)
         finally:
+            self._unshown.pop(asyncio.current_task(), "")
             self._num_commands -= 1
             self._wake.set()
             self.refresh()
             self.draft_changed(self._view.prompt_text)  # a file may be attached
+
+    async def _run_alone(self, line: Invocation, text: str) -> None:
+        """Run a command once no answer and no other such command is in progress."""
+        if text and self._turn_lock.locked():
+            self._waiting_commands.append(text)
+            self.refresh()
+        async with self._turn_lock:
+            if text in self._waiting_commands:
+                self._waiting_commands.remove(text)
+            self._command = line.command.name
+            await self._run(line, text)
+
+    async def _run(self, line: Invocation, text: str) -> None:
+        """Run a command; its line is shown when it has something to show, or at its end."""
+        if text:
+            self._unshown[asyncio.current_task()] = text
+        await line.command.run(self, line.arguments)
+        self._echo()
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine as a task; an error in it is reported, not raised."""
@@ -501,6 +619,7 @@ class Dialogue(CommandContext):
             notice=self._notice,
             queue=self._queue.texts,
             edited=self._queue.edited_index,
+            commands=tuple(self._waiting_commands),
             toolbar=self._toolbar,
         )
 
@@ -520,6 +639,9 @@ class Dialogue(CommandContext):
             about=about(controller.host.model),
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
+            attached=attached_in_words(
+                [file.name for file in controller.attached], self._share_read
+            ),
             answering=self._answering.words,
             loading=self._stage or self._waiting,
             editing=controller.place.editing,

@@ -61,7 +61,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         ("/model Qwen/Qwen3-0.6B", "go on with that one"),
     ),
     "stats": (("/stats", "all figures"), ("/stats off", "none after answers")),
-    "spec": (("/spec off", "one token a step"), ("/spec auto", "guess where it pays")),
+    "spec": (("/spec off", "one token a step"), ("/spec auto", "draft where it pays")),
     "context": (("/context", "how full it is"), ("/tokens", "the same")),
     "tools": (
         ("/tools", "the tools, and which ask first"),

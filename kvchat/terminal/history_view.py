@@ -70,18 +70,20 @@ def show_turns(turns: list[Turn], page: Page) -> None:
 
 
 def show_where_it_stands(conversation: Conversation, page: Page) -> None:
-    """Show the last exchange, and the number of exchanges before it on this branch."""
+    """Show the last exchange, and how many there are on this branch if it has others."""
     path = conversation.path()
     last = next((i for i in range(len(path) - 1, -1, -1) if path[i].is_message), 0)
-    earlier = sum(turn.is_message for turn in path[:last])
-    if earlier:
+    num_turns = sum(turn.is_message for turn in path)  # as lists of conversations count them
+    if num_turns > 1:
         separator = page.painter.look.glyphs.separator
-        turns = f"{plural(earlier, 'earlier turn')} (/show chat)"
+        turns = f"last of {plural(num_turns, 'turn')} (/show chat)"
         note = f"{one_line(conversation.label)}{separator}{turns}"
         page.write([*page.painter.wrapped(note, page.render_context.width, Look.DIM), Text(end="")])
     if not path:
         page.write([page.painter.text("This is the beginning.", Look.DIM), Text(end="")])
     show_turns(path[last:], page)
+    if path and path[-1].role is Role.USER:
+        tell(page, "This message has no answer yet: /continue answers it.")
 
 
 _MIN_TEXT_CELLS = 8

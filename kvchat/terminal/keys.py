@@ -168,7 +168,7 @@ def _bind_stopping(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     @bindings.add("c-d", filter=Condition(lambda: not prompt.buffer.text))
     def _end(event: E) -> None:
         if prompt.listener.is_answering:
-            prompt.listener.notice("An answer is coming: Esc stops it, /exit leaves.")
+            prompt.listener.notice(f"Esc stops {prompt.listener.stoppable_name}, /exit leaves.")
         else:
             prompt.listener.leave(ExitCode.OK)
 

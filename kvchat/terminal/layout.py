@@ -74,8 +74,8 @@ def build_layout(prompt: "LivePrompt") -> Layout:
             _lines(
                 lambda: [("class:progress", region.state.progress)], lambda: region.state.progress
             ),
-            _lines(lambda: _queue(prompt), lambda: region.state.queue),
-            _lines(list, lambda: region.state.tail or region.state.queue, is_gap=True),
+            _lines(lambda: _queue(prompt), lambda: _has_queue(region)),
+            _lines(list, lambda: region.state.tail or _has_queue(region), is_gap=True),
             ConditionalContainer(_picker(prompt), is_picking),
             ConditionalContainer(input_window, ~is_picking),
             ConditionalContainer(_menu(), has_completions & ~is_picking),
@@ -102,19 +102,21 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
     return [("", "  ")]
 
 
+def _has_queue(region: LiveRegion) -> bool:
+    return bool(region.state.queue or region.state.commands)
+
+
 def _queue(prompt: "LivePrompt") -> Fragments:
-    """Return the waiting messages, one a line; if there are many, only a count of the last ones."""
+    """Return what waits, one a line, commands first; if there is much, a count of the last."""
     state = prompt.region.state
     room = max(8, prompt.size.columns - 14)
-    fragments: Fragments = []
-    for number, text in enumerate(state.queue[:_MAX_QUEUE_ROWS]):
+    lines = [f"waiting: {one_row(text, room)}" for text in state.commands]
+    for number, text in enumerate(state.queue):
         mark = "editing" if number == state.edited else "queued"
-        line = f"{mark} {number + 1}: {one_row(text, room)}"
-        fragments += [("", "\n")] * bool(fragments) + [("class:queue", line)]
-    more = len(state.queue) - _MAX_QUEUE_ROWS
-    if more > 0:
-        fragments.append(("class:queue", f"\nand {more} more"))
-    return fragments
+        lines.append(f"{mark} {number + 1}: {one_row(text, room)}")
+    more = len(lines) - _MAX_QUEUE_ROWS
+    lines = [*lines[:_MAX_QUEUE_ROWS], *([f"and {more} more"] if more > 0 else [])]
+    return [("class:queue", "\n".join(lines))]
 
 
 def _picker(prompt: "LivePrompt") -> Window:

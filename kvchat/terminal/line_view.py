@@ -267,7 +267,8 @@ class LineView:
         """Leave at Ctrl-D, but not during an answer."""
         assert self._listener is not None
         if self._is_answering and os.isatty(self._stdin.fileno()):
-            self.write([self.painter.text("An answer is coming: Ctrl-C stops it.")])
+            words = f"Ctrl-C stops {self._listener.stoppable_name}."
+            self.write([self.painter.text(words)])
             return
         asyncio.get_running_loop().remove_reader(self._stdin.fileno())
         self._listener.quit(ExitCode.OK)

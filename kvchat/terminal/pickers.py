@@ -184,7 +184,7 @@ class Picker:
         room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
         fragments = self._title(width, room)
         if not self._shown:
-            fragments += [("", "\n  "), ("class:picker.detail", "nothing like that")]
+            fragments += [("", "\n  "), ("class:picker.detail", "no match")]
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         places = range(first, min(first + room, len(self._shown)))
         for place, label in zip(places, self._labels(places, width), strict=True):
@@ -246,12 +246,17 @@ class Picker:
                 keys = ""
             return f"{label}{last_cells(self.entry, room)}_{keys}"
         if self.is_deleting:
-            return "Delete it for good? y deletes, any other key does not"
+            question = "Delete it for good? y deletes, any other key does not"
+            return question if cell_len(question) <= width else "Delete it for good? y deletes"
         num_hidden = sum(choice.is_hidden and not choice.is_gone for choice in self._choices)
         hidden = "hide" if self.shows_hidden else "show"
         parts = ["Ctrl-R renames", "Ctrl-X deletes"]
         parts += [f"Ctrl-O {hidden}s {plural(num_hidden, 'one-shot')}"] if num_hidden else []
-        return glyphs.separator.join(parts)
+        keys = glyphs.separator.join(parts)
+        if cell_len(keys) <= width:
+            return keys
+        shorter = ["^R rename", "^X delete", *(["^O one-shots"] if num_hidden else [])]
+        return glyphs.separator.join(shorter)
 
 
 def _widest(details: Sequence[Sequence[str]], count: int) -> int:

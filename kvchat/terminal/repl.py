@@ -89,9 +89,9 @@ async def run_repl(setup: ReplSetup) -> int:
             if setup.picks_session:
                 dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
-        has_been_used = dialogue.has_been_used
+        has_been_used, is_unanswered = dialogue.has_been_used, dialogue.is_unanswered
         problem = controller.close_session()
-        _take_leave(dialogue, has_been_used, problem, view.keeps_history)
+        _take_leave(dialogue, has_been_used, is_unanswered, problem, view.keeps_history)
         is_lost = problem is not None and dialogue.exit_code is ExitCode.OK
         return ExitCode.STORE if is_lost else dialogue.exit_code
     finally:
@@ -142,7 +142,8 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         tell(view, "The model has no chat template; it completes the text as it stands.")
     if controller.attached:
         names = ", ".join(one_line(file.name) for file in controller.attached)
-        tell(view, f"Attached {names}: it goes with your first message.")
+        notes = [file.note for file in controller.attached if file.note]
+        tell(view, "\n".join([f"Attached {names}: it goes with your first message.", *notes]))
     if controller.session is not None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
@@ -193,14 +194,20 @@ def _signals(dialogue: Dialogue) -> Iterator[None]:
 
 
 def _take_leave(
-    dialogue: Dialogue, has_been_used: bool, problem: str | None, has_history: bool
+    dialogue: Dialogue,
+    has_been_used: bool,
+    is_unanswered: bool,
+    problem: str | None,
+    has_history: bool,
 ) -> None:
     """Print to stderr why the chat ended, what is not saved or sent, or how to resume it."""
     unsent = _unsent(dialogue.num_unsent, has_history)
     reasons = (dialogue.failure, problem, unsent)
     lines = [f"kvchat: {reason}" for reason in reasons if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
-    if problem is None and is_left_well and has_been_used:
+    if problem is None and has_been_used and is_unanswered:
+        lines.append("Your last message is kept: kvchat -c opens it, and /continue answers it.")
+    elif problem is None and is_left_well and has_been_used:
         lines.append("This conversation is kept: kvchat -c goes on with it.")
     with suppress(OSError, ValueError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -6,9 +6,10 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
@@ -24,6 +25,8 @@ from kvchat.terminal.paint import Painter, RenderContext, Row
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page, PickerActions
 from kvchat.tools.toolbox import Toolbox
+
+T = TypeVar("T")
 
 
 class ScriptPage:
@@ -81,7 +84,7 @@ class ScriptPage:
         yield
 
     async def edit(self, text: str) -> str:
-        raise UsageError("An editor takes a terminal.", "In a script, a line is the message.")
+        raise UsageError("An editor needs a terminal.", "In a script, a line is the message.")
 
     def unlearn(self, texts: Collection[str]) -> None:
         """Do nothing: a script has no input history."""
@@ -135,13 +138,19 @@ class ScriptCommands(CommandContext):
     def show_stage(self, stage: str) -> None:
         """Do nothing: a script does not show loading."""
 
+    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
+        """Wait: a script has no keys."""
+        return await work
+
     async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
-    async def confirm_cost(self, cost: Cost | None, action: str, verb: str = "re-reads") -> bool:
+    async def confirm_cost(
+        self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
+    ) -> bool:
         """Print the cost and return true: a script is not asked for confirmation."""
         if cost is not None and not cost.is_low:
-            self.say(f"{warmth.price(cost, action, verb)}.")
+            self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
         return True
 
     def answer_again(self, options: AskOptions) -> None:

@@ -3,6 +3,7 @@
 Pure functions of the engine's figures; parts that are zero or unknown are left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -90,14 +91,16 @@ def stats_line(
     """Return the line after an answer, in at most `width` cells; None leaves nothing out.
 
     The least important parts are left out first: tiers, context, tokens, the first token's time.
-    So is what is not known: what a server had cached that does not tell, and `context_limit` None.
+    So is what is not known: what a server had cached that does not tell, or what is cached of a
+    prompt that was stopped before any of it was looked up; and `context_limit` None.
     `load_s` is the loading time of the model, for the first answer of a script.
     """
     usage, timing = ended.usage, ended.timing
     used = usage.prompt_tokens + usage.completion_tokens
     some = "about " if usage.is_estimate else ""
     tiers = _tiers(usage.cached)
-    is_told = ended.miss_reason is not MissReason.NOT_TOLD
+    is_begun = not usage.prompt_tokens or usage.unread_tokens < usage.prompt_tokens
+    is_told = ended.miss_reason is not MissReason.NOT_TOLD and is_begun
     cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}" if is_told else ""
     full = [
         _ending(ended.reason),
@@ -249,12 +252,26 @@ class PrefillMeter:
         return glyphs.separator.join(part for part in parts if part)
 
 
+def attached_in_words(names: Sequence[str], share_read: float | None) -> str:
+    """Return the toolbar's words on attached files; `share_read` is the part of the next message
+    that is read ahead, None for nothing.
+    """
+    what = f"{one_line(names[0], 20)} attached" if names else "text"
+    if len(names) > 1:
+        what = f"{plural(len(names), 'file')} attached"
+    if share_read is None:
+        return what if names else ""
+    done = "read" if share_read == 1.0 else f"{share_read:.0%} read"
+    return f"{what}, {done}" if names else f"{what} {done}"
+
+
 @dataclass(frozen=True, slots=True)
 class ToolbarFacts:
     """The values that the toolbar shows.
 
     warmth      what the next message costs, in a few words; "" if not known. It is not shown
                 during an answer, which changes it, and where the context is full
+    attached    the files that go with the next message, and how much of it is read ahead
     about       "about " if the context's tokens are an estimate
     branch      (number, count) of the answers to the last message, None if there is only one
     answering   the activity of the answer in progress, empty while idle
@@ -269,6 +286,7 @@ class ToolbarFacts:
     about: str = ""
     context_limit: int | None = None
     warmth: str = ""
+    attached: str = ""
     answering: str = ""
     loading: str = ""
     editing: str = ""
@@ -293,6 +311,7 @@ def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
         f"answer {facts.branch[0]}/{facts.branch[1]}" if facts.branch else "",
         "" if is_full else context,
         "" if facts.answering or _is_over(facts) else facts.warmth,
+        facts.attached,
     ]
     separator = glyphs.separator
     urgent = [part for part in urgent if part]

@@ -18,7 +18,7 @@ _MOST_SHOWN_CHARS = 8000
 
 
 def _choices(is_by_call: bool) -> tuple[Choice, ...]:
-    what = "this very call" if is_by_call else "this tool"
+    what = "this call" if is_by_call else "this tool"
     return (
         Choice("yes", "once"),
         Choice("always", f"{what}, until kvchat ends"),

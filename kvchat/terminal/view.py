@@ -58,6 +58,7 @@ class LiveState:
     progress   one line about a long operation
     notice     one line in reply to a key; the next key removes it
     queue      messages waiting; `edited` is the index of the one in the prompt
+    commands   commands that wait for another one
     toolbar    returns the toolbar's text for a width in columns
     """
 
@@ -66,6 +67,7 @@ class LiveState:
     notice: str = ""
     queue: tuple[str, ...] = ()
     edited: int | None = None
+    commands: tuple[str, ...] = ()
     toolbar: Callable[[int], str] = field(default=lambda width: "")
 
 
@@ -170,7 +172,11 @@ class Listener(Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether there is an answer that Esc and Ctrl-C would stop."""
+        """Whether there is an answer, or a long command, that Esc and Ctrl-C would stop."""
+
+    @property
+    def stoppable_name(self) -> str:
+        """What Esc and Ctrl-C would stop, with its article, such as "the answer"."""
 
     @property
     def is_busy(self) -> bool:
@@ -192,7 +198,7 @@ class Listener(Protocol):
         """Handle a message or a command."""
 
     def stop(self) -> None:
-        """Stop the answer in progress."""
+        """Stop the answer or the command in progress."""
 
     def notice(self, text: str) -> None:
         """Show a line until the next key."""

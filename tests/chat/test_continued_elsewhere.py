@@ -1,5 +1,6 @@
 """An answer that one model began and another goes on with is read back as the other knows it."""
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.core.types import FinishReason
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.saved_sessions import assert_saved, saved_turns
 from support.template_zoo import CHATML
@@ -116,6 +118,29 @@ def test_the_same_model_under_another_path_is_no_other_model(
     ask(opened, "And on")
     opened.close()
     assert store.read(session.session_id).model == str(link)  # lists look its KV up by this name
+
+
+def test_a_model_that_was_stopped_before_its_first_token_has_written_nothing(
+    host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost
+) -> None:
+    """It was named as the one that wrote the last answers."""
+    ask(session, "Hello")
+    session.close()
+    never = threading.Event()
+    waiting = ChatHost(other.model, lambda _: never.wait(), store)  # type: ignore[arg-type]
+    opened = waiting.open_session(session.session_id)
+    reply = opened.ask("And on", answer_options())
+    reply.cancel()
+    assert finish(reply).reason is FinishReason.CANCELLED
+    opened.close()
+
+    assert store.read(session.session_id).model == host.model.name
+    again = other.open_session(session.session_id)
+    assert again.notes == (_wrote(host),)
+    finish(again.continue_answer(answer_options()))
+    again.close()
+    assert store.read(session.session_id).model == other.model.name
+    never.set()
 
 
 def _wrote(host: ChatHost) -> str:

@@ -122,7 +122,7 @@ def test_every_tier_is_named() -> None:
         (MissReason.LATE, "took too long"),
         (MissReason.NO_ROOM, "--device-cache"),
         (MissReason.NO_TIER, "no disk cache"),
-        (MissReason.NOT_KEPT, "the server had them no more"),
+        (MissReason.NOT_KEPT, "the server no longer had them"),
         (None, "evicted from memory"),
     ],
 )

@@ -142,17 +142,17 @@ def test_a_changed_system_prompt_is_why_all_of_it_is_read(run_lines: RunLines) -
     assert ["read again: system prompt changed" in line for line in told] == [False, True]
 
 
-def test_guessing_ahead_is_switched_and_told_of(run_lines: RunLines) -> None:
+def test_drafts_are_switched_and_told_of(run_lines: RunLines) -> None:
     ran = run_lines("/spec", "/spec on", "/spec", "/spec ngram", "one", "/spec off", "/stats")
 
     assert ran.code == 0
-    told = [line for line in ran.stderr.splitlines() if "drafts:" in line or "Guessing" in line]
+    told = [line for line in ran.stderr.splitlines() if "drafts:" in line or "Drafts are" in line]
     assert told == [
         "drafts: off; there is ngram",
-        "Guessing ahead is on: auto.",
+        "Drafts are on: auto.",
         "drafts: auto, from ngram",
-        "Guessing ahead is on: ngram.",
-        "Guessing ahead is off.",
+        "Drafts are on: ngram.",
+        "Drafts are off.",
         "drafts: off; there is ngram",
     ]
 
@@ -222,10 +222,10 @@ def test_a_worse_failure_decides_the_code(run_lines: RunLines) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("/editor", "An editor takes a terminal."),
+        ("/editor", "An editor needs a terminal."),
         ("/copy", "A script has no clipboard."),
         ("/switch", "“Go on from” needs a terminal."),
-        ("/rewind", "“Go back to before” needs a terminal."),
+        ("/rewind", "“Go back before” needs a terminal."),
         ("/delete", "It has to be confirmed at a terminal."),
         ("/retry -n x", "-n x is no number of answers."),
         ("/continue", "The last answer is complete."),
@@ -307,7 +307,7 @@ def test_a_script_looks_after_the_store_as_a_person_does(
     assert ran.code == 2
     for said in (
         "5 packs, 22 tokens",
-        "All is sound: 5 packs.",
+        "5 packs read, none is damaged.",
         "nothing to free.",
         "confirmed at",
     ):

@@ -471,3 +471,30 @@ def test_a_prompt_that_is_too_long_fails_alone(start) -> None:  # type: ignore[n
     assert failed.error.exit_code == 4
     assert not isinstance(failed.error, GenerationError)
     assert isinstance(short.until_end()[-1], SampleFinished)
+
+
+def test_a_request_that_is_cancelled_while_the_model_loads_ends_at_once(start) -> None:  # type: ignore[no-untyped-def]
+    """It ended only once the model was there, which may take minutes."""
+    gate = threading.Event()
+    harness = EngineHarness()
+
+    def build(progress: object) -> tuple[Engine, ModelReady]:
+        gate.wait(WAIT_S)
+        return harness.engine, READY
+
+    thread, given_up, wanted = start(build=build), Inbox(), Inbox()
+    ticket = thread.submit(spec(), given_up)
+    thread.submit(spec(), wanted)
+    thread.cancel(ticket)
+    thread.cancel(ticket)  # of a request that has ended: nothing
+
+    (ended,) = given_up.until_end()
+    assert isinstance(ended, SampleFinished)
+    assert ended.reason is FinishReason.CANCELLED
+    assert ended.usage.unread_tokens == 3
+    gate.set()
+
+    ids = [t for e in wanted.until_end() if isinstance(e, TokensGenerated) for t in e.token_ids]
+    assert ids == complete_without_cache(spec(), 0, 120)
+    assert given_up.events.empty()
+    assert wanted.events.empty()

@@ -340,7 +340,9 @@ class ScriptedEngine:
     def _exchange(self, prompt: list[int]) -> tuple[str, str]:
         """The last question, and what has been said in answer to it already."""
         text = self._model.tokenizer.decode(prompt)
-        question, _, said = text.rpartition("user\n")[2].rpartition("assistant\n")
+        question, asks, said = text.rpartition("user\n")[2].rpartition("assistant\n")
+        if not asks:  # the beginning of a message, such as a file that is pinned
+            return said.strip("\n"), ""
         return question.strip("\n"), said
 
     def _token(self, byte: int) -> int:

@@ -33,7 +33,7 @@ from kvchat.terminal import keys, line_view
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
-from support.scripted_engine import Loading, Script, scripted_build, text_model
+from support.scripted_engine import Loading, Script, ScriptedEngine, scripted_build, text_model
 
 EVIL = (
     "title \x1b]0;owned\x07 clip \x1b]52;c;aGk=\x07 clear \x1b[2J\x1b[H link "
@@ -84,6 +84,8 @@ def author(question: str, sample: int) -> Script:
         return Script(text[:count], tokens_per_step=4, step_s=0.01)
     if word == "read":
         return Script("It is read.", step_s=0.05, prefill_per_step=max(1, len(question) // count))
+    if word == "read:":  # a file of that name
+        return Script("", step_s=0.05, prefill_per_step=8)
     if word == "evil":
         return Script(EVIL, tokens_per_step=3)
     if word == "markdown":
@@ -100,6 +102,8 @@ def author(question: str, sample: int) -> Script:
     if word == "Summarise":
         if question.endswith("an echo"):
             return Script(question, tokens_per_step=20)
+        if question.endswith("slowly"):
+            return Script(f"{lines}\n" * 30, tokens_per_step=5, step_s=0.012)
         if question.endswith("a refusal"):
             return Script("No.")
         if question.endswith("in words"):
@@ -166,6 +170,7 @@ def main() -> int:
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--tools", type=Path)
     parser.add_argument("--late", type=Path)
+    parser.add_argument("--reads-half", action="store_true")
     parser.add_argument("--attach", type=Path, action="append", default=[])
     arguments = parser.parse_args()
     keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
@@ -174,7 +179,14 @@ def main() -> int:
     return run(_setup(arguments))
 
 
+def _read_half(engine: ScriptedEngine, token_ids: list[int]) -> None:
+    """Read half of what is to be read ahead, and stay there."""
+    engine.cache.add(token_ids[: len(token_ids) // 2])
+
+
 def _setup(arguments: argparse.Namespace) -> ReplSetup:
+    if arguments.reads_half:
+        ScriptedEngine.read_ahead = _read_half  # type: ignore[method-assign]
     failure = ModelError("The weights are broken.", "Download them again.")
     store = SessionStore(arguments.sessions) if arguments.sessions else None
 

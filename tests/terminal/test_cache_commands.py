@@ -27,7 +27,7 @@ def test_the_store_is_looked_after_from_within_a_chat(
     chat.enter("/cache path").wait_for(
         lambda text: text.replace("\n", "").count(str(store.directory)) >= 2
     )
-    chat.enter("/cache verify").wait_for("All is sound: 5 packs.")
+    chat.enter("/cache verify").wait_for("5 packs read, none is damaged.")
     chat.enter("/cache gc").wait_for("There was nothing to free.")
     chat.enter("/cache melt").wait_for("melt is unknown here. /cache [status|tree|")
     chat.enter("/cache clear").wait_for("No word of a conversation is lost.").type("\r")
@@ -74,8 +74,8 @@ def test_trouble_is_told_once_a_sentence(start_chat: StartChat) -> None:
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        (Verified(), "All is sound: 0 packs."),
-        (Verified(1), "All is sound: 1 pack."),
+        (Verified(), "0 packs read, none is damaged."),
+        (Verified(1), "1 pack read, none is damaged."),
         (Verified(2, 1), "2 packs sound, 1 damaged and gone now. Chats read again what they need."),
         (
             Verified(0, 0, 1),

@@ -76,3 +76,15 @@ def test_a_full_context_names_the_ways_out(start_chat: StartChat, columns: int) 
     ways_out = "/compact lets a summary take the place of older messages"
     chat.wait_for(lambda text: ways_out in " ".join(text.split()))
     assert "The prompt has " in chat.text
+
+
+def test_what_waits_for_a_summary_says_so(start_chat: StartChat) -> None:
+    """It said that it waited for the answer."""
+    chat = start_chat(columns=100)
+    for number in range(4):
+        chat.enter(f"lines {20 + number}").wait_for(f"line-{19 + number:04}")
+        chat.wait_for(lambda text, n=number: text.count("tokens, ") == n + 1)
+    chat.enter("/compact slowly")
+    chat.wait_for(lambda text: "line-0003" in text.partition("Summarising")[2]).enter("/undo")
+    chat.wait_for_shown("/undo waits for the summary. Esc stops it.").type("\x1b")
+    chat.wait_for("Stopped: nothing is compacted.")

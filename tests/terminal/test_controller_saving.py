@@ -171,7 +171,7 @@ def test_going_on_in_another_says_what_of_the_last_is_not_saved(
 def test_that_nothing_is_saved_is_said_behind_the_answer() -> None:
     """It stood in the middle of a sentence, in which the disk had become full."""
     view = LineView(io.StringIO(), io.StringIO(), Painter(PLAIN), 60, "vi")
-    answer = AnswerView(view, None, StatsLevel.OFF)
+    answer = AnswerView(view, lambda: None, StatsLevel.OFF)
     begun, rest = (AnswerText(0, text) for text in ("A word of ", "an answer.\n\n"))
     full = SavingFailed("The disk is full.")
     ended = AnswerEnded(0, 2, "", "", FinishReason.STOP, Usage(), Timing())
@@ -179,7 +179,7 @@ def test_that_nothing_is_saved_is_said_behind_the_answer() -> None:
     rows = answer.take([begun, full, rest, full, ended])
 
     assert [row.plain for row in rows] == ["A word of an answer.", full.message, full.message, ""]
-    assert [row.plain for row in answer.take([full])] == [full.message]
+    assert [row.plain for row in answer.take([full])] == [full.message, ""]
 
 
 @pytest.mark.parametrize("command", ["/delete", "/forget yes", "/new", "/fork"])

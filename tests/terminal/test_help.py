@@ -169,7 +169,7 @@ def test_an_exported_fence_stands_on_its_own_line() -> None:
 
 
 def test_a_long_question_is_wrapped_and_not_clipped() -> None:
-    question = "Forget this conversation for good, text and KV? What others share stays."
+    question = "Forget this conversation for good, text and KV? KV that others share stays."
     picker = Picker(question, [Choice("no"), Choice("yes")])
     text = "".join(part for _, part, *_ in picker.fragments(12, 40, Glyphs()))
     assert " ".join(text.split()).startswith(question)

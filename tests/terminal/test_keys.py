@@ -34,6 +34,7 @@ class _Listener:
         self.heard: list[object] = []
         self.queue = MessageQueue()
         self.is_answering = False
+        self.stoppable_name = "the answer"
         self.is_busy = False
         self.is_at_work = False
         self.has_warned = False

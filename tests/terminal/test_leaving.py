@@ -185,15 +185,16 @@ def test_messages_that_were_waiting_are_told_of_and_kept(
     history, never = tmp_path / "history", tmp_path / "never"
     chat = start_chat("--history", str(history), "--loading", str(never))
     chat.wait_for("reading weights")
-    chat.enter("a question").wait_for("1 queued").enter("and another").wait_for("2 queued")
-    chat.enter("/exit")
+    chat.enter("a question").wait_for("Esc stops").enter("and another").wait_for("1 queued")
+    chat.enter("and a third").wait_for("2 queued").enter("/exit")
 
     assert chat.finish() == 0
     assert "2 messages were not sent. In the next chat, Up brings them back." in chat.text
+    assert "Your last message is kept: kvchat -c opens it, and /continue answers it." in chat.text
 
     again = start_chat("--history", str(history))
-    again.type("\x1b[A\x1b[A").wait_for_shown("❯ and another")
-    again.type("\x1b[A").wait_for_shown("❯ a question")
+    again.type("\x1b[A\x1b[A").wait_for_shown("❯ and a third")
+    again.type("\x1b[A").wait_for_shown("❯ and another")
 
 
 def test_half_a_message_is_kept_when_the_chat_is_ended(

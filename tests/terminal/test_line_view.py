@@ -21,6 +21,7 @@ class _Listener:
     """Writes down what a view tells."""
 
     is_answering = is_busy = is_at_work = has_queue = has_warned = False
+    stoppable_name = "the answer"
 
     def __init__(self) -> None:
         self.accepted: list[str] = []

@@ -52,6 +52,22 @@ def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
 
 
+def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(
+    start_chat: StartChat, manual: Path
+) -> None:
+    """Nothing said that a file was attached, or why the next answer would come at once."""
+    chat = start_chat(columns=40, rows=16)
+    chat.enter(f"/file {manual}").wait_for_shown("scripted · manual.txt attached, read")
+    chat.enter("/file clear").wait_for_shown("\nscripted\n")
+    chat.paste("Ships lie in the harbour.\n" * 20).wait_for_shown("text read")
+    chat.type("\x03").wait_for("again leaves").type("x\x7f").wait_for_shown("\nscripted\n")
+
+    half = start_chat("--reads-half", "--attach", str(manual), columns=100)
+    half.wait_for_shown("scripted · manual.txt attached, 49% read")
+    half.enter("hello").wait_for("with manual.txt").wait_for("first token")
+    assert "attached" not in half.shown.splitlines()[-1]
+
+
 def test_a_file_attached_by_a_command_is_read_without_another_key(
     start_chat: StartChat, tmp_path: Path, manual: Path
 ) -> None:
@@ -61,3 +77,14 @@ def test_a_file_attached_by_a_command_is_read_without_another_key(
     _wait_until_read(log)
 
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
+
+
+def test_a_file_that_is_no_utf_8_is_said_to_be(start_chat: StartChat, tmp_path: Path) -> None:
+    """What could not be read was replaced without a word."""
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9\n")
+    said = "Some of latin.txt is no UTF-8 text; it is sent as \ufffd."
+    chat = start_chat("--attach", str(path), columns=120).wait_for(said)
+    chat.enter("/file clear").enter(f"/file {path}").wait_for(lambda t: t.count(said) == 2)
+    chat.enter("/file clear").enter(f"what is in @{path} ?")
+    chat.wait_for(lambda t: t.count(said) == 3).wait_for("with latin.txt")

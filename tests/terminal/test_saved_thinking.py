@@ -74,7 +74,7 @@ def test_a_saved_answer_looks_as_it_did_when_it_came() -> None:
 def test_thinking_that_is_continued_goes_on_in_its_row(said: str) -> None:
     """Thinking cut off before its end was taken for an answer where the prompt had opened the
     mark, and went on below a gap and a new heading."""
-    view = AnswerView(_view(), None, stats_level=StatsLevel.OFF, said_before=said)
+    view = AnswerView(_view(), lambda: None, stats_level=StatsLevel.OFF, said_before=said)
 
     rows = view.take([AnswerText(0, " see.", is_thinking=True), AnswerText(0, "It is 42.\n\n")])
 
@@ -83,7 +83,7 @@ def test_thinking_that_is_continued_goes_on_in_its_row(said: str) -> None:
 
 def test_an_answer_that_is_continued_goes_on_in_its_row() -> None:
     """Of an answer whose prompt had opened the mark the thinking was shown again as answer."""
-    view = AnswerView(_view(), None, stats_level=StatsLevel.OFF, said_before=_SAVED)
+    view = AnswerView(_view(), lambda: None, stats_level=StatsLevel.OFF, said_before=_SAVED)
 
     rows = view.take([AnswerText(0, " Really.\n\n")])
 

@@ -188,10 +188,11 @@ def test_a_refused_line_can_be_amended(start_chat: StartChat) -> None:
 def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat, tmp_path: Path) -> None:
     loaded = tmp_path / "loaded"
     chat = start_chat("--loading", str(loaded))
-    chat.wait_for("reading weights").enter("early question").wait_for("queued 1: early question")
+    chat.wait_for("reading weights").enter("early question").wait_for("❯ early question")
+    chat.enter("a second one").wait_for("queued 1: a second one")
     chat.enter("/help undo").wait_for("/undo [how many]")
     loaded.touch()
-    chat.wait_for("You said 'early question' (0).")
+    chat.wait_for("You said 'early question' (0).").wait_for("You said 'a second one' (0).")
 
 
 def test_what_is_typed_before_the_prompt_is_there_is_not_lost(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from kvchat.core.types import CachedTokens, DraftUse, FinishReason, MissReason, 
 from kvchat.terminal.status import (
     PrefillMeter,
     ToolbarFacts,
+    attached_in_words,
     detail_line,
     format_count,
     format_seconds,
@@ -268,3 +269,27 @@ def test_a_stage_too_long_for_the_toolbar_is_cut_and_stays() -> None:
     assert toolbar(facts, 40, _GLYPHS) == "compiling kernels for this p… · 1 queued"
     assert toolbar(facts, 20, _GLYPHS) == "compilin… · 1 queued"
     assert toolbar(facts, 12, _GLYPHS) == "1 queued"
+
+
+@pytest.mark.parametrize(
+    ("names", "share", "words"),
+    [
+        ([], None, ""),
+        ([], 0.404, "text 40% read"),
+        ([], 1.0, "text read"),
+        (["a.txt"], None, "a.txt attached"),
+        (["a.txt"], 0.0, "a.txt attached, 0% read"),
+        (["a.txt", "b.txt"], 1.0, "2 files attached, read"),
+        (["a" * 40], None, f"{'a' * 19}… attached"),
+    ],
+)
+def test_what_is_attached_and_read_ahead_in_words(
+    names: list[str], share: float | None, words: str
+) -> None:
+    assert attached_in_words(names, share) == words
+
+
+def test_what_is_attached_stays_longest_of_what_is_not_urgent() -> None:
+    facts = replace(_FACTS, attached="manual.txt attached, read")
+    assert toolbar(facts, 120, _GLYPHS).endswith("manual.txt attached, read")
+    assert toolbar(facts, 39, _GLYPHS).endswith("manual.txt attached, read")

@@ -128,7 +128,7 @@ def test_escape_stops_a_command_and_gives_the_prompt_back(chat: PtyScreen) -> No
 
     chat.type("\x1b")
 
-    chat.wait_for("Stopped. Your next message goes with what came back.")
+    chat.wait_for("Stopped. What the tools returned goes with your next message.")
     chat.enter("hello")
     chat.wait_for("[stopped by the user]")
 

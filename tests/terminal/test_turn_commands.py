@@ -51,7 +51,7 @@ def test_rewinding_puts_the_message_into_the_prompt(start_chat: StartChat) -> No
     chat = start_chat()
     chat.enter("first").wait_for("tokens, ")
     chat.enter("second").wait_for(lambda text: text.count("tokens, ") == 2)
-    chat.type("\x1b").type("\x1b").wait_for("Go back to before").type("\x1b[A").type("\r")
+    chat.type("\x1b").type("\x1b").wait_for("Go back before").type("\x1b[A").type("\r")
     chat.wait_for("Back before: first")
     chat.wait_for(lambda text: _after(text, "❯").startswith(" first"))
 
@@ -315,7 +315,7 @@ def test_a_command_that_comes_while_the_model_loads_says_so(
 ) -> None:
     """It said that it waited for an answer, and that Esc would stop that."""
     chat = start_chat("--loading", str(tmp_path / "never"), columns=100)
-    chat.enter("hello").wait_for("1 queued")
+    chat.enter("hello").wait_for("Esc stops")
     chat.enter("/undo").wait_for("/undo waits for the model, which is loading")
 
 

@@ -30,7 +30,7 @@ def _talk(start_chat: StartChat) -> None:
 
 
 _OPENED = [
-    "prose 60 · 1 earlier turn (/show chat)",
+    "prose 60 · last of 2 turns (/show chat)",  # the picker says 2 turns, and so does /context
     "❯ hello",
     "You said 'hello' (0).",
     "cold: 485 tokens to read, about 0.5 s",
@@ -80,7 +80,7 @@ PICKER = {
         "  Summarise the mi…  cold, about 3.9 s",
         "  ┊ my cat is Mia",
         "  ┊ A cat named Mia.",
-        "Ctrl-R renames · Ctrl-X deletes · Ctrl…",
+        "^R rename · ^X delete · ^O one-shots",
         "scripted",
     ],
 }

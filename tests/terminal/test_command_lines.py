@@ -1,0 +1,80 @@
+"""Where a command's line and its words are shown: before what it says, and not within an answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def _below(chat: PtyScreen, first: str, last: str) -> str:
+    return chat.text.partition(first)[2].partition(last)[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("/hepl", "There is no command /hepl. Did you mean /help?"),
+        ("/undo", "/undo waits for the answer. Esc stops it."),
+        ("/stats foo", "foo is unknown here. /stats [on|off|full]"),
+    ],
+)
+def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
+    start_chat: StartChat, typed: str, said: str
+) -> None:
+    """It split the paragraph that was being written, in the scrollback, for good."""
+    chat = start_chat()
+    chat.enter("prose 400").wait_for("word40 ")
+    chat.enter(typed).wait_for_shown(said).wait_for_shown(f"❯ {typed}")
+    chat.type("\x15").wait_for("tokens, ")
+
+    words = _below(chat, "❯ prose 400", "cached").split()
+    assert words == [f"word{number}" for number in range(400)]
+
+
+def test_what_a_command_says_during_an_answer_comes_after_its_line(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 300").wait_for("line-0004")
+    chat.enter("/show model").wait_for("identity").wait_for("line-0299")
+    assert chat.text.count("❯ /show model") == 1
+    assert "line-" not in _below(chat, "❯ /show model", "identity")
+
+
+def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """Both lines stood together, and then both results."""
+    loaded = tmp_path / "loaded"
+    loaded.touch()
+    chat = start_chat("--loading", str(loaded), columns=100)
+    chat.enter("hello").wait_for("You said 'hello' (0).").wait_for("on device")
+    loaded.unlink()
+    chat.enter("/model another").wait_for("reading weights · Esc stops")
+    chat.enter("/context").wait_for("the next message is")
+    chat.enter("/system Be brief.").wait_for_shown("waiting: /system Be brief.")
+    chat.enter("/rename Ships").wait_for("is called: Ships")
+    loaded.touch()
+    chat.wait_for("Now with").wait_for("❯ /system Be brief.")
+
+    lines = [line for line in chat.text.splitlines() if line.startswith(("❯ /", "Now", "This c"))]
+    assert [line.partition(" with")[0] for line in lines] == [
+        "❯ /model another",
+        "❯ /context",
+        "❯ /rename Ships",
+        "This conversation is called: Ships",
+        "Now",
+        "❯ /system Be brief.",
+    ]
+    assert "waiting:" not in chat.shown
+
+
+def test_a_price_before_an_answer_leaves_one_empty_row(start_chat: StartChat) -> None:
+    """/retry with its price left two."""
+    chat = start_chat()
+    chat.enter("say " * 200).wait_for("tokens, ").enter("/exit").finish()
+    again = start_chat("--continue")
+    again.wait_for("cold:").enter("/retry").wait_for("/retry re-reads 8").wait_for("first token")
+    assert "s.\n\nYou said" in again.text.partition("re-reads")[2]

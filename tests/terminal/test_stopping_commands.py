@@ -1,0 +1,43 @@
+"""Esc stops what takes long, not answers alone; the words say what is left of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from support.pty_screen import PtyScreen
+
+StartChat = Callable[..., PtyScreen]
+
+
+def test_esc_stops_a_pin_that_is_read(start_chat: StartChat, tmp_path: Path) -> None:
+    """It read on for minutes, and only leaving ended it."""
+    (tmp_path / "read").write_text("a line of the manual\n" * 400)
+    chat = start_chat("--kept", str(tmp_path / "kv"), columns=100)
+    chat.enter(f"/pin {tmp_path / 'read'}").wait_for("for the pin · Esc stops")
+    chat.type("\x04").wait_for("Esc stops /pin, /exit leaves.")
+    chat.enter("/tree").enter("/cache").wait_for_shown("waiting: /cache")
+    chat.type("\x1b").wait_for("Stopped: nothing is pinned. What was read stays cached.")
+    chat.wait_for("❯ /cache")
+    chat.enter("/pin list").wait_for("Nothing is pinned.")
+    chat.enter("hello").wait_for("You said 'hello' (0).")
+
+
+def test_esc_stops_a_pin_that_waits_for_the_model(start_chat: StartChat, tmp_path: Path) -> None:
+    """A thread waited with it, and leaving waited for the thread."""
+    (tmp_path / "manual").write_text("a line of the manual\n")
+    chat = start_chat("--kept", str(tmp_path / "kv"), "--loading", str(tmp_path / "never"))
+    chat.enter(f"/pin {tmp_path / 'manual'}").wait_for("waiting for the model · Esc stops")
+    chat.type("\x1b").wait_for("Stopped: nothing is pinned.")
+    chat.enter(f"/pin {tmp_path / 'manual'}")
+    chat.wait_for(lambda _: "waiting for the model · Esc stops" in chat.shown).enter("/exit")
+    assert chat.finish() == 0
+
+
+def test_esc_stops_the_loading_of_another_model(start_chat: StartChat, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    loaded.touch()
+    chat = start_chat("--loading", str(loaded), columns=100)
+    chat.enter("hello").wait_for("You said 'hello' (0).").wait_for("on device")
+    loaded.unlink()
+    chat.enter("/model another").wait_for("reading weights · Esc stops").type("\x1b")
+    chat.wait_for("Stopped: scripted goes on.")
+    chat.enter("again").wait_for("You said 'again' (0).")
