@@ -17,7 +17,7 @@ from kvchat.model.device import can_change_threads
 from kvchat.model.fused_parts import gate_of
 from kvchat_kernels.experts import block_experts
 from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
-from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, rounded
 
 _PACKS = "_kvchat_expert_packs"
 _TENSORS = ("gate_up_proj", "down_proj")
@@ -129,10 +129,12 @@ def pack_experts(module: Any, bits: int, device: torch.device) -> None:
 
     An expert after another: no more of a layer is there in 16 bits.
     """
-    gate_up, down = (quantised_matrices(part, bits, device) for part in expert_weights(module))
+    weights = expert_weights(module)
     if device.type == "cpu":
+        gate_up, down = (rounded(part.flatten(0, 1), bits) for part in weights)
         use_packed_experts(module, (gate_up,), down)
     else:
+        gate_up, down = (quantised_matrices(part, bits, device) for part in weights)
         use_packed_experts_on_gpu(module, (gate_up,), down)
 
 

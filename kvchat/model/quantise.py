@@ -27,7 +27,7 @@ from kvchat.model.packed_experts import (
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised_on
-from kvchat_kernels.linear.cpu import BlockProduct
+from kvchat_kernels.linear.cpu import BlockProduct, rounded
 
 _PACK = "_kvchat_pack"
 # Where more of the parameters than this stay as they are, the user is told.
@@ -249,12 +249,12 @@ def _weight_of(layer: Any) -> torch.Tensor:
 def _replace(layers: Sequence[Any], bits: int, device: torch.device) -> None:
     """Pack the one weight of these layers."""
     weight = _weight_of(layers[0])
-    padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
     if device.type == "cpu":
-        product = BlockProduct(quantised_on(padded, bits, device))
+        product = BlockProduct(rounded(weight, bits))
         for layer in layers:
             _multiply_with(layer, product)
     else:
+        padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
         weights = quantised_on(padded, bits, device)
         for layer in layers:
             use_packed_on_gpu(layer, weights)

@@ -19,6 +19,8 @@ STEP_COLUMNS = 256
 GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of 8 bits, or 2 of 16.
 WORD = 4
+# The least scale of a rounded block; one of zeros has it.
+LEAST_SCALE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +287,27 @@ def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
     num_out, num_in = weight.shape
     blocks = weight.float().contiguous().view(num_out, -1, COLUMNS)
     if bits == 8:
-        scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=1e-7).half()
+        scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=LEAST_SCALE).half()
         levels = (blocks / scales.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return BlockWeights(8, COLUMNS, levels.view(num_out, num_in), scales, None)
     low, high = blocks.amin(dim=-1), blocks.amax(dim=-1)
-    scales = ((high - low) / 15).clamp_(min=1e-7).half()
+    scales = ((high - low) / 15).clamp_(min=LEAST_SCALE).half()
     minimums = low.half()
     levels = blocks.sub(minimums.float()[..., None]).div_(scales.float()[..., None])
     levels = levels.round_().clamp_(0, 15).to(torch.uint8)
     half = COLUMNS // 2
     packed = levels[..., :half] | (levels[..., half:] << 4)
     return BlockWeights(4, COLUMNS, packed.view(num_out, num_in // 2), scales, minimums)
+
+
+def empty_blocks(num_out: int, num_in: int, bits: int) -> BlockWeights:
+    """Return room for what `interleaved` makes of what `quantised` does; `fits(num_in)` holds."""
+    scales = torch.empty(num_out, num_in // COLUMNS, dtype=torch.float16)
+    levels = torch.empty(
+        num_out, num_in * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8
+    )
+    minimums = None if bits == 8 else torch.empty_like(scales)
+    return BlockWeights(bits, COLUMNS, levels, scales, minimums, is_interleaved=True)
 
 
 # Elements that are rounded at once: the floats of a whole head would take gigabytes.

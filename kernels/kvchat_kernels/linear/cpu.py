@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_fast_in
 from kvchat_kernels.linear.blocks import (
@@ -21,8 +22,10 @@ from kvchat_kernels.linear.blocks import (
     BlockWeights,
     alternating,
     dequantised,
+    empty_blocks,
     in_order,
     interleaved,
+    quantised_on,
     word_of,
 )
 
@@ -39,6 +42,8 @@ _TILE_BYTES = 1 << 20
 # A tile of 16-bit weights in float32: a matrix whole, where it is not that of a large model. Tiles
 # of 1 MiB took up to 1.9 times as long (896 x 4,864, 256 rows).
 _FLOAT_TILE_BYTES = 1 << 24
+# Elements of a matrix that are copied at once to be rounded.
+_ROUNDED_AT_ONCE = 1 << 22
 # As in the compiled code: the largest level of an activation by its bits, and the least that a
 # block's largest value counts as.
 _MOST, _LEAST = {16: 32767.0, 8: 127.0}, 1e-30
@@ -137,6 +142,28 @@ def _tiles(
             tile = room[: end - start]
             kernels.unpack_blocks(weights, start, end, tile)
             yield start, end, tile
+
+
+def rounded(weight: torch.Tensor, bits: int) -> BlockWeights:
+    """Round a float matrix [out, in] to 8 or 4 bits as `quantised` does, interleaved.
+
+    Columns of zeros fill the last block of a row. The matrix is read once, by torch's threads;
+    where its rows do not lie as compiled code reads them, a tile at a time is copied.
+    """
+    num_out, missing = len(weight), -weight.shape[1] % COLUMNS
+    kernels = _kernels()
+    if kernels is None or not kernels.rounds(weight.dtype):
+        padded = pad(weight, [0, missing])
+        return interleaved(quantised_on(padded, bits, weight.device))
+    num_in = weight.shape[1] + missing
+    whole = empty_blocks(num_out, num_in, bits)
+    is_as_read = weight.is_contiguous() and not missing
+    step = num_out if is_as_read else max(1, _ROUNDED_AT_ONCE // num_in)
+    for start in range(0, num_out, step):
+        tile = weight[start : start + step]
+        tile = tile if is_as_read else pad(tile, [0, missing]).contiguous()
+        kernels.round_blocks(tile, whole.rows(start, start + len(tile)))
+    return whole
 
 
 class FloatProduct:
@@ -244,13 +271,14 @@ class _Kernels:
     """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
     def __init__(self) -> None:
-        from kvchat_kernels.cpu import block_products, block_rows, products
+        from kvchat_kernels.cpu import block_products, block_rounding, block_rows, products
         from kvchat_kernels.cpu.code import has_whole_512_bits
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
 
         self._blocks, self._rows, self._floats = block_products, block_rows, products
+        self._rounding = block_rounding
         self._stored_as = stored_as
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
@@ -279,6 +307,24 @@ class _Kernels:
         chunk = task[place.CHUNK] = 16
         kernel = self._rows.unpacking_kernel(weights.layout)
         self._run(kernel, task, 1, end - start, chunk, weights.num_in)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether `round_blocks` takes matrices of this dtype."""
+        return self._stored_as(dtype) is not None
+
+    def round_blocks(self, weight: torch.Tensor, out: BlockWeights) -> None:
+        """Round a contiguous matrix of whole blocks, and write it to `out`, interleaved."""
+        place = self._rounding.Place
+        num_out, num_in = weight.shape
+        task = np.zeros(self._rounding.NUM_PLACES, np.int64)
+        task[place.NUM_OUT], task[place.NUM_BLOCKS] = num_out, num_in // COLUMNS
+        task[place.FLOATS] = weight.data_ptr()
+        task[place.LEVELS] = out.levels.data_ptr()
+        task[place.SCALES] = out.scales.data_ptr()
+        task[place.MINIMUMS] = 0 if out.minimums is None else out.minimums.data_ptr()
+        chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
+        kernel = self._rounding.weight_rounding_kernel(out.bits, self._stored_as(weight.dtype))
+        self._run(kernel, task, 1, num_out, chunk, num_in)
 
     def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
         place = self._rows.Place
