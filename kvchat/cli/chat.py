@@ -5,6 +5,7 @@
 
 import os
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import from_anywhere
+from kvchat.model.lean_import import load_library
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     check(settings, request.num_samples)
     if settings["incognito"]:
         close_log()
+    if not has_endpoint(settings):  # beside the imports of a chat
+        threading.Thread(target=load_library, name="kvchat-library", daemon=True).start()
     is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if is_interactive and request.input_format == "text" and request.output_format == "text":
         return _chat_interactively(settings, request)

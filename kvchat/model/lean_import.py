@@ -13,13 +13,15 @@
 Whatever else of a stand-in is used imports the module itself.
 """
 
+import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +32,20 @@ _META_OPERATORS = "torch._meta_registrations"
 _NAMES = "transformers.utils.import_utils"
 # What every model needs, and what imports the parts of torch.
 _NEEDED = ("modeling_utils", "masking_utils", "generation", "models.auto.modeling_auto")
+
+
+def load_library() -> None:
+    """Load the largest library of torch, if it is not imported yet; for a thread of its own.
+
+    That takes 0.25 s of a processor. `import` holds Python's lock meanwhile, which ctypes lets go:
+    other threads go on. Where torch has no such file, or it cannot be loaded alone, `import` does
+    all.
+    """
+    spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
+    places = spec.submodule_search_locations if spec is not None else None
+    for place in places or ():
+        with suppress(OSError):
+            ctypes.CDLL(str(Path(place, "lib", "libtorch_cpu.so")))
 
 
 def import_transformers() -> None:
@@ -113,6 +129,9 @@ class _StandIn(_Deferred):
         return self.disable if function is None else function
 
     allow_in_graph = assume_constant_result = disable
+
+    def mark_static_address(self, tensor: Any, guard: bool = True) -> None:
+        """Do nothing: transformers says this of each layer's recurrent state."""
 
 
 def _stand_in(torch: Any) -> None:
