@@ -300,14 +300,29 @@ def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
     return BlockWeights(4, COLUMNS, packed.view(num_out, num_in // 2), scales, minimums)
 
 
-def empty_blocks(num_out: int, num_in: int, bits: int) -> BlockWeights:
-    """Return room for what `interleaved` makes of what `quantised` does; `fits(num_in)` holds."""
-    scales = torch.empty(num_out, num_in // COLUMNS, dtype=torch.float16)
-    levels = torch.empty(
-        num_out, num_in * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8
-    )
-    minimums = None if bits == 8 else torch.empty_like(scales)
-    return BlockWeights(bits, COLUMNS, levels, scales, minimums, is_interleaved=True)
+def part_bytes(num_out: int, num_in: int, bits: int, align: int = 1) -> list[int]:
+    """Return the bytes of the parts of what `quantised` makes, each a multiple of `align`."""
+    factors = 2 * num_out * (num_in // COLUMNS)
+    sizes = [num_out * num_in * bits // 8, *([factors] if bits == 8 else [factors, factors])]
+    return [-(-size // align) * align for size in sizes]
+
+
+def made_of_bytes(
+    region: torch.Tensor, num_out: int, num_in: int, bits: int, align: int = 1
+) -> BlockWeights:
+    """Return what `interleaved` makes of what `quantised` does, in the memory of `region`, uint8.
+
+    The parts lie one behind another, of `part_bytes`; `fits(num_in)` holds.
+    """
+    parts = region.split(part_bytes(num_out, num_in, bits, align))
+    levels = parts[0][: num_out * num_in * bits // 8].view(num_out, -1)
+    factors = [
+        part.view(torch.float16)[: num_out * (num_in // COLUMNS)].view(num_out, -1)
+        for part in parts[1:]
+    ]
+    minimums = factors[1] if bits == 4 else None
+    levels = levels.view(torch.int8) if bits == 8 else levels
+    return BlockWeights(bits, COLUMNS, levels, factors[0], minimums, is_interleaved=True)
 
 
 # Elements that are rounded at once: the floats of a whole head would take gigabytes.

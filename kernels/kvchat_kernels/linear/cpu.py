@@ -22,9 +22,10 @@ from kvchat_kernels.linear.blocks import (
     BlockWeights,
     alternating,
     dequantised,
-    empty_blocks,
     in_order,
     interleaved,
+    made_of_bytes,
+    part_bytes,
     quantised_on,
     word_of,
 )
@@ -144,26 +145,32 @@ def _tiles(
             yield start, end, tile
 
 
-def rounded(weight: torch.Tensor, bits: int) -> BlockWeights:
+def rounded(weight: torch.Tensor, bits: int, out: BlockWeights | None = None) -> BlockWeights:
     """Round a float matrix [out, in] to 8 or 4 bits as `quantised` does, interleaved.
 
     Columns of zeros fill the last block of a row. The matrix is read once, by torch's threads;
-    where its rows do not lie as compiled code reads them, a tile at a time is copied.
+    where its rows do not lie as compiled code reads them, a tile at a time is copied. `out`, of
+    `made_of_bytes`, is written and returned if given.
     """
     num_out, missing = len(weight), -weight.shape[1] % COLUMNS
+    num_in = weight.shape[1] + missing
+    if out is None:
+        room = torch.empty(sum(part_bytes(num_out, num_in, bits)), dtype=torch.uint8)
+        out = made_of_bytes(room, num_out, num_in, bits)
     kernels = _kernels()
     if kernels is None or not kernels.rounds(weight.dtype):
         padded = pad(weight, [0, missing])
-        return interleaved(quantised_on(padded, bits, weight.device))
-    num_in = weight.shape[1] + missing
-    whole = empty_blocks(num_out, num_in, bits)
+        plain = interleaved(quantised_on(padded, bits, weight.device))
+        for name, part in out.parts().items():
+            part.copy_(plain.parts()[name])
+        return out
     is_as_read = weight.is_contiguous() and not missing
     step = num_out if is_as_read else max(1, _ROUNDED_AT_ONCE // num_in)
     for start in range(0, num_out, step):
         tile = weight[start : start + step]
         tile = tile if is_as_read else pad(tile, [0, missing]).contiguous()
-        kernels.round_blocks(tile, whole.rows(start, start + len(tile)))
-    return whole
+        kernels.round_blocks(tile, out.rows(start, start + len(tile)))
+    return out
 
 
 class FloatProduct:

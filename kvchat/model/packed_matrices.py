@@ -1,0 +1,153 @@
+"""PackedMatrices: the matrices of a model in 8 or 4 bits, rounded now or mapped from the store.
+
+A file of the store is a safetensors file with one tensor of bytes for each matrix: its levels,
+scales and minimums, each padded to 64 bytes; and their sums as 64-bit numbers, by which a page that
+a power cut has lost is found. Its header follows from the key and the matrices, so a file that
+begins otherwise is another's.
+"""
+
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvchat.core.config import format_bytes
+from kvchat_kernels.linear.blocks import BlockWeights, made_of_bytes, part_bytes
+from kvchat_kernels.linear.cpu import rounded
+
+# Increase it when the same weights are rounded otherwise, or lie otherwise.
+_VERSION = 1
+_ALIGN = 64
+# Rounding less than this takes no time that a file would save.
+_LEAST_BYTES = 64 << 20
+_SUMS = "sums"
+
+
+class NewFile(Protocol):
+    """A file that is being filled through `memory`; then it is finished or abandoned."""
+
+    @property
+    def memory(self) -> mmap.mmap: ...
+
+    def finish(self) -> bool: ...
+
+    def abandon(self) -> None: ...
+
+
+class WeightStore(Protocol):
+    """Where files of packed weights are; `cache/disk/weight_files.py` has it."""
+
+    def find(self, key: str, header: bytes, num_bytes: int) -> mmap.mmap | None: ...
+
+    def begin(self, key: str, num_bytes: int) -> NewFile | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix to pack. `num_in` is a multiple of 32: columns of zeros fill the last block."""
+
+    name: str
+    num_out: int
+    num_in: int
+    bits: int
+
+
+class PackedMatrices:
+    """Packs the matrices of one model on a CPU, each once. Without a store all are rounded."""
+
+    def __init__(self, store: WeightStore | None, key: str, matrices: Sequence[Matrix]) -> None:
+        self._places = {}
+        start = 0
+        for matrix in matrices:
+            self._places[matrix.name] = matrix, start
+            start += _num_bytes(matrix)
+        header = _header(key, matrices, start)
+        self._first, self._sums_at = len(header), len(header) + start
+        self._new: NewFile | None = None
+        self._bytes: torch.Tensor | None = None
+        self._size = self._sums_at + 8 * len(matrices)
+        if store is None or self._size < _LEAST_BYTES:
+            return
+        name = hashlib.sha256(header).hexdigest()[:32]
+        memory = store.find(name, header, self._size)
+        if memory is not None:
+            self._bytes = _tensor(memory)
+        if self._bytes is None or not torch.equal(self._sums(), self._stored_sums()):
+            self._bytes, self._new = None, store.begin(name, self._size)
+        if self._new is not None:
+            self._new.memory[: len(header)] = header
+            self._bytes = _tensor(self._new.memory)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all matrices are there, and nothing is to be rounded."""
+        return self._bytes is not None and self._new is None
+
+    def pack(self, name: str, weight: torch.Tensor) -> BlockWeights:
+        """Return the matrix of this name, which `weight` [out, in] is rounded to if need be."""
+        matrix, start = self._places[name]
+        if self._bytes is None:
+            return rounded(weight, matrix.bits)
+        region = self._bytes[self._first + start :][: _num_bytes(matrix)]
+        room = made_of_bytes(region, matrix.num_out, matrix.num_in, matrix.bits, _ALIGN)
+        return room if self.is_stored else rounded(weight, matrix.bits, room)
+
+    def finish(self) -> str:
+        """Keep what was rounded, all of it, for the next start; return a note for the user."""
+        if self._new is None:
+            return ""
+        self._stored_sums().copy_(self._sums())
+        new, self._new = self._new, None
+        if not new.finish():
+            return ""
+        return f"The next start maps the packed weights: {format_bytes(self._size)} on the disk."
+
+    def abandon(self) -> None:
+        """Keep nothing, as where the checkpoint has changed meanwhile."""
+        if self._new is not None:
+            self._new.abandon()
+            self._new = None
+
+    def _stored_sums(self) -> torch.Tensor:
+        assert self._bytes is not None
+        return self._bytes[self._sums_at :].view(torch.int64)
+
+    def _sums(self) -> torch.Tensor:
+        assert self._bytes is not None
+        words = self._bytes[self._first : self._sums_at].view(torch.int64)
+        sizes = [_num_bytes(matrix) // 8 for matrix, _ in self._places.values()]
+        return torch.stack([part.sum() for part in words.split(sizes)])
+
+
+def _tensor(memory: mmap.mmap) -> torch.Tensor:
+    """Return memory as bytes; it stays as long as a tensor of it does."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _num_bytes(matrix: Matrix) -> int:
+    return sum(part_bytes(matrix.num_out, matrix.num_in, matrix.bits, _ALIGN))
+
+
+def _header(key: str, matrices: Sequence[Matrix], data_bytes: int) -> bytes:
+    """Return a safetensors header, padded so that the data begin at a multiple of 64 bytes."""
+    facts = [[m.name, m.num_out, m.num_in, m.bits] for m in matrices]
+    about = {"kvchat": f"packed weights {_VERSION}", "key": key, "matrices": json.dumps(facts)}
+    content: dict[str, object] = {"__metadata__": about}
+    start = 0
+    for matrix in matrices:
+        size = _num_bytes(matrix)
+        content[matrix.name] = _entry("U8", size, start, start + size)
+        start += size
+    content[_SUMS] = _entry("I64", len(matrices), data_bytes, data_bytes + 8 * len(matrices))
+    text = json.dumps(content).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _entry(dtype: str, count: int, start: int, end: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [count], "data_offsets": [start, end]}
