@@ -18,9 +18,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,15 +38,17 @@ _NEEDED = ("modeling_utils", "masking_utils", "generation", "models.auto.modelin
 def load_library() -> None:
     """Load the largest library of torch, if it is not imported yet; for a thread of its own.
 
-    That takes 0.25 s of a processor. `import` holds Python's lock meanwhile, which ctypes lets go:
-    other threads go on. Where torch has no such file, or it cannot be loaded alone, `import` does
-    all.
+    That takes 0.25 s of a processor, for which `import` keeps Python's lock, and so does
+    ctypes.CDLL: called as a function of the C library, dlopen lets other threads go on. Where torch
+    has no such file, or it cannot be loaded alone, `import` does all.
     """
     spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
     places = spec.submodule_search_locations if spec is not None else None
-    for place in places or ():
-        with suppress(OSError):
-            ctypes.CDLL(str(Path(place, "lib", "libtorch_cpu.so")))
+    if not places or sys.platform != "linux":
+        return
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    dlopen(os.fsencode(Path(places[0], "lib", "libtorch_cpu.so")), os.RTLD_LAZY)
 
 
 def import_transformers() -> None:

@@ -21,7 +21,8 @@ SIZE = 1000
 def keep(files: WeightFiles, key: str, content: bytes = HEADER) -> None:
     new = files.begin(key, SIZE)
     assert new is not None
-    new.memory[: len(content)] = content
+    new.write(0, memoryview(content))
+    assert new.memory[: len(content)] == content
     assert new.finish()
 
 
@@ -124,8 +125,6 @@ def test_what_is_larger_than_the_limit_deletes_nothing(files: WeightFiles) -> No
 def test_a_full_disk_leaves_no_file(
     files: WeightFiles, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file without its blocks would end the process that writes to its memory."""
-
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,5 +1,6 @@
 """Packed weights from the disk are those of a fresh rounding, bit by bit, or are rounded anew."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvchat.cache.disk.weight_files import WeightFiles
+from kvchat.cache.disk.weight_files import NewFile, WeightFiles
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import packed_matrices
@@ -213,6 +214,44 @@ def test_without_compiled_code_the_same_is_kept(
     load(source, store)
 
     assert are_equal(packed(load(source, store)), fresh)
+
+
+@pytest.mark.parametrize("num_written", [0, 1, 7, 60])
+def test_a_disk_that_fails_leaves_no_file_and_the_same_weights(
+    num_written: int, store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoint(tmp_path / "model", "llama")
+    write, calls = NewFile.write, []
+
+    def fail_later(self: NewFile, at: int, data: memoryview) -> None:
+        calls.append(at)
+        if len(calls) > num_written:
+            raise OSError(errno.EIO, "Input/output error")
+        write(self, at, data)
+
+    monkeypatch.setattr(NewFile, "write", fail_later)
+    monkeypatch.setattr(packed_matrices, "_TILE_ELEMENTS", 1500)
+
+    loaded = load(source, store)
+
+    assert len(calls) == num_written + 1
+    assert loaded.notes == ()
+    assert list(store.directory.iterdir()) == []
+    assert are_equal(packed(loaded), packed(load(source, None)))
+
+
+@pytest.mark.parametrize("name", ["odd rows", "turned", "mixture"])
+def test_tiles_make_the_same_matrix(
+    name: str, store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_matrices, "_TILE_ELEMENTS", 1500)
+    source = checkpoint(tmp_path / "model", name)
+
+    first, second = load(source, store), load(source, store)
+
+    fresh = packed(load(source, None))
+    assert are_equal(packed(first), fresh)
+    assert are_equal(packed(second), fresh)
 
 
 def test_a_store_without_room_changes_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """WeightFiles: files of packed weights on the disk, so that a checkpoint is rounded once.
 
-A file is as large as is known before it is made, and is filled through memory: weights that are
-rounded into it are not held beside it. It has its name only when it is complete. Deletes only files
+Weights that are rounded are written to a file and used as it is mapped: they are not held beside
+it. It has its size from the beginning, and its name only when it is complete. Deletes only files
 with names of ours in a directory of ours, and follows no links. Imports no torch.
 """
 
@@ -31,12 +31,18 @@ def weight_directory(store: Path) -> Path:
 
 
 class NewFile:
-    """A file that is being filled. `memory` is its content, zeros at first."""
+    """A file that is being written. `memory` is its content, zeros at first."""
 
     def __init__(self, directory: Path, key: str, descriptor: int, memory: mmap.mmap) -> None:
         self.memory = memory
         self._part, self._path = (directory / f"{key}.{end}" for end in ("part", "safetensors"))
         self._descriptor = descriptor  # open, and so locked, until the file is complete
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Write all of `data` at an offset; raises OSError."""
+        while data:
+            count = os.pwrite(self._descriptor, data, at)
+            at, data = at + count, data[count:]
 
     def finish(self) -> bool:
         """Give the complete file its name; false if that is not possible."""
@@ -117,7 +123,7 @@ class WeightFiles:
                 os.close(descriptor)
                 return None
             os.ftruncate(descriptor, 0)  # what a process that ended has left
-            # Without it a full disk would end this process when it writes to the memory.
+            # A disk that is full is found before anything is rounded.
             os.posix_fallocate(descriptor, 0, num_bytes)
             memory = mmap.mmap(descriptor, num_bytes)
         except OSError:  # such as a full disk
