@@ -124,7 +124,7 @@ class PackedMatrices:
                 parts, part_bytes(matrix.num_out, num_in, bits, _ALIGN), strict=True
             ):
                 offset = first * (part.nbytes // rows)
-                self._write(place + offset, memoryview(part.numpy()).cast("B"))
+                self._write(place + offset, part.numpy().data.cast("B"))
                 place += whole
 
     def _write(self, at: int, data: memoryview) -> None:
@@ -141,7 +141,7 @@ class PackedMatrices:
         """Keep what was rounded, all of it, for the next start; return a note for the user."""
         if self._new is None:
             return ""
-        self._write(self._sums_at, memoryview(self._sums().numpy()).cast("B"))
+        self._write(self._sums_at, self._sums().numpy().data.cast("B"))
         new, self._new = self._new, None
         if new is None or not new.finish():
             return ""

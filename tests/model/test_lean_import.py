@@ -181,6 +181,23 @@ print((torch.arange(6.0).view(2, 3) @ torch.ones(3, 1)).tolist(), torch.get_num_
     assert run_python(program).splitlines() == ["False True", "[[3.0], [12.0]] True"]
 
 
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_search_for_garbage_goes_on_after_an_import(was_enabled: bool) -> None:
+    """Also after one that failed; and where it was off it stays off."""
+    program = f"""
+import gc
+from kvchat.model.lean_import import without_collection
+gc.enable() if {was_enabled} else gc.disable()
+try:
+    with without_collection():
+        print(gc.isenabled())
+        raise ImportError
+except ImportError:
+    print(gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    assert run_python(program).splitlines() == ["False", f"{was_enabled} {was_enabled}"]
+
+
 def test_what_the_stand_in_lacks_costs_the_plain_import_only() -> None:
     """As with another version of transformers or torch, of three marks one after another.
 
