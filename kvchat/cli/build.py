@@ -256,10 +256,11 @@ def _build(
         save_nothing()
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.model.lean_import import import_transformers
+        from kvchat.model.lean_import import import_transformers, without_collection
 
-        import_transformers()
-        from kvchat.engine.assembly import build_speculating_engine
+        with without_collection():
+            import_transformers()
+            from kvchat.engine.assembly import build_speculating_engine
 
         assembled = build_speculating_engine(
             source,

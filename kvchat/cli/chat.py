@@ -3,8 +3,10 @@
 `kvchat/terminal` implements the interactive chat, `script.py` the script modes.
 """
 
+import importlib
 import os
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import from_anywhere
+from kvchat.model.lean_import import load_library
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
     from kvchat.chat.host import ChatHost
     from kvchat.chat.session import ChatSession
+    from kvchat.chat.template_process import RenderingChild
     from kvchat.cli.output import Notices, Writer
     from kvchat.cli.script import ScriptSetup
     from kvchat.cli.streams import Interruption
@@ -99,6 +103,8 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     check(settings, request.num_samples)
     if settings["incognito"]:
         close_log()
+    if not has_endpoint(settings):
+        threading.Thread(target=_load_library, name="kvchat-library", daemon=True).start()
     is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if is_interactive and request.input_format == "text" and request.output_format == "text":
         return _chat_interactively(settings, request)
@@ -110,6 +116,17 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
             "Name one: `kvchat sessions` lists them.",
         )
     return _answer_script(settings, request)
+
+
+def _load_library() -> None:
+    """Load torch's library beside the imports of a chat.
+
+    The system loads one library at a time: the import of a module in C would wait, and with it
+    every thread. So those that a chat imports are imported before.
+    """
+    importlib.import_module("asyncio")
+    importlib.import_module("mmap")
+    load_library()
 
 
 def name_to_keep(model: str) -> str:
@@ -145,17 +162,15 @@ def _open_controller(
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
     tell: "Callable[[str], None]",
+    child: "RenderingChild",
     is_script: bool = False,
 ) -> "tuple[ChatController, Toolbox | None]":
     """Read attached files, start loading the model, and open the conversation, if one is named.
 
     `tell` is told which pinned files have changed. Errors are raised in this order, the cheapest
-    check first. A conversation that a script begins
-    counts as one-shot: it will probably not be continued.
+    check first. `child` renders the chat template. A conversation that a script begins counts as
+    one-shot: it will probably not be continued.
     """
-    from kvchat.chat.template_process import RenderingChild
-
-    child = RenderingChild()  # starts while the rest is imported
     from kvchat.chat.controller import ChatController
     from kvchat.chat.pin_files import PinFiles
 
@@ -210,6 +225,9 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 
 
 def _answer_script(settings: Settings, request: ChatRequest) -> int:
+    from kvchat.chat.template_process import RenderingChild
+
+    child = RenderingChild()  # starts while the rest is imported
     from kvchat.cli.output import Notices
     from kvchat.cli.script import read_text, with_prompt
     from kvchat.cli.streams import Interruption
@@ -222,7 +240,7 @@ def _answer_script(settings: Settings, request: ChatRequest) -> int:
         if not text.strip() and not request.files:
             raise UsageError("The input is empty.", "Give a prompt, or pipe one in.")
     with Interruption() as interruption:
-        return _run_script(settings, request, notices, interruption, text)
+        return _run_script(settings, request, notices, interruption, text, child)
 
 
 def _run_script(
@@ -231,13 +249,14 @@ def _run_script(
     notices: "Notices",
     interruption: "Interruption",
     text: str | None,
+    child: "RenderingChild",
 ) -> int:
     from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox = _open_controller(
-        settings, request, loading.show, notices.tell, is_script=True
+        settings, request, loading.show, notices.tell, child, is_script=True
     )
     look = _stderr_look()
     setup = ScriptSetup(
@@ -334,11 +353,14 @@ def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
 
 
 def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
+    from kvchat.chat.template_process import RenderingChild
+
+    child = RenderingChild()  # starts while the rest is imported
     from kvchat.cli.output import Notices
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 
     relay, notices = LoadRelay(), Notices(settings["quiet"])
-    controller, toolbox = _open_controller(settings, request, relay.hear, notices.tell)
+    controller, toolbox = _open_controller(settings, request, relay.hear, notices.tell, child)
     setup = ReplSetup(
         controller=controller,
         toolbox=toolbox,

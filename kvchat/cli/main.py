@@ -57,15 +57,16 @@ def _end(code: int) -> NoReturn:
     for it to do: conversations and KV are saved when they are closed, output is flushed, and a
     forward pass or import that still runs has nothing to save.
     """
-    if code in _NOT_WAITED_FOR or "torch" in sys.modules or _is_engine_busy():
+    if code in _NOT_WAITED_FOR or "torch" in sys.modules or _is_importing():
         logging.shutdown()
         os._exit(code)
     sys.exit(code)
 
 
-def _is_engine_busy() -> bool:
-    """Whether the engine's thread still runs, perhaps importing torch."""
-    return any(thread.name == "kvchat-engine" for thread in threading.enumerate())
+def _is_importing() -> bool:
+    """Whether the engine's thread, or that which loads torch's library, still runs."""
+    names = {thread.name for thread in threading.enumerate()}
+    return not names.isdisjoint(("kvchat-engine", "kvchat-library"))
 
 
 def _run() -> int:

@@ -145,6 +145,7 @@ class StoreStatus:
     limit_bytes   the disk budget; 0 means that the disk tier is off
     strangers     directories that look like model directories but were not made by this kvchat
     why_nothing   a sentence on why the budget is 0; empty if it is not, or if the user said so
+    weights_bytes what packed weights take beside the KV
     """
 
     directory: Path
@@ -152,6 +153,7 @@ class StoreStatus:
     model_dirs: tuple[ModelDirStatus, ...] = ()
     strangers: tuple[Path, ...] = ()
     why_nothing: str = ""
+    weights_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -21,6 +21,7 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvPool, PlainFormat
@@ -146,7 +147,8 @@ def load_trusted(
     def check(spec: ModelSpec, device: torch.device) -> None:
         require_kv_dtype(source.name, spec, cache)
 
-    loaded = load_model(source, config, max_context, progress, state_directory, check)
+    store = _weight_files(cache)
+    loaded = load_model(source, config, max_context, progress, state_directory, check, store)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, state_directory)
     geometry = kv_geometry(loaded.spec, cache, loaded.dtype)
@@ -158,6 +160,14 @@ def load_trusted(
     elif loaded.device.type == "cuda":
         race_attention(loaded, geometry.dtype, geometry.block_size, state_directory, progress)
     return loaded
+
+
+def _weight_files(config: CacheConfig) -> WeightFiles | None:
+    """Return the store of packed weights beside the KV; None if nothing is kept on the disk."""
+    if config.directory is None:
+        return None
+    limit = disk_budget(config.disk_bytes, config.directory)
+    return WeightFiles(weight_directory(config.directory), limit)
 
 
 def engine_around(

@@ -13,13 +13,17 @@
 Whatever else of a stand-in is used imports the module itself.
 """
 
+import ctypes
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +34,39 @@ _META_OPERATORS = "torch._meta_registrations"
 _NAMES = "transformers.utils.import_utils"
 # What every model needs, and what imports the parts of torch.
 _NEEDED = ("modeling_utils", "masking_utils", "generation", "models.auto.modeling_auto")
+
+
+def load_library() -> None:
+    """Load the largest library of torch, if it is not imported yet; for a thread of its own.
+
+    That takes 0.25 s of a processor, for which `import` keeps Python's lock, and so does
+    ctypes.CDLL: called as a function of the C library, dlopen lets other threads go on. Where torch
+    has no such file, or it cannot be loaded alone, `import` does all.
+    """
+    spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
+    places = spec.submodule_search_locations if spec is not None else None
+    if not places or sys.platform != "linux":
+        return
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    dlopen(os.fsencode(Path(places[0], "lib", "libtorch_cpu.so")), os.RTLD_LAZY)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Import modules without Python's search for garbage, which finds none of what they make.
+
+    It looked through all that was imported again and again: 0.25 s of 2.15 s for torch,
+    transformers and kvchat's engine. What is there afterwards is not looked through any more.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.freeze()
+            gc.enable()
 
 
 def import_transformers() -> None:
@@ -113,6 +150,9 @@ class _StandIn(_Deferred):
         return self.disable if function is None else function
 
     allow_in_graph = assume_constant_result = disable
+
+    def mark_static_address(self, tensor: Any, guard: bool = True) -> None:
+        """Do nothing: transformers says this of each layer's recurrent state."""
 
 
 def _stand_in(torch: Any) -> None:

@@ -44,6 +44,7 @@ from kvchat.model.model_class import (
     tensor_names,
     without_towers,
 )
+from kvchat.model.packed_matrices import PackedMatrices, WeightStore
 from kvchat.model.packed_weights import packing_of
 from kvchat.model.probe import (
     ProbeInconclusive,
@@ -211,11 +212,13 @@ def load_model(
     progress: Progress,
     state_directory: Path | None = None,
     check: Check | None = None,
+    store: WeightStore | None = None,
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
     `state_directory` keeps what the probe finds out, if not None. `check` is called as soon as the
-    model's spec is known: before any weight is read, unless the probe needs weights.
+    model's spec is known: before any weight is read, unless the probe needs weights. `store` keeps
+    what is rounded to 8 or 4 bits for a CPU.
 
     Where the device is not given and the weights do not fit on the GPU, the model is loaded on the
     CPU, and a note says so. With `weights` auto a GPU gets the most bits that fit. Raises
@@ -223,7 +226,7 @@ def load_model(
     if files are missing or damaged, or memory is too small.
     """
     try:
-        return _load(source, config, max_context, progress, state_directory, check)
+        return _load(source, config, max_context, progress, state_directory, check, store)
     except _NoRoom as error:
         if config.device != "auto":
             raise
@@ -235,7 +238,7 @@ def load_model(
         note = f"{message} The model runs on the CPU."
     # Here the error is gone, and with it what it held of the weights on the GPU.
     on_cpu = replace(config, device="cpu")
-    loaded = _load(source, on_cpu, max_context, progress, state_directory, check)
+    loaded = _load(source, on_cpu, max_context, progress, state_directory, check, store)
     return replace(loaded, notes=(*loaded.notes, note))
 
 
@@ -246,6 +249,7 @@ def _load(
     progress: Progress,
     state_directory: Path | None,
     check: Check | None,
+    store: WeightStore | None,
 ) -> LoadedModel:
     start_s = time.perf_counter()
     progress(LoadProgress("reading the model's configuration"))
@@ -277,7 +281,12 @@ def _load(
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
-    weights, about_weights = _place(module, spec, config, device, source.name, progress)
+    identity = sample_digest(source)
+    key = "\n".join((identity, *marks.values()))
+    where = (store, key) if source.adapter is None else (None, "")
+    weights, about_weights, packed = _place(
+        module, spec, config, device, source.name, progress, where
+    )
     notes += about_weights + slow_attention(spec, device, module.dtype)
     step = StepContext()
     if device.type == "cpu":
@@ -292,8 +301,10 @@ def _load(
         compiled = compiled_model(module, spec) if spec.gathered is None else None
     elif _runs_fused(spec):
         fusing = Fusing(module, spec, step, weights != OWN)
-    identity = sample_digest(source)
-    if source.marks() != marks:
+    is_changed = source.marks() != marks
+    if packed is not None:
+        notes += _kept(packed, is_changed)
+    if is_changed:
         raise ModelError(
             f"The files of {source.name} changed while they were loaded.",
             "Start again when they are complete.",
@@ -340,21 +351,37 @@ def _place(
     device: torch.device,
     name: str,
     progress: Progress,
-) -> tuple[str, tuple[str, ...]]:
-    """Pack and move a model's weights; return their format, `auto` for their own, and notes."""
+    where: tuple[WeightStore | None, str],
+) -> tuple[str, tuple[str, ...], PackedMatrices | None]:
+    """Pack and move a model's weights; return their format, `auto` for their own, and notes.
+
+    `where` packed weights are kept, and the checkpoint's key there; the last result is to be
+    finished or abandoned.
+    """
     weights = config.weights
     notes: tuple[str, ...] = ()
+    packed = None
     if device.type != "cpu":
         weights, notes = _weights_on_gpu(module, spec, config, device, name)
     if not _can_pack(spec, device):
         notes += _own_weights_only(config)
     elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
-        notes += quantise(module, spec, weights, device, _telling(progress))
+        more, packed = quantise(module, spec, weights, device, _telling(progress), *where)
+        notes += more
     _move(module, device, progress)
     if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
-    return weights, notes
+    return weights, notes, packed
+
+
+def _kept(packed: PackedMatrices, is_changed: bool) -> tuple[str, ...]:
+    """Keep packed weights unless their checkpoint changed meanwhile; return a note if they are."""
+    if is_changed:
+        packed.abandon()
+        return ()
+    note = packed.finish()
+    return (note,) if note else ()
 
 
 def _keeps_blocks(

@@ -66,10 +66,13 @@ class _OperatorsOnMeta(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        # The two such operators that the usual models call: for RoPE tables, and for tokens.
         if function is torch.arange and str(kwargs.get("device")) == "meta":
-            # The one such operator that the usual models call, for their RoPE tables.
             values = function(*args, **{**kwargs, "device": "cpu"})
             return torch.empty_like(values, device="meta")
+        if function is torch.nn.functional.embedding and args[1].device.type == "meta":
+            ids, table = args[:2]
+            return table.new_empty(*ids.shape, table.shape[1])
         try:
             return function(*args, **kwargs)
         except NotImplementedError:

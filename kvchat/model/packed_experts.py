@@ -20,7 +20,7 @@ from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
 
 _PACKS = "_kvchat_expert_packs"
-_TENSORS = ("gate_up_proj", "down_proj")
+EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 # Flags that transformers gives a class of experts, and what they are where experts are plain.
 _PLAIN = {
     "has_gate": True,
@@ -80,7 +80,7 @@ class DeviceExpertPacks:
 
 def are_plain_experts(module: Any) -> bool:
     """Return whether a module is experts of the plain form, with their weights as parameters."""
-    parameters = [getattr(module, name, None) for name in _TENSORS]
+    parameters = [getattr(module, name, None) for name in EXPERT_TENSORS]
     if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters):
         return False
     # Where transformers names it otherwise, no experts are plain, and all run as they are.
@@ -104,7 +104,7 @@ def has_packed_experts(module: nn.Module) -> bool:
 
 def expert_weights(module: Any) -> list[torch.Tensor]:
     """Return the weights of plain experts, each [experts, out, in]."""
-    return [getattr(module, name).detach() for name in _TENSORS]
+    return [getattr(module, name).detach() for name in EXPERT_TENSORS]
 
 
 def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
@@ -113,7 +113,7 @@ def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
     `use_packed_experts` takes both or none.
     """
     owners = [name for name, part in module.named_modules() if are_plain_experts(part)]
-    return [tuple(f"{owner}.{name}" for name in _TENSORS) for owner in owners]
+    return [tuple(f"{owner}.{name}" for name in EXPERT_TENSORS) for owner in owners]
 
 
 def can_pack_experts(module: Any) -> bool:
@@ -124,16 +124,24 @@ def can_pack_experts(module: Any) -> bool:
 
 
 @torch.inference_mode()
-def pack_experts(module: Any, bits: int, device: torch.device) -> None:
-    """Round the weights of `can_pack_experts` to blocks on `device`, and free them.
+def pack_experts(module: Any, pack: Callable[[str, torch.Tensor], BlockWeights], name: str) -> None:
+    """Pack the weights of `can_pack_experts` on a CPU, and free them.
+
+    `pack` gets the name of a tensor, below the module's `name`, and it as a matrix.
+    """
+    named = zip(EXPERT_TENSORS, expert_weights(module), strict=True)
+    gate_up, down = (pack(f"{name}.{part}", weight.flatten(0, 1)) for part, weight in named)
+    use_packed_experts(module, (gate_up,), down)
+
+
+@torch.inference_mode()
+def pack_experts_on_gpu(module: Any, bits: int, device: torch.device) -> None:
+    """Round the weights of `can_pack_experts` to blocks on a GPU, and free them.
 
     An expert after another: no more of a layer is there in 16 bits.
     """
     gate_up, down = (quantised_matrices(part, bits, device) for part in expert_weights(module))
-    if device.type == "cpu":
-        use_packed_experts(module, (gate_up,), down)
-    else:
-        use_packed_experts_on_gpu(module, (gate_up,), down)
+    use_packed_experts_on_gpu(module, (gate_up,), down)
 
 
 def use_packed_experts_on_gpu(
@@ -157,7 +165,7 @@ def use_packed_experts_on_gpu(
 def _take(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
     dtype = module.gate_up_proj.dtype
     module.__dict__[_PACKS] = packs
-    for name in _TENSORS:
+    for name in EXPERT_TENSORS:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
 
 

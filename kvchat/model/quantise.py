@@ -16,14 +16,17 @@ from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
 from kvchat.model.packed_experts import (
+    EXPERT_TENSORS,
     can_pack_experts,
     expert_packs_of,
     expert_tensors,
     expert_weights,
     pack_experts,
+    pack_experts_on_gpu,
     use_packed_experts,
     use_packed_experts_on_gpu,
 )
+from kvchat.model.packed_matrices import Matrix, PackedMatrices, WeightStore
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised_on
@@ -124,14 +127,17 @@ def quantise(
     weights: str,
     device: torch.device,
     tick: Callable[[float], None],
-) -> tuple[str, ...]:
+    store: WeightStore | None = None,
+    key: str = "",
+) -> tuple[tuple[str, ...], PackedMatrices | None]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
     Plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
     errors nothing evens out, has 8 bits, and so has what makes a few numbers of a recurrent layer's
     input: its decay and its gates act on all that the layer keeps. The packed weights are made on
-    `device`; the module is on the CPU. Returns notes for the user on what is not packed. Raises
-    ModelError where the model has nothing to pack.
+    `device`; the module is on the CPU. For a CPU they may be in `store` by a `key` that stands for
+    the checkpoint, or are to be kept there. Returns notes for the user on what is not packed, and
+    what is to be finished or abandoned. Raises ModelError where the model has nothing to pack.
     """
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
@@ -145,16 +151,38 @@ def quantise(
     num_packed += sum(part.numel() for found in experts for part in expert_weights(found))
     bits = 8 if weights == "int8" else 4
     done, total = 0, len(layers) + len(experts)
-    for sharing in _by_weight(layers):
-        has_8 = sharing[0] is head or (spec.state and _makes_few(sharing[0]))
-        _replace(sharing, 8 if has_8 else bits, device)
+    groups = [(sharing, _bits_of(sharing[0], head, spec, bits)) for sharing in _by_weight(layers)]
+    names = {id(part): name for name, part in module.named_modules()}
+    packed = None
+    if device.type == "cpu":
+        matrices = [
+            _matrix(names[id(sharing[0])], _weight_of(sharing[0]), b) for sharing, b in groups
+        ]
+        for found in experts:
+            parts = zip(EXPERT_TENSORS, expert_weights(found), strict=True)
+            matrices += [_matrix(f"{names[id(found)]}.{name}", part, bits) for name, part in parts]
+        packed = PackedMatrices(store, f"{key} {weights} {module.dtype}", matrices)
+    for sharing, own_bits in groups:
+        _replace(sharing, own_bits, device, packed, names[id(sharing[0])])
         done += len(sharing)
         tick(done / total)
     for found in experts:
-        pack_experts(found, bits, device)
+        if packed is None:
+            pack_experts_on_gpu(found, bits, device)
+        else:
+            pack_experts(found, packed.pack, names[id(found)])
         done += 1
         tick(done / total)
-    return _note_on_kept(module, num_packed)
+    return _note_on_kept(module, num_packed), packed
+
+
+def _bits_of(layer: Any, head: Any, spec: ModelSpec, bits: int) -> int:
+    return 8 if layer is head or (spec.state and _makes_few(layer)) else bits
+
+
+def _matrix(name: str, weight: torch.Tensor, bits: int) -> Matrix:
+    num_in = weight.shape[-1]
+    return Matrix(name, weight.numel() // num_in, num_in + -num_in % COLUMNS, bits)
 
 
 def _by_weight(layers: Sequence[Any]) -> list[list[Any]]:
@@ -246,18 +274,23 @@ def _weight_of(layer: Any) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _replace(layers: Sequence[Any], bits: int, device: torch.device) -> None:
-    """Pack the one weight of these layers."""
+def _replace(
+    layers: Sequence[Any],
+    bits: int,
+    device: torch.device,
+    packed: PackedMatrices | None,
+    name: str,
+) -> None:
+    """Pack the one weight of these layers; on a CPU it is that of `name` in `packed`."""
     weight = _weight_of(layers[0])
-    padded = pad(weight, [0, -weight.shape[1] % COLUMNS])
-    if device.type == "cpu":
-        product = BlockProduct(quantised_on(padded, bits, device))
+    if packed is not None:
+        product = BlockProduct(packed.pack(name, weight))
         for layer in layers:
             _multiply_with(layer, product)
-    else:
-        weights = quantised_on(padded, bits, device)
-        for layer in layers:
-            use_packed_on_gpu(layer, weights)
+        return
+    weights = quantised_on(pad(weight, [0, -weight.shape[1] % COLUMNS]), bits, device)
+    for layer in layers:
+        use_packed_on_gpu(layer, weights)
 
 
 def use_blocks(

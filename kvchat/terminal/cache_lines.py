@@ -27,6 +27,8 @@ def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
         *(f"  {_model_dir(model_dir, status.model_dirs)}" for model_dir in status.model_dirs),
         *pin_lines(status, titles),
     ]
+    if status.weights_bytes:
+        lines.append(f"packed weights: {format_bytes(status.weights_bytes)} more")
     if not status.limit_bytes:
         why = one_line(status.why_nothing, _PATH_CHARS)
         lines.append(why or "Chats keep nothing here: --disk-cache is 0.")
@@ -123,8 +125,12 @@ def collected_line(num_bytes: int) -> str:
 def clearing_question(status: StoreStatus) -> str:
     """Return the question before everything is deleted."""
     size = format_bytes(status.num_bytes)
+    if status.weights_bytes:
+        size += f" of KV and {format_bytes(status.weights_bytes)} of packed weights"
+    else:
+        size += " of KV"
     directory = one_line(str(status.directory), _PATH_CHARS)
-    return f"Delete {size} of KV in {directory}? No word of a conversation is lost."
+    return f"Delete {size} in {directory}? No word of a conversation is lost."
 
 
 def cleared_line(num_bytes: int) -> str:

@@ -7,7 +7,14 @@ import pytest
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu import attention, block_products, block_rows, program, rotation
+from kvchat_kernels.cpu import (
+    attention,
+    block_products,
+    block_rounding,
+    block_rows,
+    program,
+    rotation,
+)
 from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import I64, Code
 from kvchat_kernels.cpu.maths import Stored
@@ -25,6 +32,7 @@ WRITERS = {
     "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False)),
     "8 bits": (3, lambda code: block_products._write(code, BYTES, False)),
     "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
+    "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
     "driver": (1, program._write),
 }
 

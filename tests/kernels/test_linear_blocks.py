@@ -8,6 +8,7 @@ import torch
 
 from kvchat_kernels.cpu import block_products, code
 from kvchat_kernels.cpu.block_products import block_product_kernel
+from kvchat_kernels.cpu.block_rounding import weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
 from kvchat_kernels.cpu.object_cache import ObjectCache
 from kvchat_kernels.cpu.products import product_kernel
@@ -23,7 +24,7 @@ from kvchat_kernels.linear.blocks import (
     quantised,
     word_of,
 )
-from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rows_of
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rounded, rows_of
 from support.other_process import run_python
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
@@ -242,12 +243,11 @@ def test_rows_of_another_dtype_than_the_weights_are_multiplied(num_rows: int) ->
 _PRODUCTS = """
 import sys, torch
 from kvchat_kernels.cpu.code import has_feature
-from kvchat_kernels.linear.blocks import quantised
-from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct
+from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct, rounded
 assert has_feature("avx2") and not has_feature("avx512vnni")
 torch.manual_seed(0)
 weight, x = torch.randn(48, 992), torch.randn(5, 992)
-products = [BlockProduct(quantised(weight, bits)) for bits in (8, 4)]
+products = [BlockProduct(rounded(weight, bits)) for bits in (8, 4)]
 results = [product(x) for product in products] + [FloatProduct(weight.bfloat16(), None)(x)]
 torch.save(torch.stack(results), sys.argv[1])
 """
@@ -269,7 +269,13 @@ def test_without_newer_instructions_products_are_the_same(tmp_path: Path) -> Non
 @pytest.fixture
 def without_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile as for a processor that is not of the x86 family, and keep none of it."""
-    kernels = (block_product_kernel, product_kernel, rounding_kernel, unpacking_kernel)
+    kernels = (
+        block_product_kernel,
+        product_kernel,
+        rounding_kernel,
+        unpacking_kernel,
+        weight_rounding_kernel,
+    )
     monkeypatch.setattr(code, "has_feature", lambda name: False)
     monkeypatch.setattr(block_products, "has_feature", lambda name: False)
     monkeypatch.setattr(code, "object_cache", lambda: ObjectCache(tmp_path))
@@ -327,6 +333,76 @@ def test_rounding_is_within_half_a_step_of_each_block(bits: int, error: float) -
     blocks, rounded = weight.view(64, -1, 32), values.view(64, -1, 32)
     step = (blocks.amax(-1) - blocks.amin(-1)) / (15 if bits == 4 else 100)
     assert ((blocks - rounded).abs() <= 0.6 * step[..., None] + 1e-6).all()
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def many_sizes(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Rows of numbers from the least that float16 can scale to nearly its largest, and zeros."""
+    torch.manual_seed(shape[1])
+    weight = torch.randn(shape).clamp(-4, 4) * torch.logspace(-9, 4, shape[0])[:, None]
+    weight[shape[0] // 2] = 0
+    weight[-1, ::3] = -0.0
+    return weight.to(dtype)
+
+
+def is_the_same(one: BlockWeights, other: BlockWeights) -> bool:
+    pairs = zip(one.parts().values(), other.parts().values(), strict=True)
+    return one.layout == other.layout and all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compiled_rounding_is_the_plain_one_bit_by_bit(bits: int, dtype: torch.dtype) -> None:
+    for shape in [(1, 32), (9, 64), (50, 480), (33, 4864), (7, 2080)]:
+        weight = many_sizes(shape, dtype)
+
+        assert is_the_same(rounded(weight, bits), interleaved(quantised(weight, bits))), shape
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_halfway_between_two_levels_are_rounded_alike(bits: int) -> None:
+    """A product with the scale's inverse would send some of them to the other level."""
+    steps = torch.arange(-127, 127) + 0.5
+    row = torch.cat([steps.view(-1, 254).expand(31, -1), torch.full((1, 254), 127.0)]).t()
+    weight = (row.reshape(1, -1) * torch.tensor([1.0, 0.75, 2**-9])[:, None]).contiguous()
+
+    assert is_the_same(rounded(weight, bits), interleaved(quantised(weight, bits)))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_matrix_of_any_form_is_rounded_in_whole_blocks(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's are turned, and rows of 72 or 100 columns end within a block."""
+    monkeypatch.setattr(cpu, "_ROUNDED_AT_ONCE", 1000)
+    for weight in (torch.randn(96, 48).t(), torch.randn(40, 72), torch.randn(72, 40).t()):
+        padded = torch.nn.functional.pad(weight, [0, -weight.shape[1] % 32])
+
+        assert is_the_same(rounded(weight, bits), interleaved(quantised(padded, bits)))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_damaged_weight_is_not_rounded_to_a_number(bits: int, bad: float) -> None:
+    weight = torch.randn(3, 64)
+    weight[1, 40] = bad
+
+    values = dequantised(rounded(weight, bits))
+
+    assert values[1, 32:].isnan().any()
+    assert values[[0, 2]].isfinite().all()
+
+
+@pytest.mark.usefixtures("without_features")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_plain_instructions_round_the_same(bits: int) -> None:
+    weight = many_sizes((20, 480), torch.bfloat16)
+
+    assert is_the_same(rounded(weight, bits), interleaved(quantised(weight, bits)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -19,6 +19,8 @@ STEP_COLUMNS = 256
 GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of 8 bits, or 2 of 16.
 WORD = 4
+# The least scale of a rounded block; one of zeros has it.
+LEAST_SCALE = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,17 +287,42 @@ def quantised(weight: torch.Tensor, bits: int) -> BlockWeights:
     num_out, num_in = weight.shape
     blocks = weight.float().contiguous().view(num_out, -1, COLUMNS)
     if bits == 8:
-        scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=1e-7).half()
+        scales = (blocks.abs().amax(dim=-1) / 127).clamp_(min=LEAST_SCALE).half()
         levels = (blocks / scales.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return BlockWeights(8, COLUMNS, levels.view(num_out, num_in), scales, None)
     low, high = blocks.amin(dim=-1), blocks.amax(dim=-1)
-    scales = ((high - low) / 15).clamp_(min=1e-7).half()
+    scales = ((high - low) / 15).clamp_(min=LEAST_SCALE).half()
     minimums = low.half()
     levels = blocks.sub(minimums.float()[..., None]).div_(scales.float()[..., None])
     levels = levels.round_().clamp_(0, 15).to(torch.uint8)
     half = COLUMNS // 2
     packed = levels[..., :half] | (levels[..., half:] << 4)
     return BlockWeights(4, COLUMNS, packed.view(num_out, num_in // 2), scales, minimums)
+
+
+def part_bytes(num_out: int, num_in: int, bits: int, align: int = 1) -> list[int]:
+    """Return the bytes of the parts of what `quantised` makes, each a multiple of `align`."""
+    factors = 2 * num_out * (num_in // COLUMNS)
+    sizes = [num_out * num_in * bits // 8, *([factors] if bits == 8 else [factors, factors])]
+    return [-(-size // align) * align for size in sizes]
+
+
+def made_of_bytes(
+    region: torch.Tensor, num_out: int, num_in: int, bits: int, align: int = 1
+) -> BlockWeights:
+    """Return what `interleaved` makes of what `quantised` does, in the memory of `region`, uint8.
+
+    The parts lie one behind another, of `part_bytes`; `fits(num_in)` holds.
+    """
+    parts = region.split(part_bytes(num_out, num_in, bits, align))
+    levels = parts[0][: num_out * num_in * bits // 8].view(num_out, -1)
+    factors = [
+        part.view(torch.float16)[: num_out * (num_in // COLUMNS)].view(num_out, -1)
+        for part in parts[1:]
+    ]
+    minimums = factors[1] if bits == 4 else None
+    levels = levels.view(torch.int8) if bits == 8 else levels
+    return BlockWeights(bits, COLUMNS, levels, factors[0], minimums, is_interleaved=True)
 
 
 # Elements that are rounded at once: the floats of a whole head would take gigabytes.

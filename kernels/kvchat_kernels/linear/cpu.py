@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_fast_in
 from kvchat_kernels.linear.blocks import (
@@ -23,6 +24,9 @@ from kvchat_kernels.linear.blocks import (
     dequantised,
     in_order,
     interleaved,
+    made_of_bytes,
+    part_bytes,
+    quantised_on,
     word_of,
 )
 
@@ -39,6 +43,8 @@ _TILE_BYTES = 1 << 20
 # A tile of 16-bit weights in float32: a matrix whole, where it is not that of a large model. Tiles
 # of 1 MiB took up to 1.9 times as long (896 x 4,864, 256 rows).
 _FLOAT_TILE_BYTES = 1 << 24
+# Elements of a matrix that are copied at once to be rounded.
+_ROUNDED_AT_ONCE = 1 << 22
 # As in the compiled code: the largest level of an activation by its bits, and the least that a
 # block's largest value counts as.
 _MOST, _LEAST = {16: 32767.0, 8: 127.0}, 1e-30
@@ -137,6 +143,34 @@ def _tiles(
             tile = room[: end - start]
             kernels.unpack_blocks(weights, start, end, tile)
             yield start, end, tile
+
+
+def rounded(weight: torch.Tensor, bits: int, out: BlockWeights | None = None) -> BlockWeights:
+    """Round a float matrix [out, in] to 8 or 4 bits as `quantised` does, interleaved.
+
+    Columns of zeros fill the last block of a row. The matrix is read once, by torch's threads;
+    where its rows do not lie as compiled code reads them, a tile at a time is copied. `out`, of
+    `made_of_bytes`, is written and returned if given.
+    """
+    num_out, missing = len(weight), -weight.shape[1] % COLUMNS
+    num_in = weight.shape[1] + missing
+    if out is None:
+        room = torch.empty(sum(part_bytes(num_out, num_in, bits)), dtype=torch.uint8)
+        out = made_of_bytes(room, num_out, num_in, bits)
+    kernels = _kernels()
+    if kernels is None or not kernels.rounds(weight.dtype):
+        padded = pad(weight, [0, missing])
+        plain = interleaved(quantised_on(padded, bits, weight.device))
+        for name, part in out.parts().items():
+            part.copy_(plain.parts()[name])
+        return out
+    is_as_read = weight.is_contiguous() and not missing
+    step = num_out if is_as_read else max(1, _ROUNDED_AT_ONCE // num_in)
+    for start in range(0, num_out, step):
+        tile = weight[start : start + step]
+        tile = tile if is_as_read else pad(tile, [0, missing]).contiguous()
+        kernels.round_blocks(tile, out.rows(start, start + len(tile)))
+    return out
 
 
 class FloatProduct:
@@ -244,13 +278,14 @@ class _Kernels:
     """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
     def __init__(self) -> None:
-        from kvchat_kernels.cpu import block_products, block_rows, products
+        from kvchat_kernels.cpu import block_products, block_rounding, block_rows, products
         from kvchat_kernels.cpu.code import has_whole_512_bits
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
 
         self._blocks, self._rows, self._floats = block_products, block_rows, products
+        self._rounding = block_rounding
         self._stored_as = stored_as
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
@@ -279,6 +314,24 @@ class _Kernels:
         chunk = task[place.CHUNK] = 16
         kernel = self._rows.unpacking_kernel(weights.layout)
         self._run(kernel, task, 1, end - start, chunk, weights.num_in)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether `round_blocks` takes matrices of this dtype."""
+        return self._stored_as(dtype) is not None
+
+    def round_blocks(self, weight: torch.Tensor, out: BlockWeights) -> None:
+        """Round a contiguous matrix of whole blocks, and write it to `out`, interleaved."""
+        place = self._rounding.Place
+        num_out, num_in = weight.shape
+        task = np.zeros(self._rounding.NUM_PLACES, np.int64)
+        task[place.NUM_OUT], task[place.NUM_BLOCKS] = num_out, num_in // COLUMNS
+        task[place.FLOATS] = weight.data_ptr()
+        task[place.LEVELS] = out.levels.data_ptr()
+        task[place.SCALES] = out.scales.data_ptr()
+        task[place.MINIMUMS] = 0 if out.minimums is None else out.minimums.data_ptr()
+        chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
+        kernel = self._rounding.weight_rounding_kernel(out.bits, self._stored_as(weight.dtype))
+        self._run(kernel, task, 1, num_out, chunk, num_in)
 
     def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
         place = self._rows.Place

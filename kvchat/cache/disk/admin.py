@@ -28,6 +28,7 @@ from kvchat.cache.disk.model_dirs import (
 )
 from kvchat.cache.disk.quota import disk_budget, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
+from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
 from kvchat.core.config import Size
@@ -95,8 +96,16 @@ class StoreAdmin:
         limit = self._limit_bytes
         why_nothing = why_nothing_fits(self._size, self.directory) if not limit else ""
         return StoreStatus(
-            self.directory, limit, tuple(found), tuple(strangers(self.directory)), why_nothing
+            self.directory,
+            limit,
+            tuple(found),
+            tuple(strangers(self.directory)),
+            why_nothing,
+            self._weights(limit).num_bytes(),
         )
+
+    def _weights(self, limit: int) -> WeightFiles:
+        return WeightFiles(weight_directory(self.directory), limit)
 
     def num_bytes(self) -> int:
         """Return what all of it takes at most: as `status` says, and sooner."""
@@ -136,11 +145,11 @@ class StoreAdmin:
     def gc(self) -> int:
         """Remove expired packs and payloads without a head, and enforce the limit.
 
-        Returns the number of bytes freed.
+        On packed weights too. Returns the number of bytes freed.
         """
-        before = self.num_bytes()
+        before, freed = self.num_bytes(), self._weights(self._limit_bytes).collect()
         self._in_each(self._collect_in)
-        return max(0, before - self.num_bytes())
+        return freed + max(0, before - self.num_bytes())
 
     def _collect_in(self, path: Path) -> None:
         if not path.is_dir():  # it was too old, and went when the first was opened
@@ -188,10 +197,11 @@ class StoreAdmin:
         return num_blocks
 
     def clear(self) -> int:
-        """Delete all packs of all identities; return the number of bytes freed."""
+        """Delete all packs of all identities and all packed weights; return the bytes freed."""
+        freed = self._weights(0).clear()
         found = stored_model_dirs(self.directory)
         if not found:
-            return 0
+            return freed
         lock = StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S)
         with lock.held(), self._looking():
             before = _files(found)
@@ -201,7 +211,7 @@ class StoreAdmin:
         # What others made anew meanwhile is no file that was to be deleted.
         if before & after:
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
-        return num_bytes
+        return freed + num_bytes
 
     def cleared_s(self) -> float:
         """Return when the store was cleared last, in seconds since the epoch; 0 if never."""
