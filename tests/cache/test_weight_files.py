@@ -199,6 +199,19 @@ def test_an_abandoned_file_is_gone_and_its_memory_is_not(files: WeightFiles) -> 
     assert stored(files.directory) == []
 
 
+def test_a_file_that_cannot_get_its_name_is_deleted(files: WeightFiles) -> None:
+    """It kept its name and lost its lock: another process would have emptied it, and this one would
+    have ended at the next look at its memory."""
+    new = files.begin(KEYS[0], SIZE)
+    assert new is not None
+    (files.directory / f"{KEYS[0]}.safetensors").mkdir()
+
+    assert not new.finish()
+
+    assert stored(files.directory) == [f"{KEYS[0]}.safetensors"]
+    new.memory[:4] = b"kept"
+
+
 def test_the_commands_of_the_cache_count_and_delete_packed_weights(tmp_path: Path) -> None:
     files = WeightFiles(weight_directory(tmp_path), 3 * SIZE)
     for key in KEYS[:2]:

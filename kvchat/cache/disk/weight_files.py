@@ -50,15 +50,20 @@ class NewFile:
             self._part.replace(self._path)
         except OSError as error:
             _log.warning("packed weights not kept: %s", error)
+            self.abandon()
             return False
-        finally:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
         return True
 
     def abandon(self) -> None:
         """Delete the file; its memory stays as long as it is used."""
-        self._part.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        try:
+            self._part.unlink(missing_ok=True)
+        except OSError as error:
+            # It stays locked: another process would empty it, and its memory is in use.
+            _log.warning("a part of packed weights stays on the disk: %s", error)
+        else:
+            os.close(self._descriptor)
 
 
 class WeightFiles:
