@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvchat.cache.disk.model_dirs import WEIGHTS
 from kvchat.cache.disk.quota import leaves_free
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|part)")
 
 def weight_directory(store: Path) -> Path:
     """Return where packed weights are, beside the KV in the directory of a store."""
-    return store / "weights"
+    return store / WEIGHTS
 
 
 class NewFile:
