@@ -69,7 +69,8 @@ class ReadAhead:
             return None
         if cost.num_read < _FEW_TOKENS:
             return 1.0
-        return max(0.0, (cost.num_cached - num_before) / (len(begun) - num_before))
+        num_new = max(1, len(begun) - num_before)  # none where the place moved meanwhile
+        return min(1.0, max(0.0, (cost.num_cached - num_before) / num_new))
 
     def end(self) -> None:
         """End what is under way; what was read stays cached."""

@@ -105,9 +105,25 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
         close_log()
     if not has_endpoint(settings):
         threading.Thread(target=_load_library, name="kvchat-library", daemon=True).start()
-    is_interactive = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
-    if is_interactive and request.input_format == "text" and request.output_format == "text":
-        return _chat_interactively(settings, request)
+    is_interactive = _is_interactive(request)
+    if not is_interactive:
+        _require_script(request)
+    from kvchat.chat.template_process import RenderingChild
+
+    child = RenderingChild()  # starts while the rest is imported
+    if is_interactive:
+        return _chat_interactively(settings, request, child)
+    return _answer_script(settings, request, child)
+
+
+def _is_interactive(request: ChatRequest) -> bool:
+    is_text = request.input_format == request.output_format == "text"
+    is_asked = request.prompt is None and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    return is_text and is_asked
+
+
+def _require_script(request: ChatRequest) -> None:
+    """Raise UsageError where a script mode has no input, or would have to ask the user."""
     if request.prompt is None and _is_terminal(sys.stdin):
         raise UsageError("There is nothing to answer.", "Give a prompt, or pipe one in.")
     if request.picks:
@@ -115,7 +131,6 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
             "--resume needs a terminal to let you choose.",
             "Name one: `kvchat sessions` lists them.",
         )
-    return _answer_script(settings, request)
 
 
 def _load_library() -> None:
@@ -224,10 +239,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 # Scripts
 
 
-def _answer_script(settings: Settings, request: ChatRequest) -> int:
-    from kvchat.chat.template_process import RenderingChild
-
-    child = RenderingChild()  # starts while the rest is imported
+def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
     from kvchat.cli.output import Notices
     from kvchat.cli.script import read_text, with_prompt
     from kvchat.cli.streams import Interruption
@@ -352,10 +364,7 @@ def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
 # The interactive chat
 
 
-def _chat_interactively(settings: Settings, request: ChatRequest) -> int:
-    from kvchat.chat.template_process import RenderingChild
-
-    child = RenderingChild()  # starts while the rest is imported
+def _chat_interactively(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
     from kvchat.cli.output import Notices
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 

@@ -122,7 +122,8 @@ SETTINGS = (
         "disk_cache",
         str,
         None,
-        "KV kept on disk: 5%; 0 is none; default: 10% of what is free, 20G at most",
+        "KV kept on disk, and as much of rounded weights: 5%; 0 is none; "
+        "default: 10% of what is free, 20G at most",
     ),
     Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
     Setting("max_context", int, None, "lower the longest context, in tokens"),

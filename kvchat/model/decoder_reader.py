@@ -197,6 +197,8 @@ class _Reader:
             spec_here = specs.get(index)
             mixer = getattr(layer, name, None)
             other = None if mixer is None else read(mixer, index)
+            if spec_here is None and other is None:
+                raise Unknown("has a layer without attention and without a state")
             if spec_here is None:
                 found.append(self._layer(layer, other))
             else:

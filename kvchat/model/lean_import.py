@@ -57,7 +57,9 @@ def without_collection() -> Iterator[None]:
     """Import modules without Python's search for garbage, which finds none of what they make.
 
     It looked through all that was imported again and again: 0.25 s of 2.15 s for torch,
-    transformers and kvchat's engine. What is there afterwards is not looked through any more.
+    transformers and kvchat's engine. What is there after the first time is not looked through any
+    more. Later ones import nothing new, and what is there then has to be found when it is garbage,
+    such as a model that another has taken the place of.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -65,7 +67,8 @@ def without_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            gc.freeze()
+            if not gc.get_freeze_count():
+                gc.freeze()
             gc.enable()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -282,7 +283,8 @@ def _load(
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)
-    key = "\n".join((identity, *marks.values()))
+    # transformers converts weights as it loads them, not in all versions alike.
+    key = "\n".join((transformers.__version__, identity, *marks.values()))
     where = (store, key) if source.adapter is None else (None, "")
     weights, about_weights, packed = _place(
         module, spec, config, device, source.name, progress, where

@@ -48,7 +48,8 @@ class Matrix:
         """Return the matrix with outputs that are multiplied, and of inputs that are."""
         if isinstance(factors, float) and factors == of_input == 1.0:
             return self
-        each = torch.ones(self.num_out) * factors * of_input
+        # The dtype is said: torch's default is another while a thread loads a model.
+        each = torch.ones(self.num_out, dtype=torch.float32) * factors * of_input
         bias = self.bias if self.bias is None else self.bias / of_input
         return Matrix(self.weights, bias, each)
 

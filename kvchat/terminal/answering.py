@@ -172,7 +172,10 @@ class Answering:
             except KvchatError as error:
                 tell(self._view, str(error), Role.ERROR)
                 return
-        tell(self._view, f"The model has called tools {_MOST_ROUNDS} times. Any message goes on.")
+        tell(
+            self._view,
+            f"The model has called tools {_MOST_ROUNDS} times. Send any message to go on.",
+        )
 
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""
@@ -228,8 +231,9 @@ class Answering:
             )
         finally:
             self._name = "the answer"
-        if answer_view.failed is not None:
-            raise answer_view.failed.error
+        failure = answer_view.failed.error if answer_view.failed else self._controller.host.failure
+        if failure is not None:
+            raise failure
         return answer_view.ended[0]
 
     def _context_limit(self) -> int | None:

@@ -86,7 +86,7 @@ class Dialogue(CommandContext):
         self._stage = "loading the model"
         self._stoppable: asyncio.Future[Any] | None = None  # the part of a command that Esc stops
         self._is_part_stopped = False
-        self._command = ""  # the name of the command that holds the lock
+        self._command = ""  # the name of the command that holds the lock, "" for none
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
@@ -250,7 +250,9 @@ class Dialogue(CommandContext):
             return "the model, which is loading, and for the answer. Esc stops it."
         if self._answering.is_running:
             return f"{self._answering.name}. Esc stops it."
-        return f"your message before it, and that for /{self._command}."
+        servers = "the MCP servers, which are starting" if self._waiting else ""
+        cause = f"/{self._command}" if self._command else servers
+        return f"your message before it{f', and that for {cause}' if cause else ''}."
 
     @property
     def stoppable_name(self) -> str:
@@ -580,7 +582,10 @@ class Dialogue(CommandContext):
             if text in self._waiting_commands:
                 self._waiting_commands.remove(text)
             self._command = line.command.name
-            await self._run(line, text)
+            try:
+                await self._run(line, text)
+            finally:
+                self._command = ""
 
     async def _run(self, line: Invocation, text: str) -> None:
         """Run a command; its line is shown when it has something to show, or at its end."""

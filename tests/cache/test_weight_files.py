@@ -5,10 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvchat.cache.disk import weight_files
+from kvchat.cache.disk import quota, weight_files
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.core.config import Size
@@ -197,6 +198,36 @@ def test_an_abandoned_file_is_gone_and_its_memory_is_not(files: WeightFiles) -> 
 
     new.memory[:4] = b"kept"
     assert stored(files.directory) == []
+
+
+def test_a_file_that_cannot_get_its_name_is_deleted(files: WeightFiles) -> None:
+    """It kept its name and lost its lock: another process would have emptied it, and this one would
+    have ended at the next look at its memory."""
+    new = files.begin(KEYS[0], SIZE)
+    assert new is not None
+    (files.directory / f"{KEYS[0]}.safetensors").mkdir()
+
+    assert not new.finish()
+
+    assert stored(files.directory) == [f"{KEYS[0]}.safetensors"]
+    new.memory[:4] = b"kept"
+
+
+@pytest.mark.parametrize("size", [None, Size(share=0.5)])
+def test_a_share_of_the_disk_does_not_shrink_by_what_is_kept(
+    size: Size | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvchat cache gc` then deleted the file that had just fitted."""
+    files = WeightFiles(weight_directory(tmp_path), 3 * SIZE)
+    free = total = 100 << 30
+    monkeypatch.setattr(
+        quota.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=total)
+    )
+    before = quota.disk_budget(size, tmp_path)
+    keep(files, KEYS[0])
+    free -= SIZE
+
+    assert quota.disk_budget(size, tmp_path) == before
 
 
 def test_the_commands_of_the_cache_count_and_delete_packed_weights(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """FlashInfer over our pools, by a fake with its signatures: what is passed is what it expects."""
 
 import inspect
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -103,6 +104,34 @@ def test_a_plan_that_failed_is_not_taken_for_made(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RuntimeError):
             other.attend(kernels.prefill, 0)
     assert torch.equal(scene.attend(kernels.prefill, 0), expected)
+
+
+def test_a_plan_is_not_changed_before_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While /model raced a model, the other one read ahead: it attended by the plan of the race."""
+    kernels = FlashInfer(FakeFlashInfer, CPU)
+    scene = checked_scene(StepKind.PREFILL, RULES[0], 16, CPU)
+    expected = scene.attend(kernels.prefill, 0)
+    step = scene.steps[0]
+    swapped = replace(step, block_tables=step.block_tables.flip(0).contiguous())
+    reader = threading.Thread(
+        target=replace(scene, steps=(swapped,)).attend, args=(kernels.prefill, 0)
+    )
+    plan, has_planned = FakePrefill.plan, threading.Event()
+
+    def plan_beside_a_reader(self: Any, **arguments: Any) -> None:
+        plan(self, **arguments)
+        if threading.current_thread() is reader:
+            has_planned.set()
+            return
+        reader.start()
+        has_planned.wait(0.2)  # the reader has to wait for the run
+
+    monkeypatch.setattr(FakePrefill, "plan", plan_beside_a_reader)
+    found = replace(scene, steps=(replace(step),)).attend(kernels.prefill, 0)
+    reader.join()
+
+    assert has_planned.is_set()
+    assert torch.equal(found, expected)
 
 
 def test_a_decode_reads_lengths_on_the_device_only() -> None:

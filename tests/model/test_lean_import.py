@@ -198,6 +198,26 @@ except ImportError:
     assert run_python(program).splitlines() == ["False", f"{was_enabled} {was_enabled}"]
 
 
+def test_a_model_that_is_replaced_is_found_as_garbage() -> None:
+    """Each load froze all that was there: after /model the old model's memory was never freed."""
+    program = """
+import gc, weakref
+from kvchat.model.lean_import import without_collection
+with without_collection():
+    pass
+class Model: pass
+old = Model()
+old.forward = old  # as modules have parts that know them
+seen = weakref.ref(old)
+with without_collection():
+    pass
+del old
+gc.collect()
+print(seen())
+"""
+    assert run_python(program).strip() == "None"
+
+
 def test_what_the_stand_in_lacks_costs_the_plain_import_only() -> None:
     """As with another version of transformers or torch, of three marks one after another.
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from kvchat.cache.disk.weight_files import NewFile, WeightFiles
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import packed_matrices
+from kvchat.model import loader, packed_matrices
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.packed_experts import ExpertPacks, expert_packs_of
 from kvchat.model.quantise import pack_of
@@ -151,6 +151,20 @@ def test_a_checkpoint_that_is_written_again_is_rounded_again(
     content = path.read_bytes()
     path.unlink()
     path.write_bytes(content)
+    counted = count_roundings(monkeypatch)
+
+    load(source, store)
+
+    assert counted
+
+
+def test_another_version_of_transformers_rounds_again(
+    store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It converts a checkpoint's tensors as it loads them, and may do it otherwise."""
+    source = checkpoint(tmp_path / "model", "llama")
+    load(source, store)
+    monkeypatch.setattr(loader.transformers, "__version__", "5.99.0")
     counted = count_roundings(monkeypatch)
 
     load(source, store)

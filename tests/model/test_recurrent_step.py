@@ -10,6 +10,8 @@ from kvchat.core.config import ModelConfig
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.compiled_step import CompiledStep
+from kvchat.model.decoder import Decoder
+from kvchat.model.decoder_reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import StatefulModel
 from kvchat.model.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
@@ -248,3 +250,34 @@ def test_a_step_can_be_given_up_before_it_runs(tmp_path: Path) -> None:
         model.forward_piece(SequencePiece([5], _PROMPT, range(1, 5), 1, state), _BLOCK)
 
     assert state.num_tokens == _PROMPT
+
+
+def test_factors_are_float32_while_another_thread_loads_a_model(tmp_path: Path) -> None:
+    """Loading sets torch's default dtype for the whole process; factors had it, and the kernel read
+    two of them as one number, and beyond the last."""
+    loaded = load(saved("mamba beside attention", tmp_path), dtype="float32")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        decoder = read_decoder(loaded.module, loaded.spec)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert isinstance(decoder, Decoder)
+    (layer, *_) = decoder.layers
+    assert layer.attention is not None
+    assert layer.beside is not None
+    factors = [part.factors for part in (*layer.attention.matrices, *layer.beside.matrices)]
+    assert [part.dtype for part in factors if part is not None] == [torch.float32] * 6
+
+
+def test_a_layer_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    """Its MLP alone would be computed."""
+    loaded = load(saved("short convolutions", tmp_path), dtype="float32")
+    of_layers = loaded.module.model.layers
+    without = next(layer for layer in of_layers if hasattr(layer, "conv"))
+    without.other = without.conv
+    del without.conv
+
+    found = read_decoder(loaded.module, loaded.spec)
+
+    assert found == "has a layer without attention and without a state"

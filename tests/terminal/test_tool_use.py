@@ -189,6 +189,9 @@ def test_the_prompt_does_not_wait_for_tools_that_start_late(
     chat.enter("/tools")
     chat.wait_for("their tools come later")
     chat.enter('call echo {"a": 1}')
+    # It waited "for your message before it, and that for /".
+    why = "/retry waits for your message before it, and that for the MCP servers"
+    chat.enter("/retry").wait_for(why).type("\x15")
 
     started.touch()
 

@@ -14,6 +14,7 @@ FlashInfer computes no chunks and, here, no sinks. Written from its signatures i
 has never run on a GPU beside kvchat. FlashInfer: Ye et al., 2025.
 """
 
+import threading
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -69,7 +70,9 @@ def refusal(
 
 
 class FlashInfer:
-    """FlashInfer's kernels on one device. One thread uses it, as it does the model.
+    """FlashInfer's kernels on one device, for all models there.
+
+    Two threads may prefill: /model loads and races one model while another reads ahead.
 
     package   the module `flashinfer`; a fake in tests
     """
@@ -80,6 +83,7 @@ class FlashInfer:
         self._decode_workspace: torch.Tensor | None = None
         self._prefill_workspace: torch.Tensor | None = None
         self._plans: dict[_PlanKey, _Plan] = {}
+        self._planning = threading.Lock()  # held from a plan until what runs by it is launched
 
     def function(self, step: StepKind) -> AttentionFunction:
         """Return the function that attends in steps of this kind."""
@@ -149,12 +153,13 @@ class FlashInfer:
         key = _PlanKey(
             query.shape[1], key_pool.shape[2], query.shape[2], query.dtype, span, scale, softcap
         )
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._new_plan()
-        plan.prepare(key, sequences)
         out = query.new_empty(query.shape)
-        plan.wrapper.run(query, (key_pool, value_pool), out=out)
+        with self._planning:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = self._new_plan()
+            plan.prepare(key, sequences)
+            plan.wrapper.run(query, (key_pool, value_pool), out=out)
         return out
 
     def _new_plan(self) -> "_Plan":

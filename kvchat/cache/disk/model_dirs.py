@@ -24,6 +24,8 @@ MISS_LOG = "fates"
 PIN_MARK = "pinned"
 PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
+# The directory of packed weights, beside those of models.
+WEIGHTS = "weights"
 
 _TABLE_FILES = tuple(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))
 # What looking for a file raises where there is none.

@@ -17,6 +17,7 @@ from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
     FILE_OVERHEAD_BYTES,
+    WEIGHTS,
     Sizes,
     beside_packs_bytes,
     drop,
@@ -37,9 +38,10 @@ _MIN_FREE_SHARE = 0.05
 
 
 def disk_budget(size: Size | None, directory: Path) -> int:
-    """Return the bytes KV may take in `directory`, which need not exist yet.
+    """Return the bytes KV may take in `directory`, which need not exist yet; packed weights may
+    take as many beside it.
 
-    A share, the default's too, is taken of what would be free without the KV that is there: a
+    A share, the default's too, is taken of what would be free without what is there of both: a
     limit that shrank as the store grew would empty it again.
     """
     if size is not None and size.num_bytes is not None:
@@ -48,6 +50,8 @@ def disk_budget(size: Size | None, directory: Path) -> int:
     kept = 0
     with suppress(OSError):  # what cannot be looked at makes the limit smaller, and breaks no chat
         kept = sum(tree_bytes(path) for path in list_model_dirs(directory))
+    with suppress(OSError):
+        kept += sum(file.lstat().st_size for file in (directory / WEIGHTS).glob("*.safetensors"))
     available = shutil.disk_usage(existing).free + kept
     if size is not None:
         return size.resolve(available)

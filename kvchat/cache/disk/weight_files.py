@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from kvchat.cache.disk.model_dirs import WEIGHTS
 from kvchat.cache.disk.quota import leaves_free
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private, private_directory
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(safetensors|part)")
 
 def weight_directory(store: Path) -> Path:
     """Return where packed weights are, beside the KV in the directory of a store."""
-    return store / "weights"
+    return store / WEIGHTS
 
 
 class NewFile:
@@ -50,15 +51,20 @@ class NewFile:
             self._part.replace(self._path)
         except OSError as error:
             _log.warning("packed weights not kept: %s", error)
+            self.abandon()
             return False
-        finally:
-            os.close(self._descriptor)
+        os.close(self._descriptor)
         return True
 
     def abandon(self) -> None:
         """Delete the file; its memory stays as long as it is used."""
-        self._part.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        try:
+            self._part.unlink(missing_ok=True)
+        except OSError as error:
+            # It stays locked: another process would empty it, and its memory is in use.
+            _log.warning("a part of packed weights stays on the disk: %s", error)
+        else:
+            os.close(self._descriptor)
 
 
 class WeightFiles:
