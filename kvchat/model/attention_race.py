@@ -133,6 +133,8 @@ def race_attention(
         _log.warning("FlashInfer is not used: %s", _line(error))
         return ()
     won, new = [], {}
+    # Captured steps of a model that was loaded before may use the memory of these.
+    in_use = [step for step in StepKind if is_adopted(loaded.device, step)]
     for contest in open_contests:
         drop(loaded.device, contest.step, contest.rule, block_size)  # of an earlier load
         times = _outcome(contest, rival, race.stopwatch, loaded.device, known.get(str(contest)))
@@ -145,7 +147,7 @@ def race_attention(
             adopt(loaded.device, contest.step, contest.rule, block_size, function)
             won.append(str(contest))
     for step in StepKind:
-        if not is_adopted(loaded.device, step):
+        if step not in in_use and not is_adopted(loaded.device, step):
             rival.release(step)
     if new.keys() - known.keys():
         memory.write({**known, **new})

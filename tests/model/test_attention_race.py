@@ -179,6 +179,12 @@ def test_memory_of_kernels_that_are_not_adopted_is_given_back(tmp_path: Path) ->
     assert load() == ()
     assert rival.released == [StepKind.PREFILL] * 2
 
+    load = Load(tmp_path / "again", rival=lambda device: rival)
+    assert load() == (DECODE,)
+    rival.decode = raises  # with two models on a card its memory ran out
+    assert load() == ()
+    assert StepKind.DECODE not in rival.released
+
     kernels.release(StepKind.DECODE)
     assert kernels._decode_workspace is None
 

@@ -1,4 +1,6 @@
-"""One row of a short convolution: each channel's last inputs, weighted and summed up.
+"""A short convolution: each channel's last inputs, weighted and summed up.
+
+The kernel here takes one row; those of several rows write theirs by `write_convolved`.
 
 A unit is a run of channels. The state, the channels' last inputs, gets the new input in place.
 `recurrent_reference.py` has the same in torch.
@@ -6,7 +8,7 @@ A unit is a run of channels. The state, the channels' last inputs, gets the new 
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, reduce
 
 from llvmlite import ir
 
@@ -91,3 +93,27 @@ def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new
     if form.has_bias:
         total = total + code.load(code.field(Place.BIAS), at, F32S)
     return total
+
+
+def write_convolved(
+    code: Code,
+    x: Value,
+    weights: Value,
+    bias: Value | None,
+    out: Value,
+    size: tuple[int, int],
+) -> None:
+    """Write: silu of the sums over `size`, (taps, channels), of the inputs from row `x` on."""
+    num_taps, num_channels = size
+    row_bytes = num_channels * 4
+    with code.loop(0, num_channels, LANES) as channel:
+        at = channel * 4
+        products = [
+            code.load(x, at + tap * row_bytes, F32S)
+            * code.load(weights, at + tap * row_bytes, F32S)
+            for tap in range(num_taps)
+        ]
+        total = reduce(lambda one, other: one + other, products)
+        if bias is not None:
+            total = total + code.load(bias, at, F32S)
+        code.store(total * sigmoid(code, total), out, at)

@@ -11,6 +11,7 @@ from enum import IntEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.convolution import write_convolved
 from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
@@ -106,30 +107,6 @@ def _write_inputs(code: Code, form: RowsForm) -> None:
         )
         _write_normed(code, mixed + head * width, heads.key_dim, scale)
     _write_decays(code, heads)
-
-
-def write_convolved(
-    code: Code,
-    x: Value,
-    weights: Value,
-    bias: Value | None,
-    out: Value,
-    size: tuple[int, int],
-) -> None:
-    """Write: silu of the sums over `size`, (taps, channels), of the inputs from row `x` on."""
-    num_taps, num_channels = size
-    row_bytes = num_channels * 4
-    with code.loop(0, num_channels, LANES) as channel:
-        at = channel * 4
-        products = [
-            code.load(x, at + tap * row_bytes, F32S)
-            * code.load(weights, at + tap * row_bytes, F32S)
-            for tap in range(num_taps)
-        ]
-        total = reduce(lambda one, other: one + other, products)
-        if bias is not None:
-            total = total + code.load(bias, at, F32S)
-        code.store(total * sigmoid(code, total), out, at)
 
 
 def _write_normed(code: Code, address: Value, width: int, scale: Value) -> None:

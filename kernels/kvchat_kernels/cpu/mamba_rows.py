@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.delta_rows import write_convolved
+from kvchat_kernels.cpu.convolution import write_convolved
 from kvchat_kernels.cpu.mamba import MambaForm
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
