@@ -250,6 +250,8 @@ class Dialogue(CommandContext):
             return "the model, which is loading, and for the answer. Esc stops it."
         if self._answering.is_running:
             return f"{self._answering.name}. Esc stops it."
+        if not self._turn_lock.locked():  # the message begins in a moment
+            return "your message before it."
         return f"your message before it, and that for /{self._command}."
 
     @property
