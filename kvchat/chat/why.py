@@ -107,7 +107,9 @@ def reuse_of(
     others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id != turn_id)
     others = [other for other in others if not _is_copy(conversation, other)]
     unread = _unread(conversation, turn_id)
-    others = [read for other in others if (read := _last_but(conversation, other, unread))]
+    others = [
+        read for other in others if (read := _last_read(conversation, other, unread, turn_id))
+    ]
     best = max(others, key=lambda other: _closeness(conversation, other, ids), default=None)
     before = tuple(conversation.context_ids(best.turn_id)) if best is not None else ()
     change = Change.NEW
@@ -158,10 +160,28 @@ def _unread(conversation: Conversation, turn_id: int) -> set[int]:
     return unread
 
 
-def _last_but(conversation: Conversation, turn: Turn, unread: set[int]) -> Turn | None:
-    """Return the last turn on a turn's path that is not in `unread`, None if all are."""
-    path = reversed(conversation.path(turn.turn_id))
-    return next((each for each in path if each.turn_id not in unread), None)
+def _last_read(
+    conversation: Conversation, turn: Turn, unread: set[int], turn_id: int
+) -> Turn | None:
+    """Return the last turn on a turn's path that a model had prefilled before the answer `turn_id`.
+
+    That is one not in `unread` and, if no answer, one with an answer somewhere below it: a message
+    may be sent and no model loaded. None if there is none.
+    """
+    for each in reversed(conversation.path(turn.turn_id)):
+        is_answer = each.role is Role.ASSISTANT
+        if each.turn_id not in unread and (is_answer or _is_answered(conversation, each, turn_id)):
+            return each
+    return None
+
+
+def _is_answered(conversation: Conversation, turn: Turn, turn_id: int) -> bool:
+    """Whether a model has answered a turn or one after it, other than by the answer `turn_id`."""
+    return any(
+        below.turn_id != turn_id
+        and (below.role is Role.ASSISTANT or _is_answered(conversation, below, turn_id))
+        for below in conversation.children(turn.turn_id)
+    )
 
 
 def _reads_some(

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -299,11 +300,12 @@ def _load(
     elif weights == "auto":
         weights = _IN_BLOCKS
     compiled = None
-    if device.type == "cpu":
-        compiled = compiled_model(module, spec) if spec.gathered is None else None
-    elif _runs_fused(spec):
-        fusing = Fusing(module, spec, step, weights != OWN)
-    is_changed = source.marks() != marks
+    with packed.abandoned_by_errors() if packed is not None else nullcontext():
+        if device.type == "cpu":
+            compiled = compiled_model(module, spec) if spec.gathered is None else None
+        elif _runs_fused(spec):
+            fusing = Fusing(module, spec, step, weights != OWN)
+        is_changed = source.marks() != marks  # ModelError where a file is gone
     if packed is not None:
         notes += _kept(packed, is_changed)
     if is_changed:

@@ -11,7 +11,8 @@ import json
 import logging
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -152,6 +153,15 @@ class PackedMatrices:
         if self._new is not None:
             self._new.abandon()
             self._new = self._bytes = None
+
+    @contextmanager
+    def abandoned_by_errors(self) -> Iterator[None]:
+        """Keep nothing if an error or an interrupt ends the block: a part of it has no use."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def _stored_sums(self) -> torch.Tensor:
         assert self._bytes is not None

@@ -5,6 +5,7 @@ GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -162,17 +163,18 @@ def quantise(
             parts = zip(EXPERT_TENSORS, expert_weights(found), strict=True)
             matrices += [_matrix(f"{names[id(found)]}.{name}", part, bits) for name, part in parts]
         packed = PackedMatrices(store, f"{key} {weights} {module.dtype}", matrices)
-    for sharing, own_bits in groups:
-        _replace(sharing, own_bits, device, packed, names[id(sharing[0])])
-        done += len(sharing)
-        tick(done / total)
-    for found in experts:
-        if packed is None:
-            pack_experts_on_gpu(found, bits, device)
-        else:
-            pack_experts(found, packed.pack, names[id(found)])
-        done += 1
-        tick(done / total)
+    with packed.abandoned_by_errors() if packed is not None else nullcontext():
+        for sharing, own_bits in groups:
+            _replace(sharing, own_bits, device, packed, names[id(sharing[0])])
+            done += len(sharing)
+            tick(done / total)
+        for found in experts:
+            if packed is None:
+                pack_experts_on_gpu(found, bits, device)
+            else:
+                pack_experts(found, packed.pack, names[id(found)])
+            done += 1
+            tick(done / total)
     return _note_on_kept(module, num_packed), packed
 
 

@@ -251,7 +251,8 @@ class Dialogue(CommandContext):
         if self._answering.is_running:
             return f"{self._answering.name}. Esc stops it."
         servers = "the MCP servers, which are starting" if self._waiting else ""
-        cause = f"/{self._command}" if self._command else servers
+        is_running = self._turn_lock.locked() and self._command
+        cause = f"/{self._command}" if is_running else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
 
     @property

@@ -10,10 +10,11 @@ from kvchat.core.text import one_line
 from kvchat.terminal.status import format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice, View, tell
+from kvchat.terminal.wrap import wrapped_rows
 from kvchat.tools.toolbox import Toolbox, call_in_full, call_in_words, refused
 
 _YES, _ALWAYS, _NO, _NEVER = range(4)
-_MOST_ASKED_CHARS = 400  # a longer call is shown above its question, whose choices stay in sight
+_MOST_ASKED_ROWS = 4  # a longer call is shown above its question, whose choices stay in sight
 _MOST_SHOWN_CHARS = 8000
 
 
@@ -81,9 +82,11 @@ class ToolUse:
     def _question(self, call: ToolCall) -> tuple[str, bool]:
         """Return what to ask, and whether all of the call is shown; show a long one before."""
         words = call_in_full(call)
+        question = f"Run {words}?"
+        num_rows = len(wrapped_rows(question, self._view.render_context.width))
         # A title shows one space for several.
-        if len(words) <= _MOST_ASKED_CHARS and "  " not in words:
-            return f"Run {words}?", True
+        if num_rows <= _MOST_ASKED_ROWS and "  " not in words:
+            return question, True
         left_out = max(len(words) - _MOST_SHOWN_CHARS, 0)
         if left_out:
             half = _MOST_SHOWN_CHARS // 2

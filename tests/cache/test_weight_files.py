@@ -11,7 +11,7 @@ import pytest
 
 from kvchat.cache.disk import quota, weight_files
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
+from kvchat.cache.disk.weight_files import NewFile, WeightFiles, weight_directory
 from kvchat.core.config import Size
 
 KEYS = [f"{number:032x}" for number in range(4)]
@@ -25,6 +25,13 @@ def keep(files: WeightFiles, key: str, content: bytes = HEADER) -> None:
     new.write(0, memoryview(content))
     assert new.memory[: len(content)] == content
     assert new.finish()
+
+
+def begun(files: WeightFiles, key: str) -> NewFile:
+    new = files.begin(key, SIZE)
+    assert new is not None
+    new.memory[: len(HEADER)] = HEADER
+    return new
 
 
 def stored(directory: Path) -> list[str]:
@@ -103,6 +110,17 @@ def test_a_directory_that_is_a_link_is_left_alone(files: WeightFiles, tmp_path: 
     assert files.num_bytes() == SIZE
 
 
+def test_a_directory_that_is_a_link_takes_no_file(files: WeightFiles, tmp_path: Path) -> None:
+    """Files went through the link, and no limit, status, gc or clear ever saw them."""
+    keep(files, KEYS[0])
+    other = WeightFiles(tmp_path / "link", 3 * SIZE)
+    other.directory.symlink_to(files.directory)
+
+    assert other.find(KEYS[0], HEADER, SIZE) is None
+    assert other.begin(KEYS[1], SIZE) is None
+    assert stored(files.directory) == [f"{KEYS[0]}.safetensors"]
+
+
 def test_what_was_used_longest_ago_makes_room(files: WeightFiles) -> None:
     for age, key in enumerate(KEYS[:3]):
         keep(files, key)
@@ -176,19 +194,50 @@ def test_a_file_that_gets_its_name_meanwhile_stays(
     files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock of a complete file is free; it was once emptied under those who had it mapped."""
-    new = files.begin(KEYS[0], SIZE)
-    assert new is not None
-    new.memory[: len(HEADER)] = HEADER
-    is_locked = weight_files._is_locked_for_us
+    new = begun(files, KEYS[0])
+    is_locked, is_deleted = weight_files._is_locked_for_us, weight_files._is_deleted
 
     def finish_first(descriptor: int) -> bool:
         new.finish()
         return is_locked(descriptor)
 
+    monkeypatch.setattr(weight_files, "_is_deleted", lambda path: False)
     monkeypatch.setattr(weight_files, "_is_locked_for_us", finish_first)
 
     assert files.begin(KEYS[0], SIZE) is None
     assert files.find(KEYS[0], HEADER, SIZE) is not None
+
+    monkeypatch.setattr(weight_files, "_is_deleted", is_deleted)
+    monkeypatch.setattr(weight_files, "_is_locked_for_us", is_locked)
+    new = begun(files, KEYS[1])
+    monkeypatch.setattr(weight_files, "_is_locked_for_us", finish_first)
+    assert files.collect() == 0
+    assert files.find(KEYS[1], HEADER, SIZE) is not None
+
+
+def test_what_ended_processes_left_goes_with_the_next_file(files: WeightFiles) -> None:
+    """One whose checkpoint was not loaded again stayed, and as new as it was, evicted others."""
+    keep(files, KEYS[0])
+    (files.directory / f"{KEYS[1]}.part").write_bytes(bytes(SIZE))
+    held = files.begin(KEYS[2], SIZE)
+    assert held is not None
+
+    keep(files, KEYS[3])
+
+    names = [f"{KEYS[0]}.safetensors", f"{KEYS[2]}.part", f"{KEYS[3]}.safetensors"]
+    assert stored(files.directory) == names
+    held.abandon()
+
+
+def test_a_file_that_cannot_have_its_name_is_gone(files: WeightFiles) -> None:
+    """It stayed as a part beside the directory in its place, and was written at every start."""
+    (files.directory / f"{KEYS[0]}.safetensors").mkdir(parents=True)
+    new = files.begin(KEYS[0], SIZE)
+    assert new is not None
+
+    assert not new.finish()
+
+    assert stored(files.directory) == [f"{KEYS[0]}.safetensors"]
 
 
 def test_an_abandoned_file_is_gone_and_its_memory_is_not(files: WeightFiles) -> None:

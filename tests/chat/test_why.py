@@ -229,6 +229,20 @@ def test_a_second_turn_follows_the_first() -> None:
     assert len(found.ids) == len("hi, youhellohow are you")
 
 
+def test_a_message_that_no_model_has_answered_was_not_read() -> None:
+    """It was sent while a model loaded that never came; the next answer read all of it "again"."""
+    talk = Talk()
+    answer = talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "hi, you", ROOT))
+    waits = talk.add(Role.USER, "how are you", answer)
+    asked = talk.add(Role.USER, "and your dog", waits)
+
+    first = talk.why(talk.add(Role.ASSISTANT, "fine", asked))
+    second = talk.why(talk.add(Role.ASSISTANT, "well", asked))
+
+    assert (first.change, len(first.before)) == (Change.NEW, len("hi, youhello"))
+    assert len(second.before) == len("hi, youhellohow are youand your dogfine")
+
+
 def test_a_first_turn_follows_nothing() -> None:
     talk = Talk()
     answer = talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "hi", ROOT))
@@ -270,7 +284,7 @@ def test_another_answer_to_the_same_message_costs_nothing() -> None:
 )
 def test_what_else_may_change(changes: dict[str, object], expected: Change) -> None:
     talk = Talk("be kind. ")
-    talk.add(Role.USER, "hi there", ROOT)
+    talk.add(Role.ASSISTANT, "hello", talk.add(Role.USER, "hi there", ROOT))
     again = talk.add(Role.USER, "hi there", ROOT, **changes)
 
     assert talk.why(again).change is expected

@@ -218,6 +218,29 @@ def test_a_checkpoint_that_changes_while_it_is_rounded_leaves_no_file(
     assert list(store.directory.iterdir()) == []
 
 
+@pytest.mark.parametrize("ends_by", [None, MemoryError, KeyboardInterrupt])
+def test_a_load_that_ends_while_it_rounds_leaves_no_file(
+    ends_by: type[BaseException] | None,
+    store: WeightFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the checkpoint is deleted meanwhile: a part of the whole size stayed, locked."""
+    source = checkpoint(tmp_path / "model", "llama")
+
+    def ended(*arguments: Any) -> Any:
+        if ends_by is not None:
+            raise ends_by
+        source.config_file.unlink(missing_ok=True)
+        return cpu.rounded(*arguments)
+
+    monkeypatch.setattr(packed_matrices, "rounded", ended)
+
+    with pytest.raises(ends_by or ModelError):
+        load(source, store)
+    assert list(store.directory.iterdir()) == []
+
+
 def test_without_compiled_code_the_same_is_kept(
     store: WeightFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

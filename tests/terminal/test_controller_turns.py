@@ -143,6 +143,20 @@ def test_a_message_is_answered_with_what_was_set_before_it(controller: ChatContr
     assert recording.asked_with[0].seed == 5
 
 
+def test_a_command_behind_a_message_that_begins_in_a_moment(controller: ChatController) -> None:
+    """It waited for "your message before it, and that for /.": no command held anything."""
+    shown = io.StringIO()
+    view = LineView(sys.stdin, shown, Painter(Look(is_plain=True)), 80, "vi")
+
+    async def type_ahead() -> None:
+        dialogue = Dialogue(controller, view, build_registry(), StatsLevel.OFF)
+        dialogue.accept("hello")
+        dialogue.accept("/pin notes")
+
+    asyncio.run(type_ahead())
+    assert "/pin waits for your message before it.\n" in shown.getvalue()
+
+
 # Redo
 
 

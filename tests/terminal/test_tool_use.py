@@ -62,6 +62,20 @@ def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: PtyScreen) ->
     chat.type("no\r").wait_for("not run: run_command")
 
 
+def test_the_end_of_a_call_is_seen_on_a_small_screen(
+    start_chat: Callable[..., PtyScreen], tmp_path: Path
+) -> None:
+    """Its length was counted in characters: at 40x12 wide ones filled the screen, and neither the
+    end nor the choices were seen, of which Enter took yes.
+    """
+    chat = start_chat("--tools", str(tmp_path), columns=40, rows=12)
+    chat.enter('call run_command {"command": "echo ' + "\u6f22" * 350 + '; echo ran > b.txt"}')
+
+    chat.wait_for_shown("Run this call of run_command, shown").wait_for_shown("never  this tool")
+    assert '; echo ran > b.txt")' in chat.text
+    chat.type("no\r").wait_for("not run: run_command")
+
+
 def test_a_call_too_long_to_be_shown_is_not_allowed_by_enter(chat: PtyScreen) -> None:
     chat.paste('call run_command {"command": "echo ' + "x" * 9000 + '; echo ran > b.txt"}')
     chat.type("\r").wait_for_shown("characters of it?")

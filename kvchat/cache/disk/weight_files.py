@@ -49,7 +49,7 @@ class NewFile:
         """Give the complete file its name; false if that is not possible."""
         try:
             self._part.replace(self._path)
-        except OSError as error:
+        except OSError as error:  # such as a directory that has taken its name
             _log.warning("packed weights not kept: %s", error)
             self.abandon()
             return False
@@ -83,7 +83,7 @@ class WeightFiles:
         One that is not ours, of another size or with another header counts as none.
         """
         path = self.directory / f"{key}.safetensors"
-        if not os.path.lexists(path):
+        if not os.path.lexists(path) or not self._is_own_directory():
             return None
         try:
             descriptor = open_private(path, os.O_RDONLY, has_one_name=True)
@@ -106,12 +106,16 @@ class WeightFiles:
     def begin(self, key: str, num_bytes: int) -> NewFile | None:
         """Begin a file, for which others are deleted; None where it has no place.
 
-        Nor has it while another process makes the same.
+        Nor has it while another process makes the same. What ended processes left goes first.
         """
         if not self._limit_bytes:
             return None
         try:
             private_directory(self.directory)
+            if not self._is_own_directory():
+                _log.warning("packed weights not kept: %s is a link", self.directory)
+                return None
+            self._delete_left_parts()
             if num_bytes > self._limit_bytes or not self._make_room(num_bytes):
                 _log.info("packed weights not kept: they take %d bytes", num_bytes)
                 return None
@@ -160,8 +164,12 @@ class WeightFiles:
 
     def collect(self) -> int:
         """Enforce the limit, and delete what ended processes left; return the bytes freed."""
+        return self._delete_left_parts() + self._shrink(0)
+
+    def _delete_left_parts(self) -> int:
+        """Delete files that no process goes on making; return the bytes freed."""
         parts = [(path, info) for path, info in self._files() if path.suffix == ".part"]
-        return sum(info.st_size for path, info in parts if _is_deleted(path)) + self._shrink(0)
+        return sum(info.st_size for path, info in parts if _is_deleted(path))
 
     def num_bytes(self) -> int:
         """Return what all files take."""
@@ -177,14 +185,20 @@ class WeightFiles:
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Yield the files of ours; none where the directory is a link or another user's."""
         with suppress(OSError):
-            home = self.directory.lstat()
-            if not stat.S_ISDIR(home.st_mode) or home.st_uid != os.getuid():
+            if not self._is_own_directory():
                 return
             for path in list(self.directory.iterdir()):
                 with suppress(FileNotFoundError):
                     info = path.lstat()
                     if _NAME.fullmatch(path.name) and stat.S_ISREG(info.st_mode):
                         yield path, info
+
+    def _is_own_directory(self) -> bool:
+        """Whether the directory is there, is no link and belongs to this user."""
+        with suppress(OSError):
+            home = self.directory.lstat()
+            return stat.S_ISDIR(home.st_mode) and home.st_uid == os.getuid()
+        return False
 
 
 def _is_deleted(path: Path) -> bool:
@@ -194,7 +208,9 @@ def _is_deleted(path: Path) -> bool:
     except StoreError:
         return False
     try:
-        if path.suffix == ".part" and not _is_locked_for_us(descriptor):
+        if path.suffix == ".part" and not (
+            _is_locked_for_us(descriptor) and _is_named(descriptor, path)
+        ):
             return False
         path.unlink(missing_ok=True)
         return True
