@@ -8,8 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from kvchat.model.model_class import (
     tensor_names,
     without_towers,
 )
-from kvchat.model.packed_matrices import PackedMatrices, WeightStore
+from kvchat.model.packed_matrices import NOWHERE, Keeping, WeightStore
 from kvchat.model.packed_weights import packing_of
 from kvchat.model.probe import (
     ProbeInconclusive,
@@ -286,10 +286,9 @@ def _load(
     identity = sample_digest(source)
     # transformers converts weights as it loads them, not in all versions alike.
     key = "\n".join((transformers.__version__, identity, *marks.values()))
-    where = (store, key) if source.adapter is None else (None, "")
-    weights, about_weights, packed = _place(
-        module, spec, config, device, source.name, progress, where
-    )
+    require_unchanged = partial(_require_unchanged, source, marks)
+    keeping = Keeping(store, key, require_unchanged) if source.adapter is None else NOWHERE
+    weights, about_weights = _place(module, spec, config, device, source.name, progress, keeping)
     notes += about_weights + slow_attention(spec, device, module.dtype)
     step = StepContext()
     if device.type == "cpu":
@@ -300,19 +299,11 @@ def _load(
     elif weights == "auto":
         weights = _IN_BLOCKS
     compiled = None
-    with packed.abandoned_by_errors() if packed is not None else nullcontext():
-        if device.type == "cpu":
-            compiled = compiled_model(module, spec) if spec.gathered is None else None
-        elif _runs_fused(spec):
-            fusing = Fusing(module, spec, step, weights != OWN)
-        is_changed = source.marks() != marks  # ModelError where a file is gone
-    if packed is not None:
-        notes += _kept(packed, is_changed)
-    if is_changed:
-        raise ModelError(
-            f"The files of {source.name} changed while they were loaded.",
-            "Start again when they are complete.",
-        )
+    if device.type == "cpu":
+        compiled = compiled_model(module, spec) if spec.gathered is None else None
+    elif _runs_fused(spec):
+        fusing = Fusing(module, spec, step, weights != OWN)
+    require_unchanged()
     load_s = time.perf_counter() - start_s
     path = "gathered" if spec.gathered is not None else "paged"
     _log.info(
@@ -355,37 +346,31 @@ def _place(
     device: torch.device,
     name: str,
     progress: Progress,
-    where: tuple[WeightStore | None, str],
-) -> tuple[str, tuple[str, ...], PackedMatrices | None]:
-    """Pack and move a model's weights; return their format, `auto` for their own, and notes.
-
-    `where` packed weights are kept, and the checkpoint's key there; the last result is to be
-    finished or abandoned.
-    """
+    keeping: Keeping,
+) -> tuple[str, tuple[str, ...]]:
+    """Pack and move a model's weights; return their format, `auto` for their own, and notes."""
     weights = config.weights
     notes: tuple[str, ...] = ()
-    packed = None
     if device.type != "cpu":
         weights, notes = _weights_on_gpu(module, spec, config, device, name)
     if not _can_pack(spec, device):
         notes += _own_weights_only(config)
     elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
-        more, packed = quantise(module, spec, weights, device, _telling(progress), *where)
-        notes += more
+        notes += quantise(module, spec, weights, device, _telling(progress), keeping)
     _move(module, device, progress)
     if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
-    return weights, notes, packed
+    return weights, notes
 
 
-def _kept(packed: PackedMatrices, is_changed: bool) -> tuple[str, ...]:
-    """Keep packed weights unless their checkpoint changed meanwhile; return a note if they are."""
-    if is_changed:
-        packed.abandon()
-        return ()
-    note = packed.finish()
-    return (note,) if note else ()
+def _require_unchanged(source: ModelSource, marks: Mapping[Path, str]) -> None:
+    """Raise ModelError if a file of the model is another than when `marks` were taken."""
+    if source.marks() != marks:
+        raise ModelError(
+            f"The files of {source.name} changed while they were loaded.",
+            "Start again when they are complete.",
+        )
 
 
 def _keeps_blocks(

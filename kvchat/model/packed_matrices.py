@@ -11,10 +11,9 @@ import json
 import logging
 import mmap
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -56,6 +55,22 @@ class WeightStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where packed weights are kept, if anywhere, and of what.
+
+    key    stands for the checkpoint, and for all else that its weights depend on
+    check  raises what it likes where the checkpoint has changed since `key` was made
+    """
+
+    store: WeightStore | None
+    key: str
+    check: Callable[[], None]
+
+
+NOWHERE = Keeping(None, "", lambda: None)
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """A matrix to pack. `num_in` is a multiple of 32: columns of zeros fill the last block."""
 
@@ -66,19 +81,27 @@ class Matrix:
 
 
 class PackedMatrices:
-    """Packs the matrices of one model on a CPU, each once. Without a store all are rounded."""
+    """Packs the matrices of one model on a CPU, each once. Without a store all are rounded.
 
-    def __init__(self, store: WeightStore | None, key: str, matrices: Sequence[Matrix]) -> None:
+    As a context: at its end what was rounded is kept for the next start, and `note` says so to the
+    user; after an error or an interrupt nothing is kept, for a part of it has no use. `what` tells
+    packings of one checkpoint apart.
+    """
+
+    def __init__(self, keeping: Keeping, what: str, matrices: Sequence[Matrix]) -> None:
+        self.note = ""
+        self._check = keeping.check
         self._places = {}
         start = 0
         for matrix in matrices:
             self._places[matrix.name] = matrix, start
             start += _num_bytes(matrix)
-        header = _header(key, matrices, start)
+        header = _header(f"{keeping.key} {what}", matrices, start)
         self._first, self._sums_at = len(header), len(header) + start
         self._new: NewFile | None = None
         self._bytes: torch.Tensor | None = None
         self._size = self._sums_at + 8 * len(matrices)
+        store = keeping.store
         if store is None or self._size < _LEAST_BYTES:
             return
         name = hashlib.sha256(header).hexdigest()[:32]
@@ -136,32 +159,32 @@ class PackedMatrices:
             self._new.write(at, data)
         except OSError as error:
             _log.warning("packed weights not kept: %s", error)
-            self.abandon()
+            self._abandon()
 
-    def finish(self) -> str:
-        """Keep what was rounded, all of it, for the next start; return a note for the user."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if error[0] is None:
+                self._check()
+                self._finish()
+        finally:
+            self._abandon()  # nothing, if it is finished
+
+    def _finish(self) -> None:
         if self._new is None:
-            return ""
+            return
         self._write(self._sums_at, self._sums().numpy().data.cast("B"))
         new, self._new = self._new, None
-        if new is None or not new.finish():
-            return ""
-        return f"The next start maps the packed weights: {format_bytes(self._size)} on the disk."
+        if new is not None and new.finish():
+            size = format_bytes(self._size)
+            self.note = f"The next start maps the packed weights: {size} on the disk."
 
-    def abandon(self) -> None:
-        """Keep nothing, as where the checkpoint has changed meanwhile."""
+    def _abandon(self) -> None:
         if self._new is not None:
             self._new.abandon()
             self._new = self._bytes = None
-
-    @contextmanager
-    def abandoned_by_errors(self) -> Iterator[None]:
-        """Keep nothing if an error or an interrupt ends the block: a part of it has no use."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
 
     def _stored_sums(self) -> torch.Tensor:
         assert self._bytes is not None

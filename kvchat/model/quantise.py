@@ -27,7 +27,7 @@ from kvchat.model.packed_experts import (
     use_packed_experts,
     use_packed_experts_on_gpu,
 )
-from kvchat.model.packed_matrices import Matrix, PackedMatrices, WeightStore
+from kvchat.model.packed_matrices import NOWHERE, Keeping, Matrix, PackedMatrices
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised_on
@@ -128,17 +128,16 @@ def quantise(
     weights: str,
     device: torch.device,
     tick: Callable[[float], None],
-    store: WeightStore | None = None,
-    key: str = "",
-) -> tuple[tuple[str, ...], PackedMatrices | None]:
+    keeping: Keeping = NOWHERE,
+) -> tuple[str, ...]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
     Plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
     errors nothing evens out, has 8 bits, and so has what makes a few numbers of a recurrent layer's
     input: its decay and its gates act on all that the layer keeps. The packed weights are made on
-    `device`; the module is on the CPU. For a CPU they may be in `store` by a `key` that stands for
-    the checkpoint, or are to be kept there. Returns notes for the user on what is not packed, and
-    what is to be finished or abandoned. Raises ModelError where the model has nothing to pack.
+    `device`; the module is on the CPU. For a CPU `keeping` says where they may be already, or are
+    to be kept. Returns notes for the user. Raises ModelError where the model has nothing to pack,
+    and what `keeping.check` raises.
     """
     head = module.get_output_embeddings()
     layers = list(_linear_layers(module, spec))
@@ -162,8 +161,8 @@ def quantise(
         for found in experts:
             parts = zip(EXPERT_TENSORS, expert_weights(found), strict=True)
             matrices += [_matrix(f"{names[id(found)]}.{name}", part, bits) for name, part in parts]
-        packed = PackedMatrices(store, f"{key} {weights} {module.dtype}", matrices)
-    with packed.abandoned_by_errors() if packed is not None else nullcontext():
+        packed = PackedMatrices(keeping, f"{weights} {module.dtype}", matrices)
+    with packed or nullcontext():
         for sharing, own_bits in groups:
             _replace(sharing, own_bits, device, packed, names[id(sharing[0])])
             done += len(sharing)
@@ -175,7 +174,8 @@ def quantise(
                 pack_experts(found, packed.pack, names[id(found)])
             done += 1
             tick(done / total)
-    return _note_on_kept(module, num_packed), packed
+    notes = _note_on_kept(module, num_packed)
+    return (*notes, packed.note) if packed is not None and packed.note else notes
 
 
 def _bits_of(layer: Any, head: Any, spec: ModelSpec, bits: int) -> int:
