@@ -26,7 +26,9 @@ class ChatGroup(TyperGroup):
         """Parse the rewritten arguments; a shell that completes a line gets them unchanged."""
         if not ctx.resilient_parsing:
             valued = {flag for p in self.params if not _is_switch(p) for flag in p.opts}
-            args = spelled_out(args, valued, self.commands)
+            known = {f for p in self.get_params(ctx) for f in (*p.opts, *p.secondary_opts)}
+            if not _has_unknown_flag(args, valued, known, self.commands):  # else click names it
+                args = spelled_out(args, valued, self.commands)
         return super().parse_args(ctx, args)
 
 
@@ -64,6 +66,22 @@ def spelled_out(
         if _awaits_value(argument, valued_flags) and rest:
             kept.append(rest.pop(0))
     return kept + _as_flag(prompts, has_flag, commands)
+
+
+def _has_unknown_flag(
+    arguments: Sequence[str],
+    valued_flags: Collection[str],
+    known: Collection[str],
+    commands: Collection[str],
+) -> bool:
+    """Whether there is a long flag that does not exist, whose value would look like a prompt."""
+    rest = list(arguments)
+    while rest and (argument := rest.pop(0)) != "--" and argument not in commands:
+        if argument.startswith("--") and argument.partition("=")[0] not in known:
+            return True
+        if argument.startswith("-") and _awaits_value(argument, valued_flags) and rest:
+            rest.pop(0)
+    return False
 
 
 def _is_value(argument: str) -> bool:

@@ -169,6 +169,15 @@ def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(
     assert bool(made.returncode) is bool(told)
 
 
+@pytest.mark.parametrize("typed", [("--temp", "0", "-p", "hi"), ("--temp", "0", "hi")])
+def test_a_flag_that_does_not_exist_is_named(shell: Shell, typed: tuple[str, ...]) -> None:
+    """Its value was taken for a prompt: "There are two prompts: '0' and that of --prompt.\""""
+    done = shell.run(*typed)
+
+    assert done.returncode == 2
+    assert b"No such option: --temp" in done.stderr
+
+
 def test_a_conversation_keeps_a_models_path_and_the_name_of_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
