@@ -10,7 +10,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from support.tiny_host import ask
 
-NONE_OF_THE_MODELS = "none of the model's"
+NOT_OF_THE_MODEL = "do not exist in this model"
 
 
 def edited(path: Path, token_id: int) -> bytes:
@@ -44,7 +44,7 @@ def test_a_session_with_ids_beyond_the_vocabulary_is_read_again_from_its_text(
 
     session = host.open_session(session_id)
 
-    assert any(NONE_OF_THE_MODELS in note for note in session.notes)
+    assert any(NOT_OF_THE_MODEL in note for note in session.notes)
     assert [turn.text for turn in session.conversation.turns()] == [
         turn.text for turn in with_words.conversation.turns()
     ]
