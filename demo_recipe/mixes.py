@@ -237,3 +237,30 @@ COMFORTING = _loosened(
     ),
     looseness=0.15,
 )  # fmt: skip
+
+# The fifteenth is the thirteenth again with a little of what the fourteenth brought, which had
+# forgotten corrections (297 of 400 were kept, 335 before it) and some of what was told.
+CONFIRMING = _loosened(
+    (
+        (
+            replace(
+                SPOKEN, course_rate=0.25, quiz_rate=0.75, recap_rate=0.04, study_rate=0.22,
+                refusal_rate=0.12, latest_rate=0.08, list_rate=0.04,
+            ),
+            0.40,
+        ),
+        (
+            replace(
+                KEPT, quiz_rate=0.7, recap_rate=0.03, study_rate=0.17, refusal_rate=0.06,
+                latest_rate=0.04, list_rate=0.02,
+            ),
+            0.37,
+        ),
+        (ODD_COURSES, 0.14),
+        (ODD_ECHOES, 0.01),
+        (ODD_QUIZ, 0.05),
+        (ODD_QUIZ_LATE, 0.023),
+        (ODD_QUIZ_LAST, 0.007),
+    ),
+    looseness=0.15,
+)  # fmt: skip

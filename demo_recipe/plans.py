@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from demo_recipe.mixes import (
     COMFORTING,
+    CONFIRMING,
     COPYING,
     COPYING_FROM_FAR,
     EVERYDAY,
@@ -354,7 +355,7 @@ FULL = Recipe(
     num_probes=200,
 )
 
-# The shipped pair and one more stage, whose weights have not been shipped.
+# The shipped pair and two more stages, whose weights have not been shipped.
 _COMFORTING = Stage(
     Plan(
         "target-14",
@@ -368,10 +369,24 @@ _COMFORTING = Stage(
     ),
     after=_THIRTEEN_ROUNDS,
 )
+_CONFIRMING = Stage(
+    Plan(
+        "target-15",
+        FAR_GEOMETRY,
+        (Phase(CONFIRMING, 3),),
+        seed=22,
+        leg_steps=40,
+        rates=Rates(matrix=0.006, other=0.0009),
+        warmup_steps=5,
+        flat_share=0.1,
+    ),
+    after={"target-14": 1.0},
+)
+# A mean with the shipped target comforts no more.
 NEXT = replace(
     FULL,
-    stages=(*FULL.stages, _COMFORTING),
-    shipped=FULL.shipped | {"target": _blend("target-14", 7 / 10, _THIRTEEN_ROUNDS)},
+    stages=(*FULL.stages, _COMFORTING, _CONFIRMING),
+    shipped=FULL.shipped | {"target": {"target-15": 1.0}},
 )
 
 _TINY = replace(
