@@ -31,7 +31,8 @@ def test_the_toolbar_says_how_to_give_up_an_edit(start_chat: StartChat) -> None:
     chat = start_chat()
     chat.enter("one").wait_for("tokens, ")
     chat.enter("/edit").wait_for("Editing message 1").type("x")
-    chat.wait_for("editing 1 · Esc twice gives it up").type("\x1b").type("\x1b")
+    chat.wait_for_shown("❯ onex").wait_for_shown("editing 1 · Esc twice gives it up")
+    chat.type("\x1b").type("\x1b")
     # A toolbar that is half redrawn says nothing of it either; the prompt is cleared by Esc alone.
     chat.wait_for(lambda _: not any(words in chat.shown for words in ("editing 1", "onex")))
     chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
