@@ -133,14 +133,16 @@ def private_file(path: Path) -> None:
         raise StoreError(f"Cannot use {path}: {error.strerror}.") from error
 
 
-def read_state(path: Path, version: int, name: str) -> dict[str, object]:
+def read_state(
+    path: Path, version: int, name: str, max_bytes: int = MOST_STATE_BYTES
+) -> dict[str, object]:
     """Return the object called `name` in a state file of this version, else an empty one."""
     if not path.exists():  # nothing was written yet
         return {}
     try:
         descriptor = open_private(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(MOST_STATE_BYTES))
+            found = json.loads(file.read(max_bytes))
         content = found[name] if found["version"] == version else {}
         return {str(key): value for key, value in content.items()}
     except (StoreError, OSError, ValueError, LookupError, TypeError, AttributeError):

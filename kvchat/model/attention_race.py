@@ -6,22 +6,17 @@ log. Times are stored in the state directory, so that a kernel that lost is not 
 all of the GPU path, this has never run on a GPU.
 """
 
-import json
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from kvchat.core.errors import StoreError
 from kvchat.core.events import LoadProgress
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import read_state, write_state
 from kvchat.model.device import dtype_name
 from kvchat.model.gemm_autotune import CudaStopwatch, Stopwatch, machine_name
 from kvchat.model.loader import LoadedModel, Progress
@@ -41,7 +36,6 @@ _NAME = "attention_race.json"
 _VERSION = 1
 _MAX_MACHINES = 8
 _MAX_OUTCOMES = 200
-_MAX_BYTES = 1 << 20
 _NUM_REPEATS = 25
 # Below this speedup the times count as equal, and ours is the one that every rule is tested on.
 _MIN_GAIN = 1.03
@@ -235,28 +229,10 @@ class RaceMemory:
         newest = list(times.items())[-_MAX_OUTCOMES:]
         machines[self._machine] = {name: [x.ours_s, x.theirs_s] for name, x in newest}
         kept = dict(list(machines.items())[-_MAX_MACHINES:])
-        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}")
-        try:
-            private_directory(self._path.parent)
-            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"version": _VERSION, "machines": kept}, file)
-            fresh.replace(self._path)
-        except (StoreError, OSError) as error:
-            _log.warning("the times of attention were not saved: %s", error)
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
+        write_state(self._path, _VERSION, "machines", kept)
 
-    def _read_all(self) -> dict[str, Any]:
-        if self._path is None:
-            return {}
-        try:
-            descriptor = open_private(self._path, os.O_RDONLY)
-            with os.fdopen(descriptor, "rb") as file:
-                found = json.loads(file.read(_MAX_BYTES))
-            return dict(found["machines"]) if found["version"] == _VERSION else {}
-        except (StoreError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            return {}
+    def _read_all(self) -> dict[str, object]:
+        return read_state(self._path, _VERSION, "machines") if self._path is not None else {}
 
 
 def _are_times(value: object) -> bool:

@@ -7,15 +7,12 @@ an impossible value counts as no timing. The choice is made once and depends onl
 number of rows, so that later graph captures contain the same kernels.
 """
 
-import json
 import logging
 import math
-import os
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,8 +25,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvchat import __version__
-from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import read_state, write_state
 from kvchat.model.cuda_graph import CudaGraphs
 from kvchat.model.device import device_name
 from kvchat.model.fused_parts import LinearShape, MergedProduct, Operands, few_rows_linear
@@ -291,28 +287,12 @@ class AutotuneCache:
             for (shape, num_rows), found in newest
         }
         kept = dict(list(machines.items())[-_MAX_MACHINES:])
-        fresh = self._path.with_name(f"{_NAME}.{os.getpid()}")
-        try:
-            private_directory(self._path.parent)
-            descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"version": _VERSION, "machines": kept}, file)
-            fresh.replace(self._path)
-        except (StoreError, OSError) as error:
-            _log.warning("autotuning outcomes not saved: %s", error)
-            with suppress(OSError):
-                fresh.unlink(missing_ok=True)
+        write_state(self._path, _VERSION, "machines", kept)
 
     def _read_all(self) -> dict[str, object]:
         if self._path is None:
             return {}
-        try:
-            descriptor = open_private(self._path, os.O_RDONLY)
-            with os.fdopen(descriptor, "rb") as file:
-                found = json.loads(file.read(_MAX_BYTES))
-            return dict(found["machines"]) if found["version"] == _VERSION else {}
-        except (StoreError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            return {}
+        return read_state(self._path, _VERSION, "machines", _MAX_BYTES)
 
 
 def _parsed(kept: object) -> dict[tuple[LinearShape, int], Outcome]:

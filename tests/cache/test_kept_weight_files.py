@@ -1,4 +1,4 @@
-"""Files of packed weights on the disk: complete or not there, bounded, and nobody else's."""
+"""A file of packed weights is complete or absent; the files are bounded and belong to the user."""
 
 import errno
 import os

@@ -263,7 +263,7 @@ def test_an_unwritable_directory_costs_only_the_memory(
 
     RaceMemory(place, "H200").write(SOME)
 
-    assert "not saved" in caplog.text
+    assert "attention_race.json not written" in caplog.text
 
 
 def test_off_cuda_nothing_of_it_is_imported(tmp_path: Path) -> None:

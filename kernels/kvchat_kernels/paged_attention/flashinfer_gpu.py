@@ -26,7 +26,7 @@ import torch
 from kvchat_kernels.paged_attention.adopted import AttentionFunction, LayerRule, StepKind
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
 
-# The sizes that its kernels are made for. Others may work; nobody has tried them here.
+# The sizes that its kernels are made for. It may accept others; they are not tested.
 _HEAD_DIMS = (64, 128, 256)
 _DECODE_BLOCK_SIZES = (16, 32, 64, 128)
 _DECODE_CAPABILITIES = (9, 10, 12)
