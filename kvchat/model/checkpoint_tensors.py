@@ -93,7 +93,10 @@ def _read_gguf(
         progress(LoadProgress(stage, share))
 
     head = _tied_head(module)
-    found = read_gguf_tensors(gguf, architecture, config, shapes, dtype, tick, wanted, head)
+    for_cpu = blocks_on is not None and blocks_on.type == "cpu"
+    found = read_gguf_tensors(
+        gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
+    )
     return CheckpointTensors(found.tensors, dtype, stage, found.blocks)
 
 

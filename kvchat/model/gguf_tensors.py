@@ -31,8 +31,8 @@ from kvchat_kernels.linear.blocks import (
     reordered,
     with_columns,
 )
-from kvchat_kernels.linear.cpu import unpack
-from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, block_weights, held_bytes
+from kvchat_kernels.linear.cpu import read_blocks, unpack
+from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, held_bytes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
@@ -147,14 +147,16 @@ def read_gguf_tensors(
     tick: Callable[[float], None],
     wanted: Collection[tuple[str, ...]] = (),
     tied_head: str | None = None,
+    for_cpu: bool = True,
 ) -> GgufTensors:
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
     `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
-    tensors of a layer's experts must. `tied_head` names the head whose
-    weights are the table of embeddings: it multiplies with the table's blocks, and the table is
-    unpacked for looking up. A tensor that the file lacks is left out. Raises ModelError if memory
-    is too small, and ModelUnsupported for a block format that cannot be unpacked.
+    tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
+    a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
+    multiplies with the table's blocks, and the table is unpacked for looking up. A tensor that the
+    file lacks is left out. Raises ModelError if memory is too small, and ModelUnsupported for a
+    block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config)
@@ -168,7 +170,7 @@ def read_gguf_tensors(
     done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
     state: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        reader = _Reader(dtype, kept, architecture.norm_offset, config, pool)
+        reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
         for name, source in sources.items():
             tensor = reader.read(name, source, shapes[name])
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
@@ -254,7 +256,13 @@ class _Reader:
     """Reads tensors of GGUF files in one dtype, or in their blocks. Keeps the files mapped."""
 
     def __init__(
-        self, dtype: torch.dtype, kept: Set[str], norm_offset: float, config: Any, pool: Any
+        self,
+        dtype: torch.dtype,
+        kept: Set[str],
+        norm_offset: float,
+        config: Any,
+        pool: Any,
+        for_cpu: bool,
     ) -> None:
         self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
         self._dtype = dtype
@@ -262,6 +270,7 @@ class _Reader:
         self._norm_offset = norm_offset
         self._config = config
         self._pool = pool
+        self._for_cpu = for_cpu
         self._maps: dict[Path, np.ndarray[Any, Any]] = {}
 
     def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
@@ -289,7 +298,9 @@ class _Reader:
 
     def keep(self, name: str, parts: list[GgufTensor], form: Form | None = None) -> None:
         """Keep tensors in blocks that `fits_blocks` allows."""
-        matrices = tuple(self._in_blocks(part) for part in parts)
+        moves_columns = form is not None and form.columns is not None
+        is_interleaved = self._for_cpu and not moves_columns
+        matrices = tuple(self._in_blocks(part, is_interleaved) for part in parts)
         if form is not None and form.order is not None:
             whole = joined(matrices)
             matrices = (reordered(whole, form.order(whole.num_out, self._config)),)
@@ -314,12 +325,10 @@ class _Reader:
             return (whole - self._norm_offset).to(self._dtype)
         return self._unpacked(tensor, self._dtype)
 
-    def _in_blocks(self, tensor: GgufTensor) -> BlockWeights:
+    def _in_blocks(self, tensor: GgufTensor, is_interleaved: bool) -> BlockWeights:
         """Return a matrix, or the matrices of all experts as one."""
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
-        weights = block_weights(rows, kind_name(tensor))
-        assert weights is not None, "the format has a layout"
-        return weights
+        return read_blocks(rows, kind_name(tensor), is_interleaved)
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
@@ -350,9 +359,7 @@ class _Reader:
 
 
 def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
-    weights = block_weights(torch.from_numpy(blocks), kind_name(tensor))
-    assert weights is not None, "the format has a layout"
-    unpack(weights, out)
+    unpack(read_blocks(torch.from_numpy(blocks), kind_name(tensor)), out)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

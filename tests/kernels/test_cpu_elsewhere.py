@@ -10,6 +10,7 @@ from llvmlite import ir
 from kvchat_kernels.cpu import (
     attention,
     block_products,
+    block_reading,
     block_rounding,
     block_rows,
     program,
@@ -33,6 +34,8 @@ WRITERS = {
     "8 bits": (3, lambda code: block_products._write(code, BYTES, False)),
     "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
     "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
+    "reading of 4 bits": (3, lambda code: block_reading.write_reading(code, "Q4_K", True)),
+    "reading of 5 bits": (3, lambda code: block_reading.write_reading(code, "Q5_0", False)),
     "driver": (1, program._write),
 }
 

@@ -6,8 +6,10 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear import gguf_blocks
-from kvchat_kernels.linear.blocks import dequantised
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised, interleaved
+from kvchat_kernels.linear.cpu import read_blocks
 from kvchat_kernels.linear.gguf_blocks import block_weights, held_bytes
 
 FORMATS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
@@ -53,7 +55,51 @@ def test_rows_that_are_read_tile_by_tile_are_the_same(
 
     assert whole is not None
     assert tiled is not None
-    assert tiled.layout == whole.layout
-    for key, part in whole.parts().items():
-        assert part.view(torch.uint8).equal(tiled.parts()[key].view(torch.uint8))
+    assert_same(tiled, whole)
     assert held_bytes(rows.numel(), name) == whole.num_bytes
+
+
+def assert_same(found: BlockWeights, wanted: BlockWeights) -> None:
+    """The same bytes in the same layout."""
+    assert found.layout == wanted.layout
+    assert found.parts().keys() == wanted.parts().keys()
+    for key, part in wanted.parts().items():
+        assert part.shape == found.parts()[key].shape
+        assert part.view(torch.uint8).equal(found.parts()[key].view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_code_reads_the_same_bytes(name: str, is_interleaved: bool) -> None:
+    widths = (256, 2048) if "K" in name else (32, 96, 480, 512)
+    for num_in in widths:
+        for num_rows in (1, 37):
+            rows = torch.from_numpy(random_rows(name, num_rows, num_in))
+            plain = block_weights(rows, name)
+            assert plain is not None
+
+            found = read_blocks(rows, name, is_interleaved)
+
+            assert_same(found, interleaved(plain) if is_interleaved else plain)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_that_lie_anywhere_in_a_file_are_read(name: str) -> None:
+    rows = torch.from_numpy(random_rows(name, 5, 256))
+    anywhere = torch.zeros(rows.numel() + 7, dtype=torch.uint8)
+    anywhere[7:] = rows.flatten()
+
+    found = read_blocks(anywhere[7:].view(rows.shape), name, True)
+
+    assert_same(found, read_blocks(rows, name, True))
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_blocks_are_read_without_compiled_code(
+    is_interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.from_numpy(random_rows("Q4_K", 5, 512))
+    compiled = read_blocks(rows, "Q4_K", is_interleaved)
+    monkeypatch.setattr(linear_cpu, "_kernels", lambda: None)
+
+    assert_same(read_blocks(rows, "Q4_K", is_interleaved), compiled)

@@ -4,13 +4,12 @@ The numbers are those that `quantised` and `interleaved` (`linear/blocks.py`) ma
 divides where they divide. No more of the matrix than a block is there in float32.
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import each_group
+from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Kernel, Value, constant
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.linear.blocks import COLUMNS, LEAST_SCALE
@@ -56,7 +55,7 @@ def _write(code: Code, bits: int, stored: Stored) -> None:
             first = row * count + index
             words = [rounded(code, first + number, stored) for number in range(size)]
             levels = code.field(Place.LEVELS)
-            code.store(_alternating(code, words), levels, first * (COLUMNS * bits // 8))
+            code.store(alternating(code, words), levels, first * (COLUMNS * bits // 8))
 
 
 def _round_to_8(code: Code, index: Value, stored: Stored) -> Value:
@@ -122,12 +121,3 @@ def _levels(code: Code, values: Value, scale: Value, limits: tuple[float, float]
 
 def _narrow(code: Code, levels: Value) -> Value:
     return code.convert("trunc", levels, ir.VectorType(I8, levels.type.count))
-
-
-def _alternating(code: Code, words: Sequence[Value]) -> Value:
-    """Return the first words of all vectors, then their second words, and so on."""
-    if len(words) == 1:
-        return words[0]
-    even, odd = _alternating(code, words[::2]), _alternating(code, words[1::2])
-    count = even.type.count
-    return code.shuffled(even, odd, [lane // 2 + count * (lane % 2) for lane in range(2 * count)])

@@ -272,6 +272,15 @@ def each_group(code: Code, num_blocks: Value) -> Iterator[tuple[Value, int]]:
         start = end
 
 
+def alternating(code: Code, words: Sequence[Value]) -> Value:
+    """Return the first words of all vectors, then their second words, and so on."""
+    if len(words) == 1:
+        return words[0]
+    even, odd = alternating(code, words[::2]), alternating(code, words[1::2])
+    count = even.type.count
+    return code.shuffled(even, odd, [lane // 2 + count * (lane % 2) for lane in range(2 * count)])
+
+
 # Unpacking
 
 

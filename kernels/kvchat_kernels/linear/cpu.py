@@ -8,7 +8,7 @@ matrix product; the weights are held once.
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvchat_kernels.linear.blocks import (
     quantised_on,
     word_of,
 )
+from kvchat_kernels.linear.gguf_blocks import block_weights, empty_weights
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +125,21 @@ def unpack(weights: BlockWeights, out: torch.Tensor) -> None:
     assert not weights.is_interleaved
     for start, end, tile in _tiles(weights, _kernels()):
         out[start:end] = tile
+
+
+def read_blocks(data: torch.Tensor, name: str, is_interleaved: bool = False) -> BlockWeights:
+    """Return `block_weights(data, name)` of rows as a file stores them, of a format that it has.
+
+    Compiled code reads them once, by torch's threads. `data` is uint8 [out, bytes of a row].
+    """
+    kernels = _kernels()
+    if kernels is not None and data.is_contiguous():
+        out = empty_weights(*data.shape, name)
+        kernels.read_blocks(data, name, out, is_interleaved)
+        return replace(out, is_interleaved=is_interleaved)
+    plain = block_weights(data, name)
+    assert plain is not None, "the format has a layout"
+    return interleaved(plain) if is_interleaved else plain
 
 
 def _tiles(
@@ -278,14 +294,20 @@ class _Kernels:
     """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
     def __init__(self) -> None:
-        from kvchat_kernels.cpu import block_products, block_rounding, block_rows, products
+        from kvchat_kernels.cpu import (
+            block_products,
+            block_reading,
+            block_rounding,
+            block_rows,
+            products,
+        )
         from kvchat_kernels.cpu.code import has_whole_512_bits
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
 
         self._blocks, self._rows, self._floats = block_products, block_rows, products
-        self._rounding = block_rounding
+        self._rounding, self._reading = block_rounding, block_reading
         self._stored_as = stored_as
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
@@ -332,6 +354,20 @@ class _Kernels:
         chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
         kernel = self._rounding.weight_rounding_kernel(out.bits, self._stored_as(weight.dtype))
         self._run(kernel, task, 1, num_out, chunk, num_in)
+
+    def read_blocks(
+        self, data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool
+    ) -> None:
+        """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
+        place = self._reading.Place
+        task = np.zeros(self._reading.NUM_PLACES, np.int64)
+        task[place.NUM_OUT], task[place.NUM_BLOCKS] = out.num_out, out.num_in // COLUMNS
+        task[place.STORED] = data.data_ptr()
+        for key, part in out.parts().items():
+            task[place[key.upper()]] = part.data_ptr()
+        chunk = task[place.CHUNK] = self._floats.unit_rows(out.num_out, data.shape[1])
+        kernel = self._reading.block_reading_kernel(name, is_interleaved)
+        self._run(kernel, task, 1, out.num_out, chunk, out.num_in)
 
     def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
         place = self._rows.Place

@@ -48,11 +48,19 @@ def block_weights(data: torch.Tensor, name: str) -> BlockWeights | None:
     return whole
 
 
+def empty_weights(num_out: int, num_bytes: int, name: str) -> BlockWeights:
+    """Return weights of rows that take `num_bytes` each in a file, not written yet."""
+    one, times = _one_block(name), num_bytes // _FORMATS[name][2]
+    return one.changed(lambda part: part.new_empty(num_out, times * part.shape[1], *part.shape[2:]))
+
+
 def held_bytes(num_bytes: int, name: str) -> int:
     """Return the bytes of memory of weights that take `num_bytes` in a file; `name` is known."""
-    block_bytes = _FORMATS[name][2]
-    held = _read(torch.zeros(1, block_bytes, dtype=torch.uint8), name).num_bytes
-    return num_bytes // block_bytes * held
+    return num_bytes // _FORMATS[name][2] * _one_block(name).num_bytes
+
+
+def _one_block(name: str) -> BlockWeights:
+    return _read(torch.zeros(1, _FORMATS[name][2], dtype=torch.uint8), name)
 
 
 def _read(data: torch.Tensor, name: str) -> BlockWeights:
