@@ -154,9 +154,8 @@ def read_gguf_tensors(
     `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
     tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
     a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
-    multiplies with the table's blocks, and the table is unpacked for looking up. A tensor that the
-    file lacks is left out. Raises ModelError if memory is too small, and ModelUnsupported for a
-    block format that cannot be unpacked.
+    multiplies with the table's blocks. A tensor that the file lacks is left out. Raises ModelError
+    if memory is too small, and ModelUnsupported for a block format that cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config)
@@ -182,7 +181,7 @@ def read_gguf_tensors(
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
         return GgufTensors(state, reader.blocks)
     if _Source([table]).fits_blocks(shapes[tied_head], config):
-        reader.keep(tied_head, [table])
+        reader.keep_again(tied_head, table)
     return GgufTensors(state, reader.blocks)
 
 
@@ -265,6 +264,7 @@ class _Reader:
         for_cpu: bool,
     ) -> None:
         self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
+        self._kept_as: dict[str, str] = {}
         self._dtype = dtype
         self._kept = kept
         self._norm_offset = norm_offset
@@ -308,6 +308,16 @@ class _Reader:
             order = form.columns(matrices[0].num_in, self._config)
             matrices = (with_columns(matrices[0], order),)
         self.blocks[name] = matrices
+        if form is None:
+            self._kept_as[parts[0].name] = name
+
+    def keep_again(self, name: str, part: GgufTensor) -> None:
+        """Keep a tensor by another name too; it is held once."""
+        known = self._kept_as.get(part.name)
+        if known is None:
+            self.keep(name, [part])
+        else:
+            self.blocks[name] = self.blocks[known]
 
     def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:
         """Return a tensor whose views hold the parts, without a further copy of it."""

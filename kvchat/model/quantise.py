@@ -4,6 +4,7 @@ Replaces the forward of linear layers and frees their own weights, one tensor af
 GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout and the products.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ from kvchat.model.packed_experts import (
 from kvchat.model.packed_matrices import NOWHERE, Keeping, Matrix, PackedMatrices
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, joined, quantised_on
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised, joined, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct
 
-_PACK = "_kvchat_pack"
+_PACK, _TABLE = "_kvchat_pack", "_kvchat_table"
 # Where more of the parameters than this stay as they are, the user is told.
 _KEPT_SHARE_TOLD = 0.1
 # A layer of a recurrent model makes few numbers if it makes one of so many inputs, or fewer.
@@ -115,6 +116,11 @@ def pack_of(layer: nn.Module) -> BlockProduct | DevicePack | None:
     """Return what holds a layer's packed weight, None if it has none."""
     pack: BlockProduct | DevicePack | None = layer.__dict__.get(_PACK)
     return pack
+
+
+def has_packed_table(table: nn.Module) -> bool:
+    """Whether a table of embeddings unpacks its rows when they are asked for."""
+    return _TABLE in table.__dict__
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -315,7 +321,9 @@ def use_blocks(
     while blocks:
         name, (weights,) = blocks.popitem()
         layer = module.get_submodule(name.removesuffix(".weight"))
-        if device.type == "cpu":
+        if isinstance(layer, nn.Embedding):
+            use_packed_table(layer, weights)
+        elif device.type == "cpu":
             use_packed(layer, weights)
         else:
             use_packed_on_gpu(layer, weights.to(device))
@@ -333,10 +341,41 @@ def use_packed_on_gpu(layer: Any, weights: BlockWeights) -> None:
 
 
 def _take(layer: Any, pack: BlockProduct | DevicePack) -> None:
-    dtype = layer.weight.dtype
     layer.__dict__[_PACK] = pack
+    _free(layer)
+
+
+def _free(layer: Any) -> None:
+    """Free a layer's own weights, unless another one has them too."""
+    dtype = layer.weight.dtype
     # A new parameter, for the old one may be an embedding's too.
     layer.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+
+
+def use_packed_table(table: nn.Embedding, weights: BlockWeights) -> None:
+    """Let a table of embeddings on a CPU unpack the rows asked for, and free its own weights.
+
+    `weights` may be interleaved: a head that multiplies with the table shares them. A class of its
+    own, as Gemma's, which scales what it finds, runs on the rows found.
+    """
+    dtype = table.weight.dtype
+    table.__dict__[_TABLE] = weights
+    _free(table)
+    on_rows = None
+    if type(table) is not nn.Embedding:
+        on_rows = copy.deepcopy(table)
+        on_rows.padding_idx = None  # no place in the rows found
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows [..., hidden] of token ids [...]."""
+        flat = ids.reshape(-1)
+        found = dequantised(weights.changed(lambda part: part[flat])).to(dtype)
+        if on_rows is not None:
+            places = torch.arange(len(flat))
+            found = torch.func.functional_call(on_rows, {"weight": found}, (places,))
+        return found.view(*ids.shape, weights.num_in)
+
+    table.__dict__["forward"] = forward
 
 
 def use_packed(layer: Any, weights: BlockWeights) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from kvchat.model.decoder import Decoder, DecoderAttention, DecoderLayer, Mixture, Mlp, QueryScale
 from kvchat.model.matrices import Norm
+from kvchat.model.quantise import has_packed_table
 from kvchat.model.spec import LayerSpec
 from kvchat.model.step_experts import add_mixture, add_mlp
 from kvchat.model.step_operations import (
@@ -69,7 +70,8 @@ def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torc
     step: all that they run has left the processor's caches since the step before.
     """
     table: Any = embedding.weight
-    if type(embedding) is not nn.Embedding or table.dtype not in _TABLES:
+    is_plain = type(embedding) is nn.Embedding and not has_packed_table(embedding)
+    if not is_plain or table.dtype not in _TABLES:
 
         def embed(token_ids: torch.Tensor) -> None:
             stream[: token_ids.shape[0]] = embedding(token_ids[None])[0]

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model import gguf_tensors
+from kvchat.model import checkpoint_tensors, gguf_tensors
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import is_packed, pack_of
+from kvchat.model.quantise import has_packed_table, is_packed, pack_of
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
@@ -169,6 +169,33 @@ def test_a_head_tied_to_the_embeddings_multiplies_with_the_blocks_of_the_table(
     assert torch.allclose(dequantised(pack.weights), table, rtol=1e-5, atol=1e-7)
     assert torch.equal(loaded.module.get_input_embeddings().weight, table.to(torch.bfloat16))
     assert compare_with_own(loaded) > 0.999
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_large_table_of_embeddings_stays_in_its_blocks(
+    family: str, kind: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are the same, bit by bit; a tied head and the table are held once."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    model = tiny_model(family, **sizes, tie_word_embeddings=is_tied)
+    path = write_gguf(tmp_path / "m.gguf", model, kind)
+    unpacked = load(path, dtype="auto")
+    monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
+
+    loaded = load(path, dtype="auto")
+
+    table = loaded.module.get_input_embeddings()
+    assert has_packed_table(table)
+    assert table.weight.numel() == 0
+    ids = torch.tensor([[3, 1, 3, 250, 0]])
+    assert torch.equal(table(ids), unpacked.module.get_input_embeddings()(ids))
+    assert table(ids[:, :0]).shape == (1, 0, 256)
+    if is_tied:
+        head = pack_of(loaded.module.get_output_embeddings()).weights
+        assert head.levels.data_ptr() == table.__dict__["_kvchat_table"].levels.data_ptr()
+    assert compare_with_own(loaded) == compare_with_own(unpacked)
 
 
 def test_the_turned_matrices_of_gpt_2_stay_in_blocks(tmp_path: Path) -> None:

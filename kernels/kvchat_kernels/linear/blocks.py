@@ -248,13 +248,13 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
     """Return the matrix [out, in] in float32."""
     levels, (scales, minimums) = weights.levels, scales_and_minimums(weights)
     if weights.bits == 4:
-        packed = levels.view(weights.num_out, -1, COLUMNS // 2)
+        packed = levels.view(weights.num_out, weights.num_in // COLUMNS, COLUMNS // 2)
         if weights.is_interleaved:
             packed = in_order(levels, COLUMNS // 2, word_of(8))
         levels = torch.cat((packed & 15, packed >> 4), dim=-1)
     elif weights.is_interleaved:
         levels = in_order(levels, COLUMNS, word_of(16))
-    blocks = levels.view(weights.num_out, -1, weights.block).float() * scales[..., None]
+    blocks = levels.view(*weights.scales.shape, weights.block).float() * scales[..., None]
     if minimums is not None:
         blocks += minimums[..., None]
     return blocks.view(weights.num_out, weights.num_in)
