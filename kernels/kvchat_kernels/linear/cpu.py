@@ -134,7 +134,7 @@ def read_blocks(data: torch.Tensor, name: str, is_interleaved: bool = False) -> 
     """
     kernels = _kernels()
     if kernels is not None and data.is_contiguous():
-        out = empty_weights(*data.shape, name)
+        out = empty_weights(len(data), data.shape[1], name)
         kernels.read_blocks(data, name, out, is_interleaved)
         return replace(out, is_interleaved=is_interleaved)
     plain = block_weights(data, name)
