@@ -17,11 +17,12 @@ from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I64, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
-from kvchat_kernels.cpu.step import MAX_ROWS
 
 # Positions of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
 _TILE = 32
+# Rows of a job, for whose scores there is room on a thread's stack.
+JOB_ROWS = 16
 # Pairs of a row and a query head that share one reading of a tile, and how many vectors of a value
 # are added to at once, by the number of pairs: sums stay in 16 registers beside what they read.
 _FEW = (4, 3, 2, 1)
@@ -147,7 +148,7 @@ class _Part:
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
         widest = max(form.key_dim, form.value_dim)
         self._tile = code.room(_TILE * widest * 4)
-        self._scores = code.room(MAX_ROWS * form.group * PART * 4)
+        self._scores = code.room(JOB_ROWS * form.group * PART * 4)
 
     def _of_job(self, place: Job) -> Value:
         return self._code.load(self._job, 8 * place, I64)

@@ -154,9 +154,9 @@ class Code:
     def single(self, value: float) -> Value:
         return Value(self, ir.Constant(F32, ctypes.c_float(value).value))
 
-    def floats(self, value: float) -> Value:
+    def floats(self, value: float, count: int = LANES) -> Value:
         """Return a vector with the value in all lanes."""
-        return Value(self, constant(ctypes.c_float(value).value, F32S))
+        return Value(self, constant(ctypes.c_float(value).value, ir.VectorType(F32, count)))
 
     def variable(self, start: Value) -> Variable:
         return Variable(self, start)
@@ -209,10 +209,14 @@ class Code:
         pointer = self._pointer(address, offset, value.type)
         self.builder.store(value.raw, pointer).align = 1
 
-    def prefetch(self, address: Value, offset: "Value | int") -> None:
-        """Ask for the cache line at an address, which need not be one of ours."""
+    def prefetch(self, address: Value, offset: "Value | int", *, to_second: bool = False) -> None:
+        """Ask for the cache line at an address, which need not be one of ours.
+
+        `to_second`: it comes to the second cache, and not to the first.
+        """
         pointer = self._pointer(address, offset, I8)
-        hints = [constant(hint, I32) for hint in (0, 3, 1)]  # to read, keep it, data
+        # to read, which cache, data
+        hints = [constant(hint, I32) for hint in (0, 2 if to_second else 3, 1)]
         self.call("llvm.prefetch.p0", ir.VoidType(), *(Value(self, v) for v in (pointer, *hints)))
 
     def room(self, num_bytes: int) -> Value:
@@ -295,6 +299,37 @@ class Code:
         """Return the sum of a vector of 8 floats, added as a tree."""
         zero = self.single(0.0)
         return self.call("llvm.vector.reduce.fadd.v8f32", F32, zero, vector, fastmath=("reassoc",))
+
+    def tree_total(self, vector: Value) -> Value:
+        """Return the sum of a vector: its halves are added, then the halves of that, and so on."""
+        while isinstance(vector.type, ir.VectorType):
+            one, other = self.halves(vector)
+            vector = one + other
+        return vector
+
+    def tree_totals(self, vectors: Sequence[Value]) -> Value:
+        """Return the sums of several vectors, added as `tree_total` adds, side by side.
+
+        They are powers of two in number and in lanes, and no more than they have lanes.
+        """
+        width = vectors[0].type.count
+        rest = list(vectors)
+        while len(rest) > 1:  # a vector has runs of `width` lanes, one for each sum
+            width //= 2
+            pairs = zip(rest[::2], rest[1::2], strict=True)
+            rest = [self._halves_added(one, other, width) for one, other in pairs]
+        (sums,) = rest
+        while width > 1:
+            width //= 2
+            sums = self._halves_added(sums, None, width)
+        return sums
+
+    def _halves_added(self, one: Value, other: Value | None, half: int) -> Value:
+        """Return the sums of the halves of all runs of 2 * `half` lanes of one or two vectors."""
+        lanes = range(one.type.count if other is None else 2 * one.type.count)
+        second = one if other is None else other
+        lower, upper = ([lane for lane in lanes if lane // half % 2 == number] for number in (0, 1))
+        return self.shuffled(one, second, lower) + self.shuffled(one, second, upper)
 
     def maximum(self, vector: Value) -> Value:
         """Return the largest of 8 floats."""

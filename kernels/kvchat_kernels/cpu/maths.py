@@ -11,7 +11,19 @@ from functools import reduce
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32S, LANES, Code, Value, has_feature
+from kvchat_kernels.cpu.code import (
+    F16,
+    F32,
+    F32S,
+    I8,
+    I16,
+    I32,
+    I32S,
+    LANES,
+    Code,
+    Value,
+    has_feature,
+)
 
 I8S = ir.VectorType(I8, LANES)
 _I16S = ir.VectorType(I16, LANES)
@@ -65,6 +77,18 @@ def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored)
     if stored is Stored.BFLOAT and has_feature("avx2"):
         return _load_bfloats(code, address, offset)
     return as_floats(code, code.load(address, offset, _LOADED[stored]), stored)
+
+
+def load_wide(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
+    """Load 16 stored floats as float32."""
+    floats, halves = ir.VectorType(F32, 2 * LANES), ir.VectorType(F16, 2 * LANES)
+    if stored is Stored.FLOAT:
+        return code.load(address, offset, floats)
+    if stored is Stored.HALF:
+        return code.convert("fpext", code.load(address, offset, halves), floats)
+    assert stored is Stored.BFLOAT
+    bits = code.load(address, offset, ir.VectorType(I16, 2 * LANES))
+    return code.as_bits(code.convert("zext", bits, ir.VectorType(I32, 2 * LANES)) << 16, floats)
 
 
 def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:

@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 
 # With more rows than this, unpacking once for a matrix product is faster than a pass for each; but
 # not with whole vectors of 512 bits, where a core makes 240 GFLOP/s of products with 4 bits and 150
-# of those in float32.
+# of those in float32. There bfloat16 is converted by the kernel too, as fast as torch multiplies
+# what was converted before.
 FEW_ROWS = 16
 # Below this many weights a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 16
@@ -190,14 +191,15 @@ class FloatProduct:
         """Return x [..., in] times the weights plus the bias, in x's dtype."""
         num_out, num_in = self._weight.shape
         num_rows = x.numel() // num_in
-        is_few = num_rows <= FEW_ROWS and num_in % COLUMNS == 0 and self._kernels is not None
-        if not is_few and self._multiplies and x.dtype == self._weight.dtype:
+        kernels = self._kernels if num_in % COLUMNS == 0 else None
+        if num_rows > FEW_ROWS and (self._multiplies or kernels is None or not kernels.takes_many):
+            kernels = None
+        if kernels is None and self._multiplies and x.dtype == self._weight.dtype:
             return linear_of_few_sizes(x, self._weight, self._bias)
         rows = x.reshape(num_rows, num_in).float().contiguous()
         out = torch.empty(num_rows, num_out, dtype=torch.float32)
-        if is_few:
-            assert self._kernels is not None
-            self._kernels.multiply_floats(self._weight, self._float_bias, rows, out)
+        if kernels is not None:
+            kernels.multiply_floats(self._weight, self._float_bias, rows, out)
         else:
             self._multiply_by_tiles(rows, out)
         return out.to(x.dtype).view(*x.shape[:-1], num_out)
