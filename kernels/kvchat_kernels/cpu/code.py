@@ -273,9 +273,9 @@ class Code:
             return [self.lane(vector, number) for number in (0, 1)]
         return [self.picked(vector, range(first, first + half)) for first in (0, half)]
 
-    def counting(self) -> Value:
-        """Return the whole numbers 0 to 7, 32 bits each."""
-        return Value(self, ir.Constant(I32S, list(range(LANES))))
+    def counting(self, count: int = LANES) -> Value:
+        """Return the whole numbers from 0 on, 32 bits each."""
+        return Value(self, ir.Constant(ir.VectorType(I32, count), list(range(count))))
 
     def widened(self, value: Value) -> Value:
         """Return a vector of 8 floats: those of a vector of up to 8, or a single one, and zeros."""
@@ -307,21 +307,23 @@ class Code:
             vector = one + other
         return vector
 
-    def tree_totals(self, vectors: Sequence[Value]) -> Value:
-        """Return the sums of several vectors, added as `tree_total` adds, side by side.
+    def tree_totals(self, vectors: Sequence[Value], run: int) -> Value:
+        """Return the sums of runs of lanes of vectors, added as `tree_total` adds, side by side.
 
-        They are powers of two in number and in lanes, and no more than they have lanes.
+        All are powers of two: the vectors, their lanes, and the `run`, which are no fewer than the
+        vectors. Of a single run it is no vector.
         """
-        width = vectors[0].type.count
         rest = list(vectors)
-        while len(rest) > 1:  # a vector has runs of `width` lanes, one for each sum
-            width //= 2
+        while len(rest) > 1:
+            run //= 2
             pairs = zip(rest[::2], rest[1::2], strict=True)
-            rest = [self._halves_added(one, other, width) for one, other in pairs]
+            rest = [self._halves_added(one, other, run) for one, other in pairs]
         (sums,) = rest
-        while width > 1:
-            width //= 2
-            sums = self._halves_added(sums, None, width)
+        if sums.type.count == run:
+            return self.tree_total(sums)
+        while run > 1:
+            run //= 2
+            sums = self._halves_added(sums, None, run)
         return sums
 
     def _halves_added(self, one: Value, other: Value | None, half: int) -> Value:
@@ -332,8 +334,8 @@ class Code:
         return self.shuffled(one, second, lower) + self.shuffled(one, second, upper)
 
     def maximum(self, vector: Value) -> Value:
-        """Return the largest of 8 floats."""
-        name = "llvm.vector.reduce.fmax.v8f32"
+        """Return the largest of a vector's floats."""
+        name = f"llvm.vector.reduce.fmax.v{vector.type.count}f32"
         return self.call(name, F32, vector, fastmath=("nnan", "nsz"))
 
     def as_bits(self, vector: Value, kind: Any) -> Value:

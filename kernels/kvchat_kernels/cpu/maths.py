@@ -153,19 +153,22 @@ def store_floats(
 
 
 def exp(code: Code, x: Value) -> Value:
-    """Return exp of 8 floats; 0 below -87, and no infinity above 88."""
+    """Return exp of a vector of floats; 0 below -87, and no infinity above 88."""
+    count = x.type.count
+
+    def floats(value: float) -> Value:
+        return code.floats(value, count)
+
     is_zero = x < _LEAST
     x = code.least(code.greatest(x, _LEAST), _MOST)
-    n = code.call("llvm.rint.v8f32", F32S, x * code.floats(_LOG2_E))
-    r = x - n * code.floats(_LN2_HIGH)
-    r = r - n * code.floats(_LN2_LOW)
-    polynomial = reduce(
-        lambda total, factor: total * r + code.floats(factor), _EXP[1:], code.floats(_EXP[0])
-    )
-    value = polynomial * (r * r) + r + code.floats(1.0)
-    power = (code.convert("fptosi", n, I32S) + 127) << 23
-    value = value * code.as_bits(power, F32S)
-    return code.select(is_zero, code.floats(0.0), value)
+    n = code.call(f"llvm.rint.v{count}f32", x.type, x * floats(_LOG2_E))
+    r = x - n * floats(_LN2_HIGH)
+    r = r - n * floats(_LN2_LOW)
+    polynomial = reduce(lambda total, factor: total * r + floats(factor), _EXP[1:], floats(_EXP[0]))
+    value = polynomial * (r * r) + r + floats(1.0)
+    power = (code.convert("fptosi", n, ir.VectorType(I32, count)) + 127) << 23
+    value = value * code.as_bits(power, x.type)
+    return code.select(is_zero, floats(0.0), value)
 
 
 def log_of_one_and(code: Code, x: Value) -> Value:
@@ -192,13 +195,14 @@ def softplus(code: Code, x: Value) -> Value:
 
 
 def sigmoid(code: Code, x: Value) -> Value:
-    one = code.floats(1.0)
-    return one / (one + exp(code, code.floats(0.0) - x))
+    one, zero = (code.floats(value, x.type.count) for value in (1.0, 0.0))
+    return one / (one + exp(code, zero - x))
 
 
 def tanh(code: Code, x: Value) -> Value:
-    """Return tanh of 8 floats, right to about 1e-7."""
-    return sigmoid(code, x * code.floats(2.0)) * code.floats(2.0) - code.floats(1.0)
+    """Return tanh of a vector of floats, right to about 1e-7."""
+    one, two = (code.floats(value, x.type.count) for value in (1.0, 2.0))
+    return sigmoid(code, x * two) * two - one
 
 
 def erf(code: Code, x: Value) -> Value:

@@ -286,7 +286,7 @@ class _Product:
     def _store_many(self, row: Value, x_row: Value, sums: Value) -> None:
         code, size = self._code, 4 * self._lanes
         vectors = [code.load(sums, number * size, self._floats) for number in range(WEIGHT_ROWS)]
-        values = code.tree_totals(vectors)
+        values = code.tree_totals(vectors, self._lanes)
         if self._has_bias:
             values = values + code.load(code.field(Place.BIAS), row * 4, values.type)
         code.store(values, self._out, x_row * self._out_stride + row * 4)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_fast_in
 from kvchat_kernels.linear.blocks import (
+    CENTRE,
     COLUMNS,
     BlockWeights,
     alternating,
@@ -57,11 +58,13 @@ class Rows:
 
     levels          [num_rows, in], int16 or int8, whose blocks alternate as `alternating` has them
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
+    starts          int32 [num_rows, in / 32], of 8 bits: that of the levels times -CENTRE
     """
 
     levels: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor
+    starts: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -243,7 +246,7 @@ def rows_of(x: torch.Tensor, bits: int) -> Rows:
         return _rounded_plainly(x, bits)
     levels = torch.empty(num_rows, num_in, dtype=torch.int16 if bits == 16 else torch.int8)
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
-    rows = Rows(levels, scales, sums)
+    rows = Rows(levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
     kernels.round_rows(x, rows)
     return rows
 
@@ -253,9 +256,10 @@ def _rounded_plainly(x: torch.Tensor, bits: int) -> Rows:
     largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
     levels = (blocks * (_MOST[bits] / largest)[..., None]).round_()
     scales = largest / _MOST[bits]
-    sums = levels.sum(dim=-1) * scales
+    totals = levels.sum(dim=-1)
+    starts = (totals * -CENTRE).int()
     levels = levels.to(torch.int16 if bits == 16 else torch.int8)
-    return Rows(alternating(levels, word_of(bits)), scales, sums)
+    return Rows(alternating(levels, word_of(bits)), scales, totals * scales, starts)
 
 
 def _as_they_lie(rows: Rows) -> torch.Tensor:
@@ -301,6 +305,7 @@ class _Kernels:
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
+        task[place.X_STARTS] = rows.starts.data_ptr()
         task[place.OUT] = out.data_ptr()
         task[place.OUT_STRIDE] = out.stride(0) * 4
         chunk = self._floats.unit_rows(weights.num_out, weights.num_in * weights.bits // 8)
@@ -343,6 +348,7 @@ class _Kernels:
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
+        task[place.X_STARTS] = rows.starts.data_ptr()
         self._run(self._rows.rounding_kernel(rows.bits), task, 1, len(x), 1, x.shape[1])
 
     def multiply_floats(
