@@ -101,7 +101,8 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
                 _store(code, total, row, x_row, has_bias)
 
     if is_wide:
-        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=max(_WIDE_X_COUNTS))
+        most = max(_WIDE_X_COUNTS)
+        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=most, is_wide=True)
     else:
         write_tiles(code, start, end, _X_COUNTS, write_tile)
 

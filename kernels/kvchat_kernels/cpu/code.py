@@ -145,6 +145,7 @@ class Code:
         self.builder = builder
         self.task = Value(self, arguments[0])
         self.step, self.unit = (Value(self, arguments[place % len(arguments)]) for place in (1, 2))
+        self._fields: dict[IntEnum, Value] = {}
 
     # Numbers
 
@@ -188,8 +189,14 @@ class Code:
     # Memory
 
     def field(self, place: IntEnum) -> Value:
-        """Read a number of the task."""
-        return self.load(self.task, 8 * place, I64)
+        """Read a number of the task, once and at the beginning.
+
+        Within a loop LLVM would read it again, with all that is computed of it, after every store.
+        """
+        if place not in self._fields:
+            with self.builder.goto_entry_block():
+                self._fields[place] = self.load(self.task, 8 * place, I64)
+        return self._fields[place]
 
     def header(self, place: IntEnum) -> Value:
         """Read a number of the step's header."""

@@ -78,16 +78,20 @@ def write_tiles(
     x_counts: Sequence[int],
     write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
     few_x: int = _FEW_X,
+    is_wide: bool = False,
 ) -> None:
     """Write the products of the rows [`start`, `end`) of a matrix with all rows of activations.
 
     `write_tile` writes those of some rows of weights with some of activations, as many as one of
     `x_counts`, of which the last is 1. Beside more than `few_x` rows it gets half of WEIGHT_ROWS.
+    `is_wide`: a second cache has room for all weights of a unit, and they are passed over for one
+    tile of activations after another; else activations are, for the weights.
     """
     num_rows = code.header(Header.NUM_ROWS)
     with code.loop(0, num_rows, _SLAB) as first_x:
         last_x = code.least(first_x + _SLAB, num_rows)
-        _write_slab(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
+        write = _write_wide_slab if is_wide else _write_slab
+        write(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
 
 
 def _write_slab(
@@ -112,6 +116,29 @@ def _write_slab(
                     write_tile(rows[at : at + step], [first + i for i in range(count)])
             done = tiled
     with code.loop(start + quarter * WEIGHT_ROWS, end) as row, code.loop(first_x, last_x) as x_row:
+        write_tile([row], [x_row])
+
+
+def _write_wide_slab(
+    code: Code,
+    weights: tuple[Value, Value],
+    activations: tuple[Value, Value],
+    x_counts: Sequence[int],
+    write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
+    few_x: int,
+) -> None:
+    """Write the same with the loops exchanged. No count of activations is above `few_x`."""
+    (start, end), (done, last_x) = weights, activations
+    assert max(x_counts) <= few_x
+    quarter = (end - start) // WEIGHT_ROWS
+    for count in x_counts:
+        tiled = done + (last_x - done) // count * count
+        with code.loop(done, tiled, count) as first, code.loop(start, start + quarter) as row:
+            rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
+            write_tile(rows, [first + i for i in range(count)])
+        done = tiled
+    each = code.loop(activations[0], last_x), code.loop(start + quarter * WEIGHT_ROWS, end)
+    with each[0] as x_row, each[1] as row:
         write_tile([row], [x_row])
 
 
