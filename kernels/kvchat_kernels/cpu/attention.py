@@ -40,8 +40,8 @@ JOB_ROWS = 16
 # are added to at once, by the number of pairs: sums stay in 16 registers beside what they read.
 _FEW = (4, 3, 2, 1)
 _VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
-# The same of 32 registers of 512 bits, by the number of query heads of a KV head. From 4 on they are
-# taken together, if there are no more than the second: so none is left over.
+# The same of 32 registers of 512 bits, by the number of query heads of a KV head. From 4 on they
+# are taken together, if there are no more than the second: so none is left over.
 _WIDE_FEW, _MOST_HEADS = {1: (8, 4, 2, 1), 2: (8, 4, 2), 3: (12, 3)}, 12
 _WIDE_VALUE_VECTORS = {1: 8, 2: 4, 3: 4, 4: 4}
 _CACHE_LINE = 64

@@ -59,8 +59,8 @@ class Place(IntEnum):
 
     LEVELS, SCALES, ...        of the weights, as BlockWeights has them
     X, X_SCALES, X_SUMS        rounded activations; a sum is that of a block, times its scale
-    X_STARTS                   int32, of 8 bits: the sum of a block's levels times -CENTRE, where the
-                               products with levels begin that stand for what is less by CENTRE
+    X_STARTS                   int32, of 8 bits: the sum of a block's levels times -CENTRE, where
+                               sums of products begin whose levels of weights are CENTRE too high
     FLOATS                     to round: float32 [rows, columns]
     OUT, OUT_STRIDE            float32 [rows, out]; to unpack: [out, in]
     BIAS                       float32 [out]
