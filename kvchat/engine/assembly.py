@@ -71,7 +71,7 @@ from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
 from kvchat.model.text_files import same_vocabulary
-from kvchat_kernels.cpu.step import MAX_ROWS
+from kvchat_kernels.cpu.step import FEW_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 
 _log = logging.getLogger(__name__)
@@ -535,7 +535,7 @@ def _piece_rows(model: PagedModel) -> int | None:
     """
     num_bytes = sum(p.nbytes for p in model.loaded.module.parameters())
     is_tiny = num_bytes <= _HELD_BY_A_CACHE
-    return MAX_ROWS if model.compiled is not None and is_tiny else None
+    return FEW_ROWS if model.compiled is not None and is_tiny else None
 
 
 def _say_nothing(event: LoadProgress) -> None:

@@ -20,31 +20,34 @@ from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat_kernels.cpu.code import has_whole_512_bits
-from kvchat_kernels.cpu.step import MAX_ROWS, Header
-from kvchat_kernels.cpu_products import multiplies_in
+from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
+from kvchat_kernels.cpu_products import multiplies_fast_in, multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
+from kvchat_kernels.linear.blocks import BlockWeights
 from kvchat_kernels.paged_attention import PagedSequences
 
 _log = logging.getLogger(__name__)
 
 # With fewer weights in all, a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 20
-# After so many weights a step may be abandoned: one row takes about 5 ms to there, 16 rows 30.
-_WEIGHTS_PER_PIECE = 1 << 25
+# After so many weights a step may be abandoned: one row takes about 5 ms to there, 16 rows 30. With
+# more rows than the second it may be earlier, as many times.
+_WEIGHTS_PER_PIECE, _ROWS_OF_PIECE = 1 << 25, 32
 # With more rows, one pass of torch's products over the weights is as fast as several of these.
-# Blocks in vectors of 512 bits are faster: 512 rows of a model of 7 M weights in 8 bits took 77 ms,
-# and 117 by torch's modules; 8 requests of 128 tokens each and 32 more 229 ms instead of 284.
-_MOST_ROWS, _MOST_IN_512_BITS = 8 * MAX_ROWS, 32 * MAX_ROWS
+_MOST_ROWS = 8 * FEW_ROWS
 # The same, and of one sequence, where torch multiplies with the weights as they are, and where
 # the next check for a stop would come too late: with more weights, a group of rows takes 150 ms or
 # more on a slow core. Products of torch are asked for a stop one by one.
-_FEWER_ROWS, _FEWER_OF_ONE = 4 * MAX_ROWS, MAX_ROWS
+_FEWER_ROWS, _FEWER_OF_ONE = 4 * FEW_ROWS, FEW_ROWS
 _MOST_WEIGHTS = 1 << 27
+# In vectors of 512 bits any number of rows is faster than by torch's modules, where torch has no
+# faster instructions than these for the weights: see `docs/benchmarks`.
+_ALL_ROWS = 1 << 30
 
 
 class CompiledStep:
-    """Runs steps over the pools it was made for: MAX_ROWS rows at once, group by group, up to as
-    many as torch's products take longer for. One step at a time.
+    """Runs steps over the pools it was made for: up to MAX_ROWS rows at once, group by group, up to
+    as many as torch's products take longer for. One step at a time.
     """
 
     def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
@@ -62,10 +65,12 @@ class CompiledStep:
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )
         has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS
-        is_wide = not isinstance(weights, torch.Tensor) and has_whole_512_bits()
-        most = _MOST_IN_512_BITS if is_wide else _MOST_ROWS
-        self._most_rows = _FEWER_ROWS if has_fewer else most
-        self._most_of_one = _FEWER_OF_ONE if has_fewer else most
+        self._group_rows = MAX_ROWS if has_whole_512_bits() else FEW_ROWS
+        if has_whole_512_bits() and not _is_fast_by_torch(weights):
+            self._most_rows = self._most_of_one = _ALL_ROWS
+        else:
+            self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS
+            self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
 
     def logits(
         self,
@@ -91,13 +96,14 @@ class CompiledStep:
             self._parts.header[Header.STATE] = state.data_ptr()
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
             return None
-        if num_rows <= MAX_ROWS:
+        size = self._group_rows
+        if num_rows <= size:
             return self._run(batch, check)
         rows = []
-        for start in range(0, num_rows, MAX_ROWS):
+        for start in range(0, num_rows, size):
             if start and check is not None:
                 check()
-            rows.append(self._run(_part(batch, start, min(start + MAX_ROWS, num_rows)), check))
+            rows.append(self._run(_part(batch, start, min(start + size, num_rows)), check))
         return torch.cat(rows)
 
     def _run(self, batch: ForwardBatch, check: Callable[[], None] | None) -> torch.Tensor:
@@ -107,7 +113,8 @@ class CompiledStep:
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
         num_threads = min(torch.get_num_threads(), self._most_threads)
-        self._parts.program.run(num_threads, check, self._num_pieces if check is not None else 1)
+        num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
+        self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
         return self._finished(logits)
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:
@@ -153,6 +160,13 @@ class CompiledStep:
         if decoder.logits_softcap is not None:
             logits.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
         return logits
+
+
+def _is_fast_by_torch(weights: torch.Tensor | BlockWeights) -> bool:
+    """Whether torch multiplies many rows with such weights as fast as our kernels do, or faster."""
+    if not isinstance(weights, torch.Tensor):
+        return False
+    return weights.dtype == torch.float32 or multiplies_fast_in(weights.dtype)
 
 
 def _part(batch: ForwardBatch, start: int, end: int) -> ForwardBatch:

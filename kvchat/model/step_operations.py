@@ -21,7 +21,7 @@ from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
 
 _NUM_PLACES = 24
 # What a product's task has a row of for each row of activations; the rest is of weights.
-_OF_PAIRS = frozenset({"X", "X_SCALES", "X_SUMS", "OUT"})
+_OF_PAIRS = frozenset({"X", "X_SCALES", "X_SUMS", "X_STARTS", "OUT"})
 
 Numbers = np.ndarray[Any, Any]
 Task = dict[Any, Any]
@@ -53,6 +53,7 @@ class Rounded:
         kind = torch.int16 if bits == 16 else torch.int8
         self.levels = torch.zeros(num_rows, width, dtype=kind)
         self.scales, self.sums = (floats(width // COLUMNS, num_rows) for _ in range(2))
+        self.starts = torch.zeros(num_rows, width // COLUMNS, dtype=torch.int32)
 
 
 class Activations:
@@ -255,6 +256,7 @@ class StepOperations:
             place.X: rounded.levels,
             place.X_SCALES: rounded.scales,
             place.X_SUMS: rounded.sums,
+            place.X_STARTS: rounded.starts,
         }
         if pairs is None:
             self.add(kernel, task, None, header=header)
@@ -345,6 +347,7 @@ def _block_task(weights: BlockWeights, x: Rounded) -> Task:
         place.X: x.levels,
         place.X_SCALES: x.scales,
         place.X_SUMS: x.sums,
+        place.X_STARTS: x.starts,
     }
     if weights.minimums is not None:
         task[place.MINIMUMS] = weights.minimums

@@ -13,6 +13,7 @@ from kvchat_kernels.cpu import (
     block_reading,
     block_rounding,
     block_rows,
+    products,
     program,
     rotation,
 )
@@ -22,6 +23,7 @@ from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.linear.blocks import Layout
 
 NIBBLES = Layout(4, 32, torch.float16, True, True)
+CENTRED = Layout(4, 32, torch.float16, False, True)
 BYTES = Layout(8, 32, torch.float16, False, True)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
@@ -31,6 +33,8 @@ WRITERS = {
     "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
     "KV of 8 bits": (3, lambda code: rotation._write(code, HEADS)),
     "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False)),
+    "4 bits without minimums": (3, lambda code: block_products._write(code, CENTRED, False)),
+    "bfloat16": (3, lambda code: products._Product(code, Stored.BFLOAT, True).write()),
     "8 bits": (3, lambda code: block_products._write(code, BYTES, False)),
     "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
     "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
@@ -79,5 +83,5 @@ def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch
 
     assembly = assembled(written(kernel, newer, monkeypatch), "x86_64-linux-gnu", "znver4")
 
-    assert ("vpdpbusd" in assembly) == (kernel == "4 bits")
+    assert ("vpdpbusd" in assembly) == kernel.startswith("4 bits")
     assert "vpmaddubsw" not in assembly, "what four products at once replace"

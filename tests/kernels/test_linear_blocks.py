@@ -14,6 +14,8 @@ from kvchat_kernels.cpu.object_cache import ObjectCache
 from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.linear import cpu
 from kvchat_kernels.linear.blocks import (
+    CENTRE,
+    COLUMNS,
     GROUPS,
     BlockWeights,
     alternating,
@@ -151,14 +153,19 @@ def test_both_ways_round_alike(bits: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert (compiled.levels.int() - plain.levels.int()).abs().max() <= 1
     assert torch.allclose(compiled.scales, plain.scales)
     assert torch.allclose(compiled.sums, plain.sums, rtol=1e-3, atol=1e-2)
+    if bits == 8:
+        levels = in_order(compiled.levels, COLUMNS, word_of(bits)).int()
+        assert torch.equal(compiled.starts, levels.sum(dim=-1, dtype=torch.int32) * -CENTRE)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("bits", "has_minimums"), [(8, False), (4, True), (4, False)])
 @pytest.mark.parametrize("width", [96, 480])
-def test_a_rows_result_does_not_hang_on_its_neighbours(bits: int, width: int) -> None:
-    """Widths with groups of 8, 4, 2 and 1 blocks."""
-    product = BlockProduct(quantised(torch.randn(48, width), bits))
-    x = outlying(FEW_ROWS, width)
+def test_a_rows_result_does_not_hang_on_its_neighbours(
+    bits: int, has_minimums: bool, width: int
+) -> None:
+    """Widths with groups of 8, 4, 2 and 1 blocks; the last two rows are no four."""
+    weights = random_blocks((50, width), bits, 32, torch.float16, has_minimums)
+    product, x = BlockProduct(weights), outlying(FEW_ROWS, width)
     alone = torch.cat([product(row[None]) for row in x])
     for num_rows in (3, 6, FEW_ROWS):
         beside = x[:num_rows].clone()

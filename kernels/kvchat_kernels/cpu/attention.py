@@ -15,17 +15,35 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I64, LANES, Code, Kernel, Value
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import (
+    F32,
+    F32S,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Code,
+    Kernel,
+    Value,
+    has_whole_512_bits,
+)
 from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
-from kvchat_kernels.cpu.step import MAX_ROWS
 
 # Positions of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
 _TILE = 32
+# Rows of a job, for whose scores there is room on a thread's stack.
+JOB_ROWS = 16
 # Pairs of a row and a query head that share one reading of a tile, and how many vectors of a value
 # are added to at once, by the number of pairs: sums stay in 16 registers beside what they read.
 _FEW = (4, 3, 2, 1)
 _VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
+# The same of 32 registers of 512 bits, by the number of query heads of a KV head. From 4 on they
+# are taken together, if there are no more than the second: so none is left over.
+_WIDE_FEW, _MOST_HEADS = {1: (8, 4, 2, 1), 2: (8, 4, 2), 3: (12, 3)}, 12
+_WIDE_VALUE_VECTORS = {1: 8, 2: 4, 3: 4, 4: 4}
 _CACHE_LINE = 64
 _SCALES, _SCALE_BYTES = Stored.BFLOAT, Stored.BFLOAT.num_bytes
 _HIDDEN = -1e30
@@ -143,11 +161,15 @@ class _Part:
         jobs = code.load(self._record, 8 * Record.JOBS, I64)
         self._job = jobs + code.unit // form.num_kv_heads * (8 * JOB_NUMBERS)
         self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
+        is_wide = has_whole_512_bits()
+        self._lanes = 2 * LANES if is_wide else LANES
+        self._value_lanes = 2 * LANES if is_wide and form.value_dim % (2 * LANES) == 0 else LANES
+        self._few = _pairs_at_once(form.group) if is_wide else _FEW
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
         widest = max(form.key_dim, form.value_dim)
         self._tile = code.room(_TILE * widest * 4)
-        self._scores = code.room(MAX_ROWS * form.group * PART * 4)
+        self._scores = code.room(JOB_ROWS * form.group * PART * 4)
 
     def _of_job(self, place: Job) -> Value:
         return self._code.load(self._job, 8 * place, I64)
@@ -170,7 +192,7 @@ class _Part:
         """Write loops over the pairs of a row and a query head, a few at a time."""
         code = self._code
         done = code.whole(0)
-        for count in _FEW:
+        for count in self._few:
             end = done + (self._num_pairs - done) // count * count
             with code.loop(done, end, count) as first:
                 write([first + i for i in range(count)])
@@ -282,19 +304,21 @@ class _Part:
             row, head = self._row_of(pair)
             query = code.field(Place.QUERY) + row * code.field(Place.QUERY_STRIDE)
             queries.append(query + head * (form.key_dim * 4))
-        places = range(0, (2 if len(pairs) > 2 else 4) * LANES, LANES)
-        with code.loop(tile, code.least(tile + _TILE, self._end), len(places) * LANES) as position:
-            sums = [[code.variable(code.floats(0.0)) for _ in places] for _ in pairs]
+        width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
+        places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
+        zeros = code.floats(0.0, self._lanes)
+        with code.loop(tile, code.least(tile + _TILE, self._end), width) as position:
+            sums = [[code.variable(zeros) for _ in places] for _ in pairs]
             keys = self._tile + (position - tile) * 4
             with code.loop(0, form.key_dim) as column:
                 loaded = [
-                    code.load(keys, column * (_TILE * 4) + place * 4, F32S) for place in places
+                    code.load(keys, column * (_TILE * 4) + place * 4, kind) for place in places
                 ]
                 for query, of_pair in zip(queries, sums, strict=True):
-                    factor = code.spread(code.load(query, column * 4, F32))
+                    factor = code.spread(code.load(query, column * 4, F32), self._lanes)
                     for key, total in zip(loaded, of_pair, strict=True):
                         total.set(total.get() + factor * key)
-            scale = code.spread(code.float_field(Place.SCALE))
+            scale = code.spread(code.float_field(Place.SCALE), self._lanes)
             for pair, of_pair in zip(pairs, sums, strict=True):
                 to = self._scores_of(pair) + (position - self._start) * 4
                 for place, total in zip(places, of_pair, strict=True):
@@ -304,37 +328,39 @@ class _Part:
         """Turn a pair's scores into weights, and write their largest and their sum."""
         code = self._code
         scores = self._scores_of(pair) - self._start * 4
-        first = self._first - self._first % LANES
-        most = code.variable(code.floats(_HIDDEN))
-        with code.loop(first, self._end, LANES) as position:
-            value = self._seen(pair, position, code.load(scores, position * 4, F32S))
+        lanes, kind = self._lanes, ir.VectorType(F32, self._lanes)
+        first = self._first - self._first % lanes
+        most = code.variable(code.floats(_HIDDEN, lanes))
+        with code.loop(first, self._end, lanes) as position:
+            value = self._seen(pair, position, code.load(scores, position * 4, kind))
             code.store(value, scores, position * 4)
             most.set(code.greatest(most.get(), value))
         largest = code.maximum(most.get())
-        total = code.variable(code.floats(0.0))
-        with code.loop(first, self._end, LANES) as position:
-            weight = exp(code, code.load(scores, position * 4, F32S) - code.spread(largest))
+        total = code.variable(code.floats(0.0, lanes))
+        with code.loop(first, self._end, lanes) as position:
+            score = code.load(scores, position * 4, kind)
+            weight = exp(code, score - code.spread(largest, lanes))
             code.store(weight, scores, position * 4)
             total.set(total.get() + weight)
         stats = self._result(pair, Record.STATS, 2)
         code.store(largest, stats, 0)
-        code.store(code.total(total.get()), stats, 4)
+        code.store(code.tree_total(total.get()), stats, 4)
 
     def _seen(self, pair: Value, position: Value, scores: Value) -> Value:
         """Return scores from `position` on; what the row does not see is far below all others."""
-        code = self._code
+        code, count = self._code, self._lanes
         if self._form.has_softcap:
-            cap = code.spread(code.float_field(Place.SOFTCAP))
+            cap = code.spread(code.float_field(Place.SOFTCAP), count)
             scores = tanh(code, scores / cap) * cap
         row, _ = self._row_of(pair)
         first, end = (
             code.load(code.load(self._record, 8 * place, I64), row * 8, I64) - position
             for place in (Record.FIRST, Record.END)
         )
-        lanes = code.counting()
-        hidden = code.floats(_HIDDEN)
-        scores = code.select(lanes < code.spread(code.convert("trunc", first, I32)), hidden, scores)
-        return code.select(lanes < code.spread(code.convert("trunc", end, I32)), scores, hidden)
+        lanes, hidden = code.counting(count), code.floats(_HIDDEN, count)
+        first, end = (code.spread(code.convert("trunc", at, I32), count) for at in (first, end))
+        scores = code.select(lanes < first, hidden, scores)
+        return code.select(lanes < end, scores, hidden)
 
     def _clear_sums(self) -> None:
         code, form = self._code, self._form
@@ -350,23 +376,31 @@ class _Part:
         weights = [self._scores_of(pair) - self._start * 4 for pair in pairs]
         begin = code.greatest(tile, self._first)
         end = code.least(tile + _TILE, self._end)
-        width = _VALUE_VECTORS[len(pairs)] * LANES
+        lanes = self._value_lanes
+        known = _WIDE_VALUE_VECTORS if self._lanes > LANES else _VALUE_VECTORS
+        width = known.get(len(pairs), 2) * lanes
+        kind = ir.VectorType(F32, lanes)
         for first in range(0, form.value_dim, width):
-            columns = range(first, min(first + width, form.value_dim), LANES)
+            columns = range(first, min(first + width, form.value_dim), lanes)
             totals = [
-                [code.variable(code.load(at, column * 4, F32S)) for column in columns]
+                [code.variable(code.load(at, column * 4, kind)) for column in columns]
                 for at in sums
             ]
             with code.loop(begin, end) as position:
                 value = self._tile + (position - tile) * (form.value_dim * 4)
-                loaded = [code.load(value, column * 4, F32S) for column in columns]
+                loaded = [code.load(value, column * 4, kind) for column in columns]
                 for at, of_pair in zip(weights, totals, strict=True):
-                    weight = code.spread(code.load(at, position * 4, F32))
+                    weight = code.spread(code.load(at, position * 4, F32), lanes)
                     for vector, total in zip(loaded, of_pair, strict=True):
                         total.set(total.get() + vector * weight)
             for at, of_pair in zip(sums, totals, strict=True):
                 for column, total in zip(columns, of_pair, strict=True):
                     code.store(total.get(), at, column * 4)
+
+
+def _pairs_at_once(group: int) -> tuple[int, ...]:
+    """Return the numbers of pairs that are taken together: those of one row, where these fit."""
+    return (group,) if 4 <= group <= _MOST_HEADS else _WIDE_FEW.get(group, _WIDE_FEW[1])
 
 
 def _write_joining(code: Code, form: AttentionForm) -> None:

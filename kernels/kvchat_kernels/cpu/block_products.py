@@ -74,12 +74,6 @@ class _Pair:
             value = self._code.joined(*(self._code.widened(half) for half in halves))
         self.total.set(self.total.get() + value)
 
-    def totals(self) -> list[Value]:
-        """Return the sum for each row of weights."""
-        total = self.total.get()
-        halves = [total] if self.num_rows == 1 else self._code.halves(total)
-        return [self._code.total(half) for half in halves]
-
 
 _Pairs = Sequence[Sequence[_Pair]]
 
@@ -100,13 +94,15 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
         activations = [ActivationRow(code, x, layout.activation_bits, side) for x in x_rows]
         pairs = [[_Pair(code, row, x) for x in activations] for row in weights]
         _add_products(code, layout, pairs)
-        for first, of_row in zip(range(0, len(rows), side), pairs, strict=True):
-            for x_row, pair in zip(x_rows, of_row, strict=True):
-                for row, total in zip(rows[first : first + side], pair.totals(), strict=True):
-                    _store(code, total, row, x_row, has_bias)
+        for x_row, of_x in zip(x_rows, zip(*pairs, strict=True), strict=True):
+            totals = code.tree_totals([pair.total.get() for pair in of_x], LANES)
+            for number, row in enumerate(rows):
+                total = code.lane(totals, number) if len(rows) > 1 else totals
+                _store(code, total, row, x_row, has_bias)
 
     if is_wide:
-        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=max(_WIDE_X_COUNTS))
+        most = max(_WIDE_X_COUNTS)
+        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=most, is_wide=True)
     else:
         write_tiles(code, start, end, _X_COUNTS, write_tile)
 
@@ -139,9 +135,8 @@ def _add_sums(
 ) -> None:
     """Add what the sums of a group, or of a half of each of its blocks, are with their scales."""
     kind = ir.VectorType(F32, size) if size > 1 else F32
-    has_minimums = layout.has_minimums or layout.bits == 4
     x_scales = [pair.x.scales(index, kind) for pair in pairs[0]]
-    x_sums = [pair.x.sums(index, kind) for pair in pairs[0]] if has_minimums else []
+    x_sums = [pair.x.sums(index, kind) for pair in pairs[0]] if layout.has_minimums else []
     for of_row, of_sums in zip(pairs, sums, strict=True):
         row = of_row[0].row
         scales = row.scales_of_group(index, size, part)
@@ -152,7 +147,7 @@ def _add_sums(
             lanes = [start + lane % size for start in starts for lane in range(count)]
             floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
             pair.add(floats * code.picked(scales * x_scale, lanes))
-        if has_minimums:
+        if layout.has_minimums:
             minimums = row.minimums(index, size)
             for pair, x_sum in zip(of_row, x_sums, strict=True):
                 pair.add(minimums * x_sum)
@@ -169,8 +164,13 @@ def _sums_of_group(
     width, part_bytes = vector_bytes(layout, size), size * layout.block * layout.bits // 8
     num_rows = pairs[0][0].num_rows
     has_many = num_rows == 2 and len(pairs) * len(pairs[0]) >= _MANY
+    starts: list[Value | None] = [None] * len(pairs[0])
+    if layout.bits == 4 and not layout.has_minimums:
+        assert layout.block == COLUMNS, layout
+        starts = [pair.x.starts(index, size, width // 4) for pair in pairs[0]]
     sums = [
-        [_Whole(code, layout.bits, width * num_rows, has_many) for _ in of_row] for of_row in pairs
+        [_Whole(code, layout.bits, width * num_rows, has_many, start) for start in starts]
+        for _ in pairs
     ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
     with code.loop(part * part_bytes, (part + 1) * part_bytes, width) as start:
@@ -194,10 +194,12 @@ class _Whole:
 
     VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
     `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
-    15 * 127, fit.
+    15 * 127, fit. It begins at `first`, 32 bits a lane, or at 0.
     """
 
-    def __init__(self, code: Code, bits: int, width: int, has_many: bool) -> None:
+    def __init__(
+        self, code: Code, bits: int, width: int, has_many: bool, first: Value | None
+    ) -> None:
         self._code = code
         self._lanes = ir.VectorType(I32, width // 4)
         self._has_vnni = has_feature("avx512vnni") and has_feature("avx512vl")
@@ -207,6 +209,9 @@ class _Whole:
         start = Value(code, constant(0, kind))
         has_two = self._has_vnni and not has_many
         self._chains = [code.variable(start) for _ in range(1 + has_two)]
+        self._first = first if self._is_short else None
+        if first is not None and not self._is_short:
+            self._chains[0].set(first)
 
     def add(self, half: int, levels: Value, x: Value) -> None:
         code, chain = self._code, self._chains[half % len(self._chains)]
@@ -227,7 +232,9 @@ class _Whole:
             return total + self._chains[1].get()
         if not self._is_short:
             return total
-        return _neighbouring_shorts(self._code, total, Value(self._code, constant(1, total.type)))
+        ones = Value(self._code, constant(1, total.type))
+        whole = _neighbouring_shorts(self._code, total, ones)
+        return whole if self._first is None else whole + self._first
 
 
 def _neighbouring_bytes(code: Code, levels: Value, x: Value) -> Value:

@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import (
+    F16,
+    F32,
+    F32S,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Code,
+    Kernel,
+    Value,
+    constant,
+    has_feature,
+)
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
@@ -28,6 +42,9 @@ from kvchat_kernels.linear.blocks import (
 # as.
 MOST, LEAST = {16: 32767.0, 8: 127.0}, 1e-30
 _CACHE_LINE = 64
+# The matrix of bits that gives the upper 4 bits of a byte: a row of 8 bits for each bit, the row of
+# the lowest in the highest byte.
+_HIGH_BITS = 0x1020_4080_0000_0000
 # Bytes of levels that an instruction takes.
 _VECTOR_BYTES = 32
 
@@ -42,6 +59,8 @@ class Place(IntEnum):
 
     LEVELS, SCALES, ...        of the weights, as BlockWeights has them
     X, X_SCALES, X_SUMS        rounded activations; a sum is that of a block, times its scale
+    X_STARTS                   int32, of 8 bits: the sum of a block's levels times -CENTRE, where
+                               sums of products begin whose levels of weights are CENTRE too high
     FLOATS                     to round: float32 [rows, columns]
     OUT, OUT_STRIDE            float32 [rows, out]; to unpack: [out, in]
     BIAS                       float32 [out]
@@ -64,9 +83,10 @@ class Place(IntEnum):
     CHUNK = 13
     FLOATS = 14
     FIRST = 15
+    X_STARTS = 16
 
 
-NUM_PLACES = 16
+NUM_PLACES = 17
 
 
 @cache
@@ -219,11 +239,21 @@ def halves_of(code: Code, layout: Layout, stored: Sequence[Value]) -> tuple[Valu
     """Return the two vectors of levels that stored bytes hold, see `WeightRow.halves`."""
     if layout.bits == 4:
         (packed,) = stored
-        return packed & 15, packed >> 4
+        return packed & 15, _high_bits(code, packed)
     first, second = (
         code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in stored
     )
     return first, second
+
+
+def _high_bits(code: Code, packed: Value) -> Value:
+    """Return the upper 4 bits of bytes."""
+    count = packed.type.count
+    if count < 64 or not has_feature("gfni"):
+        return packed >> 4  # a shift of 16 bits, and a mask
+    matrix = Value(code, constant(_HIGH_BITS, ir.VectorType(I64, count // 8)))
+    name, zero = f"llvm.x86.vgf2p8affineqb.{8 * count}", Value(code, constant(0, I8))
+    return code.call(name, packed.type, packed, code.as_bits(matrix, packed.type), zero)
 
 
 class ActivationRow:
@@ -237,6 +267,7 @@ class ActivationRow:
         self._x = code.field(Place.X) + blocks * (bits // 8 * COLUMNS)
         self._scales = code.field(Place.X_SCALES) + blocks * 4
         self._sums = code.field(Place.X_SUMS) + blocks * 4
+        self._starts = code.field(Place.X_STARTS) + blocks * 4
 
     def beside(
         self, index: Value, size: int, start: Value | int, width: int
@@ -256,6 +287,15 @@ class ActivationRow:
 
     def sums(self, index: Value, kind: Any) -> Value:
         return self._load(self._sums, index * 4, kind)
+
+    def starts(self, index: Value, size: int, count: int) -> Value:
+        """Load what the sums of a group of blocks begin at, and zeros up to `count` lanes a row."""
+        code = self._code
+        loaded = code.load(self._starts, index * 4, ir.VectorType(I32, size))
+        zeros = Value(code, constant(0, loaded.type))
+        lanes = [min(lane, size) for lane in range(count)]
+        start = code.shuffled(loaded, zeros, lanes) if count > size else loaded
+        return code.joined(*[start] * self._num_weight_rows)
 
     def _load(self, address: Value, offset: Value, kind: Any) -> Value:
         loaded = self._code.load(address, offset, kind)
@@ -377,6 +417,8 @@ def _round_block(code: Code, index: Value, bits: int) -> Value:
     code.store(scale, code.field(Place.X_SCALES), index * 4)
     total = code.call("llvm.vector.reduce.add.v32i32", I32, levels)
     code.store(code.convert("sitofp", total, F32) * scale, code.field(Place.X_SUMS), index * 4)
+    if bits == 8:
+        code.store(total * -CENTRE, code.field(Place.X_STARTS), index * 4)
     return levels
 
 

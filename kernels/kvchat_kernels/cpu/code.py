@@ -145,6 +145,7 @@ class Code:
         self.builder = builder
         self.task = Value(self, arguments[0])
         self.step, self.unit = (Value(self, arguments[place % len(arguments)]) for place in (1, 2))
+        self._fields: dict[IntEnum, Value] = {}
 
     # Numbers
 
@@ -154,9 +155,9 @@ class Code:
     def single(self, value: float) -> Value:
         return Value(self, ir.Constant(F32, ctypes.c_float(value).value))
 
-    def floats(self, value: float) -> Value:
+    def floats(self, value: float, count: int = LANES) -> Value:
         """Return a vector with the value in all lanes."""
-        return Value(self, constant(ctypes.c_float(value).value, F32S))
+        return Value(self, constant(ctypes.c_float(value).value, ir.VectorType(F32, count)))
 
     def variable(self, start: Value) -> Variable:
         return Variable(self, start)
@@ -188,8 +189,14 @@ class Code:
     # Memory
 
     def field(self, place: IntEnum) -> Value:
-        """Read a number of the task."""
-        return self.load(self.task, 8 * place, I64)
+        """Read a number of the task, once and at the beginning.
+
+        Within a loop LLVM would read it again, with all that is computed of it, after every store.
+        """
+        if place not in self._fields:
+            with self.builder.goto_entry_block():
+                self._fields[place] = self.load(self.task, 8 * place, I64)
+        return self._fields[place]
 
     def header(self, place: IntEnum) -> Value:
         """Read a number of the step's header."""
@@ -209,10 +216,14 @@ class Code:
         pointer = self._pointer(address, offset, value.type)
         self.builder.store(value.raw, pointer).align = 1
 
-    def prefetch(self, address: Value, offset: "Value | int") -> None:
-        """Ask for the cache line at an address, which need not be one of ours."""
+    def prefetch(self, address: Value, offset: "Value | int", *, to_second: bool = False) -> None:
+        """Ask for the cache line at an address, which need not be one of ours.
+
+        `to_second`: it comes to the second cache, and not to the first.
+        """
         pointer = self._pointer(address, offset, I8)
-        hints = [constant(hint, I32) for hint in (0, 3, 1)]  # to read, keep it, data
+        # to read, which cache, data
+        hints = [constant(hint, I32) for hint in (0, 2 if to_second else 3, 1)]
         self.call("llvm.prefetch.p0", ir.VoidType(), *(Value(self, v) for v in (pointer, *hints)))
 
     def room(self, num_bytes: int) -> Value:
@@ -269,9 +280,9 @@ class Code:
             return [self.lane(vector, number) for number in (0, 1)]
         return [self.picked(vector, range(first, first + half)) for first in (0, half)]
 
-    def counting(self) -> Value:
-        """Return the whole numbers 0 to 7, 32 bits each."""
-        return Value(self, ir.Constant(I32S, list(range(LANES))))
+    def counting(self, count: int = LANES) -> Value:
+        """Return the whole numbers from 0 on, 32 bits each."""
+        return Value(self, ir.Constant(ir.VectorType(I32, count), list(range(count))))
 
     def widened(self, value: Value) -> Value:
         """Return a vector of 8 floats: those of a vector of up to 8, or a single one, and zeros."""
@@ -296,9 +307,42 @@ class Code:
         zero = self.single(0.0)
         return self.call("llvm.vector.reduce.fadd.v8f32", F32, zero, vector, fastmath=("reassoc",))
 
+    def tree_total(self, vector: Value) -> Value:
+        """Return the sum of a vector: its halves are added, then the halves of that, and so on."""
+        while isinstance(vector.type, ir.VectorType):
+            one, other = self.halves(vector)
+            vector = one + other
+        return vector
+
+    def tree_totals(self, vectors: Sequence[Value], run: int) -> Value:
+        """Return the sums of runs of lanes of vectors, added as `tree_total` adds, side by side.
+
+        All are powers of two: the vectors, their lanes, and the `run`, which are no fewer than the
+        vectors. Of a single run it is no vector.
+        """
+        rest = list(vectors)
+        while len(rest) > 1:
+            run //= 2
+            pairs = zip(rest[::2], rest[1::2], strict=True)
+            rest = [self._halves_added(one, other, run) for one, other in pairs]
+        (sums,) = rest
+        if sums.type.count == run:
+            return self.tree_total(sums)
+        while run > 1:
+            run //= 2
+            sums = self._halves_added(sums, None, run)
+        return sums
+
+    def _halves_added(self, one: Value, other: Value | None, half: int) -> Value:
+        """Return the sums of the halves of all runs of 2 * `half` lanes of one or two vectors."""
+        lanes = range(one.type.count if other is None else 2 * one.type.count)
+        second = one if other is None else other
+        lower, upper = ([lane for lane in lanes if lane // half % 2 == number] for number in (0, 1))
+        return self.shuffled(one, second, lower) + self.shuffled(one, second, upper)
+
     def maximum(self, vector: Value) -> Value:
-        """Return the largest of 8 floats."""
-        name = "llvm.vector.reduce.fmax.v8f32"
+        """Return the largest of a vector's floats."""
+        name = f"llvm.vector.reduce.fmax.v{vector.type.count}f32"
         return self.call(name, F32, vector, fastmath=("nnan", "nsz"))
 
     def as_bits(self, vector: Value, kind: Any) -> Value:

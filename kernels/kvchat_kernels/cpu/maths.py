@@ -11,7 +11,19 @@ from functools import reduce
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F16, F32, F32S, I8, I16, I32S, LANES, Code, Value, has_feature
+from kvchat_kernels.cpu.code import (
+    F16,
+    F32,
+    F32S,
+    I8,
+    I16,
+    I32,
+    I32S,
+    LANES,
+    Code,
+    Value,
+    has_feature,
+)
 
 I8S = ir.VectorType(I8, LANES)
 _I16S = ir.VectorType(I16, LANES)
@@ -65,6 +77,18 @@ def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored)
     if stored is Stored.BFLOAT and has_feature("avx2"):
         return _load_bfloats(code, address, offset)
     return as_floats(code, code.load(address, offset, _LOADED[stored]), stored)
+
+
+def load_wide(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
+    """Load 16 stored floats as float32."""
+    floats, halves = ir.VectorType(F32, 2 * LANES), ir.VectorType(F16, 2 * LANES)
+    if stored is Stored.FLOAT:
+        return code.load(address, offset, floats)
+    if stored is Stored.HALF:
+        return code.convert("fpext", code.load(address, offset, halves), floats)
+    assert stored is Stored.BFLOAT
+    bits = code.load(address, offset, ir.VectorType(I16, 2 * LANES))
+    return code.as_bits(code.convert("zext", bits, ir.VectorType(I32, 2 * LANES)) << 16, floats)
 
 
 def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:
@@ -129,19 +153,22 @@ def store_floats(
 
 
 def exp(code: Code, x: Value) -> Value:
-    """Return exp of 8 floats; 0 below -87, and no infinity above 88."""
+    """Return exp of a vector of floats; 0 below -87, and no infinity above 88."""
+    count = x.type.count
+
+    def floats(value: float) -> Value:
+        return code.floats(value, count)
+
     is_zero = x < _LEAST
     x = code.least(code.greatest(x, _LEAST), _MOST)
-    n = code.call("llvm.rint.v8f32", F32S, x * code.floats(_LOG2_E))
-    r = x - n * code.floats(_LN2_HIGH)
-    r = r - n * code.floats(_LN2_LOW)
-    polynomial = reduce(
-        lambda total, factor: total * r + code.floats(factor), _EXP[1:], code.floats(_EXP[0])
-    )
-    value = polynomial * (r * r) + r + code.floats(1.0)
-    power = (code.convert("fptosi", n, I32S) + 127) << 23
-    value = value * code.as_bits(power, F32S)
-    return code.select(is_zero, code.floats(0.0), value)
+    n = code.call(f"llvm.rint.v{count}f32", x.type, x * floats(_LOG2_E))
+    r = x - n * floats(_LN2_HIGH)
+    r = r - n * floats(_LN2_LOW)
+    polynomial = reduce(lambda total, factor: total * r + floats(factor), _EXP[1:], floats(_EXP[0]))
+    value = polynomial * (r * r) + r + floats(1.0)
+    power = (code.convert("fptosi", n, ir.VectorType(I32, count)) + 127) << 23
+    value = value * code.as_bits(power, x.type)
+    return code.select(is_zero, floats(0.0), value)
 
 
 def log_of_one_and(code: Code, x: Value) -> Value:
@@ -168,13 +195,14 @@ def softplus(code: Code, x: Value) -> Value:
 
 
 def sigmoid(code: Code, x: Value) -> Value:
-    one = code.floats(1.0)
-    return one / (one + exp(code, code.floats(0.0) - x))
+    one, zero = (code.floats(value, x.type.count) for value in (1.0, 0.0))
+    return one / (one + exp(code, zero - x))
 
 
 def tanh(code: Code, x: Value) -> Value:
-    """Return tanh of 8 floats, right to about 1e-7."""
-    return sigmoid(code, x * code.floats(2.0)) * code.floats(2.0) - code.floats(1.0)
+    """Return tanh of a vector of floats, right to about 1e-7."""
+    one, two = (code.floats(value, x.type.count) for value in (1.0, 2.0))
+    return sigmoid(code, x * two) * two - one
 
 
 def erf(code: Code, x: Value) -> Value:

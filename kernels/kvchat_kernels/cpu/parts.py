@@ -1,9 +1,11 @@
 """Parts: how the contexts of a step's sequences are cut for the compiled attention."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
-from kvchat_kernels.cpu.attention import JOB_NUMBERS, PART, Record
+from kvchat_kernels.cpu.attention import JOB_NUMBERS, JOB_ROWS, PART, Record
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
@@ -34,8 +36,7 @@ class Parts:
         num_results = row = 0
         tables = self._tables = sequences.block_tables  # kept while the step runs
         address, table_bytes = tables.data_ptr(), tables.stride(0) * 4
-        lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
-        for index, (count, end) in enumerate(lengths):
+        for index, count, end in _runs_of_rows(sequences):
             first = self._span.first_visible(end - count)
             parts = range(first // PART, (end - 1) // PART + 1)
             for local in range(count):
@@ -71,3 +72,15 @@ class Parts:
         self._stats = torch.empty(num_results, self._num_heads, 2, dtype=torch.float32)
         self.record[Record.SUMS] = self._sums.data_ptr()
         self.record[Record.STATS] = self._stats.data_ptr()
+
+
+def _runs_of_rows(sequences: PagedSequences) -> Iterator[tuple[int, int, int]]:
+    """Yield a sequence's number, a number of rows, and the end of what the last of them sees.
+
+    A sequence of many rows has several runs, since a job has room for so many scores.
+    """
+    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+    for index, (num_rows, context_len) in enumerate(lengths):
+        for left in range(num_rows, 0, -JOB_ROWS):
+            count = min(left, JOB_ROWS)
+            yield index, count, context_len - (left - count)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
-from kvchat_kernels.cpu.maths import Stored, load_floats
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable, has_whole_512_bits
+from kvchat_kernels.cpu.maths import Stored, load_floats, load_wide
 from kvchat_kernels.cpu.step import Header
 
 # Rows of weights and of activations that are multiplied together. Of weights it is half as many
@@ -22,6 +24,9 @@ _FEW_X = 3
 # Rows of activations that all of a unit's weights are multiplied with before the next: both stay in
 # the second cache.
 _SLAB = 64
+# From so many rows on, vectors of 512 bits are multiplied with weights that were converted first:
+# so many rows of activations at a time, and so many columns, that both lie in the first cache.
+_MANY_X, _MANY_COUNTS, _TILE_ROWS, _RUN = 6, (6, 2, 1), 12, 512
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in, but a matrix that
@@ -73,16 +78,20 @@ def write_tiles(
     x_counts: Sequence[int],
     write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
     few_x: int = _FEW_X,
+    is_wide: bool = False,
 ) -> None:
     """Write the products of the rows [`start`, `end`) of a matrix with all rows of activations.
 
     `write_tile` writes those of some rows of weights with some of activations, as many as one of
     `x_counts`, of which the last is 1. Beside more than `few_x` rows it gets half of WEIGHT_ROWS.
+    `is_wide`: a second cache has room for all weights of a unit, and they are passed over for one
+    tile of activations after another; else activations are, for the weights.
     """
     num_rows = code.header(Header.NUM_ROWS)
     with code.loop(0, num_rows, _SLAB) as first_x:
         last_x = code.least(first_x + _SLAB, num_rows)
-        _write_slab(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
+        write = _write_wide_slab if is_wide else _write_slab
+        write(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
 
 
 def _write_slab(
@@ -110,15 +119,43 @@ def _write_slab(
         write_tile([row], [x_row])
 
 
+def _write_wide_slab(
+    code: Code,
+    weights: tuple[Value, Value],
+    activations: tuple[Value, Value],
+    x_counts: Sequence[int],
+    write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
+    few_x: int,
+) -> None:
+    """Write the same with the loops exchanged. No count of activations is above `few_x`."""
+    (start, end), (done, last_x) = weights, activations
+    assert max(x_counts) <= few_x
+    quarter = (end - start) // WEIGHT_ROWS
+    for count in x_counts:
+        tiled = done + (last_x - done) // count * count
+        with code.loop(done, tiled, count) as first, code.loop(start, start + quarter) as row:
+            rows = [row + quarter * i for i in range(WEIGHT_ROWS)]
+            write_tile(rows, [first + i for i in range(count)])
+        done = tiled
+    each = code.loop(activations[0], last_x), code.loop(start + quarter * WEIGHT_ROWS, end)
+    with each[0] as x_row, each[1] as row:
+        write_tile([row], [x_row])
+
+
 _Places = Sequence[Value]
 _Sums = Sequence[Sequence[Variable]]
 
 
 class _Product:
+    """Vectors have 16 lanes where the processor takes 512 bits at once, else 8."""
+
     def __init__(self, code: Code, stored: Stored, has_bias: bool) -> None:
         self._code = code
         self._stored = stored
         self._has_bias = has_bias
+        self._is_wide = has_whole_512_bits()
+        self._lanes = 2 * LANES if self._is_wide else LANES
+        self._floats = ir.VectorType(F32, self._lanes)
         self._num_in = code.field(Place.NUM_IN)
         self._row_bytes = self._num_in * stored.num_bytes
         self._weights, self._x = code.field(Place.WEIGHTS), code.field(Place.X)
@@ -129,40 +166,64 @@ class _Product:
         code = self._code
         start = code.unit * code.field(Place.CHUNK)
         end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
-        write_tiles(code, start, end, _X_COUNTS, self._write_tile)
+        if not self._is_wide:
+            write_tiles(code, start, end, _X_COUNTS, self._write_tile)
+            return
+        num_rows = code.header(Header.NUM_ROWS)
+        with code.when(num_rows < _MANY_X):
+            write_tiles(code, start, end, _X_COUNTS, self._write_tile, few_x=max(_X_COUNTS))
+        with code.when(num_rows >= _MANY_X):
+            tiled = start + (end - start) // WEIGHT_ROWS * WEIGHT_ROWS
+            self._write_many(start, tiled)
+            with code.loop(tiled, end) as row, code.loop(0, num_rows) as x_row:
+                self._write_tile([row], [x_row])
+
+    # Few rows
 
     def _write_tile(self, rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         code = self._code
         weights = [self._weights + row * self._row_bytes for row in rows]
         activations = [self._x + x_row * self._x_stride for x_row in x_rows]
-        sums = [[code.variable(code.floats(0.0)) for _ in activations] for _ in weights]
+        sums = [[code.variable(self._zeros()) for _ in activations] for _ in weights]
         columns = 64 // self._stored.num_bytes
         with code.loop(0, self._num_in, columns) as column:
             for address in weights:
                 code.prefetch(address, column * self._stored.num_bytes + _AHEAD)
-            for start in range(0, columns, LANES):
+            for start in range(0, columns, self._lanes):
                 self._add_columns(weights, activations, sums, column + start)
         for row, of_row in zip(rows, sums, strict=True):
             for x_row, total in zip(x_rows, of_row, strict=True):
-                self._store(code.total(total.get()), row, x_row)
+                self._store(self._total(total.get()), row, x_row)
+
+    def _zeros(self) -> Value:
+        return self._code.floats(0.0, self._lanes)
+
+    def _total(self, vector: Value) -> Value:
+        code = self._code
+        return code.tree_total(vector) if self._is_wide else code.total(vector)
+
+    def _loaded(self, address: Value, offset: Value) -> Value:
+        """Load a vector of weights."""
+        load = load_wide if self._is_wide else load_floats
+        return load(self._code, address, offset, self._stored)
 
     def _add_columns(self, weights: _Places, activations: _Places, sums: _Sums, at: Value) -> None:
-        """Add the products of 8 columns from `at` on.
+        """Add the products of a vector of columns from `at` on.
 
         Of weights and activations, the fewer are loaded first and stay in registers.
         """
-        code, stored = self._code, self._stored
-        offset = at * stored.num_bytes
+        code = self._code
+        offset = at * self._stored.num_bytes
         if len(weights) < len(activations):
-            rows = [load_floats(code, row, offset, stored) for row in weights]
+            rows = [self._loaded(row, offset) for row in weights]
             for number, x_row in enumerate(activations):
-                x = code.load(x_row, at * 4, F32S)
+                x = code.load(x_row, at * 4, self._floats)
                 for row, of_row in zip(rows, sums, strict=True):
                     of_row[number].set(of_row[number].get() + row * x)
         else:
-            xs = [code.load(x_row, at * 4, F32S) for x_row in activations]
+            xs = [code.load(x_row, at * 4, self._floats) for x_row in activations]
             for address, of_row in zip(weights, sums, strict=True):
-                row = load_floats(code, address, offset, stored)
+                row = self._loaded(address, offset)
                 for x, total in zip(xs, of_row, strict=True):
                     total.set(total.get() + row * x)
 
@@ -171,3 +232,88 @@ class _Product:
         if self._has_bias:
             value = value + code.load(code.field(Place.BIAS), row * 4, F32)
         code.store(value, self._out, x_row * self._out_stride + row * 4)
+
+    # Many rows
+
+    def _write_many(self, start: Value, end: Value) -> None:
+        """Write the products of the rows [`start`, `end`) of the matrix, _TILE_ROWS at a time.
+
+        These are converted once, _RUN columns of each, and multiplied with a slab of activations.
+        Sums lie in memory between one run of columns and the next.
+        """
+        code = self._code
+        num_rows = code.header(Header.NUM_ROWS)
+        tile = code.room(_TILE_ROWS * _RUN * 4)
+        sums = code.room(_SLAB * _TILE_ROWS * 4 * self._lanes)
+        slabs = code.loop(0, num_rows, _SLAB)
+        with slabs as first_x, code.loop(start, end, _TILE_ROWS) as first_row:
+            last_x = code.least(first_x + _SLAB, num_rows)
+            num_tiled = code.least(code.whole(_TILE_ROWS), end - first_row)
+
+            def sums_of(x_row: Value, number: Value) -> Value:
+                place = (x_row - first_x) * _TILE_ROWS + number
+                return sums + place * (4 * self._lanes)
+
+            with code.loop(0, self._num_in, _RUN) as first:
+                columns = code.least(first + _RUN, self._num_in) - first
+                with code.loop(0, num_tiled, WEIGHT_ROWS) as number:
+                    self._convert(first_row + number, first, columns, tile + number * (_RUN * 4))
+                done = first_x
+                for count in _MANY_COUNTS:
+                    tiled = done + (last_x - done) // count * count
+                    each = code.loop(done, tiled, count), code.loop(0, num_tiled, WEIGHT_ROWS)
+                    with each[0] as x_row, each[1] as number:
+                        to = [sums_of(x_row + i, number) for i in range(count)]
+                        of_rows = tile + number * (_RUN * 4)
+                        self._add_run(x_row, first, columns, of_rows, to)
+                    done = tiled
+            each = code.loop(first_x, last_x), code.loop(0, num_tiled, WEIGHT_ROWS)
+            with each[0] as x_row, each[1] as number:
+                self._store_many(first_row + number, x_row, sums_of(x_row, number))
+
+    def _convert(self, row: Value, first: Value, columns: Value, tile: Value) -> None:
+        """Write some columns of WEIGHT_ROWS rows as float32, and ask for those of the next tile."""
+        code, size = self._code, self._stored.num_bytes
+        step = 64 // size
+        rows = [
+            self._weights + (row + number) * self._row_bytes + first * size
+            for number in range(WEIGHT_ROWS)
+        ]
+        with code.loop(0, columns, step) as column:
+            for number, address in enumerate(rows):
+                ahead = column * size + self._row_bytes * _TILE_ROWS
+                code.prefetch(address, ahead, to_second=True)
+                for at in range(0, step, self._lanes):
+                    values = self._loaded(address, (column + at) * size)
+                    code.store(values, tile, (column + (number * _RUN + at)) * 4)
+
+    def _add_run(
+        self, x_row: Value, first: Value, columns: Value, tile: Value, sums: _Places
+    ) -> None:
+        """Add the products of a run of columns with rows of activations to their `sums`."""
+        code, size = self._code, 4 * self._lanes
+        xs = [self._x + (x_row + i) * self._x_stride + first * 4 for i in range(len(sums))]
+        places = [(at, number * size) for at in sums for number in range(WEIGHT_ROWS)]
+        totals = []
+        for place in places:
+            before = code.load(*place, self._floats)
+            totals.append(code.variable(code.select(first > 0, before, self._zeros())))
+        with code.loop(0, columns, self._lanes) as column:
+            rows = [
+                code.load(tile, column * 4 + number * (_RUN * 4), self._floats)
+                for number in range(WEIGHT_ROWS)
+            ]
+            for number, address in enumerate(xs):
+                x = code.load(address, column * 4, self._floats)
+                for row, total in zip(rows, totals[number * WEIGHT_ROWS :], strict=False):
+                    total.set(total.get() + row * x)
+        for total, place in zip(totals, places, strict=True):
+            code.store(total.get(), *place)
+
+    def _store_many(self, row: Value, x_row: Value, sums: Value) -> None:
+        code, size = self._code, 4 * self._lanes
+        vectors = [code.load(sums, number * size, self._floats) for number in range(WEIGHT_ROWS)]
+        values = code.tree_totals(vectors, self._lanes)
+        if self._has_bias:
+            values = values + code.load(code.field(Place.BIAS), row * 4, values.type)
+        code.store(values, self._out, x_row * self._out_stride + row * 4)

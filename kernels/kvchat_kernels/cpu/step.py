@@ -19,5 +19,7 @@ class Header(IntEnum):
 
 
 NUM_HEADERS = 4
-# Rows of a step. With more, products of matrices are faster than a pass over the weights for each.
-MAX_ROWS = 16
+# Rows that a step has memory for. More at once gain nothing where vectors have 512 bits.
+MAX_ROWS = 128
+# Rows of a step elsewhere. With more, products of matrices are faster than these kernels.
+FEW_ROWS = 16

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_fast_in
 from kvchat_kernels.linear.blocks import (
+    CENTRE,
     COLUMNS,
     BlockWeights,
     alternating,
@@ -35,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 # With more rows than this, unpacking once for a matrix product is faster than a pass for each; but
 # not with whole vectors of 512 bits, where a core makes 240 GFLOP/s of products with 4 bits and 150
-# of those in float32.
+# of those in float32. There bfloat16 is converted by the kernel too, as fast as torch multiplies
+# what was converted before.
 FEW_ROWS = 16
 # Below this many weights a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 16
@@ -57,11 +59,13 @@ class Rows:
 
     levels          [num_rows, in], int16 or int8, whose blocks alternate as `alternating` has them
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
+    starts          int32 [num_rows, in / 32], of 8 bits: that of the levels times -CENTRE
     """
 
     levels: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor
+    starts: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.levels)
@@ -206,14 +210,15 @@ class FloatProduct:
         """Return x [..., in] times the weights plus the bias, in x's dtype."""
         num_out, num_in = self._weight.shape
         num_rows = x.numel() // num_in
-        is_few = num_rows <= FEW_ROWS and num_in % COLUMNS == 0 and self._kernels is not None
-        if not is_few and self._multiplies and x.dtype == self._weight.dtype:
+        kernels = self._kernels if num_in % COLUMNS == 0 else None
+        if num_rows > FEW_ROWS and (self._multiplies or kernels is None or not kernels.takes_many):
+            kernels = None
+        if kernels is None and self._multiplies and x.dtype == self._weight.dtype:
             return linear_of_few_sizes(x, self._weight, self._bias)
         rows = x.reshape(num_rows, num_in).float().contiguous()
         out = torch.empty(num_rows, num_out, dtype=torch.float32)
-        if is_few:
-            assert self._kernels is not None
-            self._kernels.multiply_floats(self._weight, self._float_bias, rows, out)
+        if kernels is not None:
+            kernels.multiply_floats(self._weight, self._float_bias, rows, out)
         else:
             self._multiply_by_tiles(rows, out)
         return out.to(x.dtype).view(*x.shape[:-1], num_out)
@@ -257,7 +262,7 @@ def rows_of(x: torch.Tensor, bits: int) -> Rows:
         return _rounded_plainly(x, bits)
     levels = torch.empty(num_rows, num_in, dtype=torch.int16 if bits == 16 else torch.int8)
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
-    rows = Rows(levels, scales, sums)
+    rows = Rows(levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
     kernels.round_rows(x, rows)
     return rows
 
@@ -267,9 +272,10 @@ def _rounded_plainly(x: torch.Tensor, bits: int) -> Rows:
     largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
     levels = (blocks * (_MOST[bits] / largest)[..., None]).round_()
     scales = largest / _MOST[bits]
-    sums = levels.sum(dim=-1) * scales
+    totals = levels.sum(dim=-1)
+    starts = (totals * -CENTRE).int()
     levels = levels.to(torch.int16 if bits == 16 else torch.int8)
-    return Rows(alternating(levels, word_of(bits)), scales, sums)
+    return Rows(alternating(levels, word_of(bits)), scales, totals * scales, starts)
 
 
 def _as_they_lie(rows: Rows) -> torch.Tensor:
@@ -321,6 +327,7 @@ class _Kernels:
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
+        task[place.X_STARTS] = rows.starts.data_ptr()
         task[place.OUT] = out.data_ptr()
         task[place.OUT_STRIDE] = out.stride(0) * 4
         chunk = self._floats.unit_rows(weights.num_out, weights.num_in * weights.bits // 8)
@@ -377,6 +384,7 @@ class _Kernels:
         task[place.X] = rows.levels.data_ptr()
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
+        task[place.X_STARTS] = rows.starts.data_ptr()
         self._run(self._rows.rounding_kernel(rows.bits), task, 1, len(x), 1, x.shape[1])
 
     def multiply_floats(
