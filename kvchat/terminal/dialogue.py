@@ -5,9 +5,9 @@ It receives all input from a view, and reaches the engine only through the contr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import split_attached
@@ -23,14 +23,8 @@ from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, 
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.commands import (
-    CommandContext,
-    Invocation,
-    Message,
-    Registry,
-    Stopped,
-    Unknown,
-)
+from kvchat.terminal.command_runner import CommandRunner, RunnerHooks
+from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import (
     StatsLevel,
     ToolbarFacts,
@@ -41,7 +35,7 @@ from kvchat.terminal.status import (
 )
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
-from kvchat.terminal.view import LiveState, View
+from kvchat.terminal.view import LiveState, Page, View
 from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox
 
@@ -84,16 +78,10 @@ class Dialogue(CommandContext):
         tools = ToolUse(toolbox, view, self.refresh)
         self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
         self._stage = "loading the model"
-        self._stoppable: asyncio.Future[Any] | None = None  # the part of a command that Esc stops
-        self._is_part_stopped = False
-        self._command = ""  # the name of the command that holds the lock, "" for none
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
         self.has_warned = False
-        self._num_commands = 0
-        self._unshown: dict[asyncio.Task[Any] | None, str] = {}  # lines of running commands
-        self._waiting_commands: list[str] = []  # lines of commands that wait for another one
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
@@ -104,20 +92,12 @@ class Dialogue(CommandContext):
         self._has_tools = asyncio.Event()
         if toolbox is None or toolbox.is_complete:
             self._has_tools.set()
-        # Held by an answer, and by a command that must not run during an answer.
-        self._turn_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        hooks = RunnerHooks(self._command_failed, self._command_ended)
+        self._runner = CommandRunner(self, view, hooks)
 
     @property
-    def page(self) -> View:
-        """The view; a command's own line is shown before the first that the command writes."""
-        self._echo()
-        return self._view
-
-    def _echo(self) -> None:
-        """Show the line of the command that this task runs, unless it is shown already."""
-        if (text := self._unshown.pop(asyncio.current_task(), "")) != "":
-            self._view.write_turn(text)
+    def page(self) -> Page:
+        return self._runner.page
 
     # Loading
 
@@ -137,7 +117,7 @@ class Dialogue(CommandContext):
             for note in event.notes:
                 self.say(note)
             if not self.is_busy:  # else the line after the answer tells what it did cost
-                self._spawn(self._tell_cost_at_opening())
+                self._runner.spawn(self._tell_cost_at_opening())
             self.conversation_changed()
             self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         elif isinstance(event, EngineLost):
@@ -180,18 +160,7 @@ class Dialogue(CommandContext):
         self.refresh()
 
     async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
-        part = self._stoppable = asyncio.ensure_future(work)
-        self._is_part_stopped = False
-        self.show_stage(stage)
-        try:
-            return await part
-        except asyncio.CancelledError:
-            if self._is_part_stopped:
-                raise Stopped(f"Stopped: {if_stopped}") from None
-            raise
-        finally:
-            self._stoppable = None
-            self.show_stage("")
+        return await self._runner.stoppable(work, stage, if_stopped)
 
     def _fail(self, event: LoadFailed) -> None:
         """Leave with the error's exit code: the chat cannot run without a model."""
@@ -201,7 +170,7 @@ class Dialogue(CommandContext):
     # Listener: called by the view
     @property
     def is_answering(self) -> bool:
-        return self._answering.is_running or self._stoppable is not None
+        return self._answering.is_running or self._runner.is_stoppable
 
     @property
     def has_queue(self) -> bool:
@@ -225,7 +194,7 @@ class Dialogue(CommandContext):
     @property
     def is_at_work(self) -> bool:
         """Whether more output may come without further input."""
-        return self.is_busy or self._num_commands > 0
+        return self.is_busy or self._runner.is_running
 
     def accept(self, text: str) -> None:
         """Handle a typed line: queue a message, run a command."""
@@ -240,7 +209,7 @@ class Dialogue(CommandContext):
             self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
-            self._begin(line, text)
+            self._runner.begin(line, text)
         self.refresh()
 
     @property
@@ -251,13 +220,12 @@ class Dialogue(CommandContext):
         if self._answering.is_running:
             return f"{self._answering.name}. Esc stops it."
         servers = "the MCP servers, which are starting" if self._waiting else ""
-        is_running = self._turn_lock.locked() and self._command
-        cause = f"/{self._command}" if is_running else servers
+        cause = f"/{self._runner.name}" if self._runner.name else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
 
     @property
     def stoppable_name(self) -> str:
-        return f"/{self._command}" if self._stoppable is not None else self._answering.name
+        return f"/{self._runner.name}" if self._runner.is_stoppable else self._answering.name
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
@@ -289,9 +257,7 @@ class Dialogue(CommandContext):
 
     def stop(self) -> None:
         self._answering.stop()
-        if self._stoppable is not None:
-            self._is_part_stopped = True
-            self._stoppable.cancel()
+        self._runner.stop()
 
     def notice(self, text: str) -> None:
         self._notice = text
@@ -305,9 +271,7 @@ class Dialogue(CommandContext):
         """Prefill what is finished of a message, after a pause in typing."""
         if self._pause is not None:
             self._pause.cancel()
-        self._pause = asyncio.get_running_loop().create_task(self._read_ahead(text))
-        self._tasks.add(self._pause)
-        self._pause.add_done_callback(self._task_ended)
+        self._pause = self._runner.spawn(self._read_ahead(text))
 
     async def _read_ahead(self, text: str) -> None:
         await asyncio.sleep(_TYPING_PAUSE_S)
@@ -372,7 +336,7 @@ class Dialogue(CommandContext):
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
         self.exit_code = ExitCode(code)
-        self._spawn(self._leave())
+        self._runner.spawn(self._leave())
 
     def input_ended(self) -> None:
         if self.exit_code is ExitCode.OK and self.is_answering:
@@ -388,8 +352,7 @@ class Dialogue(CommandContext):
             self.report(error)
 
     async def _leave(self) -> None:
-        for task in self._tasks - {asyncio.current_task()}:  # commands that are still waiting
-            task.cancel()
+        self._runner.cancel_all()
         queued = self._queue.texts
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
@@ -429,7 +392,7 @@ class Dialogue(CommandContext):
         self._asked = None
         self.stop()
         try:
-            async with asyncio.timeout(_STOP_PATIENCE_S), self._turn_lock:
+            async with asyncio.timeout(_STOP_PATIENCE_S), self._runner.turn_lock:
                 pass
         except TimeoutError:
             _log.warning("the answer in progress did not stop in time")
@@ -444,7 +407,7 @@ class Dialogue(CommandContext):
             self._wake.clear()
             await asyncio.sleep(0)  # a command that was typed before a message begins before it
             while (job := self._next_job()) is not None:
-                async with self._turn_lock:
+                async with self._runner.turn_lock:
                     try:
                         await job()
                     except Exception as error:
@@ -473,7 +436,7 @@ class Dialogue(CommandContext):
 
     def _answer_ended(self) -> None:
         self.conversation_changed()
-        self._spawn(self._tell_trouble())
+        self._runner.spawn(self._tell_trouble())
         self.draft_changed(self._view.prompt_text)
 
     async def _tell_trouble(self) -> None:
@@ -517,7 +480,7 @@ class Dialogue(CommandContext):
         self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = ""
         self.refresh()
-        self._spawn(self._measure_warmth())
+        self._runner.spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
         """Show what the next message costs, once the engine knows: the disk may open slowly."""
@@ -541,80 +504,28 @@ class Dialogue(CommandContext):
         """Show the current state."""
         self._view.show(self._live_state())
 
-    # Carrying out commands
+    # Running commands
 
     def run_by_name(self, name: str) -> None:
         """Run a command without arguments."""
         command = self.registry.find(name)
         assert command is not None
-        self._begin(Invocation(command, ""))
+        self._runner.begin(Invocation(command, ""))
 
-    def _begin(self, line: Invocation, text: str = "") -> None:
-        """Run a command that was typed as `text`."""
-        self._num_commands += 1
-        self._spawn(self._carry_out(line, text))
+    def _command_failed(self, line: str, error: KvchatError) -> None:
+        if line and self._answering.is_running:
+            self._refuse(line, str(error))
+        else:
+            self.say(str(error), Role.ERROR)
 
-    async def _carry_out(self, line: Invocation, text: str) -> None:
-        try:
-            if line.command.is_available_while_answering:
-                await self._run(line, text)
-            else:
-                await self._run_alone(line, text)
-        except Stopped as stopped:
-            self.say(str(stopped))
-        except KvchatError as error:
-            if self._answering.is_running and self._unshown.pop(asyncio.current_task(), ""):
-                self._refuse(text, str(error))
-            else:
-                self.say(str(error), Role.ERROR)
-        finally:
-            self._unshown.pop(asyncio.current_task(), "")
-            self._num_commands -= 1
-            self._wake.set()
-            self.refresh()
-            self.draft_changed(self._view.prompt_text)  # a file may be attached
-
-    async def _run_alone(self, line: Invocation, text: str) -> None:
-        """Run a command once no answer and no other such command is in progress."""
-        if text and self._turn_lock.locked():
-            self._waiting_commands.append(text)
-            self.refresh()
-        async with self._turn_lock:
-            if text in self._waiting_commands:
-                self._waiting_commands.remove(text)
-            self._command = line.command.name
-            try:
-                await self._run(line, text)
-            finally:
-                self._command = ""
-
-    async def _run(self, line: Invocation, text: str) -> None:
-        """Run a command; its line is shown when it has something to show, or at its end."""
-        if text:
-            self._unshown[asyncio.current_task()] = text
-        await line.command.run(self, line.arguments)
-        self._echo()
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run a coroutine as a task; an error in it is reported, not raised."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.report(error)
+    def _command_ended(self) -> None:
+        self._wake.set()
+        self.refresh()
+        self.draft_changed(self._view.prompt_text)  # a file may be attached
 
     def report(self, error: BaseException) -> None:
         """Report an unexpected error in one sentence, and log its traceback."""
-        _log.error("unexpected error", exc_info=error)
-        name = type(error).__name__
-        self.say(
-            f"Something went wrong inside kvchat ({name}). The conversation is kept. "
-            "`kvchat doctor` says where the log is.",
-            Role.ERROR,
-        )
+        self._runner.report(error)
 
     # The live state
 
@@ -625,7 +536,7 @@ class Dialogue(CommandContext):
             notice=self._notice,
             queue=self._queue.texts,
             edited=self._queue.edited_index,
-            commands=tuple(self._waiting_commands),
+            commands=self._runner.waiting,
             toolbar=self._toolbar,
         )
 
