@@ -91,6 +91,10 @@ class Picker:
             self._position = position % self.count if wraps else min(max(0, position), last)
             self._tell_highlighted()
 
+    def move_to_end(self, direction: int) -> None:
+        """Move the cursor to the first choice (-1) or to the last (+1)."""
+        self.move(direction * self.count, wraps=False)
+
     def type(self, text: str) -> None:
         """Add to the filter, so that only choices with the typed words are shown; while a new title
         is typed, add to that.
