@@ -135,8 +135,8 @@ class ChatController:
 
         Raises UsageError for a file that cannot be read or does not fit in the context.
         """
-        text = read_attachment(path)
-        model = self.host.model
+        file = read_attachment(path)
+        text, model = file.text, self.host.model
         if model.tokenizer.exceeds(text, model.max_context):
             raise UsageError(
                 f"{path} has {len(text):,} characters, which are more than twice the "
@@ -150,7 +150,6 @@ class ChatController:
                 f"{path} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
                 "Attach a part of it.",
             )
-        file = Attached(path.name, text)
         if file not in self.attached:
             self.attached = (*self.attached, file)
         return num_tokens

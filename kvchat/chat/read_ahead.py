@@ -87,7 +87,7 @@ class ReadAhead:
         controller = self._controller
         try:
             paths = mentioned_files(finished(text), controller.pins.paths())
-            mentioned = [read_attachment(path) for path in paths]
+            mentioned = [read_attachment(path).text for path in paths]
             attached = dict.fromkeys((*files, *mentioned))  # each once, as when it is sent
             begun = "".join(f"{file}\n" for file in attached) + finished(text)
             return self._ids_of(controller, begun) if begun else []
