@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from rich.cells import cell_len
 from rich.text import Text
 
+from kvchat.chat.answer_settings import doubts
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
 from kvchat.chat.reply_stream import LoadRelay
@@ -140,6 +141,8 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         tell(view, "The model is loading. What you type waits for it.")
     if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
         tell(view, "The model has no chat template; it completes the text as it stands.")
+    for doubt in doubts(controller.options):
+        tell(view, doubt, Role.WARNING)
     if controller.attached:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         notes = [file.note for file in controller.attached if file.note]
