@@ -538,6 +538,7 @@ class Dialogue(CommandContext):
             edited=self._queue.edited_index,
             commands=self._runner.waiting,
             toolbar=self._toolbar,
+            is_open=self._answering.is_open,
         )
 
     @property
