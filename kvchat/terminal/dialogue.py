@@ -13,12 +13,11 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
-from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
@@ -42,9 +41,6 @@ from kvchat.tools.toolbox import Toolbox
 _STOP_PATIENCE_S = 2.0
 # After such a pause in typing, what is finished of a message is prefilled.
 _TYPING_PAUSE_S = 0.25
-# How often it is asked how much of that is read, and after how many equal answers no more.
-_SHARE_INTERVAL_S = 0.4
-_MOST_SAME_SHARES = 20
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
@@ -71,6 +67,8 @@ class Dialogue(CommandContext):
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
         self.num_unsent = 0  # messages typed and waiting when the chat ended
+        self.num_kept = 0  # of these, saved with the conversation
+        self._kept: tuple[str, ...] = ()  # what is saved to be sent in a later chat
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -85,7 +83,6 @@ class Dialogue(CommandContext):
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
-        self._share_read: float | None = None  # of what is read ahead
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._is_loaded = False
@@ -200,6 +197,7 @@ class Dialogue(CommandContext):
         """Handle a typed line: queue a message, run a command."""
         self.has_warned = False
         self._notice = ""
+        self._take_unsent()
         line = self.registry.parse(text)
         if isinstance(line, Message):
             self._accept_message(text)
@@ -210,6 +208,7 @@ class Dialogue(CommandContext):
         else:
             self._queue.stop_editing()
             self._runner.begin(line, text)
+        self._offer_unsent()
         self.refresh()
 
     @property
@@ -240,8 +239,48 @@ class Dialogue(CommandContext):
             self.leave(ExitCode.OK)
             return
         self._said_farewell = ""
+        is_sent_at_once = not self.is_busy and not self._waiting and not self._queue.unsent
+        is_sent_at_once &= not self._runner.turn_lock.locked()
+        self._queue.drop_offer()
         self._queue.add(text)
+        if not is_sent_at_once:  # else its turn is on the disk in a moment
+            self._keep_unsent()
         self._wake.set()
+
+    # Messages that are typed and not sent
+
+    def _keep_unsent(self) -> None:
+        """Save what waits to be sent, so that it is offered when the conversation is opened."""
+        unsent = self._queue.unsent
+        if unsent == self._kept:
+            return
+        try:
+            if self.controller.keep_waiting(unsent):
+                self._kept = unsent
+        except StoreError as error:  # the message says so itself when it is sent
+            _log.info("what waits cannot be kept: %s", error)
+
+    def open_unsent(self) -> None:
+        """Offer what an earlier chat did not send, once the prompt takes input."""
+        self._take_unsent()
+        asyncio.get_running_loop().call_soon(self._offer_unsent)
+
+    def _take_unsent(self) -> None:
+        """Take over what the conversation, which was just opened, has unsent."""
+        waiting = self.controller.take_waiting()
+        if not waiting:
+            return
+        self._kept = waiting
+        if self._view.painter.look.is_plain:
+            self._show_unsent(waiting)  # nothing can be put into such a prompt
+            return
+        self._queue.offer(waiting)
+        self.say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+
+    def _offer_unsent(self) -> None:
+        """Put the next unsent message into the prompt, if that is empty."""
+        if not self._view.prompt_text and (text := self._queue.next_offer()) is not None:
+            self._view.put_back(text, gives_way=True)
 
     def _refuse(self, text: str, reason: str) -> None:
         """Say why a line is refused, and put it back into the prompt.
@@ -277,29 +316,21 @@ class Dialogue(CommandContext):
         await asyncio.sleep(_TYPING_PAUSE_S)
         if not self.is_busy and isinstance(self.registry.parse(text), Message):
             await self._ahead.consider(text)
-            await self._watch_reading()
-
-    async def _watch_reading(self) -> None:
-        """Show how much is read of what is read ahead, until it is all or nothing more comes."""
-        num_same = 0
-        while not self.is_busy and num_same < _MOST_SAME_SHARES:
-            share = await self._ahead.share_read()
-            num_same = 0 if share != self._share_read else num_same + 1
-            self._share_read = share
-            self.refresh()
-            if share is None or share == 1.0:
-                return
-            await asyncio.sleep(_SHARE_INTERVAL_S)
+            await self._ahead.watch(lambda: not self.is_busy, self.refresh)
 
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
+        self._keep_unsent()
         self._wake.set()
         self.refresh()
         return text
 
     def stop_editing(self) -> None:
         self._queue.stop_editing()
+        self._queue.drop_offer()
+        if self._kept:
+            self._keep_unsent()
         self.controller.place.edited = None
         self._wake.set()
         self.refresh()
@@ -361,16 +392,9 @@ class Dialogue(CommandContext):
         self._view.leave()
 
     @property
-    def is_unanswered(self) -> bool:
-        """Whether the last message on the branch has no answer yet."""
-        conversation = self.controller.conversation
-        path = conversation.path() if conversation is not None else []
-        return bool(path) and path[-1].role is Speaker.USER
-
-    @property
     def _lost_message(self) -> tuple[str, ...]:
         """The message that no model has answered, where the conversation has no file to keep it."""
-        if self.has_been_used or not self.is_unanswered:
+        if self.has_been_used or not self.controller.is_unanswered:
             return ()
         _, words = split_attached(self.controller.place.user_turns[-1].text)
         return (words,)
@@ -388,6 +412,9 @@ class Dialogue(CommandContext):
 
         Waiting messages are not sent any more.
         """
+        if self._queue.unsent:  # else it was done before
+            self._keep_unsent()
+            self.num_kept += len(self._kept)
         self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
@@ -422,8 +449,8 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        self._kept = self._queue.unsent  # in the file the turn takes the message off the list
         self._ahead.forget()
-        self._share_read = None
         self.refresh()
         await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
@@ -449,24 +476,24 @@ class Dialogue(CommandContext):
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
         self.controller.place.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self.stats_level)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.answer_again(options, self.stats_level))
 
     def continue_answer(self) -> None:
         """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self.stats_level)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.continue_answer(self.stats_level))
 
     def send_instead(self, turn: Turn, text: str) -> None:
         """Send a message in place of an earlier one, when no answer or command holds the lock."""
-        self._asked = lambda: self._answering.answer_message(text, self.stats_level, turn)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.answer_message(text, self.stats_level, turn))
 
     def ask_aside(self, question: str) -> None:
         """Answer a question aside, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.answer_aside(question, self.stats_level)
+        self._ask_soon(lambda: self._answering.answer_aside(question, self.stats_level))
+
+    def _ask_soon(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._asked = ask
         self._wake.set()
 
     async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
@@ -479,6 +506,8 @@ class Dialogue(CommandContext):
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = ""
+        self._take_unsent()
+        self._offer_unsent()
         self.refresh()
         self._runner.spawn(self._measure_warmth())
 
@@ -558,7 +587,7 @@ class Dialogue(CommandContext):
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             attached=attached_in_words(
-                [file.name for file in controller.attached], self._share_read
+                [file.name for file in controller.attached], self._ahead.share
             ),
             answering=self._answering.words,
             loading=self._stage or self._waiting,

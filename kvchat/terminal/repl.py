@@ -84,13 +84,14 @@ async def run_repl(setup: ReplSetup) -> int:
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view, setup.kv_dtype)
+            dialogue.open_unsent()
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             dialogue.expect_tools()
             if setup.picks_session:
                 dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
-        has_been_used, is_unanswered = dialogue.has_been_used, dialogue.is_unanswered
+        has_been_used, is_unanswered = dialogue.has_been_used, controller.is_unanswered
         problem = controller.close_session()
         _take_leave(dialogue, has_been_used, is_unanswered, problem, view.keeps_history)
         is_lost = problem is not None and dialogue.exit_code is ExitCode.OK
@@ -204,7 +205,8 @@ def _take_leave(
     has_history: bool,
 ) -> None:
     """Print to stderr why the chat ended, what is not saved or sent, or how to resume it."""
-    unsent = _unsent(dialogue.num_unsent, has_history)
+    is_kept = dialogue.num_kept >= dialogue.num_unsent and problem is None
+    unsent = _unsent(dialogue.num_unsent, is_kept, has_history)
     reasons = (dialogue.failure, problem, unsent)
     lines = [f"kvchat: {reason}" for reason in reasons if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
@@ -217,11 +219,16 @@ def _take_leave(
         sys.stderr.flush()
 
 
-def _unsent(count: int, has_history: bool) -> str | None:
-    """Return a sentence on messages that were waiting and are not sent; None if there are none."""
+def _unsent(count: int, is_kept: bool, has_history: bool) -> str | None:
+    """Return a sentence on messages that were waiting and are not sent; None if there are none.
+
+    `is_kept` if all of them are saved with the conversation.
+    """
     if not count:
         return None
     was, them = ("was", "it") if count == 1 else ("were", "them")
+    if is_kept:
+        return f"{plural(count, 'message')} {was} not sent. kvchat -c offers {them} again."
     kept = f" In the next chat, Up brings {them} back." if has_history else ""
     return f"{plural(count, 'message')} {was} not sent.{kept}"
 

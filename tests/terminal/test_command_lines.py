@@ -44,7 +44,7 @@ def test_what_a_command_says_during_an_answer_comes_after_its_line(start_chat: S
     assert "line-" not in chat.text.partition("❯ /show model")[2]
 
 
-@pytest.mark.parametrize("columns, rows", [(100, 30), (40, 12)])
+@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
 def test_what_a_command_says_stands_below_the_answer_that_streams(
     start_chat: StartChat, columns: int, rows: int
 ) -> None:
