@@ -146,7 +146,8 @@ def _queue_lines(prompt: "LivePrompt") -> list[str]:
 
 def _picker(prompt: "LivePrompt") -> Window:
     def max_rows() -> int:
-        return max(3, min(12, prompt.size.rows - 3))
+        rows = prompt.size.rows  # of a few, all but the toolbar's: four choices are in sight
+        return max(2, min(12, max(rows - 3, min(rows - 1, 5))))
 
     def text() -> Fragments:
         picker = prompt.region.picker
