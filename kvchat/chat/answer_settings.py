@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from math import inf
 
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think, parse_think
@@ -96,11 +97,25 @@ def _in_words(value: float) -> str:
 
 def doubts(options: AskOptions) -> list[str]:
     """Return a sentence for each sampling parameter with an unusual value."""
+    told = dict(describe(options))
     return [
-        f"{name} {value:g} is outside the usual {least:g} to {most:g}: answers may be noise."
-        for name, (least, most) in _USUAL.items()
-        if not least <= (value := getattr(options.sampling, name.replace("-", "_"))) <= most
+        f"{name} is {told[name]}, {doubt}" for name in _USUAL if (doubt := _doubt(options, name))
     ]
+
+
+def said(options: AskOptions, name: str) -> str:
+    """Return a sentence on what a setting is, with what is usual where its value is not."""
+    doubt = _doubt(options, name)
+    return f"{name} is {dict(describe(options))[name]}{f', {doubt}' if doubt else '.'}"
+
+
+def _doubt(options: AskOptions, name: str) -> str:
+    """Return what is usual of a setting, as the end of a sentence; "" if its value is."""
+    least, most = _USUAL.get(name, (-inf, inf))
+    value = getattr(options.sampling, name.replace("-", "_"), 0.0)
+    if least <= value <= most:
+        return ""
+    return f"outside the usual {least:g} to {most:g}: answers may be noise."
 
 
 def as_named(name: str) -> str:

@@ -134,12 +134,9 @@ async def set_(context: "CommandContext", arguments: str) -> None:
 def _change(context: "CommandContext", name: str, value: str) -> None:
     """Change a setting, say what it is now, and that a value is far from what is usual."""
     controller = context.controller
-    before = answer_settings.doubts(controller.options)
     options = answer_settings.changed(controller.options, name, value)
     controller.options = options.for_model(controller.host.model.sampling_defaults)
-    told = [f"{name} is {dict(answer_settings.describe(controller.options))[name]}."]
-    told += [each for each in answer_settings.doubts(controller.options) if each not in before]
-    context.say(" ".join(told))
+    context.say(answer_settings.said(controller.options, name))
 
 
 def _wanted_stats(name: str, value: str) -> StatsLevel:

@@ -35,6 +35,7 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
+from kvchat.terminal.wrap import wrapped_rows
 from kvchat.tools.toolbox import Toolbox
 
 
@@ -215,6 +216,9 @@ def _take_leave(
     elif problem is None and is_left_well and has_been_used:
         lines.append("This conversation is kept: kvchat -c goes on with it.")
     with suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            width = max(20, shutil.get_terminal_size().columns)
+            lines = [row for line in lines for row in wrapped_rows(line, width)]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 

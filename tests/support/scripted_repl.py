@@ -104,6 +104,8 @@ def author(question: str, sample: int) -> Script:
             return Script(question, tokens_per_step=20)
         if question.endswith("slowly"):
             return Script(f"{lines}\n" * 30, tokens_per_step=5, step_s=0.012)
+        if question.endswith("a crash"):
+            return Script("", error=RuntimeError("as the script says"))
         if question.endswith("a refusal"):
             return Script("No.")
         if question.endswith("in words"):

@@ -116,18 +116,17 @@ def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name:
     [
         (
             "temperature 9",
-            "temperature is 9. temperature 9 is outside the usual 0 to 2: answers may be noise.",
+            "temperature is 9, outside the usual 0 to 2: answers may be noise.",
         ),
         ("temperature 2", "temperature is 2."),
         (
             "min-p 1",
-            "min-p is 1. min-p 1 is outside the usual 0 to 0.5: answers may be noise.",
+            "min-p is 1, outside the usual 0 to 0.5: answers may be noise.",
         ),
         ("min-p -0", "min-p is 0."),
         (
             "repetition-penalty 50",
-            "repetition-penalty is 50. repetition-penalty 50 is outside the usual 0.8 to 2: "
-            "answers may be noise.",
+            "repetition-penalty is 50, outside the usual 0.8 to 2: answers may be noise.",
         ),
         ("top-k 123456789", "top-k is 123456789."),
         ("stats off", "Statistics after answers: off."),

@@ -41,3 +41,21 @@ def test_esc_stops_the_loading_of_another_model(start_chat: StartChat, tmp_path:
     chat.enter("/model another").wait_for("reading weights · Esc stops").type("\x1b")
     chat.wait_for("Stopped: scripted goes on.")
     chat.enter("again").wait_for("You said 'again' (0).")
+
+
+def test_a_load_that_was_stopped_shows_nothing_any_more(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It loaded on to the end of its step, and its stage stayed in the toolbar for good."""
+    loaded = tmp_path / "loaded"
+    loaded.touch()
+    chat = start_chat("--loading", str(loaded), columns=100)
+    chat.enter("hello").wait_for("You said 'hello' (0).").wait_for("on device")
+    loaded.unlink()
+    chat.enter("/model another").wait_for("reading weights · Esc stops").type("\x1b")
+    chat.wait_for("Stopped: scripted goes on.").wait_until_quiet(0.2)
+    size = len(chat.raw)
+    loaded.touch()
+    chat.wait_until_quiet(0.5)
+    chat.enter("again").wait_for("You said 'again' (0).").wait_for("on device")
+    assert b"checking the weights" not in chat.raw[size:]
