@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from math import inf
 
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think, parse_think
@@ -73,17 +74,48 @@ _SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items
 _OTHERS = ("seed", "max-tokens", "stop", "think")
 NAMES = (*_SAMPLING, *_OTHERS)
 _UNSET = ("none", "off", "default", "random")
+# Outside of these an answer may be noise; each is allowed all the same.
+_USUAL = {"temperature": (0.0, 2.0), "min-p": (0.0, 0.5), "repetition-penalty": (0.8, 2.0)}
+# Of numbers that no answer needs: more tokens than any context, and the seeds of the command line.
+_MOST = 2**63 - 1
 
 
 def describe(options: AskOptions) -> list[tuple[str, str]]:
     """Return every setting's name and its value as text for display."""
     sampling = options.sampling
-    values = [(name, f"{getattr(sampling, name.replace('-', '_')):g}") for name in _SAMPLING]
+    values = [(name, _in_words(getattr(sampling, name.replace("-", "_")))) for name in _SAMPLING]
     values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
     values.append(("max-tokens", str(options.max_tokens or "as many as fit")))
     values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
     values.append(("think", options.think))
     return values
+
+
+def _in_words(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value + 0.0:g}"  # -0.0 is 0
+
+
+def doubts(options: AskOptions) -> list[str]:
+    """Return a sentence for each sampling parameter with an unusual value."""
+    told = dict(describe(options))
+    return [
+        f"{name} is {told[name]}, {doubt}" for name in _USUAL if (doubt := _doubt(options, name))
+    ]
+
+
+def said(options: AskOptions, name: str) -> str:
+    """Return a sentence on what a setting is, with what is usual where its value is not."""
+    doubt = _doubt(options, name)
+    return f"{name} is {dict(describe(options))[name]}{f', {doubt}' if doubt else '.'}"
+
+
+def _doubt(options: AskOptions, name: str) -> str:
+    """Return what is usual of a setting, as the end of a sentence; "" if its value is."""
+    least, most = _USUAL.get(name, (-inf, inf))
+    value = getattr(options.sampling, name.replace("-", "_"), 0.0)
+    if least <= value <= most:
+        return ""
+    return f"outside the usual {least:g} to {most:g}: answers may be noise."
 
 
 def as_named(name: str) -> str:
@@ -92,8 +124,14 @@ def as_named(name: str) -> str:
 
 
 def changed(options: AskOptions, name: str, text: str) -> AskOptions:
-    """Return options with one setting changed; raises UsageError for a bad name or value."""
+    """Return options with one setting changed; raises UsageError for a bad name or value.
+
+    A sampling parameter set to "default" counts as not set by the user: `for_model` gives it the
+    model's value.
+    """
     name = as_named(name)
+    if name in _SAMPLING and text.lower() == "default":
+        return replace(options, chosen=options.chosen - {name.replace("-", "_")})
     if name in _SAMPLING:
         value = _read(name, text, _SAMPLING[name])
         field = name.replace("-", "_")
@@ -102,6 +140,8 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
     if name not in _OTHERS:
         begun = [known for known in NAMES if known.startswith(name)]
         close = begun or get_close_matches(name, NAMES, 1)
+        if not name:
+            raise UsageError("Which setting?", "/set NAME VALUE; /set alone lists them.")
         known = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}."
         raise UsageError(f"{name} is no setting.", known)
     if name == "think":
@@ -119,10 +159,13 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
 
 def _read(name: str, text: str, kind: Callable[[str], object]) -> object:
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError as error:
         wanted = "a whole number" if kind is int else "a number"
         raise UsageError(f"{name} is {text!r}, but must be {wanted}.") from error
+    if isinstance(value, int) and abs(value) > _MOST:
+        raise UsageError(f"{name} has more digits than any setting needs.")
+    return value
 
 
 def _unquoted(text: str) -> str:

@@ -20,15 +20,19 @@ from kvchat.core.text import one_line
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A file for the next message; `text` is its fenced text, as the model receives it."""
+    """A file for the next message; `text` is its fenced text, as the model receives it.
+
+    `is_utf8` is whether all of the file is UTF-8; U+FFFD stands for what is not.
+    """
 
     name: str
     text: str
+    is_utf8: bool = True
 
     @property
     def note(self) -> str:
         """A sentence on bytes that are no UTF-8, "" if there are none."""
-        if "\ufffd" not in self.text:
+        if self.is_utf8:
             return ""
         return f"Some of {one_line(self.name)} is no UTF-8 text; it is sent as \ufffd."
 
@@ -36,8 +40,8 @@ class Attached:
 _MAX_BYTES = 16 * 2**20
 
 
-def read_attachment(path: Path) -> str:
-    """Return a file's text, fenced below its name, to put before a message.
+def read_attachment(path: Path) -> Attached:
+    """Return a file with its text, fenced below its name, to put before a message.
 
     Raises UsageError for a file that is unreadable, not text, or larger than 16 MiB.
     """
@@ -47,11 +51,13 @@ def read_attachment(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in data:
         raise UsageError(f"{path} is not a text file.", "Only text can be attached.")
-    text = data.decode("utf-8", errors="replace").rstrip("\n")
+    text = data.decode("utf-8", errors="replace")
+    is_utf8 = text.encode() == data
+    text = text.rstrip("\n")
     fence = "```"
     while fence in text:
         fence += "`"
-    return f"{path.name}:\n{fence}\n{text}\n{fence}\n"
+    return Attached(path.name, f"{path.name}:\n{fence}\n{text}\n{fence}\n", is_utf8)
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')

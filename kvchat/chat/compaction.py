@@ -35,7 +35,10 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 OPENING = "This is a summary of our conversation so far:\n\n"
-_WAYS_OUT = "/compact WORDS says what matters most, /rewind goes back, /new begins afresh."
+_WAYS_OUT = (
+    "/compact WORDS says what matters most, /model NAME asks another model, /rewind goes back, "
+    "/new begins afresh."
+)
 REPLY = "Thank you. I will continue from this summary."
 
 

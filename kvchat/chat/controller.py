@@ -6,11 +6,12 @@ than answers go through EngineQueries of `host.py`.
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, mentioned_files, mentioned_pins, read_attachment
 from kvchat.chat.chat_model import readopt
@@ -116,6 +117,12 @@ class ChatController:
         return self.conversation.context_ids() if self.conversation is not None else []
 
     @property
+    def is_unanswered(self) -> bool:
+        """Whether the last message on the branch has no answer yet."""
+        path = self.conversation.path() if self.conversation is not None else []
+        return bool(path) and path[-1].role is Role.USER
+
+    @property
     def think_problem(self) -> str | None:
         """One sentence if the model's template ignores the user's `think`, else None."""
         return self.host.model.think_problem(self.options.think)
@@ -135,8 +142,8 @@ class ChatController:
 
         Raises UsageError for a file that cannot be read or does not fit in the context.
         """
-        text = read_attachment(path)
-        model = self.host.model
+        file = read_attachment(path)
+        text, model = file.text, self.host.model
         if model.tokenizer.exceeds(text, model.max_context):
             raise UsageError(
                 f"{path} has {len(text):,} characters, which are more than twice the "
@@ -150,7 +157,6 @@ class ChatController:
                 f"{path} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
                 "Attach a part of it.",
             )
-        file = Attached(path.name, text)
         if file not in self.attached:
             self.attached = (*self.attached, file)
         return num_tokens
@@ -190,6 +196,8 @@ class ChatController:
         """
         is_new = self.session is None
         session = self._ensure_session()
+        if not len(session.conversation) and self._is_other(session.conversation.tools):
+            session.set_tools(self.tools)  # it was begun before they had started
         whole = "".join(f"{file.text}\n" for file in self.attached) + text
         title = self._title_for(session, text)
         place = self.place.parent_id
@@ -207,6 +215,27 @@ class ChatController:
         self.attached = ()
         return reply
 
+    def keep_waiting(self, texts: Sequence[str]) -> bool:
+        """Save the messages that wait to be sent; false where nothing is saved.
+
+        They begin a conversation where none is open; without any, one in which nothing was said is
+        let go of. Raises StoreError if the conversation's file cannot be made.
+        """
+        if self.host.store is None:
+            return False
+        if texts or (self.conversation is not None and len(self.conversation)):
+            self._ensure_session().save(session_file.waiting_line(texts), durable=True)
+        elif self.session is not None:
+            self._discard()
+        return True
+
+    def take_waiting(self) -> tuple[str, ...]:
+        """Return, once, the messages that waited when the conversation was open before."""
+        if self.conversation is None:
+            return ()
+        waiting, self.conversation.waiting = self.conversation.waiting, ()
+        return waiting
+
     def give_results(
         self, results: tuple[ToolResult, ...], notify: Callable[[], None] | None = None
     ) -> Reply:
@@ -223,7 +252,11 @@ class ChatController:
         conversation = self.conversation
         if conversation is None or not len(conversation):
             return False
-        texts = [t.text if t is not None else "" for t in (conversation.tools, self.tools)]
+        return self._is_other(conversation.tools)
+
+    def _is_other(self, tools: ToolSet | None) -> bool:
+        """Whether these are other tools than those offered now."""
+        texts = [each.text if each is not None else "" for each in (tools, self.tools)]
         return texts[0] != texts[1]
 
     def ids_with_tools(self, tools: ToolSet | None) -> list[int]:

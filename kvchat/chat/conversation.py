@@ -83,7 +83,8 @@ class Conversation:
     """A tree of turns and the tip, below which the next turn is added.
 
     Turns are removed only when the user asks to forget them. `tools` stand at the beginning of
-    every context, as the system prompt does.
+    every context, as the system prompt does. `waiting` are messages that the user had typed ahead
+    when the process that had the conversation open ended; they are no turns.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Conversation:
         self.system = system
         self.tools = tools
         self.title = ""
+        self.waiting: tuple[str, ...] = ()
         self.tip_id = ROOT
         self._last_id = ROOT
         self._turns: dict[int, Turn] = {}
@@ -261,8 +263,8 @@ class Conversation:
 
     @property
     def label(self) -> str:
-        """The title, or else the first 60 characters of the first message."""
-        first = next((turn.text for turn in self._turns.values()), "")
+        """The title, or else the first 60 characters of the first message, sent or waiting."""
+        first = next((turn.text for turn in self._turns.values()), "".join(self.waiting[:1]))
         return self.title or " ".join(first.split())[:60]
 
     def leaves(self) -> list[Turn]:

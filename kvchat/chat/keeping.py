@@ -52,7 +52,7 @@ def file_context(
     It has the system prompt and the tools that new conversations have now. `created_s` is the start
     of the conversation, because a template may write the date.
     """
-    text = "".join(f"{read_attachment(path)}\n" for path in paths)
+    text = "".join(f"{read_attachment(path).text}\n" for path in paths)
     empty = Conversation("", created_s, controller.system, controller.tools)
     return opening_ids(controller.host.model, empty, text)
 

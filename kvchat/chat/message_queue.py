@@ -1,9 +1,11 @@
 """MessageQueue: the messages typed while the model was busy, in order and editable.
 
 A message that is being edited keeps its place. While the first message is being edited, no message
-is sent.
+is sent. Messages that an earlier process did not send are offered in the prompt one after another:
+none of them is sent unless the user sends it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -18,6 +20,8 @@ class MessageQueue:
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
         self._edited: _Waiting | None = None
+        self._offered: list[str] = []  # not yet in the prompt
+        self._in_prompt: str | None = None  # the one of these that is
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -25,6 +29,26 @@ class MessageQueue:
     @property
     def texts(self) -> tuple[str, ...]:
         return tuple(message.text for message in self._waiting)
+
+    @property
+    def unsent(self) -> tuple[str, ...]:
+        """All that is to outlive the process, in the order in which it would be sent."""
+        shown = () if self._in_prompt is None else (self._in_prompt,)
+        return (*shown, *self._offered, *self.texts)
+
+    def offer(self, texts: Iterable[str]) -> None:
+        """Take the messages that an earlier process did not send, in place of others like them."""
+        self._offered, self._in_prompt = list(texts), None
+
+    def next_offer(self) -> str | None:
+        """Return the message to put into the prompt, which is empty; None for none."""
+        if self._in_prompt is None and self._offered:
+            self._in_prompt = self._offered.pop(0)
+        return self._in_prompt
+
+    def drop_offer(self) -> None:
+        """Forget the offered message in the prompt: it was sent, or cleared."""
+        self._in_prompt = None
 
     @property
     def edited_index(self) -> int | None:
@@ -79,8 +103,10 @@ class MessageQueue:
         self._edited = None
 
     def clear(self) -> tuple[str, ...]:
-        """Remove all messages and return them."""
-        texts = self.texts
+        """Remove all messages and return them, but for an offered one that is in the prompt."""
+        texts = (*self._offered, *self.texts)
+        self._offered.clear()
+        self._in_prompt = None
         self._waiting.clear()
         self._edited = None
         return texts

@@ -39,7 +39,7 @@ class PinFiles:
         """
         if self._path is None:
             return
-        files = {str(path.absolute()): _digest(read_attachment(path)) for path in paths}
+        files = {str(path.absolute()): _digest(read_attachment(path).text) for path in paths}
         everything = {**self._read(), label: files}
         if len(json.dumps(everything)) > MOST_STATE_BYTES - 1024:
             raise UsageError(
@@ -67,7 +67,7 @@ class PinFiles:
         changed = []
         for name, digest in self._read()[label].items():
             try:
-                text = read_attachment(Path(name))
+                text = read_attachment(Path(name)).text
             except UsageError as error:
                 raise UsageError(
                     f"The pin {one_line(label, 64)} needs all its files: {error.message}",
@@ -90,7 +90,7 @@ class PinFiles:
         """
         files = self.paths().get(str(path), ()) if not path.exists() else ()
         note = self.check(str(path)) if files else ""
-        return [Attached(each.name, read_attachment(each)) for each in files or (path,)], note
+        return [read_attachment(each) for each in files or (path,)], note
 
     def _read(self) -> dict[str, dict[str, str]]:
         """Return the digest by path of every label; what is damaged is left out."""

@@ -7,6 +7,7 @@ Nothing of it enters the conversation or the disk, and any request ends it.
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import mentioned_files, read_attachment
@@ -22,6 +23,9 @@ _ENDINGS = ("a", "Z")
 _MAX_UNREAD_CHARS = 80
 # Fewer new tokens are read with the message itself.
 _MIN_NEW_TOKENS = 16
+# How often it is asked how much is read, and after how many equal answers no more.
+_SHARE_INTERVAL_S = 0.4
+_MOST_SAME_SHARES = 20
 # At most the partial block at the end, and what the ending of a template takes.
 _FEW_TOKENS = 64
 
@@ -36,10 +40,14 @@ def finished(text: str) -> str:
 
 
 class ReadAhead:
-    """Reads ahead for one controller's next message. Used on the event loop."""
+    """Reads ahead for one controller's next message. Used on the event loop.
+
+    `share` is how much is read of what is read ahead, as `share_read` says.
+    """
 
     def __init__(self, controller: "ChatController") -> None:
         self._controller = controller
+        self.share: float | None = None
         self._begun: list[int] = []
         self._num_before = 0  # of these, the tokens of the conversation so far
 
@@ -72,6 +80,18 @@ class ReadAhead:
         num_new = max(1, len(begun) - num_before)  # none where the place moved meanwhile
         return min(1.0, max(0.0, (cost.num_cached - num_before) / num_new))
 
+    async def watch(self, is_wanted: Callable[[], bool], show: Callable[[], None]) -> None:
+        """Keep `share` up to date and `show` it, until all is read or nothing more comes."""
+        num_same = 0
+        while is_wanted() and num_same < _MOST_SAME_SHARES:
+            share = await self.share_read()
+            num_same = 0 if share != self.share else num_same + 1
+            self.share = share
+            show()
+            if share is None or share == 1.0:
+                return
+            await asyncio.sleep(_SHARE_INTERVAL_S)
+
     def end(self) -> None:
         """End what is under way; what was read stays cached."""
         if self._begun:
@@ -81,13 +101,14 @@ class ReadAhead:
     def forget(self) -> None:
         """The message was sent: its request has ended the reading."""
         self._begun = []
+        self.share = None
 
     def _stable_ids(self, files: tuple[str, ...], text: str) -> list[int]:
         """Return the context that the message will begin with; empty if it adds nothing yet."""
         controller = self._controller
         try:
             paths = mentioned_files(finished(text), controller.pins.paths())
-            mentioned = [read_attachment(path) for path in paths]
+            mentioned = [read_attachment(path).text for path in paths]
             attached = dict.fromkeys((*files, *mentioned))  # each once, as when it is sent
             begun = "".join(f"{file}\n" for file in attached) + finished(text)
             return self._ids_of(controller, begun) if begun else []

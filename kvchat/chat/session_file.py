@@ -21,7 +21,9 @@ MAGIC = "session"
 # The beginning of every line but the first, the kinds that follow it, and the text that only an
 # answer's turn line contains.
 _OPENING = b'{"type":"'
-_KINDS = frozenset((b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model"))
+_KINDS = frozenset(
+    (b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model", b"waiting")
+)
 _ANSWER = b'"role":"assistant"'
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
 _TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
@@ -144,6 +146,11 @@ def title_line(title: str) -> str:
     return _line({"type": "title", "title": title})
 
 
+def waiting_line(texts: Iterable[str]) -> str:
+    """Return the line that says which messages are typed and not sent yet."""
+    return _line({"type": "waiting", "texts": list(texts)})
+
+
 def system_line(system: str | None) -> str:
     """Return the line that sets the system prompt of later turns."""
     return _line({"type": "system", "system": system})
@@ -194,7 +201,7 @@ def read_summary(data: bytes, name: str) -> Summary:
     parsed: ten times as fast. If a line begins otherwise, the whole file is parsed.
     """
     lines = data.split(b"\n")[:-1]
-    first_turn = title = b""
+    first_turn = title = waiting = b""
     path, has_answer = _PathCount(), False
     for line in lines[1:]:
         kind = line[len(_OPENING) : line.find(b'"', len(_OPENING))]
@@ -207,8 +214,10 @@ def read_summary(data: bytes, name: str) -> Summary:
             has_answer = has_answer or _ANSWER in line
         elif kind == b"title":
             title = line
+        elif kind == b"waiting":
+            waiting = line
     # Parse only these lines, as if they were a whole file.
-    few = b"".join(line + b"\n" for line in (*lines[:1], first_turn, title) if line)
+    few = b"".join(line + b"\n" for line in (*lines[:1], first_turn or waiting, title) if line)
     return replace(
         _whole_summary(read_session(few, name).conversation),
         num_turns=path.num_turns,
@@ -265,8 +274,9 @@ def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
     kind = event.get("type")
     if kind in ("turn", "more", "end", "tip"):
         return event.get("id") not in gone
-    # An unreadable line may belong to a removed turn, so it is removed as well.
-    return kind is not None and (keeps_title or kind != "title")
+    # An unreadable line may belong to a removed turn, so it is removed as well; what was typed
+    # ahead may be the text of one.
+    return kind not in (None, "waiting") and (keeps_title or kind != "title")
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
@@ -301,7 +311,9 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
     """Apply a line to a conversation; raises KeyError, TypeError or ValueError if it is invalid."""
     kind = event["type"]
     if kind == "turn":
-        conversation.add(_new_turn(conversation, event))
+        turn = _new_turn(conversation, event)
+        conversation.add(turn)
+        conversation.waiting = _without(conversation.waiting, turn)
     elif kind == "more":
         conversation.replace(_grown(conversation.turn(_number(event["id"])), event))
     elif kind == "end":
@@ -317,9 +329,28 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
         conversation.system = _system(event)
     elif kind == "tools":
         conversation.tools = _tools(event)
+    elif kind == "waiting":
+        conversation.waiting = _texts(event)
     elif kind == "damaged":
         raise ValueError
     # Other kinds come from later releases with the same format version, and are ignored.
+
+
+def _texts(event: dict[str, Any]) -> tuple[str, ...]:
+    texts = event["texts"]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TypeError
+    return tuple(texts)
+
+
+def _without(waiting: tuple[str, ...], turn: Turn) -> tuple[str, ...]:
+    """Return the messages that still wait once a turn is sent: its text may follow its files."""
+    if turn.role is not Role.USER:
+        return waiting
+    for index, text in enumerate(waiting):
+        if turn.text == text or turn.text.endswith(f"\n{text}"):
+            return waiting[:index] + waiting[index + 1 :]
+    return waiting
 
 
 def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:

@@ -263,6 +263,7 @@ def _run_script(
     text: str | None,
     child: "RenderingChild",
 ) -> int:
+    from kvchat.chat.answer_settings import doubts
     from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
 
@@ -284,6 +285,8 @@ def _run_script(
     try:
         if (problem := controller.think_problem) is not None:
             notices.tell(problem)
+        for doubt in doubts(controller.options):
+            notices.tell(doubt)
         if request.input_format == "jsonl":
             script.answer_batch(read_requests(sys.stdin.buffer, notices))
             return script.exit_code  # its conversations have no files

@@ -139,6 +139,8 @@ SETTINGS = (
     Setting("quiet", bool, False, "in scripts, nothing on stderr but errors"),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
+# What is named there has a name; as a path "" would be the working directory.
+_NAMED = ("model", "endpoint", "adapter", "draft", "cache_dir", "sessions_dir")
 # The settings that KV on disk depends on, besides the model.
 OF_KV = ("kv_dtype", "dtype", "weights", "block_size")
 
@@ -321,6 +323,8 @@ def _checked(setting: Setting, value: object, origin: str) -> object:
         raise UsageError(f"{origin} has more digits than any setting needs.")
     if isinstance(value, str) and "\0" in value:
         raise UsageError(f"{origin} has a NUL character, which no setting can hold.")
+    if setting.name in _NAMED and isinstance(value, str) and not value.strip():
+        raise UsageError(f"{origin} is empty.", "Leave it out for the default.")
     if setting.kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if setting.kind is list and isinstance(value, list | tuple):

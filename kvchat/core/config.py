@@ -157,7 +157,7 @@ class EngineConfig:
         for name in ("max_step_tokens", "max_running", "max_context"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}, but must be 1 or more.")
+                raise UsageError(f"{name.replace('_', '-')} is {value}, but must be 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,24 @@ def one_line(text: str, max_chars: int = 80) -> str:
     return line[: max_chars - 1].rstrip(" …") + "…"  # it may have been cut before
 
 
+# Letters and marks that are drawn as nothing or as a space, and that Python takes for printable.
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U00013441\U00013442\U00016fe4\U0001d159\U000e0000-\U000e0fff]"
+)
+
+
 def exact_line(text: str) -> str:
-    """Return text as one line that hides nothing: what is not printable is escaped, spaces stay."""
-    if text.isprintable():
+    """Return text as one line that hides nothing: what is not seen is escaped, spaces stay."""
+    if text.isprintable() and not _UNSEEN.search(text):
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(_seen(character) for character in text)
+
+
+def _seen(character: str) -> str:
+    if character.isprintable() and not _UNSEEN.match(character):
+        return character
+    return character.encode("unicode_escape").decode()
 
 
 class Sanitizer:

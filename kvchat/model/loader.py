@@ -55,12 +55,7 @@ from kvchat.model.probe import (
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import (
-    is_packed,
-    quantise,
-    use_blocks,
-    weight_bytes,
-)
+from kvchat.model.quantise import is_packed, quantise, use_blocks, weight_bytes
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -258,57 +253,21 @@ def _load(
     set_threads(config)
     limit_kept_shapes()
     device = choose_device(config)
-    with _LOADING:
-        marks = source.marks()
-        hf_config, spec = inspect_model(source, state_directory)
-        if check is not None and spec is not None:
-            check(spec, device)
-        keeps_blocks = _keeps_blocks(source, config, spec, device)
-        module, notes = _read_weights(
-            source,
-            hf_config,
-            dtype_of(config.dtype),
-            spec,
-            progress,
-            device if keeps_blocks else None,
-        )
-        if spec is None:
-            spec = probe_loaded(module)
-            if check is not None:
-                check(spec, device)
-            if spec.gathered is None:
-                module.set_attn_implementation(PAGED)
+    read = _read(source, config, device, progress, state_directory, check)
+    module, spec = read.module, read.spec
     if source.adapter is not None:
         progress(LoadProgress("merging the adapter"))
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)
-    # transformers converts weights as it loads them, not in all versions alike.
-    key = "\n".join((transformers.__version__, identity, *marks.values()))
-    require_unchanged = partial(_require_unchanged, source, marks)
-    keeping = Keeping(store, key, require_unchanged) if source.adapter is None else NOWHERE
+    keeping = _keeping(source, identity, read.marks, store)
     weights, about_weights = _place(module, spec, config, device, source.name, progress, keeping)
-    notes += about_weights + slow_attention(spec, device, module.dtype)
-    step = StepContext()
-    if device.type == "cpu":
-        step.ask_in(module)
-    fusing = None
-    if not _can_pack(spec, device) or (weights == "auto" and not is_packed(module)):
-        weights = OWN
-    elif weights == "auto":
-        weights = _IN_BLOCKS
-    compiled = None
-    if device.type == "cpu":
-        compiled = compiled_model(module, spec) if spec.gathered is None else None
-    elif _runs_fused(spec):
-        fusing = Fusing(module, spec, step, weights != OWN)
-    require_unchanged()
+    weights, step, fusing, compiled = _ways_to_run(module, spec, device, weights)
+    _require_unchanged(source, read.marks)
     load_s = time.perf_counter() - start_s
-    path = "gathered" if spec.gathered is not None else "paged"
-    _log.info(
-        "loaded model=%s device=%s path=%s seconds=%.2f", spec.model_type, device, path, load_s
-    )
+    _tell_log(spec, device, load_s)
+    slow = slow_attention(spec, device, module.dtype)
     return LoadedModel(
         source=source,
         module=module,
@@ -317,15 +276,85 @@ def _load(
         dtype=module.dtype,
         max_context=limit,
         identity=identity,
-        marks=marks,
+        marks=read.marks,
         load_s=load_s,
         frozen_rope=frozen_rope,
-        notes=(*source.notes, *notes),
+        notes=(*source.notes, *read.notes, *about_weights, *slow),
         step=step,
         fusing=fusing,
         compiled=compiled,
         weights=weights,
         asked_weights=config.weights,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A module with its weights as they were read, and the facts about it as in LoadedModel."""
+
+    module: Any
+    spec: ModelSpec
+    marks: Mapping[Path, str]
+    notes: tuple[str, ...]
+
+
+def _read(
+    source: ModelSource,
+    config: ModelConfig,
+    device: torch.device,
+    progress: Progress,
+    state_directory: Path | None,
+    check: Check | None,
+) -> _Read:
+    """Inspect a checkpoint and read its weights; the check is made as early as it can be."""
+    with _LOADING:
+        marks = source.marks()
+        hf_config, spec = inspect_model(source, state_directory)
+        if check is not None and spec is not None:
+            check(spec, device)
+        blocks_on = device if _keeps_blocks(source, config, spec, device) else None
+        dtype = dtype_of(config.dtype)
+        module, notes = _read_weights(source, hf_config, dtype, spec, progress, blocks_on)
+        if spec is None:
+            spec = probe_loaded(module)
+            if check is not None:
+                check(spec, device)
+            if spec.gathered is None:
+                module.set_attn_implementation(PAGED)
+    return _Read(module, spec, marks, notes)
+
+
+def _keeping(
+    source: ModelSource, identity: str, marks: Mapping[Path, str], store: WeightStore | None
+) -> Keeping:
+    """Return where rounded weights are kept: nowhere with an adapter, which is merged into them."""
+    if source.adapter is not None:
+        return NOWHERE
+    # transformers converts weights as it loads them, not in all versions alike.
+    key = "\n".join((transformers.__version__, identity, *marks.values()))
+    return Keeping(store, key, partial(_require_unchanged, source, marks))
+
+
+def _ways_to_run(
+    module: Any, spec: ModelSpec, device: torch.device, weights: str
+) -> tuple[str, StepContext, Fusing | None, CompiledModel | None]:
+    """Return the format of the weights as LoadedModel names it, and what runs steps of a module."""
+    step = StepContext()
+    if not _can_pack(spec, device) or (weights == "auto" and not is_packed(module)):
+        weights = OWN
+    elif weights == "auto":
+        weights = _IN_BLOCKS
+    if device.type == "cpu":
+        step.ask_in(module)
+        return weights, step, None, compiled_model(module, spec) if spec.gathered is None else None
+    fusing = Fusing(module, spec, step, weights != OWN) if _runs_fused(spec) else None
+    return weights, step, fusing, None
+
+
+def _tell_log(spec: ModelSpec, device: torch.device, load_s: float) -> None:
+    path = "gathered" if spec.gathered is not None else "paged"
+    _log.info(
+        "loaded model=%s device=%s path=%s seconds=%.2f", spec.model_type, device, path, load_s
     )
 
 

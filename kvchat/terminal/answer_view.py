@@ -152,6 +152,11 @@ class AnswerView:
         return self._meter.line(now_s, self._view.painter.look.glyphs)
 
     @property
+    def has_text(self) -> bool:
+        """Whether the answer, or its thinking, has begun."""
+        return self._has_text
+
+    @property
     def elapsed_s(self) -> float:
         return self._clock() - self._began_s
 

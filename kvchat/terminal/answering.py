@@ -70,6 +70,11 @@ class Answering:
         return self._current is not None or bool(self._tools.running)
 
     @property
+    def is_open(self) -> bool:
+        """Whether rows of the answer are shown, and not yet its last."""
+        return self._current is not None and self._current.answer_view.has_text
+
+    @property
     def name(self) -> str:
         """What is written or run, with its article."""
         return "the tool" if self._tools.running else self._name
@@ -253,14 +258,20 @@ class Answering:
         self._current = _Current(ask(stream.notify), stream, answer_view)
         try:
             await stream.run(self._current.reply)
+            self._note_ended(answer_view)
         finally:
             self._current = None
             self._refresh()
+        return answer_view
+
+    def _note_ended(self, answer_view: AnswerView) -> None:
+        """Remember how the answers ended, and say why more was read than the message."""
+        painter, width = self._view.painter, self._view.render_context.width
         for ended in answer_view.ended.values():
             self._controller.note_ended(ended)
             if words := self._controller.why_so_much(ended):
-                tell(self._view, f"read again: {words} (/cache why)")
-        return answer_view
+                said = painter.wrapped(f"read again: {words} (/cache why)", width, Role.NOTE)
+                self._view.write([*said, painter.text("")], self._live_state())
 
     def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
         """Say so if a refused message would not fit in an empty conversation either."""

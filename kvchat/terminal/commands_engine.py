@@ -72,10 +72,10 @@ async def change_model(context: "CommandContext", name: str) -> None:
         host = await _in_thread(lambda: controller.new_host(name, relay.hear))
 
     def hear(event: LoadEvent) -> None:
+        if outcome.done():
+            return  # it was stopped: the thread that loads goes on to the end of its step
         if isinstance(event, LoadProgress):
             context.show_stage(one_line(event.stage))
-        elif outcome.done():
-            return
         elif isinstance(event, LoadFailed):
             outcome.set_exception(event.error)
         elif isinstance(event, ModelReady):

@@ -121,20 +121,30 @@ async def set_(context: "CommandContext", arguments: str) -> None:
     if name == "system":
         await system(context, value)
     elif name in ("verbose", "quiet", "stats"):
-        is_on = name == "verbose" or (name == "stats" and value not in ("off", "no", "false"))
-        context.say(context.set_stats(StatsLevel.LINE if is_on else StatsLevel.OFF))
+        context.say(context.set_stats(_wanted_stats(name, value)))
     elif not value:
         known = dict(answer_settings.describe(context.controller.options))
         if name not in known:
             answer_settings.changed(context.controller.options, name, "0")
         context.say(f"{name} is {known.get(name, '')}.")
     else:
-        context.controller.options = answer_settings.changed(
-            context.controller.options, name, value
-        )
-        context.say(
-            f"{name} is {dict(answer_settings.describe(context.controller.options))[name]}."
-        )
+        _change(context, name, value)
+
+
+def _change(context: "CommandContext", name: str, value: str) -> None:
+    """Change a setting, say what it is now, and that a value is far from what is usual."""
+    controller = context.controller
+    options = answer_settings.changed(controller.options, name, value)
+    controller.options = options.for_model(controller.host.model.sampling_defaults)
+    context.say(answer_settings.said(controller.options, name))
+
+
+def _wanted_stats(name: str, value: str) -> StatsLevel:
+    """Return which figures `/set verbose`, `/set quiet` and `/set stats on|off` ask for."""
+    if value not in ("", "on", "off"):
+        raise UsageError(f"{one_line(value, 32)} is unknown here.", f"/set {name} [on|off]")
+    is_on = (value != "off") is (name != "quiet")
+    return StatsLevel.LINE if is_on else StatsLevel.OFF
 
 
 def _show_settings(context: "CommandContext") -> None:

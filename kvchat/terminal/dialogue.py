@@ -5,32 +5,25 @@ It receives all input from a view, and reaches the engine only through the contr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
-from kvchat.core.errors import ExitCode, KvchatError
+from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
-from kvchat.terminal.commands import (
-    CommandContext,
-    Invocation,
-    Message,
-    Registry,
-    Stopped,
-    Unknown,
-)
+from kvchat.terminal.command_runner import CommandRunner, RunnerHooks
+from kvchat.terminal.commands import CommandContext, Invocation, Message, Registry, Unknown
 from kvchat.terminal.status import (
     StatsLevel,
     ToolbarFacts,
@@ -41,16 +34,13 @@ from kvchat.terminal.status import (
 )
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
-from kvchat.terminal.view import LiveState, View
+from kvchat.terminal.view import LiveState, Page, View
 from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox
 
 _STOP_PATIENCE_S = 2.0
 # After such a pause in typing, what is finished of a message is prefilled.
 _TYPING_PAUSE_S = 0.25
-# How often it is asked how much of that is read, and after how many equal answers no more.
-_SHARE_INTERVAL_S = 0.4
-_MOST_SAME_SHARES = 20
 # How often the engine is asked what the next message costs; each time it has two seconds.
 _WARMTH_TRIES = 15
 _FAREWELLS = ("exit", "quit", "bye")
@@ -77,6 +67,8 @@ class Dialogue(CommandContext):
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
         self.num_unsent = 0  # messages typed and waiting when the chat ended
+        self.num_kept = 0  # of these, saved with the conversation
+        self._kept: tuple[str, ...] = ()  # what is saved to be sent in a later chat
         self.stats_level = stats_level
         self._queue = MessageQueue()
         self._asked: Callable[[], Awaitable[None]] | None = None
@@ -84,40 +76,25 @@ class Dialogue(CommandContext):
         tools = ToolUse(toolbox, view, self.refresh)
         self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
         self._stage = "loading the model"
-        self._stoppable: asyncio.Future[Any] | None = None  # the part of a command that Esc stops
-        self._is_part_stopped = False
-        self._command = ""  # the name of the command that holds the lock, "" for none
         self._notice = ""
         self._said_farewell = ""
         self._has_said_loss = False
         self.has_warned = False
-        self._num_commands = 0
-        self._unshown: dict[asyncio.Task[Any] | None, str] = {}  # lines of running commands
-        self._waiting_commands: list[str] = []  # lines of commands that wait for another one
         self._warmth = ""
         self._num_context_tokens = len(controller.context_ids)
         self._ahead = ReadAhead(controller)
-        self._share_read: float | None = None  # of what is read ahead
         self._pause: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._is_loaded = False
         self._has_tools = asyncio.Event()
         if toolbox is None or toolbox.is_complete:
             self._has_tools.set()
-        # Held by an answer, and by a command that must not run during an answer.
-        self._turn_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        hooks = RunnerHooks(self._command_failed, self._command_ended)
+        self._runner = CommandRunner(self, view, hooks)
 
     @property
-    def page(self) -> View:
-        """The view; a command's own line is shown before the first that the command writes."""
-        self._echo()
-        return self._view
-
-    def _echo(self) -> None:
-        """Show the line of the command that this task runs, unless it is shown already."""
-        if (text := self._unshown.pop(asyncio.current_task(), "")) != "":
-            self._view.write_turn(text)
+    def page(self) -> Page:
+        return self._runner.page
 
     # Loading
 
@@ -137,7 +114,7 @@ class Dialogue(CommandContext):
             for note in event.notes:
                 self.say(note)
             if not self.is_busy:  # else the line after the answer tells what it did cost
-                self._spawn(self._tell_cost_at_opening())
+                self._runner.spawn(self._tell_cost_at_opening())
             self.conversation_changed()
             self.draft_changed(self._view.prompt_text)  # files may be attached by -f
         elif isinstance(event, EngineLost):
@@ -180,18 +157,7 @@ class Dialogue(CommandContext):
         self.refresh()
 
     async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
-        part = self._stoppable = asyncio.ensure_future(work)
-        self._is_part_stopped = False
-        self.show_stage(stage)
-        try:
-            return await part
-        except asyncio.CancelledError:
-            if self._is_part_stopped:
-                raise Stopped(f"Stopped: {if_stopped}") from None
-            raise
-        finally:
-            self._stoppable = None
-            self.show_stage("")
+        return await self._runner.stoppable(work, stage, if_stopped)
 
     def _fail(self, event: LoadFailed) -> None:
         """Leave with the error's exit code: the chat cannot run without a model."""
@@ -201,7 +167,7 @@ class Dialogue(CommandContext):
     # Listener: called by the view
     @property
     def is_answering(self) -> bool:
-        return self._answering.is_running or self._stoppable is not None
+        return self._answering.is_running or self._runner.is_stoppable
 
     @property
     def has_queue(self) -> bool:
@@ -225,12 +191,13 @@ class Dialogue(CommandContext):
     @property
     def is_at_work(self) -> bool:
         """Whether more output may come without further input."""
-        return self.is_busy or self._num_commands > 0
+        return self.is_busy or self._runner.is_running
 
     def accept(self, text: str) -> None:
         """Handle a typed line: queue a message, run a command."""
         self.has_warned = False
         self._notice = ""
+        self._take_unsent()
         line = self.registry.parse(text)
         if isinstance(line, Message):
             self._accept_message(text)
@@ -240,7 +207,8 @@ class Dialogue(CommandContext):
             self._refuse(text, f"/{line.command.name} waits for {self._what_keeps_it_busy}")
         else:
             self._queue.stop_editing()
-            self._begin(line, text)
+            self._runner.begin(line, text)
+        self._offer_unsent()
         self.refresh()
 
     @property
@@ -251,13 +219,12 @@ class Dialogue(CommandContext):
         if self._answering.is_running:
             return f"{self._answering.name}. Esc stops it."
         servers = "the MCP servers, which are starting" if self._waiting else ""
-        is_running = self._turn_lock.locked() and self._command
-        cause = f"/{self._command}" if is_running else servers
+        cause = f"/{self._runner.name}" if self._runner.name else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
 
     @property
     def stoppable_name(self) -> str:
-        return f"/{self._command}" if self._stoppable is not None else self._answering.name
+        return f"/{self._runner.name}" if self._runner.is_stoppable else self._answering.name
 
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
@@ -272,8 +239,48 @@ class Dialogue(CommandContext):
             self.leave(ExitCode.OK)
             return
         self._said_farewell = ""
+        is_sent_at_once = not self.is_busy and not self._waiting and not self._queue.unsent
+        is_sent_at_once &= not self._runner.turn_lock.locked()
+        self._queue.drop_offer()
         self._queue.add(text)
+        if not is_sent_at_once:  # else its turn is on the disk in a moment
+            self._keep_unsent()
         self._wake.set()
+
+    # Messages that are typed and not sent
+
+    def _keep_unsent(self) -> None:
+        """Save what waits to be sent, so that it is offered when the conversation is opened."""
+        unsent = self._queue.unsent
+        if unsent == self._kept:
+            return
+        try:
+            if self.controller.keep_waiting(unsent):
+                self._kept = unsent
+        except StoreError as error:  # the message says so itself when it is sent
+            _log.info("what waits cannot be kept: %s", error)
+
+    def open_unsent(self) -> None:
+        """Offer what an earlier chat did not send, once the prompt takes input."""
+        self._take_unsent()
+        asyncio.get_running_loop().call_soon(self._offer_unsent)
+
+    def _take_unsent(self) -> None:
+        """Take over what the conversation, which was just opened, has unsent."""
+        waiting = self.controller.take_waiting()
+        if not waiting:
+            return
+        self._kept = waiting
+        if self._view.painter.look.is_plain:
+            self._show_unsent(waiting)  # nothing can be put into such a prompt
+            return
+        self._queue.offer(waiting)
+        self.say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+
+    def _offer_unsent(self) -> None:
+        """Put the next unsent message into the prompt, if that is empty."""
+        if not self._view.prompt_text and (text := self._queue.next_offer()) is not None:
+            self._view.put_back(text, gives_way=True)
 
     def _refuse(self, text: str, reason: str) -> None:
         """Say why a line is refused, and put it back into the prompt.
@@ -289,9 +296,7 @@ class Dialogue(CommandContext):
 
     def stop(self) -> None:
         self._answering.stop()
-        if self._stoppable is not None:
-            self._is_part_stopped = True
-            self._stoppable.cancel()
+        self._runner.stop()
 
     def notice(self, text: str) -> None:
         self._notice = text
@@ -305,37 +310,27 @@ class Dialogue(CommandContext):
         """Prefill what is finished of a message, after a pause in typing."""
         if self._pause is not None:
             self._pause.cancel()
-        self._pause = asyncio.get_running_loop().create_task(self._read_ahead(text))
-        self._tasks.add(self._pause)
-        self._pause.add_done_callback(self._task_ended)
+        self._pause = self._runner.spawn(self._read_ahead(text))
 
     async def _read_ahead(self, text: str) -> None:
         await asyncio.sleep(_TYPING_PAUSE_S)
         if not self.is_busy and isinstance(self.registry.parse(text), Message):
             await self._ahead.consider(text)
-            await self._watch_reading()
-
-    async def _watch_reading(self) -> None:
-        """Show how much is read of what is read ahead, until it is all or nothing more comes."""
-        num_same = 0
-        while not self.is_busy and num_same < _MOST_SAME_SHARES:
-            share = await self._ahead.share_read()
-            num_same = 0 if share != self._share_read else num_same + 1
-            self._share_read = share
-            self.refresh()
-            if share is None or share == 1.0:
-                return
-            await asyncio.sleep(_SHARE_INTERVAL_S)
+            await self._ahead.watch(lambda: not self.is_busy, self.refresh)
 
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
+        self._keep_unsent()
         self._wake.set()
         self.refresh()
         return text
 
     def stop_editing(self) -> None:
         self._queue.stop_editing()
+        self._queue.drop_offer()
+        if self._kept:
+            self._keep_unsent()
         self.controller.place.edited = None
         self._wake.set()
         self.refresh()
@@ -372,7 +367,7 @@ class Dialogue(CommandContext):
     def quit(self, code: int) -> None:
         """Leave; an answer in progress is stopped first and kept."""
         self.exit_code = ExitCode(code)
-        self._spawn(self._leave())
+        self._runner.spawn(self._leave())
 
     def input_ended(self) -> None:
         if self.exit_code is ExitCode.OK and self.is_answering:
@@ -388,8 +383,7 @@ class Dialogue(CommandContext):
             self.report(error)
 
     async def _leave(self) -> None:
-        for task in self._tasks - {asyncio.current_task()}:  # commands that are still waiting
-            task.cancel()
+        self._runner.cancel_all()
         queued = self._queue.texts
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
@@ -398,16 +392,9 @@ class Dialogue(CommandContext):
         self._view.leave()
 
     @property
-    def is_unanswered(self) -> bool:
-        """Whether the last message on the branch has no answer yet."""
-        conversation = self.controller.conversation
-        path = conversation.path() if conversation is not None else []
-        return bool(path) and path[-1].role is Speaker.USER
-
-    @property
     def _lost_message(self) -> tuple[str, ...]:
         """The message that no model has answered, where the conversation has no file to keep it."""
-        if self.has_been_used or not self.is_unanswered:
+        if self.has_been_used or not self.controller.is_unanswered:
             return ()
         _, words = split_attached(self.controller.place.user_turns[-1].text)
         return (words,)
@@ -425,11 +412,14 @@ class Dialogue(CommandContext):
 
         Waiting messages are not sent any more.
         """
+        if self._queue.unsent:  # else it was done before
+            self._keep_unsent()
+            self.num_kept += len(self._kept)
         self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
         try:
-            async with asyncio.timeout(_STOP_PATIENCE_S), self._turn_lock:
+            async with asyncio.timeout(_STOP_PATIENCE_S), self._runner.turn_lock:
                 pass
         except TimeoutError:
             _log.warning("the answer in progress did not stop in time")
@@ -444,7 +434,7 @@ class Dialogue(CommandContext):
             self._wake.clear()
             await asyncio.sleep(0)  # a command that was typed before a message begins before it
             while (job := self._next_job()) is not None:
-                async with self._turn_lock:
+                async with self._runner.turn_lock:
                     try:
                         await job()
                     except Exception as error:
@@ -459,8 +449,8 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        self._kept = self._queue.unsent  # in the file the turn takes the message off the list
         self._ahead.forget()
-        self._share_read = None
         self.refresh()
         await self._answering.answer_message(text, self.stats_level)
         self._answer_ended()
@@ -473,7 +463,7 @@ class Dialogue(CommandContext):
 
     def _answer_ended(self) -> None:
         self.conversation_changed()
-        self._spawn(self._tell_trouble())
+        self._runner.spawn(self._tell_trouble())
         self.draft_changed(self._view.prompt_text)
 
     async def _tell_trouble(self) -> None:
@@ -486,24 +476,24 @@ class Dialogue(CommandContext):
     def answer_again(self, options: AskOptions) -> None:
         """Answer the last message again, when no answer or command holds the lock."""
         self.controller.place.user_turn("")
-        self._asked = lambda: self._answering.answer_again(options, self.stats_level)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.answer_again(options, self.stats_level))
 
     def continue_answer(self) -> None:
         """Continue the last answer, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.continue_answer(self.stats_level)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.continue_answer(self.stats_level))
 
     def send_instead(self, turn: Turn, text: str) -> None:
         """Send a message in place of an earlier one, when no answer or command holds the lock."""
-        self._asked = lambda: self._answering.answer_message(text, self.stats_level, turn)
-        self._wake.set()
+        self._ask_soon(lambda: self._answering.answer_message(text, self.stats_level, turn))
 
     def ask_aside(self, question: str) -> None:
         """Answer a question aside, when no answer or command holds the lock."""
         self.controller.require_conversation()
-        self._asked = lambda: self._answering.answer_aside(question, self.stats_level)
+        self._ask_soon(lambda: self._answering.answer_aside(question, self.stats_level))
+
+    def _ask_soon(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._asked = ask
         self._wake.set()
 
     async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
@@ -516,8 +506,10 @@ class Dialogue(CommandContext):
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = ""
+        self._take_unsent()
+        self._offer_unsent()
         self.refresh()
-        self._spawn(self._measure_warmth())
+        self._runner.spawn(self._measure_warmth())
 
     async def _measure_warmth(self) -> None:
         """Show what the next message costs, once the engine knows: the disk may open slowly."""
@@ -541,80 +533,28 @@ class Dialogue(CommandContext):
         """Show the current state."""
         self._view.show(self._live_state())
 
-    # Carrying out commands
+    # Running commands
 
     def run_by_name(self, name: str) -> None:
         """Run a command without arguments."""
         command = self.registry.find(name)
         assert command is not None
-        self._begin(Invocation(command, ""))
+        self._runner.begin(Invocation(command, ""))
 
-    def _begin(self, line: Invocation, text: str = "") -> None:
-        """Run a command that was typed as `text`."""
-        self._num_commands += 1
-        self._spawn(self._carry_out(line, text))
+    def _command_failed(self, line: str, error: KvchatError) -> None:
+        if line and self._answering.is_running:
+            self._refuse(line, str(error))
+        else:
+            self.say(str(error), Role.ERROR)
 
-    async def _carry_out(self, line: Invocation, text: str) -> None:
-        try:
-            if line.command.is_available_while_answering:
-                await self._run(line, text)
-            else:
-                await self._run_alone(line, text)
-        except Stopped as stopped:
-            self.say(str(stopped))
-        except KvchatError as error:
-            if self._answering.is_running and self._unshown.pop(asyncio.current_task(), ""):
-                self._refuse(text, str(error))
-            else:
-                self.say(str(error), Role.ERROR)
-        finally:
-            self._unshown.pop(asyncio.current_task(), "")
-            self._num_commands -= 1
-            self._wake.set()
-            self.refresh()
-            self.draft_changed(self._view.prompt_text)  # a file may be attached
-
-    async def _run_alone(self, line: Invocation, text: str) -> None:
-        """Run a command once no answer and no other such command is in progress."""
-        if text and self._turn_lock.locked():
-            self._waiting_commands.append(text)
-            self.refresh()
-        async with self._turn_lock:
-            if text in self._waiting_commands:
-                self._waiting_commands.remove(text)
-            self._command = line.command.name
-            try:
-                await self._run(line, text)
-            finally:
-                self._command = ""
-
-    async def _run(self, line: Invocation, text: str) -> None:
-        """Run a command; its line is shown when it has something to show, or at its end."""
-        if text:
-            self._unshown[asyncio.current_task()] = text
-        await line.command.run(self, line.arguments)
-        self._echo()
-
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run a coroutine as a task; an error in it is reported, not raised."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.report(error)
+    def _command_ended(self) -> None:
+        self._wake.set()
+        self.refresh()
+        self.draft_changed(self._view.prompt_text)  # a file may be attached
 
     def report(self, error: BaseException) -> None:
         """Report an unexpected error in one sentence, and log its traceback."""
-        _log.error("unexpected error", exc_info=error)
-        name = type(error).__name__
-        self.say(
-            f"Something went wrong inside kvchat ({name}). The conversation is kept. "
-            "`kvchat doctor` says where the log is.",
-            Role.ERROR,
-        )
+        self._runner.report(error)
 
     # The live state
 
@@ -625,8 +565,9 @@ class Dialogue(CommandContext):
             notice=self._notice,
             queue=self._queue.texts,
             edited=self._queue.edited_index,
-            commands=tuple(self._waiting_commands),
+            commands=self._runner.waiting,
             toolbar=self._toolbar,
+            is_open=self._answering.is_open,
         )
 
     @property
@@ -646,7 +587,7 @@ class Dialogue(CommandContext):
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             attached=attached_in_words(
-                [file.name for file in controller.attached], self._share_read
+                [file.name for file in controller.attached], self._ahead.share
             ),
             answering=self._answering.words,
             loading=self._stage or self._waiting,

@@ -4,7 +4,7 @@ Esc acts at once unless more keys arrive in the same read, so that Alt-Enter doe
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.application.current import get_app
@@ -232,100 +232,87 @@ def _edit_waiting(prompt: "LivePrompt", step: int) -> None:
         prompt.put_text(text)
 
 
+class _PickerBindings:
+    """Binds keys of an open picker; `open_picker` is that one."""
+
+    def __init__(self, prompt: "LivePrompt") -> None:
+        self.all = KeyBindings()
+        self._prompt = prompt
+        self.is_picking = Condition(lambda: prompt.region.picker is not None)
+
+    def open_picker(self) -> Picker:
+        assert self._prompt.region.picker is not None
+        return self._prompt.region.picker
+
+    def bind(self, keys: Sequence[Keys | str], act: Callable[[], object]) -> None:
+        """Call `act` at any of the keys, before every other binding of it."""
+        for key in keys:
+            self.all.add(key, filter=self.is_picking, eager=True)(lambda event: act())
+
+    def pick(self) -> None:
+        """Take the current choice, or what was asked about it."""
+        picker = self.open_picker()
+        if picker.is_asking:
+            picker.end_asking(is_wanted=True)
+        elif picker.result is not None:
+            self._prompt.pick(picker.result)
+
+    def leave(self) -> None:
+        """Take back what was asked, or leave the picker without a choice."""
+        if self.open_picker().is_asking:
+            self.open_picker().end_asking(is_wanted=False)
+        else:
+            self._prompt.pick(None)
+
+
 def _picker_keys(prompt: "LivePrompt") -> KeyBindingsBase:
     """The bindings of an open picker, which receives every key."""
-    bindings = KeyBindings()
-    is_picking = Condition(lambda: prompt.region.picker is not None)
+    bindings = _PickerBindings(prompt)
+    _bind_picker_moves(bindings)
+    _bind_picker_ends(bindings)
+    _bind_picker_text(bindings)
+    return bindings.all
 
-    def bind(*keys: str) -> Callable[[Callable[[E], None]], Callable[[E], None]]:
-        return bindings.add(*keys, filter=is_picking, eager=True)
 
-    def picker_of() -> Picker:
-        assert prompt.region.picker is not None
-        return prompt.region.picker
+def _bind_picker_moves(bindings: _PickerBindings) -> None:
+    def move(step: int, wraps: bool = False) -> Callable[[], None]:
+        return lambda: bindings.open_picker().move(step, wraps)
 
-    @bind("up")
-    @bind("c-p")
-    def _up(event: E) -> None:
-        picker_of().move(-1)
+    bindings.bind(("up", "c-p"), move(-1, wraps=True))
+    bindings.bind(("down", "c-n", "tab"), move(+1, wraps=True))
+    bindings.bind(("pageup",), move(-PAGE_ROWS))
+    bindings.bind(("pagedown",), move(+PAGE_ROWS))
+    bindings.bind(("home",), lambda: bindings.open_picker().move_to_end(-1))
+    bindings.bind(("end",), lambda: bindings.open_picker().move_to_end(+1))
 
-    @bind("down")
-    @bind("c-n")
-    @bind("tab")
-    def _down(event: E) -> None:
-        picker_of().move(+1)
 
-    @bind("pageup")
-    def _page_up(event: E) -> None:
-        picker_of().move(-PAGE_ROWS, wraps=False)
-
-    @bind("pagedown")
-    def _page_down(event: E) -> None:
-        picker_of().move(+PAGE_ROWS, wraps=False)
-
-    @bind("home")
-    def _first(event: E) -> None:
-        picker_of().move(-picker_of().count, wraps=False)
-
-    @bind("end")
-    def _last(event: E) -> None:
-        picker_of().move(+picker_of().count, wraps=False)
-
-    @bind("enter")
-    def _pick(event: E) -> None:
-        if picker_of().is_asking:
-            picker_of().end_asking(is_wanted=True)
-        elif picker_of().result is not None:
-            prompt.pick(picker_of().result)
-
-    @bind("c-c")
-    @bind("c-d")
-    @bind("<sigint>")
-    def _give_up(event: E) -> None:
-        leave()
-
-    def leave() -> None:
-        if picker_of().is_asking:
-            picker_of().end_asking(is_wanted=False)
-        else:
-            prompt.pick(None)
-
-    @bind("c-r")
-    def _rename(event: E) -> None:
-        picker_of().begin_renaming()
-
-    @bind("c-x")
-    def _delete(event: E) -> None:
-        picker_of().begin_deleting()
-
-    @bind("c-o")
-    def _show_hidden(event: E) -> None:
-        picker_of().show_hidden()
-
+def _bind_picker_ends(bindings: _PickerBindings) -> None:
+    """Enter and the ways out, and the keys that change what stands in the list."""
+    bindings.bind(("enter",), bindings.pick)
+    bindings.bind(("c-c", "c-d", "<sigint>"), bindings.leave)
+    # Keys of the same read belong together: Esc with another key means Alt and that key.
     stands_alone = Condition(lambda: not get_app().key_processor.input_queue)
 
-    @bindings.add("escape", filter=is_picking & stands_alone, eager=True)
+    @bindings.all.add("escape", filter=bindings.is_picking & stands_alone, eager=True)
     def _escape(event: E) -> None:
-        leave()
+        bindings.leave()
 
-    @bind("backspace")
-    def _erase(event: E) -> None:
-        picker_of().erase()
+    bindings.bind(("c-r",), lambda: bindings.open_picker().begin_renaming())
+    bindings.bind(("c-x",), lambda: bindings.open_picker().begin_deleting())
+    bindings.bind(("c-o",), lambda: bindings.open_picker().show_hidden())
 
-    @bind("c-w")
-    def _erase_word(event: E) -> None:
-        picker_of().erase_word()
 
-    @bind("c-u")
-    def _erase_all(event: E) -> None:
-        picker_of().erase_all()
+def _bind_picker_text(bindings: _PickerBindings) -> None:
+    """Typed and pasted text, and the keys that erase it."""
+    bindings.bind(("backspace",), lambda: bindings.open_picker().erase())
+    bindings.bind(("c-w",), lambda: bindings.open_picker().erase_word())
+    bindings.bind(("c-u",), lambda: bindings.open_picker().erase_all())
 
-    @bind(Keys.Any)
-    @bind(Keys.BracketedPaste)
+    @bindings.all.add(Keys.Any, filter=bindings.is_picking, eager=True)
+    @bindings.all.add(Keys.BracketedPaste, filter=bindings.is_picking, eager=True)
     def _type(event: E) -> None:
         # The data of any other special key is its escape sequence, which is no text.
-        is_typed = not isinstance(event.key_sequence[0].key, Keys)
-        if is_typed or event.key_sequence[0].key is Keys.BracketedPaste:
-            picker_of().type("".join(char for char in event.data if char.isprintable()))
-
-    return bindings
+        key = event.key_sequence[0].key
+        if not isinstance(key, Keys) or key is Keys.BracketedPaste:
+            text = "".join(char for char in event.data if char.isprintable())
+            bindings.open_picker().type(text)

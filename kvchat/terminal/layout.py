@@ -24,8 +24,9 @@ from prompt_toolkit.layout.processors import (
 )
 from prompt_toolkit.widgets import SearchToolbar
 
-from kvchat.terminal.paint import Fragments
+from kvchat.terminal.paint import Fragments, Row
 from kvchat.terminal.pickers import Picker
+from kvchat.terminal.theme import Role
 from kvchat.terminal.view import LiveState
 from kvchat.terminal.wrap import one_row, wrapped_rows
 
@@ -34,14 +35,22 @@ if TYPE_CHECKING:
 
 _MAX_MENU_ROWS = 8
 _MAX_QUEUE_ROWS = 4
+# What stands around the rows that wait for the end of an answer: its tail, the prompt, the toolbar.
+ROWS_BELOW_ANSWER = 4
+_ROWS_AROUND_HELD = 8
+_LEAST_HELD_ROWS = 2
 
 
 @dataclass(slots=True)
 class LiveRegion:
-    """The content to draw: the dialogue's live state, and the picker while one is open."""
+    """The content to draw: the dialogue's live state, and the picker while one is open.
+
+    held   rows that wait for the end of an answer
+    """
 
     state: LiveState = field(default_factory=LiveState)
     picker: Picker | None = None
+    held: list[Row] = field(default_factory=list)
 
 
 def build_layout(prompt: "LivePrompt") -> Layout:
@@ -74,6 +83,8 @@ def build_layout(prompt: "LivePrompt") -> Layout:
             _lines(
                 lambda: [("class:progress", region.state.progress)], lambda: region.state.progress
             ),
+            _lines(list, lambda: region.held and region.state.tail, is_gap=True),
+            _lines(lambda: _held(prompt), lambda: region.held),
             _lines(lambda: _queue(prompt), lambda: _has_queue(region)),
             _lines(list, lambda: region.state.tail or _has_queue(region), is_gap=True),
             ConditionalContainer(_picker(prompt), is_picking),
@@ -102,11 +113,26 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
     return [("", "  ")]
 
 
+def _held(prompt: "LivePrompt") -> Fragments:
+    """Return the rows that wait for the end of an answer, as many as there is room for."""
+    rows, painter = prompt.region.held, prompt.painter
+    room = prompt.size.rows - _ROWS_AROUND_HELD - len(_queue_lines(prompt))
+    room = max(_LEAST_HELD_ROWS, room)
+    if len(rows) <= room:
+        return painter.fragments(rows)
+    more = f"{painter.look.glyphs.ellipsis} {len(rows) - room + 1} more rows, after the answer"
+    return painter.fragments([*rows[: room - 1], painter.text(more, Role.DIM)])
+
+
 def _has_queue(region: LiveRegion) -> bool:
     return bool(region.state.queue or region.state.commands)
 
 
 def _queue(prompt: "LivePrompt") -> Fragments:
+    return [("class:queue", "\n".join(_queue_lines(prompt)))]
+
+
+def _queue_lines(prompt: "LivePrompt") -> list[str]:
     """Return what waits, one a line, commands first; if there is much, a count of the last."""
     state = prompt.region.state
     room = max(8, prompt.size.columns - 14)
@@ -115,13 +141,13 @@ def _queue(prompt: "LivePrompt") -> Fragments:
         mark = "editing" if number == state.edited else "queued"
         lines.append(f"{mark} {number + 1}: {one_row(text, room)}")
     more = len(lines) - _MAX_QUEUE_ROWS
-    lines = [*lines[:_MAX_QUEUE_ROWS], *([f"and {more} more"] if more > 0 else [])]
-    return [("class:queue", "\n".join(lines))]
+    return [*lines[:_MAX_QUEUE_ROWS], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _picker(prompt: "LivePrompt") -> Window:
     def max_rows() -> int:
-        return max(3, min(12, prompt.size.rows - 3))
+        rows = prompt.size.rows  # of a few, all but the toolbar's: four choices are in sight
+        return max(2, min(12, max(rows - 3, min(rows - 1, 5))))
 
     def text() -> Fragments:
         picker = prompt.region.picker

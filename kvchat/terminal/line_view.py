@@ -47,6 +47,8 @@ class LineView:
         self._told_queued: list[str] = []
         self._is_prompted = False
         self._ignores_interrupts = False
+        self._is_open = False
+        self._held: list[Row] = []  # rows that wait for the end of an answer
 
     @property
     def render_context(self) -> RenderContext:
@@ -66,6 +68,16 @@ class LineView:
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows permanently; they replace a waiting prompt."""
+        if state is not None:
+            self._is_open = state.is_open
+        elif self._is_open:
+            if not self._held:
+                self._write_now([self.painter.text("Shown after the answer.")])
+            self._held += rows
+            return
+        self._write_now(rows)
+
+    def _write_now(self, rows: Sequence[Row]) -> None:
         text = self.painter.ansi(rows)
         if self._is_prompted and text:
             text = f"\n{text}"
@@ -82,13 +94,17 @@ class LineView:
             self.write(self.painter.wrapped(f"Now: {text}", self._columns))
 
     def show(self, state: LiveState) -> None:
-        """Print the new parts of the state that fit in a line."""
+        """Print the new parts of the state that fit in a line, and what waited for an answer."""
+        self._is_open = state.is_open
+        if self._held and not self._is_open:
+            held, self._held = self._held, []
+            self._write_now(held)
         if len(state.queue) > self._num_queued and self._is_answering:
             self._told_queued.append(state.queue[-1])
-            self.write([self.painter.text("Queued.")])
+            self._write_now([self.painter.text("Queued.")])
         self._num_queued = len(state.queue)
         if state.notice:
-            self.write([self.painter.text(state.notice)])
+            self._write_now([self.painter.text(state.notice)])
             assert self._listener is not None
             self._listener.key_pressed()
         self._ask_soon()

@@ -91,6 +91,10 @@ class Picker:
             self._position = position % self.count if wraps else min(max(0, position), last)
             self._tell_highlighted()
 
+    def move_to_end(self, direction: int) -> None:
+        """Move the cursor to the first choice (-1) or to the last (+1)."""
+        self.move(direction * self.count, wraps=False)
+
     def type(self, text: str) -> None:
         """Add to the filter, so that only choices with the typed words are shown; while a new title
         is typed, add to that.
@@ -160,11 +164,17 @@ class Picker:
 
     # Drawing
 
-    def _title(self, width: int, room: int) -> Fragments:
-        """Return the title, wrapped where it is too long for a row, and after it what was typed or
-        a hint, and the place in a list that is longer than `room`.
-        """
+    def _title_rows(self, width: int, most: int) -> list[str]:
+        """Return the title in at most `most` rows, the last cut where it is longer."""
         rows = wrapped_rows(self.title, width)
+        if len(rows) > most:
+            rows = [*rows[: most - 1], one_row(" ".join(rows[most - 1 :]), width)]
+        return rows
+
+    def _title(self, rows: Sequence[str], width: int, room: int) -> Fragments:
+        """Return the title's rows, and after them what was typed or a hint, and the place in a list
+        that is longer than `room`.
+        """
         fragments: Fragments = [("class:picker.title", "\n".join(rows))]
         cells = width - 1 - cell_len(rows[-1])
         place = f"  {self._position + 1} of {self.count}" if self.count > room else ""
@@ -180,9 +190,10 @@ class Picker:
         """Return the picker as formatted text: a title, the choices around the cursor, and with
         actions a preview and the keys.
         """
-        num_title_rows = len(wrapped_rows(self.title, width))
-        room = max(1, max_rows - num_title_rows - self._num_rows_below(max_rows))
-        fragments = self._title(width, room)
+        left = max(2, max_rows - self._num_rows_below(max_rows))
+        title = self._title_rows(width, left - 1)  # a choice is in sight, however long it is
+        room = left - len(title)
+        fragments = self._title(title, width, room)
         if not self._shown:
             fragments += [("", "\n  "), ("class:picker.detail", "no match")]
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))

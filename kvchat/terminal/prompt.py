@@ -37,7 +37,7 @@ from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.keys import build_keys
-from kvchat.terminal.layout import LiveRegion, build_layout
+from kvchat.terminal.layout import ROWS_BELOW_ANSWER, LiveRegion, build_layout
 from kvchat.terminal.multiline import edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
@@ -232,7 +232,7 @@ class LivePrompt:
 
     @property
     def num_rows(self) -> float:
-        return self.size.rows
+        return self.size.rows - (ROWS_BELOW_ANSWER if self.region.state.is_open else 0)
 
     @property
     def max_tail_rows(self) -> int:
@@ -250,6 +250,13 @@ class LivePrompt:
         """Show rows permanently: erase the region, write, and redraw it, as one output."""
         if state is not None:
             self.region.state = state
+        elif self.region.state.is_open:
+            self.region.held += rows
+            self._app.invalidate()
+            return
+        self._write_now(rows)
+
+    def _write_now(self, rows: Sequence[Row]) -> None:
         text = self.painter.ansi(rows).replace("\n", "\r\n")
         if self.is_lent or not self._app.is_running or self._app.is_settling:
             self._waiting.append(text)
@@ -278,6 +285,9 @@ class LivePrompt:
 
     def show(self, state: LiveState) -> None:
         self.region.state = state
+        if self.region.held and not state.is_open:
+            held, self.region.held = self.region.held, []
+            self._write_now(held)
         self._app.invalidate()
 
     def put_text(self, text: str) -> None:

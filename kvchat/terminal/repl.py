@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from rich.cells import cell_len
 from rich.text import Text
 
+from kvchat.chat.answer_settings import doubts
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
 from kvchat.chat.reply_stream import LoadRelay
@@ -34,6 +35,7 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
+from kvchat.terminal.wrap import wrapped_rows
 from kvchat.tools.toolbox import Toolbox
 
 
@@ -83,13 +85,14 @@ async def run_repl(setup: ReplSetup) -> int:
     try:
         with _signals(dialogue), error_hooks(dialogue.report):
             _greet(controller, view, setup.kv_dtype)
+            dialogue.open_unsent()
             dialogue.refresh()
             setup.relay.attach(asyncio.get_running_loop(), dialogue.hear)
             dialogue.expect_tools()
             if setup.picks_session:
                 dialogue.run_by_name("resume")
             await _run_until_left(dialogue, view)
-        has_been_used, is_unanswered = dialogue.has_been_used, dialogue.is_unanswered
+        has_been_used, is_unanswered = dialogue.has_been_used, controller.is_unanswered
         problem = controller.close_session()
         _take_leave(dialogue, has_been_used, is_unanswered, problem, view.keeps_history)
         is_lost = problem is not None and dialogue.exit_code is ExitCode.OK
@@ -140,6 +143,8 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         tell(view, "The model is loading. What you type waits for it.")
     if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
         tell(view, "The model has no chat template; it completes the text as it stands.")
+    for doubt in doubts(controller.options):
+        tell(view, doubt, Role.WARNING)
     if controller.attached:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         notes = [file.note for file in controller.attached if file.note]
@@ -201,7 +206,8 @@ def _take_leave(
     has_history: bool,
 ) -> None:
     """Print to stderr why the chat ended, what is not saved or sent, or how to resume it."""
-    unsent = _unsent(dialogue.num_unsent, has_history)
+    is_kept = dialogue.num_kept >= dialogue.num_unsent and problem is None
+    unsent = _unsent(dialogue.num_unsent, is_kept, has_history)
     reasons = (dialogue.failure, problem, unsent)
     lines = [f"kvchat: {reason}" for reason in reasons if reason is not None]
     is_left_well = dialogue.exit_code in (ExitCode.OK, ExitCode.INTERRUPT)
@@ -210,15 +216,23 @@ def _take_leave(
     elif problem is None and is_left_well and has_been_used:
         lines.append("This conversation is kept: kvchat -c goes on with it.")
     with suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            width = max(20, shutil.get_terminal_size().columns)
+            lines = [row for line in lines for row in wrapped_rows(line, width)]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 
 
-def _unsent(count: int, has_history: bool) -> str | None:
-    """Return a sentence on messages that were waiting and are not sent; None if there are none."""
+def _unsent(count: int, is_kept: bool, has_history: bool) -> str | None:
+    """Return a sentence on messages that were waiting and are not sent; None if there are none.
+
+    `is_kept` if all of them are saved with the conversation.
+    """
     if not count:
         return None
     was, them = ("was", "it") if count == 1 else ("were", "them")
+    if is_kept:
+        return f"{plural(count, 'message')} {was} not sent. kvchat -c offers {them} again."
     kept = f" In the next chat, Up brings {them} back." if has_history else ""
     return f"{plural(count, 'message')} {was} not sent.{kept}"
 

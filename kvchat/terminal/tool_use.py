@@ -1,6 +1,7 @@
 """ToolUse: asks the user about the calls of an answer, runs them, and shows what came back."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from kvchat.tools.toolbox import Toolbox, call_in_full, call_in_words, refused
 
 _YES, _ALWAYS, _NO, _NEVER = range(4)
 _MOST_ASKED_ROWS = 4  # a longer call is shown above its question, whose choices stay in sight
+_ROWS_BESIDE = 6  # of a screen: the four choices, the toolbar, and a row of what was before
 _MOST_SHOWN_CHARS = 8000
 
 
@@ -80,12 +82,13 @@ class ToolUse:
         return answer in (_YES, _ALWAYS)
 
     def _question(self, call: ToolCall) -> tuple[str, bool]:
-        """Return what to ask, and whether all of the call is shown; show a long one before."""
+        """Return what to ask, and whether all of the call is in sight; show a long one before."""
         words = call_in_full(call)
         question = f"Run {words}?"
-        num_rows = len(wrapped_rows(question, self._view.render_context.width))
+        width, room = self._view.render_context.width, self._view.num_rows - _ROWS_BESIDE
+        num_rows = len(wrapped_rows(question, width))
         # A title shows one space for several.
-        if num_rows <= _MOST_ASKED_ROWS and "  " not in words:
+        if num_rows <= max(1, min(_MOST_ASKED_ROWS, room)) and "  " not in words:
             return question, True
         left_out = max(len(words) - _MOST_SHOWN_CHARS, 0)
         if left_out:
@@ -93,7 +96,11 @@ class ToolUse:
             words = f"{words[:half]}\n({left_out:,} characters are not shown here)\n{words[-half:]}"
         tell(self._view, words, Role.TITLE)
         which = f"but for {left_out:,} characters of it" if left_out else "shown above"
-        return f"Run this call of {call.name}, {which}?", not left_out
+        is_in_sight = not left_out and len(wrapped_rows(words, width)) < room
+        question = f"Run this call of {call.name}, {which}?"
+        shorter = f"Run {call.name}, {which}?"
+        is_narrow = len(question) > width and self._view.num_rows < math.inf
+        return shorter if is_narrow else question, is_in_sight
 
     async def _run(self, toolbox: Toolbox, call: ToolCall) -> ToolResult:
         self.running = call.name

@@ -60,6 +60,8 @@ class LiveState:
     queue      messages waiting; `edited` is the index of the one in the prompt
     commands   commands that wait for another one
     toolbar    returns the toolbar's text for a width in columns
+    is_open    whether an answer's rows stand above, and not yet its last: rows that are not the
+               answer's own wait, and are shown below it meanwhile, or announced
     """
 
     tail: Sequence[Row] = ()
@@ -69,6 +71,7 @@ class LiveState:
     edited: int | None = None
     commands: tuple[str, ...] = ()
     toolbar: Callable[[int], str] = field(default=lambda width: "")
+    is_open: bool = False
 
 
 class Page(Protocol):
@@ -134,7 +137,10 @@ class View(Page, Protocol):
         """The most rows of an open block to show; 0 if the view cannot show any."""
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
-        """Show rows permanently above the prompt, and with them a new state below, if given."""
+        """Show rows permanently above the prompt, and with them a new state below, if given.
+
+        Without a state they are not an answer's: while the state `is_open`, they wait for its end.
+        """
 
     def put_back(self, text: str, gives_way: bool = False) -> None:
         """Put refused text back into the prompt, with the cursor at its end.

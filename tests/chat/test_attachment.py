@@ -11,13 +11,13 @@ from kvchat.core.errors import UsageError
 def test_a_file_stands_under_its_name_in_a_fence(tmp_path: Path) -> None:
     (tmp_path / "a b.py").write_text("x = 1\n\n")
 
-    assert read_attachment(tmp_path / "a b.py") == "a b.py:\n```\nx = 1\n```\n"
+    assert read_attachment(tmp_path / "a b.py").text == "a b.py:\n```\nx = 1\n```\n"
 
 
 def test_a_fence_in_the_text_is_outdone(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("````\ncode\n````")
 
-    text = read_attachment(tmp_path / "notes.md")
+    text = read_attachment(tmp_path / "notes.md").text
 
     assert text.splitlines()[1] == text.splitlines()[-1] == "`````"
 
@@ -25,13 +25,25 @@ def test_a_fence_in_the_text_is_outdone(tmp_path: Path) -> None:
 def test_what_is_not_utf_8_is_shown_as_replacements(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
 
-    assert "caf\ufffd" in read_attachment(tmp_path / "latin")
+    assert "caf\ufffd" in read_attachment(tmp_path / "latin").text
+    assert read_attachment(tmp_path / "latin").note == (
+        "Some of latin is no UTF-8 text; it is sent as \ufffd."
+    )
+
+
+def test_a_file_that_rightly_has_the_replacement_character_is_utf8(tmp_path: Path) -> None:
+    """It was said to be no UTF-8."""
+    (tmp_path / "unicode.md").write_text("U+FFFD is \ufffd.\n")
+
+    file = read_attachment(tmp_path / "unicode.md")
+    assert "U+FFFD is \ufffd." in file.text
+    assert file.note == ""
 
 
 def test_an_empty_file_is_attached_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
 
-    assert read_attachment(tmp_path / "empty") == "empty:\n```\n\n```\n"
+    assert read_attachment(tmp_path / "empty").text == "empty:\n```\n\n```\n"
 
 
 def test_what_cannot_be_attached_is_named(tmp_path: Path) -> None:

@@ -92,3 +92,29 @@ def test_whatever_keys_are_pressed_no_message_is_lost_or_doubled() -> None:
                 queue.stop_editing()
                 prompt = ""
         assert taken + list(queue.texts) == [str(number) for number in range(typed)]
+
+
+def test_what_an_earlier_process_did_not_send_is_offered_one_after_another() -> None:
+    queue = _queue("typed now")
+    queue.offer(["first", "second"])
+
+    assert queue.unsent == ("first", "second", "typed now")
+    assert queue.next_offer() == "first"
+    assert queue.next_offer() == "first", "a command was typed in its place: it comes back"
+    assert queue.unsent == ("first", "second", "typed now")
+    queue.drop_offer()
+    assert queue.unsent == ("second", "typed now")
+    assert queue.take() == "typed now", "none is sent by itself"
+    assert queue.next_offer() == "second"
+    queue.drop_offer()
+    assert queue.next_offer() is None
+    assert queue.unsent == ()
+
+
+def test_clearing_returns_what_is_not_in_the_prompt() -> None:
+    queue = _queue("typed now")
+    queue.offer(["first", "second"])
+    queue.next_offer()
+
+    assert queue.clear() == ("second", "typed now")
+    assert queue.unsent == ()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,8 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.read_ahead import ReadAhead, finished
+from kvchat.core.cost import Cost
+from kvchat.core.types import CachedTokens
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
 
 FILE = Attached("ships.txt", "ships.txt:\n```\n" + "Twelve ships lie here.\n" * 8 + "```\n")
@@ -144,3 +147,59 @@ def test_without_a_cache_nothing_is_read_ahead(checkpoint: Path) -> None:
 )
 def test_only_what_is_finished_is_read(text: str, done: str) -> None:
     assert finished(text) == done
+
+
+class Costs:
+    """Stands for a controller: `costs` are what its engine answers, one after another."""
+
+    def __init__(self, *costs: Cost | None) -> None:
+        self.engine = self
+        self.costs = list(costs)
+        self.before_answer = lambda: None
+
+    async def cost(self, token_ids: list[int]) -> Cost | None:
+        self.before_answer()
+        return self.costs.pop(0)
+
+
+def _ahead(costs: Costs, num_begun: int, num_before: int) -> ReadAhead:
+    ahead = ReadAhead(cast(Any, costs))
+    ahead._begun, ahead._num_before = list(range(num_begun)), num_before
+    return ahead
+
+
+def _cost(num_cached: int, num_tokens: int) -> Cost:
+    return Cost(num_tokens, CachedTokens(device=num_cached))
+
+
+def test_the_share_of_what_is_read_is_not_told_of_another_text() -> None:
+    """What was asked about is no longer what is typed: the answer is of the text before."""
+    costs = Costs(_cost(500, 1000))
+    ahead = _ahead(costs, 1000, 0)
+    costs.before_answer = ahead.forget
+
+    assert asyncio.run(ahead.share_read()) is None
+
+
+@pytest.mark.parametrize(
+    ("num_begun", "num_before", "cached", "share"),
+    [
+        (1000, 0, 500, 0.5),
+        (1000, 200, 600, 0.5),
+        (1000, 200, 100, 0.0),
+        (1000, 0, 990, 1.0),
+        (1000, 1000, 0, 0.0),
+    ],
+)
+def test_the_share_of_what_is_read_is_between_none_and_all(
+    num_begun: int, num_before: int, cached: int, share: float
+) -> None:
+    """The place moved meanwhile: nothing new was begun, and the share was a division by zero."""
+    ahead = _ahead(Costs(_cost(cached, num_begun)), num_begun, num_before)
+
+    assert asyncio.run(ahead.share_read()) == share
+
+
+def test_no_share_is_told_where_nothing_is_begun_or_nothing_is_known() -> None:
+    assert asyncio.run(_ahead(Costs(), 0, 0).share_read()) is None
+    assert asyncio.run(_ahead(Costs(None), 1000, 0).share_read()) is None

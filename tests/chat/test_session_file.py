@@ -238,3 +238,45 @@ def test_the_reason_of_an_end_survives() -> None:
         line = session_file.end_line(6, reason, {})
         read = read_session(as_bytes([*lines_of(conversation), line]), NAME)
         assert read.conversation.turn(6).finish is reason
+
+
+def test_the_last_line_says_what_waits_and_a_turn_takes_its_message_off_the_list() -> None:
+    original = branching_conversation()
+    asked = next(turn for turn in original.turns() if turn.is_message)
+    with_file = f"notes.txt:\n```\nx\n```\n\n{asked.text}"
+    lines = lines_of(original)
+    turn = json.loads(session_file.turn_line(asked))
+    turn |= {"id": original.next_turn_id, "parent": 0, "text": with_file}
+
+    waits = session_file.waiting_line(["later", asked.text, asked.text])
+    lines += [session_file.waiting_line(["stale"]), waits, json.dumps(turn) + "\n"]
+
+    conversation = read_session(as_bytes(lines), NAME).conversation
+    assert conversation.waiting == ("later", asked.text)
+    assert read_session(as_bytes([*lines, session_file.waiting_line([])]), NAME).notes == ()
+
+
+def test_a_conversation_that_only_waits_is_listed_by_its_message() -> None:
+    lines = [session_file.header_line(Conversation("", 1.0), "demo")]
+    lines.append(session_file.waiting_line(["my name is Ada", "and more"]))
+
+    summary = session_file.read_summary(as_bytes(lines), NAME)
+    assert (summary.label, summary.num_turns) == ("my name is Ada", 0)
+
+
+def test_forgetting_a_turn_forgets_what_was_typed_ahead() -> None:
+    """The line holds the text of the turn that was sent later."""
+    lines = [*lines_of(branching_conversation()), session_file.waiting_line(["a secret"])]
+
+    assert b"secret" not in session_file.without_turns(as_bytes(lines), {1}, keeps_title=True)
+
+
+@pytest.mark.parametrize("texts", ['"text"', "[1]", "null", "{}"])
+def test_a_damaged_list_of_what_waits_costs_itself_only(texts: str) -> None:
+    original = branching_conversation()
+    lines = [*lines_of(original), f'{{"type":"waiting","texts":{texts}}}\n']
+
+    read = read_session(as_bytes(lines), NAME)
+    assert_same(read.conversation, original)
+    assert read.conversation.waiting == ()
+    assert len(read.notes) == 1

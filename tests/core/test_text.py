@@ -62,6 +62,19 @@ def test_a_line_shown_exactly_escapes_what_would_not_be_seen() -> None:
     assert exact_line("a\n\x1b[2J\u202e\u200b\ud800") == r"a\n\x1b[2J\u202e\u200b\ud800"
 
 
+def test_a_line_shown_exactly_escapes_letters_that_are_drawn_as_nothing() -> None:
+    """A Hangul filler in a command was a space to the eye, and Python takes it for printable."""
+    ignorable = [0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, *range(0x180B, 0x1810), 0x3164, 0xFFA0]
+    selectors = [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]
+    blank = [0xAD, 0xA0, 0x2800, 0x3000, 0x13441, 0x16FE4, 0x1D159]
+    tags = [0xE0001, *range(0xE0020, 0xE0080)]
+    for code in (*ignorable, *selectors, *blank, *tags):
+        shown = exact_line(f"rm{chr(code)}x")
+        assert shown.isascii(), hex(code)
+        assert f"{code:x}" in shown, hex(code)
+    assert exact_line("é e\u0301 日本 \u1100\u1161 ❤") == "é e\u0301 日本 \u1100\u1161 ❤"
+
+
 def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> None:
     content = {"text": "".join(map(chr, range(0x2070))) + "\udead\ufeff"}
 

@@ -375,6 +375,8 @@ class Loading:
             progress(LoadProgress("reading weights", 0.25))
         while not self.until.exists():
             time.sleep(0.02)
+        if not self.is_silent:
+            progress(LoadProgress("checking the weights"))
 
 
 def scripted_build(

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, read_attachment
+from kvchat.chat.attachment import read_attachment
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
@@ -104,6 +104,8 @@ def author(question: str, sample: int) -> Script:
             return Script(question, tokens_per_step=20)
         if question.endswith("slowly"):
             return Script(f"{lines}\n" * 30, tokens_per_step=5, step_s=0.012)
+        if question.endswith("a crash"):
+            return Script("", error=RuntimeError("as the script says"))
         if question.endswith("a refusal"):
             return Script("No.")
         if question.endswith("in words"):
@@ -223,7 +225,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
             options,
             kept=StoreAdmin(arguments.kept) if arguments.kept else None,
             tools=toolbox.definitions if toolbox is not None else None,
-            attached=tuple(Attached(p.name, read_attachment(p)) for p in arguments.attach),
+            attached=tuple(map(read_attachment, arguments.attach)),
         ),
         toolbox=toolbox,
         relay=relay,

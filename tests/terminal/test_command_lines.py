@@ -38,9 +38,62 @@ def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
 def test_what_a_command_says_during_an_answer_comes_after_its_line(start_chat: StartChat) -> None:
     chat = start_chat()
     chat.enter("slow 300").wait_for("line-0004")
-    chat.enter("/show model").wait_for("identity").wait_for("line-0299")
+    chat.enter("/show model").wait_for("identity").wait_for("first token")
+    chat.wait_for(lambda text: "identity" in text.partition("first token")[2])
     assert chat.text.count("❯ /show model") == 1
-    assert "line-" not in _below(chat, "❯ /show model", "identity")
+    assert "line-" not in chat.text.partition("❯ /show model")[2]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
+def test_what_a_command_says_stands_below_the_answer_that_streams(
+    start_chat: StartChat, columns: int, rows: int
+) -> None:
+    """/help came between two lines of a paragraph, and stayed there in the scrollback."""
+    chat = start_chat(columns=columns, rows=rows)
+    chat.enter("prose 600").wait_for("word40 ")
+    streaming = " tokens · Esc stops" if columns == 100 else " tokens"
+    chat.enter("/help").wait_for(
+        lambda _: (
+            "every day" in chat.shown.partition("❯ /help")[2]
+            and streaming in chat.shown.partition("❯ /help")[2]
+        )
+    )
+    assert "first token" not in chat.text, "it is shown while the answer comes"
+    chat.wait_for("first token").wait_for_shown(" is a message." if rows == 30 else " one.")
+
+    assert _below(chat, "❯ prose 600", "cached").split() == [f"word{n}" for n in range(600)]
+    after = chat.text.partition("first token")[2]
+    assert after.count("❯ /help") == chat.text.count("❯ /help") == 1
+    assert "/resume" in after
+
+
+def test_several_commands_during_an_answer_follow_it_in_their_order(start_chat: StartChat) -> None:
+    chat = start_chat(rows=40)
+    chat.enter("prose 500").wait_for("word40 ")
+    chat.enter("/set seed 5").wait_for_shown("seed is 5.")
+    chat.enter("next").wait_for_shown("queued 1: next")
+    chat.enter("/show model").wait_for("identity")
+    chat.wait_for("You said 'next' (0).")
+
+    assert _below(chat, "❯ prose 500", "cached").split() == [f"word{n}" for n in range(500)]
+    order = [line for line in chat.text.splitlines() if line.startswith(("❯ ", "seed is"))]
+    assert order[:5] == ["❯ prose 500", "❯ /set seed 5", "seed is 5.", "❯ /show model", "❯ next"]
+
+
+def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    chat = start_chat("--loading", str(tmp_path / "never"))
+    chat.enter("hello").wait_for("Esc stops")
+    chat.enter("/set seed 5").wait_for("seed is 5.")
+    assert "❯ hello" in chat.text.partition("❯ /set seed 5")[0]
+
+
+def test_plain_lines_show_a_commands_words_after_the_answer(start_chat: StartChat) -> None:
+    chat = start_chat("--plain")
+    chat.enter("prose 400").wait_for("word40 ")
+    chat.enter("/set seed 5").wait_for("Shown after the answer.").wait_for("seed is 5.")
+    assert "word399" in chat.text.partition("seed is 5.")[0]
 
 
 def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(

@@ -1,6 +1,7 @@
 """/compact and /btw on the screen, and what a full context says."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,30 @@ def test_what_waits_for_a_summary_says_so(start_chat: StartChat) -> None:
     chat.wait_for(lambda text: "line-0003" in text.partition("Summarising")[2]).enter("/undo")
     chat.wait_for_shown("/undo waits for the summary. Esc stops it.").type("\x1b")
     chat.wait_for("Stopped: nothing is compacted.")
+
+
+def test_a_summary_that_fails_compacts_nothing(start_chat: StartChat) -> None:
+    chat = start_chat(columns=100, rows=40)
+    chat.enter("lines 40").wait_for(_figures(1))
+    chat.enter("/compact a crash").wait_for("as the script says").finish()
+    assert "tokens became" not in chat.text
+    assert "Something went wrong" not in chat.text
+    again = start_chat("--continue").enter("/tree").wait_for("1 you: lines 40")
+    assert "summary of" not in again.text
+
+
+def test_a_summary_that_waits_for_a_model_that_cannot_be_loaded(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """Its failure is said once, as the chat's, and nothing is compacted."""
+    start_chat().enter("lines 40").wait_for("first token").enter("/exit").finish()
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--fail", "--loading", str(loaded), "--continue", columns=100)
+    chat.enter("/compact").wait_for("Summarising 1 message,")
+    loaded.touch()
+
+    assert chat.finish() == 3
+    assert "Something went wrong" not in chat.text
+    again = start_chat("--continue")
+    again.enter("/tree").wait_for("1 you: lines 40")
+    assert "summary of" not in again.text

@@ -111,6 +111,73 @@ def test_a_setting_may_be_spelled_as_elsewhere(controller: ChatController, name:
     assert controller.options.max_tokens == 12
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "temperature 9",
+            "temperature is 9, outside the usual 0 to 2: answers may be noise.",
+        ),
+        ("temperature 2", "temperature is 2."),
+        (
+            "min-p 1",
+            "min-p is 1, outside the usual 0 to 0.5: answers may be noise.",
+        ),
+        ("min-p -0", "min-p is 0."),
+        (
+            "repetition-penalty 50",
+            "repetition-penalty is 50, outside the usual 0.8 to 2: answers may be noise.",
+        ),
+        ("top-k 123456789", "top-k is 123456789."),
+        ("stats off", "Statistics after answers: off."),
+        ("quiet", "Statistics after answers: off."),
+        ("verbose", "Statistics after answers: one line."),
+    ],
+)
+def test_a_setting_with_an_unusual_value_says_what_is_usual(
+    controller: ChatController, setting: str, said: str
+) -> None:
+    """/set temperature 9 was taken without a word, and made noise of every answer."""
+    assert do(controller, f"/set {setting}").replace("\n", " ") == f"{said} "
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *(f"temperature {value}" for value in ("-1", "nan", "inf", "1e400", "''", "warm", "0,5")),
+        *(f"top-p {value}" for value in ("0", "2", "nan")),
+        *(f"top-k {value}" for value in ("-1", "1.5", "9" * 20)),
+        *(f"min-p {value}" for value in ("-1", "1.1", "nan")),
+        *(f"repetition-penalty {value}" for value in ("0", "-1", "1e9")),
+        *(f"seed {value}" for value in ("9" * 29, "0x10", "'1'")),
+        *(f"max-tokens {value}" for value in ("0", "-1", "9" * 29, "1e3")),
+        "stop ''",
+        "think maybe",
+        "stats maybe",
+        "verbose maybe",
+        "= 5",
+        "=",
+    ],
+)
+def test_an_absurd_setting_is_refused_and_changes_nothing(
+    controller: ChatController, setting: str
+) -> None:
+    before = controller.options
+    with pytest.raises(UsageError) as refused:
+        do(controller, f"/set {setting}")
+    assert controller.options == before
+    assert not refused.value.message.startswith(" ")
+
+
+def test_a_sampling_parameter_can_be_unset(controller: ChatController) -> None:
+    controller.host.model.sampling_defaults["top_p"] = 0.25
+    try:
+        do(controller, "/set top-p 0.5")
+        assert do(controller, "/set top-p default") == "top-p is 0.25.\n"
+    finally:
+        del controller.host.model.sampling_defaults["top_p"]
+
+
 class Recording(ChatController):
     """Refuses every message, and keeps the settings that it would have been answered with."""
 

@@ -189,7 +189,7 @@ def test_messages_that_were_waiting_are_told_of_and_kept(
     chat.enter("and a third").wait_for("2 queued").enter("/exit")
 
     assert chat.finish() == 0
-    assert "2 messages were not sent. In the next chat, Up brings them back." in chat.text
+    assert "2 messages were not sent. kvchat -c offers them again." in chat.text
     assert "Your last message is kept: kvchat -c opens it, and /continue answers it." in chat.text
 
     again = start_chat("--history", str(history))

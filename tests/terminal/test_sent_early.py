@@ -92,6 +92,90 @@ def test_nothing_is_saved_of_a_chat_that_saves_nothing(
     assert not list(tmp_path.rglob("*"))
 
 
+def _saved_waiting(sessions: Path) -> tuple[str, ...]:
+    store = SessionStore(sessions)
+    return store.read(store.latest()).conversation.waiting
+
+
+def test_what_is_typed_ahead_of_an_answer_is_offered_after_a_kill(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """It was in the input history alone: the conversation went on without it."""
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004")
+    chat.enter("and then this").wait_for_shown("queued 1: and then this")
+    chat.enter("and that").wait_for_shown("queued 2: and that")
+    chat.kill(signal.SIGKILL)
+    chat.finish()
+
+    assert _saved_waiting(tmp_path / "sessions") == ("and then this", "and that")
+    again = start_chat("--continue", columns=100)
+    again.wait_for("2 messages of yours were not sent.").wait_for_shown("❯ and then this")
+    again.type("\r").wait_for("You said 'and then this' (0).").wait_for_shown("❯ and that")
+    again.wait_for("first token").enter("/set seed 5").wait_for("seed is 5.")
+    assert _saved_waiting(tmp_path / "sessions") == ("and that",)
+    again.wait_for(lambda _: again.shown.rpartition("seed is 5.")[2].count("❯ and that") == 1)
+    again.type("\r").wait_for("You said 'and that' (0).").enter("/exit").finish()
+    assert _saved_waiting(tmp_path / "sessions") == ()
+    assert "not sent" not in again.text.partition("You said 'and then this'")[2]
+
+
+def test_an_offered_message_can_be_dropped(start_chat: StartChat, tmp_path: Path) -> None:
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004")
+    chat.enter("unwanted").wait_for_shown("queued 1: unwanted").enter("/exit")
+    chat.wait_for("1 message was not sent. kvchat -c offers it again.").finish()
+
+    again = start_chat("--continue")
+    again.wait_for_shown("❯ unwanted").type("\x03")
+    again.wait_for(lambda _: "❯ unwanted" not in again.shown).enter("hello")
+    again.wait_for("You said 'hello' (0).").enter("/exit").finish()
+    assert _saved_waiting(tmp_path / "sessions") == ()
+    assert "unwanted" not in _saved_texts(tmp_path / "sessions")
+
+
+def test_the_first_message_is_saved_while_tools_start(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """Killed in that time, there was no conversation to continue."""
+    (tmp_path / "work").mkdir()
+    tools = ("--tools", str(tmp_path / "work"), "--late")
+    chat = start_chat(*tools, str(tmp_path / "never"))
+    chat.wait_for("starting MCP servers").enter("my name is Ada").wait_for("queued 1")
+    chat.kill(signal.SIGKILL)
+    chat.finish()
+
+    assert _saved_waiting(tmp_path / "sessions") == ("my name is Ada",)
+    started = tmp_path / "started"
+    started.touch()
+    again = start_chat(*tools, str(started), "--continue").wait_for_shown("❯ my name is Ada")
+    again.type("\r").wait_for("You said 'my name is Ada' (0).").wait_for("first token")
+    again.enter("/tools").wait_for("echo").enter("/exit").finish()
+    assert _saved_texts(tmp_path / "sessions")[0] == "my name is Ada"
+    assert "were not offered" not in again.text
+
+
+def test_a_message_that_is_taken_back_leaves_no_conversation(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    chat = start_chat("--tools", str(tmp_path / "work"), "--late", str(tmp_path / "never"))
+    chat.wait_for("starting MCP servers").enter("a mistake").wait_for_shown("queued 1: a mistake")
+    chat.type("\x1b[A").wait_for_shown("editing 1").type("\x15\r")
+    chat.wait_for(lambda _: "a mistake" not in chat.shown).enter("/exit").finish()
+    assert not list((tmp_path / "sessions").glob("*.jsonl"))
+
+
+def test_plain_lines_show_what_was_not_sent(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("queued 1")
+    chat.kill(signal.SIGKILL)
+    chat.finish()
+
+    again = start_chat("--plain", "--continue").wait_for("Not sent:")
+    again.wait_for(lambda text: "and then this" in text.partition("Not sent:")[2])
+
+
 def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(
     start_chat: StartChat, tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from support.pty_screen import PtyScreen
 
 StartChat = Callable[..., PtyScreen]
@@ -32,12 +34,29 @@ def test_esc_stops_a_pin_that_waits_for_the_model(start_chat: StartChat, tmp_pat
     assert chat.finish() == 0
 
 
-def test_esc_stops_the_loading_of_another_model(start_chat: StartChat, tmp_path: Path) -> None:
+@pytest.fixture
+def loading(start_chat: StartChat, tmp_path: Path) -> tuple[PtyScreen, Path]:
+    """A chat that loads another model, until the file is there."""
     loaded = tmp_path / "loaded"
     loaded.touch()
     chat = start_chat("--loading", str(loaded), columns=100)
     chat.enter("hello").wait_for("You said 'hello' (0).").wait_for("on device")
     loaded.unlink()
-    chat.enter("/model another").wait_for("reading weights · Esc stops").type("\x1b")
-    chat.wait_for("Stopped: scripted goes on.")
+    return chat.enter("/model another").wait_for("reading weights · Esc stops"), loaded
+
+
+def test_esc_stops_the_loading_of_another_model(loading: tuple[PtyScreen, Path]) -> None:
+    chat, _ = loading
+    chat.type("\x1b").wait_for("Stopped: scripted goes on.")
     chat.enter("again").wait_for("You said 'again' (0).")
+
+
+def test_a_load_that_was_stopped_shows_nothing_any_more(loading: tuple[PtyScreen, Path]) -> None:
+    """It loaded on to the end of its step, and its stage stayed in the toolbar for good."""
+    chat, loaded = loading
+    chat.type("\x1b").wait_for("Stopped: scripted goes on.").wait_until_quiet(0.2)
+    size = len(chat.raw)
+    loaded.touch()
+    chat.wait_until_quiet(0.5)
+    chat.enter("again").wait_for("You said 'again' (0).").wait_for("on device")
+    assert b"checking the weights" not in chat.raw[size:]

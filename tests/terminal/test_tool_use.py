@@ -53,6 +53,26 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
     chat.wait_for("the user does not allow this call")
 
 
+@pytest.mark.parametrize("rows", [10, 6, 4, 3])
+@pytest.mark.parametrize("columns", [80, 40])
+@pytest.mark.parametrize("words", ["ls", "echo one two three four five six seven && " * 3 + "ls"])
+def test_a_question_on_a_small_screen_shows_the_choice_that_enter_picks(
+    start_chat: Callable[..., PtyScreen], tmp_path: Path, rows: int, columns: int, words: str
+) -> None:
+    """On four rows the question took all of them, and Enter picked a "yes" that was not seen."""
+    chat = start_chat("--tools", str(tmp_path), rows=rows, columns=columns)
+    shown = ("yes", "always", "no ", "never") if rows >= 6 else ("Run ",)
+    chat.enter(f'call run_command {{"command": "{words}"}}').wait_for_shown("Run ")
+    chat.wait_for(lambda _: "❯ yes" in chat.shown or "❯ no" in chat.shown)
+    chat.wait_for(lambda _: all(word in chat.shown for word in shown))
+    chat.wait_for_shown("run_command {" if columns == 80 else "run_comm")  # the toolbar is last
+    begin, end = 'run_command(command="', f'{words[-9:]}")'
+    if "❯ yes" in chat.shown:
+        assert begin in chat.shown, chat.shown
+        assert end in chat.shown, chat.shown
+    chat.type("never").wait_for_shown("❯ never").type("\r").wait_for("not run: run_command")
+
+
 def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: PtyScreen) -> None:
     """The question ended after 1,000 characters, with yes highlighted: the rest ran unseen."""
     chat.enter('call run_command {"command": "echo ' + "x" * 1200 + '; echo ran > b.txt"}')
@@ -71,7 +91,7 @@ def test_the_end_of_a_call_is_seen_on_a_small_screen(
     chat = start_chat("--tools", str(tmp_path), columns=40, rows=12)
     chat.enter('call run_command {"command": "echo ' + "\u6f22" * 350 + '; echo ran > b.txt"}')
 
-    chat.wait_for_shown("Run this call of run_command, shown").wait_for_shown("never  this tool")
+    chat.wait_for_shown("Run run_command, shown above?").wait_for_shown("never  this tool")
     assert '; echo ran > b.txt")' in chat.text
     chat.type("no\r").wait_for("not run: run_command")
 
