@@ -194,21 +194,26 @@ class CompiledModel:
         self.is_off = False
 
     def step_over(self, pools: Sequence[KvLayer]) -> CompiledStep | None:
-        """Return the compiled step over these pools; None, with the reason logged, if none is."""
+        """Return the compiled step over these pools.
+
+        If there is none, the reason is logged, and all steps are left to the modules.
+        """
         if self.is_off:
             return None
         layers = [pool for pool in pools if isinstance(pool, CompiledKv)]
         if len(layers) < len(pools):
             _log.info("no compiled step: KV is of a form that no kernel reads")
+            self.abandon()
             return None
         try:
             return CompiledStep(self._decoder, layers)
         except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
             _log.info("no compiled step: it %s", error)
+            self.abandon()
             return None
 
     def abandon(self) -> None:
-        """Leave all steps to the model's modules from now on; for step_over only."""
+        """Leave all steps to the model's modules from now on."""
         self.is_off = True
 
 
