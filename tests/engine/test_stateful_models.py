@@ -4,6 +4,7 @@ Every type: three turns, two samples, an edit, a batch, and a restart from the d
 """
 
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -93,23 +94,33 @@ def damage_snapshots(directory: Path) -> int:
     return len(hit)
 
 
-def test_a_failed_step_of_a_batch_changes_no_state(lfm2: Loaded) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_failed_step_of_a_batch_changes_no_state(lfm2: Loaded, is_compiled: bool) -> None:
     """The requests of a failed step run again alone: a state advanced twice gives other tokens."""
     chat = Chat(lfm2[0], open_engine(lfm2[1], None))
     model = chat.engine._runner._model
-    forward, calls = model.forward_piece, []
+    if not is_compiled:
+        model.compiled = None
+    forward, calls = model.forward_pieces, []
 
-    def failing(piece: SequencePiece, block_size: int) -> torch.Tensor:
-        calls.append(piece)
-        if len(calls) in (2, 9):  # the second sequence of a step, after the first has advanced
+    def failing(pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
+        calls.append(pieces)
+        # The prompts are run in parts: one of the second sequence, when the first has advanced.
+        if len(calls) == 4:
             raise RuntimeError("a passing fault")
-        return forward(piece, block_size)
+        if len(calls) > 9 and len(pieces) == 2 and not failed:  # both decode
+            failed.append(True)
+            if not is_compiled:  # modules have advanced the first sequence
+                forward(pieces[:1], block_size)
+            raise RuntimeError("a passing fault")
+        return forward(pieces, block_size)
 
-    model.forward_piece = failing
+    failed: list[bool] = []
+    model.forward_pieces = failing
     prompts = [words(20, seed=1), words(21, seed=2)]
     answers = chat.ask(*prompts)
-    del model.forward_piece
-    assert len(calls) > 9
+    del model.forward_pieces
+    assert failed
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids == chat.right_answer(prompt, answer.ids)
 
