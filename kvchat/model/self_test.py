@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from kvchat.core.config import CacheConfig
 from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported, StoreError
 from kvchat.core.paths import open_private, private_directory
 from kvchat.model.batch import SequencePiece, build_batch
@@ -37,7 +39,9 @@ OwnLogits = Callable[[], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 8
+# As usual, because kernels are compiled for it: attention over other blocks took 0.6 s more of a
+# first start.
+_BLOCK_SIZE = CacheConfig().block_size
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1)
 # With recurrent layers, of which modules run one sequence at a time: of a model without a compiled
@@ -234,14 +238,15 @@ def _paged_logits(
 
     KV is plain, in the model's dtype, if there is no `new_kv`.
     """
+    is_beside_compiled = not compiled and loaded.compiled is not None and not loaded.compiled.is_off
+    if not compiled:
+        loaded = replace(loaded, compiled=None)
     if loaded.spec.state:
-        return _stateful_logits(loaded, one, other, compiled)
+        return _stateful_logits(loaded, one, other, is_beside_compiled)
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     num_blocks = 1 + 2 * blocks_each
     pools = new_kv(num_blocks, _BLOCK_SIZE) if new_kv else _small_pools(loaded, num_blocks)
     model = PagedModel(loaded, pools)
-    if not compiled:
-        model.compiled = None
     tables = (range(1, 1 + blocks_each), range(1 + blocks_each, 1 + 2 * blocks_each))
     rows, starts = [], [0, 0]
     for chunk, other_chunk in zip(_CHUNKS, _OTHER_CHUNKS, strict=True):
@@ -255,19 +260,19 @@ def _paged_logits(
 
 
 def _stateful_logits(
-    loaded: LoadedModel, one: list[int], other: list[int], compiled: bool
+    loaded: LoadedModel, one: list[int], other: list[int], is_beside_compiled: bool
 ) -> torch.Tensor:
     """Return the same for a model with recurrent state. The state of each sequence must survive
     the steps of the other, in the same step or in another.
+
+    `is_beside_compiled`: modules are tested, of a model whose small steps are compiled.
     """
     blocks_each = -(-len(one) // _BLOCK_SIZE)
     model = StatefulModel(loaded, _small_pools(loaded, 1 + 2 * blocks_each))
     chunks: Sequence[int] = _CHUNKS
     other_chunks: Sequence[int] = _OTHER_CHUNKS
-    if not compiled:
-        if model.compiled is not None:
-            chunks, other_chunks = _LARGE_CHUNKS, _OTHER_LARGE_CHUNKS
-        model.compiled = None
+    if is_beside_compiled:
+        chunks, other_chunks = _LARGE_CHUNKS, _OTHER_LARGE_CHUNKS
     tables = (range(1 + blocks_each, 1 + 2 * blocks_each), range(1, 1 + blocks_each))
     states = (model.state_io.new_buffer(), model.state_io.new_buffer())
     rows = []

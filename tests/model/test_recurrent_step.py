@@ -24,7 +24,7 @@ from support.checkpoints import save_checkpoint, tiny_model
 from support.hybrid_files import write_hybrid
 from support.stateful_models import STATEFUL, words
 
-_PROMPT, _STEPS, _BLOCK = 7, 12, 8
+_PROMPT, _STEPS, _BLOCK = 7, 12, 16
 # Models by their names: settings beside those of STATEFUL. Heads of which a part is rotated need a
 # width of 64 to have whole vectors of rotated dimensions.
 _WIDE = {"head_dim": 64}
