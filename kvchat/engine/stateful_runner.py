@@ -56,10 +56,7 @@ class StatefulRunner(Runner):
         states = [self._state_of(scheduled) for scheduled in plan]
         requests = enumerate(zip(plan, states, strict=True))
         groups = _grouped([self._parts_of(index, *each) for index, each in requests])
-        # One compiled step changes all states or none: it raises before it begins, or where it is
-        # asked for a stop.
-        is_whole = len(groups) == 1 and self._stateful_model.compiled is not None
-        is_copied = is_unwanted is not None or (len(states) > 1 and not is_whole)
+        is_copied = is_unwanted is not None or len(groups) > 1
         before = [state.copy() for state in states] if is_copied else []
         rows: list[list[torch.Tensor]] = [[] for _ in plan]
         try:

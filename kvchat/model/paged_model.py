@@ -129,7 +129,8 @@ class StatefulModel(PagedModel):
         """Run the new tokens of sequences: write their KV and advance their states.
 
         Returns [num_rows, vocab_size] float32, the rows that the pieces ask for, in order. If it
-        raises, the states are undefined.
+        raises, the state of a single piece is undefined, and so are those of several inside of
+        `stopping`; otherwise those of several are as before.
         """
         if self.compiled is not None:
             states = [state_of(piece) for piece in pieces]
@@ -140,9 +141,16 @@ class StatefulModel(PagedModel):
                 for piece, state in zip(pieces, states, strict=True):
                     state.num_tokens = piece.end
                 return found
-        if len(pieces) > 1:
+        if len(pieces) == 1:
+            return self._forward_piece(pieces[0], block_size)
+        before = [state_of(piece).copy() for piece in pieces]
+        try:
             return torch.cat([self.forward_pieces([piece], block_size) for piece in pieces])
-        return self._forward_piece(pieces[0], block_size)
+        except Exception:
+            for piece, old in zip(pieces, before, strict=True):
+                if piece.state is not None:
+                    piece.state.become(old)
+            raise
 
     def _forward_piece(self, piece: SequencePiece, block_size: int) -> torch.Tensor:
         """Run one sequence by the modules."""
