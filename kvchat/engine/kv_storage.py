@@ -16,6 +16,7 @@ from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, 
 from kvchat.core.config import INT8_KV, CacheConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
+from kvchat.model.identity import state_code
 from kvchat.model.loader import LoadedModel
 from kvchat.model.packed_experts import has_packed_experts
 from kvchat.model.spec import ModelSpec
@@ -35,7 +36,11 @@ _CARRIER_BLOCKS = 256
 
 
 def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
-    """Return 16 bytes that name the KV a model computes, as this engine stores it."""
+    """Return 16 bytes that name the KV a model computes, as this engine stores it.
+
+    With recurrent state they name the code that computes it too (`state_code`); without, KV is
+    verified by tokens that are computed again, and outlives the code.
+    """
     facts = {
         "version": _KV_VERSION,
         "format": FORMAT_VERSION,
@@ -49,6 +54,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     }
     if loaded.spec.state:
         facts["state"] = [[str(part) for part in asdict(x).values()] for x in loaded.spec.state]
+        compiled = loaded.compiled
+        facts["code"] = state_code(is_compiled=compiled is not None and not compiled.is_off)
     if (loaded.spec.state or loaded.spec.gathered is not None) and loaded.weights != "auto":
         facts["packed"] = "all linear layers"  # in older stores only those beside attention
     if has_packed_experts(loaded.module):  # a GPU once left experts as they are

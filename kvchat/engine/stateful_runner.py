@@ -1,20 +1,33 @@
-"""StatefulRunner: a Runner for models with recurrent layers, one sequence after another.
+"""StatefulRunner: a Runner for models with recurrent layers.
 
 Each request's state is in its block table. The runner stops at the ends of blocks where the cache
-wants a snapshot of it.
+wants a snapshot of it. Requests with few tokens and no such stop run together, the others one after
+another.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from kvchat.cache.block_manager import BlockTable
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import ScheduledRequest
-from kvchat.engine.step_threads import StepThreads
+from kvchat.engine.step_threads import MOST_ROWS, StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.paged_model import StatefulModel
 from kvchat_kernels.state_buffer import StateBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of request `index` of a plan, and whether a snapshot follows it."""
+
+    index: int
+    piece: SequencePiece
+    table: BlockTable
+    is_cut: bool
 
 
 class StatefulRunner(Runner):
@@ -41,16 +54,21 @@ class StatefulRunner(Runner):
         """
         assert not checks, "restored state is verified by its checksums"
         states = [self._state_of(scheduled) for scheduled in plan]
-        is_copied = len(states) > 1 or is_unwanted is not None
+        requests = enumerate(zip(plan, states, strict=True))
+        groups = _grouped([self._parts_of(index, *each) for index, each in requests])
+        is_copied = is_unwanted is not None or len(groups) > 1
         before = [state.copy() for state in states] if is_copied else []
+        rows: list[list[torch.Tensor]] = [[] for _ in plan]
         try:
             with self.stopping(is_unwanted):
-                rows = [self._advance(*pair) for pair in zip(plan, states, strict=True)]
+                for group in groups:
+                    for part, found in zip(group, self._run_group(group), strict=True):
+                        rows[part.index].append(found)
         except Exception:
             for state, old in zip(states, before, strict=False):
                 state.become(old)
             raise
-        logits = torch.cat(rows)
+        logits = torch.cat([part for of_request in rows for part in of_request])
         if not len(logits):
             self.wait()
         return logits
@@ -60,30 +78,55 @@ class StatefulRunner(Runner):
         assert not scheduled.drafts, "a rejected draft cannot be taken out of a state"
         return self._cache.state_of(scheduled.request.table)
 
-    def _advance(self, scheduled: ScheduledRequest, state: StateBuffer) -> torch.Tensor:
-        """Run one request's tokens; return its rows of logits, of which there may be none."""
+    def _parts_of(self, index: int, scheduled: ScheduledRequest, state: StateBuffer) -> list[_Part]:
+        """Return one request's tokens, divided where a snapshot is wanted."""
         request = scheduled.request
         table = request.table
         assert table is not None
         start, end = request.num_computed, request.num_computed + scheduled.num_tokens
         is_prompt_end = scheduled.completes and not request.num_generated
-        rows = []
+        parts = []
         cuts = self._cache.cuts(table, start, end, is_prompt_end)
         for stop in sorted({*cuts, end}):
-            of_all = scheduled.request.is_to_be_scored
+            of_all = request.is_to_be_scored
             num_rows = stop - start if of_all else int(scheduled.completes and stop == end)
             ids = request.ids[start:stop]
             piece = SequencePiece(ids, start, table.blocks, num_rows, state)
-            rows.append(self._run_piece(piece))
-            if stop in cuts:
-                self._cache.take_snapshot(table)
+            parts.append(_Part(index, piece, table, stop in cuts))
             start = stop
-        return torch.cat(rows)
+        return parts
 
-    def _run_piece(self, piece: SequencePiece) -> torch.Tensor:
+    def _run_group(self, group: Sequence[_Part]) -> Sequence[torch.Tensor]:
+        """Run parts of different requests in one step; return the rows of logits of each."""
+        pieces = [part.piece for part in group]
+
         def forward() -> torch.Tensor:
-            return self._stateful_model.forward_piece(piece, self._block_size)
+            return self._stateful_model.forward_pieces(pieces, self._block_size)
 
-        if self._threads is None:
-            return forward()
-        return self._threads.run(len(piece.token_ids), forward)
+        num_tokens = sum(len(piece.token_ids) for piece in pieces)
+        logits = forward() if self._threads is None else self._threads.run(num_tokens, forward)
+        for part in group:
+            if part.is_cut:
+                self._cache.take_snapshot(part.table)
+        return logits.split([piece.num_logit_rows for piece in pieces])
+
+
+def _grouped(parts: Sequence[Sequence[_Part]]) -> list[list[_Part]]:
+    """Return which parts run together: of small requests as many as a small step takes.
+
+    All parts of the other requests run alone, in order.
+    """
+    groups: list[list[_Part]] = []
+    room = 0
+    for of_request in parts:
+        num_tokens = len(of_request[0].piece.token_ids)
+        if len(of_request) > 1 or num_tokens > MOST_ROWS:
+            continue
+        if num_tokens > room:
+            groups.append([])
+            room = MOST_ROWS
+        groups[-1] += of_request
+        room -= num_tokens
+    taken = {part.index for group in groups for part in group}
+    alone = (part for of_request in parts for part in of_request if part.index not in taken)
+    return [*groups, *([part] for part in alone)]

@@ -7,18 +7,19 @@ in 16 bits. That both compute the same model is for the self-test to show.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.decoder import Decoder, num_weights
+from kvchat.model.decoder import Decoder, DecoderAttention, num_weights
 from kvchat.model.decoder_reader import read_decoder
 from kvchat.model.recurrent_prefill import replace_recurrences
 from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
+from kvchat.model.step_recurrent import Recurrent
 from kvchat_kernels.cpu.code import has_whole_512_bits
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
 from kvchat_kernels.cpu_products import multiplies_fast_in, multiplies_in
@@ -64,54 +65,64 @@ class CompiledStep:
         is_native = isinstance(weights, torch.Tensor) and (
             weights.dtype == torch.float32 or multiplies_in(weights.dtype)
         )
-        has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS
+        # Prompts with a state have kernels (`recurrent_prefill.py`) that keep it in the fastest
+        # cache: 400 rows of Granite's 0.3 B hybrid in 4 bits took twice as long here.
+        has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS or bool(decoder.state)
         self._group_rows = MAX_ROWS if has_whole_512_bits() else FEW_ROWS
-        if has_whole_512_bits() and not _is_fast_by_torch(weights):
+        if has_whole_512_bits() and not _is_fast_by_torch(weights) and not decoder.state:
             self._most_rows = self._most_of_one = _ALL_ROWS
         else:
             self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS
             self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
+        self._takes_prompts = all(part.takes_prompts for part in _recurrent_parts(decoder))
 
     def logits(
         self,
         batch: ForwardBatch,
         check: Callable[[], None] | None = None,
-        state: torch.Tensor | None = None,
+        states: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor | None:
         """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
 
         None, and nothing was done, for a step that is too large. `check` is called between groups
         of rows, and within them where a model is large. It may raise StepAbandoned.
 
-        A model with recurrent layers takes one row of one sequence; `state` are the bytes of its
-        StateBuffer, which has a past. They are changed, and undefined if it raises.
+        Of a model with recurrent layers, `states` are the bytes of each sequence's StateBuffer.
+        They are changed, and undefined if it raises, which it does only by `check` once it has
+        begun.
         """
         sequences = batch.sequences
         if not isinstance(sequences, PagedSequences):
             return None
         num_rows = batch.token_ids.shape[0]
-        if self._decoder.state:
-            if num_rows != 1 or state is None:
-                return None
-            self._parts.header[Header.STATE] = state.data_ptr()
+        assert len(states) == (len(sequences.query_lens) if self._decoder.state else 0)
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
+            return None
+        if not (self._takes_prompts or _has_only_decodes(sequences)):
             return None
         size = self._group_rows
         if num_rows <= size:
-            return self._run(batch, check)
+            return self._run(batch, states, check)
         rows = []
         for start in range(0, num_rows, size):
             if start and check is not None:
                 check()
-            rows.append(self._run(_part(batch, start, min(start + size, num_rows)), check))
+            part, of_part = _part(batch, states, start, min(start + size, num_rows))
+            rows.append(self._run(part, of_part, check))
         return torch.cat(rows)
 
-    def _run(self, batch: ForwardBatch, check: Callable[[], None] | None) -> torch.Tensor:
+    def _run(
+        self,
+        batch: ForwardBatch,
+        states: Sequence[torch.Tensor],
+        check: Callable[[], None] | None,
+    ) -> torch.Tensor:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
         self._embed(batch, max(sequences.context_lens))
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
+        self._set_states(sequences, states)
         num_threads = min(torch.get_num_threads(), self._most_threads)
         num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
         self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
@@ -127,6 +138,13 @@ class CompiledStep:
         if self._parts.query_factors is not None:
             self._parts.query_factors.set(batch.positions)
 
+    def _set_states(self, sequences: PagedSequences, states: Sequence[torch.Tensor]) -> None:
+        """Write which rows are of which sequence, where layers keep a state of it."""
+        row = 0
+        for index, (count, state) in enumerate(zip(sequences.query_lens, states, strict=False)):
+            self._parts.sequences[index] = row, count, state.data_ptr()
+            row += count
+
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
         parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
@@ -136,11 +154,15 @@ class CompiledStep:
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
         num_jobs = [of_kind.set(sequences) for of_kind in parts.parts.values()]
-        if self._prepared != (prepared := (num_rows, num_logits, *num_jobs)):
-            self._prepare(num_rows, num_logits, num_jobs)
+        num_sequences = len(sequences.query_lens)
+        prepared = (num_rows, num_logits, num_sequences, *num_jobs)
+        if self._prepared != prepared:
+            self._prepare(num_rows, num_logits, num_sequences, num_jobs)
             self._prepared = prepared
 
-    def _prepare(self, num_rows: int, num_logits: int, num_jobs: Sequence[int]) -> None:
+    def _prepare(
+        self, num_rows: int, num_logits: int, num_sequences: int, num_jobs: Sequence[int]
+    ) -> None:
         """Write the numbers of units; a step that only follows another one has the same."""
         parts = self._parts
         units = parts.program.units
@@ -148,6 +170,7 @@ class CompiledStep:
             units[parts.of_parts[kind]] = count * of_kind.num_kv_heads
         units[parts.of_rows] = num_rows
         units[parts.of_picked] = num_logits
+        units[parts.of_sequences] = parts.sequence_units * num_sequences
         units[parts.of_head] = parts.head_units if num_logits else 0
         if parts.has_pairs:
             parts.set_pairs(num_rows)
@@ -169,8 +192,23 @@ def _is_fast_by_torch(weights: torch.Tensor | BlockWeights) -> bool:
     return weights.dtype == torch.float32 or multiplies_fast_in(weights.dtype)
 
 
-def _part(batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
-    """Return the rows [`start`, `end`) of a step as a step.
+def _recurrent_parts(decoder: Decoder) -> Iterator[Recurrent]:
+    for layer in decoder.layers:
+        for part in (layer.attention, layer.beside):
+            if part is not None and not isinstance(part, DecoderAttention):
+                yield part
+
+
+def _has_only_decodes(sequences: PagedSequences) -> bool:
+    """Return whether all sequences have a past, and one row each."""
+    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+    return all(count == 1 < context_len for count, context_len in lengths)
+
+
+def _part(
+    batch: ForwardBatch, states: Sequence[torch.Tensor], start: int, end: int
+) -> tuple[ForwardBatch, Sequence[torch.Tensor]]:
+    """Return the rows [`start`, `end`) of a step as a step, and the states of its sequences.
 
     The KV that its rows attend to, of earlier rows of their sequences, is written by then.
     """
@@ -185,19 +223,20 @@ def _part(batch: ForwardBatch, start: int, end: int) -> ForwardBatch:
             which.append(index)
             query_lens.append(last - first)
             context_lens.append(context_len - (after - last))
-    rows = batch.logit_rows
-    return ForwardBatch(
+    rows, of_part = batch.logit_rows, slice(which[0], which[-1] + 1)
+    part = ForwardBatch(
         batch.token_ids[start:end],
         batch.positions[start:end],
         batch.slot_mapping[start:end],
         PagedSequences(
             tuple(query_lens),
             tuple(context_lens),
-            sequences.block_tables[which[0] : which[-1] + 1],
+            sequences.block_tables[of_part],
             sequences.block_size,
         ),
         rows[(rows >= start) & (rows < end)] - start,
     )
+    return part, states[of_part]
 
 
 class CompiledModel:
@@ -208,21 +247,26 @@ class CompiledModel:
         self.is_off = False
 
     def step_over(self, pools: Sequence[KvLayer]) -> CompiledStep | None:
-        """Return the compiled step over these pools; None, with the reason logged, if none is."""
+        """Return the compiled step over these pools.
+
+        If there is none, the reason is logged, and all steps are left to the modules.
+        """
         if self.is_off:
             return None
         layers = [pool for pool in pools if isinstance(pool, CompiledKv)]
         if len(layers) < len(pools):
             _log.info("no compiled step: KV is of a form that no kernel reads")
+            self.abandon()
             return None
         try:
             return CompiledStep(self._decoder, layers)
         except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
             _log.info("no compiled step: it %s", error)
+            self.abandon()
             return None
 
     def abandon(self) -> None:
-        """Leave all steps to the model's modules from now on; for step_over only."""
+        """Leave all steps to the model's modules from now on."""
         self.is_off = True
 
 

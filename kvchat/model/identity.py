@@ -1,8 +1,9 @@
-"""Digests of a checkpoint's weights: a fast one over samples, and one over every byte.
+"""Digests of a checkpoint's weights, and of the code that computes recurrent state.
 
 They identify the model whose KV a cache holds. `sample_digest` reads three samples of every tensor,
 which is fast enough for every start, and misses a change outside the samples. `content_digest`
 reads everything once, and stores each file's digest under its inode, size and change time.
+`state_code` names the code behind a state, which no computed token verifies.
 """
 
 import errno
@@ -10,6 +11,8 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 from kvchat.core.bounded_files import open_regular, read_bounded
@@ -18,6 +21,7 @@ from kvchat.core.paths import open_private, private_directory
 from kvchat.model.checkpoint_files import MAX_CONFIG_BYTES, mark, read_text, unreadable
 from kvchat.model.gguf_file import weight_header
 from kvchat.model.source import ModelSource
+from kvchat_kernels.cpu import __file__ as _kernels
 
 _SAMPLE_BYTES = 4096
 
@@ -129,3 +133,54 @@ def _write_memory(directory: Path | None, entries: dict[str, str]) -> None:
         fresh.replace(directory / _MEMORY_NAME)
     except (StoreError, OSError) as error:
         _log.warning("weight digests not saved: %s", error)
+
+
+# transformers computes recurrences by the other packages where they are installed.
+_STATE_PACKAGES = (
+    "transformers",
+    "causal-conv1d",
+    "flash-linear-attention",
+    "kernels",
+    "mamba-ssm",
+)
+# The modules of this package that decide what a state is, and with which kernels of ours it is
+# computed.
+_STATE_MODULES = (
+    "compiled_step.py",
+    "decoder.py",
+    "decoder_reader.py",
+    "matrices.py",
+    "paged_model.py",
+    "recurrent_prefill.py",
+    "state.py",
+    "step_*.py",
+)
+
+
+def state_code(is_compiled: bool) -> list[str]:
+    """Return what names the code that computes recurrent state, for the identity of stored KV.
+
+    A restored state is verified by its checksum alone: unlike keys and values, no token of it can
+    be computed again. So state of other code, by which its meaning may have changed, is not read.
+    """
+    versions = []
+    for name in _STATE_PACKAGES:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    own = Path(__file__).parent
+    sources = [path for pattern in _STATE_MODULES for path in own.glob(pattern)]
+    if not is_compiled:
+        return [*versions, "modules", sources_digest(sources)]
+    kernels = Path(_kernels).parent.glob("*.py")
+    return [*versions, "compiled", sources_digest([*sources, *kernels])]
+
+
+def sources_digest(paths: Iterable[Path]) -> str:
+    """Return 32 hex digits over the names and the bytes of files, in whichever order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(set(paths), key=lambda path: (path.name, str(path))):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

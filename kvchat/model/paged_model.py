@@ -113,7 +113,10 @@ _ONE_BY_ONE = frozenset({"mamba", "falcon_mamba", "jamba", "zamba"})
 
 
 class StatefulModel(PagedModel):
-    """A PagedModel with recurrent layers: it runs one sequence at a time, with its state."""
+    """A PagedModel with recurrent layers: it runs sequences with their states.
+
+    A compiled step takes rows of several sequences, the modules one sequence at a time.
+    """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
         super().__init__(loaded, pools)
@@ -122,15 +125,38 @@ class StatefulModel(PagedModel):
         self._steps_one_by_one = loaded.spec.model_type in _ONE_BY_ONE
 
     @torch.inference_mode()
-    def forward_piece(self, piece: SequencePiece, block_size: int) -> torch.Tensor:
-        """Run the new tokens of one sequence: write their KV and advance `piece.state`.
+    def forward_pieces(self, pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
+        """Run the new tokens of sequences: write their KV and advance their states.
 
-        Returns [piece.num_logit_rows, vocab_size] float32. If it raises, the state is undefined.
+        Returns [num_rows, vocab_size] float32, the rows that the pieces ask for, in order. If it
+        raises, the state of a single piece is undefined, and so are those of several inside of
+        `stopping`; otherwise those of several are as before.
         """
-        assert piece.state is not None
-        assert piece.state.num_tokens == piece.start
+        if self.compiled is not None:
+            states = [state_of(piece) for piece in pieces]
+            batch = build_batch(pieces, block_size, self.device)
+            check = self.loaded.step.check_if_asked
+            found = self.compiled.logits(batch, check, [state.data for state in states])
+            if found is not None:
+                for piece, state in zip(pieces, states, strict=True):
+                    state.num_tokens = piece.end
+                return found
+        if len(pieces) == 1:
+            return self._forward_piece(pieces[0], block_size)
+        before = [state_of(piece).copy() for piece in pieces]
+        try:
+            return torch.cat([self.forward_pieces([piece], block_size) for piece in pieces])
+        except Exception:
+            for piece, old in zip(pieces, before, strict=True):
+                if piece.state is not None:
+                    piece.state.become(old)
+            raise
+
+    def _forward_piece(self, piece: SequencePiece, block_size: int) -> torch.Tensor:
+        """Run one sequence by the modules."""
+        state = state_of(piece)
         if not self._steps_one_by_one or not piece.start:
-            return self._forward_part(piece, piece.state, block_size)
+            return self._forward_part(piece, state, block_size)
         first_row = len(piece.token_ids) - piece.num_logit_rows
         rows = [
             self._forward_part(
@@ -140,7 +166,7 @@ class StatefulModel(PagedModel):
                     start=piece.start + index,
                     num_logit_rows=int(index >= first_row),
                 ),
-                piece.state,
+                state,
                 block_size,
             )
             for index, token in enumerate(piece.token_ids)
@@ -151,11 +177,6 @@ class StatefulModel(PagedModel):
         self, piece: SequencePiece, state: StateBuffer, block_size: int
     ) -> torch.Tensor:
         batch = build_batch([piece], block_size, self.device)
-        if self.compiled is not None and state.num_tokens:
-            found = self.compiled.logits(batch, self.loaded.step.check_if_asked, state.data)
-            if found is not None:
-                state.num_tokens = piece.end
-                return found
         settings: dict[str, Any] = {"use_cache": True}
         if self._takes_positions:
             settings["position_ids"] = batch.positions[None]
@@ -166,6 +187,13 @@ class StatefulModel(PagedModel):
             logits = self._logits(batch, **settings)
         state.num_tokens = piece.end
         return logits
+
+
+def state_of(piece: SequencePiece) -> StateBuffer:
+    """Return the state that a piece continues."""
+    assert piece.state is not None
+    assert piece.state.num_tokens == piece.start
+    return piece.state
 
 
 def _disable_padding_check(module: nn.Module) -> None:

@@ -41,6 +41,10 @@ class DeltaNet:
     def matrices(self) -> tuple[Matrix, ...]:
         return (*self.inputs, self.out)
 
+    @property
+    def takes_prompts(self) -> bool:
+        return True
+
     def add(
         self,
         operations: StepOperations,
@@ -75,8 +79,9 @@ class DeltaNet:
             place.EPSILON: self.norm.epsilon,
             place.OUT: read.floats,
             place.STATE: offset,
+            place.STRIDE: inputs.stride(0) * 4,
         }
-        operations.add(delta.delta_kernel(form), task, form.num_heads)
+        operations.add_of_sequences(delta.delta_kernel(form), task, form.num_heads)
         operations.products((self.out,), read, read.floats, out)
 
     def _inputs(
@@ -95,7 +100,7 @@ class DeltaNet:
             place.WIDTH: width,
             place.OUT: ordered,
         }
-        operations.add(ordering.ordering_kernel(), task, -(-width // ordering.UNIT_COLUMNS))
+        operations.add(ordering.ordering_kernel(), task, None)
         return ordered
 
 

@@ -4,6 +4,7 @@ Operations are: product of the inputs, the convolution, the state's step with it
 output.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class Mamba:
     def matrices(self) -> tuple[Matrix, ...]:
         return self.inputs, self.out
 
+    @property
+    def takes_prompts(self) -> bool:
+        least, most = self.limits
+        return least <= 0.0 and math.isinf(most)  # a softplus is never below zero
+
     def add(
         self,
         operations: StepOperations,
@@ -79,8 +85,9 @@ class Mamba:
             place.SKIPS: self.skips,
             place.OUT: read.floats,
             place.STATE: offset,
+            place.STRIDE: inputs.stride(0) * 4,
         }
-        operations.add(mamba.mamba_kernel(form), task, form.num_heads)
+        operations.add_of_sequences(mamba.mamba_kernel(form), task, form.num_heads)
         if self.norm is not None:
             self._add_norm(operations, read.floats, self.norm)
         operations.products((self.out,), read, read.floats, out)
@@ -94,8 +101,9 @@ class Mamba:
             place.WEIGHT: norm.weight,
             place.WIDTH: width,
             place.EPSILON: norm.epsilon,
+            place.NUM_GROUPS: num_groups,
         }
-        operations.add(mamba.group_norm_kernel(), task, num_groups)
+        operations.add(mamba.group_norm_kernel(), task, None)
 
 
 def read_mamba(mixer: Any, index: int) -> Mamba:

@@ -103,6 +103,7 @@ class StepOperations:
     header, head_header         of the layers, and of the rows that logits are wanted of
     of_rows, of_picked, of_head   operations with as many units as rows, as wanted rows, and as
                                 their matrix has if any row is wanted
+    of_sequences                those with so many units for each sequence
     """
 
     def __init__(self) -> None:
@@ -111,6 +112,7 @@ class StepOperations:
         self.of_rows: list[int] = []
         self.of_picked: list[int] = []
         self.of_head: list[int] = []
+        self.of_sequences: dict[int, int] = {}
         self._of_pairs: list[_PairUnits] = []
         self._pairs: dict[tuple[int, int], Pairs] = {}
         self._inputs: dict[tuple[str, int, int], Activations] = {}
@@ -179,6 +181,11 @@ class StepOperations:
         header = self.header if header is None else header
         self.all.append(Operation(kernel, numbers, header, num_units, waits))
         return numbers
+
+    def add_of_sequences(self, kernel: Kernel, task: Task, each: int) -> None:
+        """Add an operation with `each` units for each sequence, in order of the sequences."""
+        self.of_sequences[len(self.all)] = each
+        self.all.append(Operation(kernel, self._numbers(task), self.header, 0))
 
     def add_of_pairs(
         self,

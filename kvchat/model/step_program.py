@@ -35,6 +35,7 @@ from kvchat_kernels.cpu.norms import NormForm
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.rotation import Heads
+from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
 from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.kv_layer import PlainKv
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -153,9 +154,11 @@ class StepProgram:
     header, head_header  of the layers, and of the rows that logits are wanted of
     angles, parts        by the kinds of layers that share them
     query_factors        of a model whose Q is scaled by position
-    of_rows, of_picked, of_head, of_parts
+    of_rows, of_picked, of_head, of_parts, of_sequences
                          operations with as many units as rows, as wanted rows, as `head_units`
-                         if any row is wanted, and as jobs times KV heads
+                         if any row is wanted, as jobs times KV heads, and as `sequence_units` times
+                         sequences
+    sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 
@@ -169,6 +172,8 @@ class StepProgram:
         self._of_parts: dict[Any, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
         self.header, self.head_header = self._operations.header, self._operations.head_header
+        self.sequences = np.zeros((MAX_ROWS, NUM_OF_SEQUENCE), np.int64)
+        self.header[Header.SEQUENCES] = self.sequences.ctypes.data
         self.angles: dict[str | None, Angles] = {}
         self.parts: dict[Any, Parts] = {}
         scale = decoder.query_scale
@@ -178,6 +183,10 @@ class StepProgram:
         self.program = Program(operations.all)
         self.of_rows, self.of_picked, self.of_head = (
             np.array(of) for of in (operations.of_rows, operations.of_picked, operations.of_head)
+        )
+        self.of_sequences, self.sequence_units = (
+            np.array(list(part), np.int64)
+            for part in (operations.of_sequences, operations.of_sequences.values())
         )
         self.has_pairs = operations.has_pairs
         self.of_parts = {kind: np.array(found) for kind, found in self._of_parts.items()}

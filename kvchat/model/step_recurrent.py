@@ -1,4 +1,4 @@
-"""What layers with a state of constant size share in a step's program: one row of one sequence.
+"""What layers with a state of constant size share in a step's program.
 
 A kind of layer is a class with the members of `Recurrent` and a function that reads it from
 transformers' module, in a file of its own: `step_delta.py`, `step_short_conv.py`, `step_mamba.py`.
@@ -48,6 +48,11 @@ class Recurrent(Protocol):
         """All that it multiplies with."""
         ...
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether rows of a prompt are computed as those that follow it, one by one."""
+        ...
+
     def add(
         self,
         operations: StepOperations,
@@ -89,7 +94,7 @@ class Convolution:
         *,
         is_gated: bool = False,
     ) -> None:
-        """Add the operation on `x` [1, channels]; a gated one has three times as many."""
+        """Add the operation on `x` [rows, channels]; a gated one has three times as many."""
         num_taps, channels = self.weights.shape
         check_widths(channels)
         offset, dtype = state.place(layer, CONV, (channels, num_taps))
@@ -103,12 +108,14 @@ class Convolution:
             place.CHANNELS: channels,
             place.STATE: offset,
             place.OUT: out,
+            place.X_STRIDE: x.stride(0) * 4,
+            place.OUT_STRIDE: out.stride(0) * 4,
         }
         if self.bias is not None:
             task[place.BIAS] = self.bias
         form = ConvolutionForm(num_taps, stored, self.bias is not None, self.is_activated, is_gated)
         units = -(-channels // convolution.UNIT_CHANNELS)
-        operations.add(convolution.convolution_kernel(form), task, units)
+        operations.add_of_sequences(convolution.convolution_kernel(form), task, units)
 
 
 def read_convolution(module: Any, activation: str | None) -> Convolution:

@@ -29,6 +29,10 @@ class ShortConvolution:
     def matrices(self) -> tuple[Matrix, ...]:
         return self.inputs, self.out
 
+    @property
+    def takes_prompts(self) -> bool:
+        return True
+
     def add(
         self,
         operations: StepOperations,

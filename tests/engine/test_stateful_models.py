@@ -4,6 +4,7 @@ Every type: three turns, two samples, an edit, a batch, and a restart from the d
 """
 
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -93,23 +94,57 @@ def damage_snapshots(directory: Path) -> int:
     return len(hit)
 
 
-def test_a_failed_step_of_a_batch_changes_no_state(lfm2: Loaded) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_failed_step_of_a_batch_changes_no_state(lfm2: Loaded, is_compiled: bool) -> None:
     """The requests of a failed step run again alone: a state advanced twice gives other tokens."""
     chat = Chat(lfm2[0], open_engine(lfm2[1], None))
     model = chat.engine._runner._model
-    forward, calls = model.forward_piece, []
+    if not is_compiled:
+        model.compiled = None
+    forward, forward_alone = model.forward_pieces, model._forward_piece
+    sizes: list[int] = []
+    failed: list[str] = []
 
-    def failing(piece: SequencePiece, block_size: int) -> torch.Tensor:
-        calls.append(piece)
-        if len(calls) in (2, 9):  # the second sequence of a step, after the first has advanced
+    def failing(pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
+        sizes.append(len(pieces))
+        # The prompts run in parts: one of the second, when the first has advanced.
+        if len(sizes) == 4:
+            failed.append("a prompt")
             raise RuntimeError("a passing fault")
-        return forward(piece, block_size)
+        return forward(pieces, block_size)
 
-    model.forward_piece = failing
+    def failing_alone(piece: SequencePiece, block_size: int) -> torch.Tensor:
+        if sizes[-3:] == [2, 1, 1] and len(failed) == 1:  # the second of two, by the modules
+            failed.append("a decode")
+            raise RuntimeError("a passing fault")
+        return forward_alone(piece, block_size)
+
+    model.forward_pieces, model._forward_piece = failing, failing_alone
     prompts = [words(20, seed=1), words(21, seed=2)]
     answers = chat.ask(*prompts)
-    del model.forward_piece
-    assert len(calls) > 9
+    del model.forward_pieces, model._forward_piece
+    assert failed == ["a prompt"] if is_compiled else ["a prompt", "a decode"]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids == chat.right_answer(prompt, answer.ids)
+
+
+def test_requests_that_decode_run_in_one_step(lfm2: Loaded) -> None:
+    """Each read all weights by itself: four clients had as many tokens together as one."""
+    chat = Chat(lfm2[0], open_engine(lfm2[1], None))
+    model = chat.engine._runner._model
+    forward, sizes = model.forward_pieces, []
+
+    def noted(pieces: Sequence[SequencePiece], block_size: int) -> torch.Tensor:
+        sizes.append([len(piece.token_ids) for piece in pieces])
+        return forward(pieces, block_size)
+
+    model.forward_pieces = noted
+    prompts = [words(length, seed=length) for length in (3, 20, 37, 50)]
+    answers = chat.ask(*prompts)
+    del model.forward_pieces
+
+    decodes = [of_step for of_step in sizes if set(of_step) == {1}]
+    assert decodes.count([1, 1, 1, 1]) >= NUM_GENERATED // 2
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids == chat.right_answer(prompt, answer.ids)
 

@@ -20,36 +20,59 @@ from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import Header
-from support.cpu_tasks import header, task
+from support.cpu_tasks import header, sequences, task
+
+# The rows of a step's sequences: one row, a prompt, rows of several sequences.
+_COUNTS = [[1], [5], [1, 3, 2, 1]]
 
 
 def run(
-    kernel: Any, places: dict[Any, Any], num_units: int, state: torch.Tensor | None = None
+    kernel: Any,
+    places: dict[Any, Any],
+    num_units: int,
+    states: list[torch.Tensor] | None = None,
+    counts: list[int] | None = None,
 ) -> None:
-    numbers: np.ndarray[Any, Any] = header(1)
-    numbers[Header.STATE] = 0 if state is None else state.data_ptr()
+    counts = counts or [1]
+    numbers: np.ndarray[Any, Any] = header(sum(counts))
+    if states is not None:
+        named = sequences(states, counts)
+        numbers[Header.SEQUENCES] = named.ctypes.data
+        num_units *= len(counts)
     run_units(Operation(kernel, task(places), numbers, None), num_units, 2)
 
 
+def in_order(counts: list[int]) -> list[int]:
+    """The sequence of each row."""
+    return [index for index, count in enumerate(counts) for _ in range(count)]
+
+
+@pytest.mark.parametrize("counts", _COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_taps", [2, 3, 4, 5])
 @pytest.mark.parametrize("channels", [8, 24, 1048])
 def test_a_convolution_is_the_sum_of_the_last_inputs(
-    channels: int, num_taps: int, dtype: torch.dtype
+    channels: int, num_taps: int, dtype: torch.dtype, counts: list[int]
 ) -> None:
     """Three steps, so that what a step keeps is what the next one reads."""
     torch.manual_seed(0)
     weights = torch.randn(num_taps, channels)
-    # Before and behind it lies what must not change.
-    whole = torch.randn(channels + 2, num_taps).to(dtype)
+    # Before and behind each state lies what must not change.
+    whole = torch.randn(len(counts), channels + 2, num_taps).to(dtype)
     twin, before = whole.clone(), whole.clone()
     stored = stored_as(dtype)
     assert stored is not None
     form = ConvolutionForm(num_taps, stored, has_bias=False, is_activated=True, is_gated=False)
     units = -(-channels // convolution.UNIT_CHANNELS)
     for _ in range(3):
-        x = 3 * torch.randn(channels)
-        expected = recurrent_reference.convolved(x, weights, twin[1:-1])
+        wide = 3 * torch.randn(sum(counts), channels + 5)
+        x = wide[:, :channels]  # rows have a gap between them
+        expected = torch.stack(
+            [
+                recurrent_reference.convolved(row, weights, twin[index, 1:-1])
+                for row, index in zip(x, in_order(counts), strict=True)
+            ]
+        )
         place = convolution.Place
         places = {
             place.X: x,
@@ -57,23 +80,30 @@ def test_a_convolution_is_the_sum_of_the_last_inputs(
             place.CHANNELS: channels,
             place.STATE: num_taps * dtype.itemsize,
             place.OUT: x,
+            place.X_STRIDE: x.stride(0) * 4,
+            place.OUT_STRIDE: x.stride(0) * 4,
         }
+        gap = wide[:, channels:].clone()
 
-        run(convolution.convolution_kernel(form), places, units, whole)
+        run(convolution.convolution_kernel(form), places, units, list(whole), counts)
 
         assert torch.allclose(x, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole, twin)
-    assert torch.equal(whole[[0, -1]], before[[0, -1]])
+        assert torch.equal(wide[:, channels:], gap)
+    assert torch.equal(whole[:, [0, -1]], before[:, [0, -1]])
 
 
+@pytest.mark.parametrize("counts", _COUNTS)
 @pytest.mark.parametrize("is_activated", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_convolution_may_have_a_bias_and_gates(is_gated: bool, is_activated: bool) -> None:
+def test_a_convolution_may_have_a_bias_and_gates(
+    is_gated: bool, is_activated: bool, counts: list[int]
+) -> None:
     torch.manual_seed(1)
-    channels, num_taps = 48, 3
+    channels, num_taps, num_rows = 48, 3, sum(counts)
     weights, bias = torch.randn(num_taps, channels), torch.randn(channels)
-    state, x = torch.randn(channels, num_taps), torch.randn(3, channels)
-    twin, out = state.clone(), torch.zeros(channels)
+    state, x = torch.randn(len(counts), channels, num_taps), torch.randn(num_rows, 3, channels)
+    twin, out = state.clone(), torch.zeros(num_rows, channels)
     stored = stored_as(torch.float32)
     assert stored is not None
     form = ConvolutionForm(num_taps, stored, True, is_activated, is_gated)
@@ -85,54 +115,65 @@ def test_a_convolution_may_have_a_bias_and_gates(is_gated: bool, is_activated: b
         place.CHANNELS: channels,
         place.STATE: 0,
         place.OUT: out,
+        place.X_STRIDE: x.stride(0) * 4,
+        place.OUT_STRIDE: out.stride(0) * 4,
     }
 
-    run(convolution.convolution_kernel(form), places, 1, state)
+    run(convolution.convolution_kernel(form), places, 1, list(state), counts)
 
-    expected = recurrent_reference.convolved(
-        x[0] * x[2] if is_gated else x[0], weights, twin, bias=bias, is_activated=is_activated
-    )
-    assert torch.allclose(out, expected * x[1] if is_gated else expected, rtol=1e-5, atol=1e-5)
+    for row, index in enumerate(in_order(counts)):
+        factor, of_sum, inputs = x[row]
+        expected = recurrent_reference.convolved(
+            factor * inputs if is_gated else factor,
+            weights,
+            twin[index],
+            bias=bias,
+            is_activated=is_activated,
+        )
+        expected = expected * of_sum if is_gated else expected
+        assert torch.allclose(out[row], expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(state, twin)
 
 
 @pytest.mark.parametrize("width", [1, 7, 2048, 5000])
 def test_numbers_are_put_in_another_order(width: int) -> None:
     torch.manual_seed(2)
-    x, out = torch.randn(width), torch.zeros(width + 1)
+    x, out = torch.randn(3, width), torch.zeros(3 * width + 1)
     order = torch.randperm(width).int()
     place = ordering.Place
     places = {place.X: x, place.FROM: order, place.WIDTH: width, place.OUT: out}
 
-    run(ordering.ordering_kernel(), places, -(-width // ordering.UNIT_COLUMNS))
+    run(ordering.ordering_kernel(), places, 3, counts=[1, 1, 1])
 
-    assert torch.equal(out[:-1], x[order.long()])
+    assert torch.equal(out[:-1].view(3, width), x[:, order.long()])
     assert out[-1] == 0
 
 
+@pytest.mark.parametrize("counts", _COUNTS)
 @pytest.mark.parametrize(
     ("num_heads", "num_key_heads", "key_dim", "value_dim"),
     [(1, 1, 8, 8), (4, 2, 16, 24), (3, 3, 24, 32), (16, 16, 128, 128), (8, 2, 64, 128)],
 )
 def test_a_step_of_the_state_is_the_formula(
-    num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
+    num_heads: int, num_key_heads: int, key_dim: int, value_dim: int, counts: list[int]
 ) -> None:
     torch.manual_seed(1)
     form = delta.DeltaForm(num_heads, num_key_heads, key_dim, value_dim)
-    state = torch.randn(num_heads, key_dim, value_dim)
-    twin, out = state.clone(), torch.zeros(num_heads, value_dim)
+    keys, values, num_rows = num_key_heads * key_dim, num_heads * value_dim, sum(counts)
+    state = torch.randn(len(counts), num_heads, key_dim, value_dim)
+    twin, out = state.clone(), torch.zeros(num_rows, num_heads, value_dim)
     # Steps far below and above zero, decays from nearly 1 to nearly 0.
     rates, bias = -torch.rand(num_heads) * 16, torch.linspace(-12, 12, num_heads)
     weight, epsilon = torch.randn(value_dim), 1e-6
-    for _ in range(3):
-        query, key = torch.randn(2, num_key_heads, key_dim).unbind()
-        value, gate = torch.randn(2, num_heads, value_dim).unbind()
-        betas, steps = torch.randn(2, num_heads).unbind()
-        mixed = torch.cat((query.flatten(), key.flatten(), value.flatten()))
+    for _ in range(2):
+        inputs = torch.randn(num_rows, 2 * keys + 2 * values + 2 * num_heads)
+        mixed, gates, betas, steps = inputs.split(
+            (2 * keys + values, values, num_heads, num_heads), dim=1
+        )
         place = delta.Place
         places = {
             place.MIXED: mixed,
-            place.GATES: gate,
+            place.GATES: gates,
             place.BETAS: betas,
             place.STEPS: steps,
             place.STEP_BIAS: bias,
@@ -141,58 +182,85 @@ def test_a_step_of_the_state_is_the_formula(
             place.EPSILON: epsilon,
             place.OUT: out,
             place.STATE: 0,
+            place.STRIDE: inputs.stride(0) * 4,
         }
 
-        run(delta.delta_kernel(form), places, num_heads, state)
+        run(delta.delta_kernel(form), places, num_heads, list(state), counts)
 
-        log_decay = rates * torch.nn.functional.softplus(steps + bias)
-        read = recurrent_reference.delta_step(query, key, value, log_decay, betas.sigmoid(), twin)
-        expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
-        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
-        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-4)
+        for row, index in enumerate(in_order(counts)):
+            query, key, value = mixed[row].split((keys, keys, values))
+            read = recurrent_reference.delta_step(
+                query.view(num_key_heads, key_dim),
+                key.view(num_key_heads, key_dim),
+                value.view(num_heads, value_dim),
+                rates * torch.nn.functional.softplus(steps[row] + bias),
+                betas[row].sigmoid(),
+                twin[index],
+            )
+            gate = gates[row].view(num_heads, value_dim)
+            expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
+            assert torch.allclose(out[row], expected, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("counts", _COUNTS)
 @pytest.mark.parametrize(
     ("num_heads", "num_groups", "head_dim", "state_size"),
     [(1, 1, 8, 8), (4, 2, 16, 24), (6, 3, 24, 16), (16, 1, 64, 128), (8, 8, 32, 256)],
 )
 def test_a_step_of_mamba_is_the_formula(
-    num_heads: int, num_groups: int, head_dim: int, state_size: int
+    num_heads: int, num_groups: int, head_dim: int, state_size: int, counts: list[int]
 ) -> None:
     torch.manual_seed(3)
     form = mamba.MambaForm(num_heads, num_groups, head_dim, state_size)
-    state = torch.randn(num_heads, head_dim, state_size)
-    twin, out = state.clone(), torch.zeros(num_groups, num_heads * head_dim // num_groups)
+    width, of_groups, num_rows = num_heads * head_dim, num_groups * state_size, sum(counts)
+    state = torch.randn(len(counts), num_heads, head_dim, state_size)
+    twin, out = state.clone(), torch.zeros(num_rows, num_groups, width // num_groups)
     rates, bias = -torch.rand(num_heads) * 16, torch.linspace(-12, 4, num_heads)
-    skips, weight, epsilon = torch.randn(num_heads), torch.randn_like(out), 1e-5
-    for _ in range(3):
-        x, gate = torch.randn(2, num_heads, head_dim).unbind()
-        b, c = torch.randn(2, num_groups, state_size).unbind()
-        steps = torch.randn(num_heads)
+    skips, weight, epsilon = torch.randn(num_heads), torch.randn_like(out[0]), 1e-5
+    for _ in range(2):
+        inputs = torch.randn(num_rows, 2 * width + 2 * of_groups + num_heads)
+        gates, mixed, steps = inputs.split((width, width + 2 * of_groups, num_heads), dim=1)
         place = mamba.Place
         places = {
-            place.MIXED: torch.cat((x.flatten(), b.flatten(), c.flatten())),
-            place.GATES: gate,
+            place.MIXED: mixed,
+            place.GATES: gates,
             place.STEPS: steps,
             place.STEP_BIAS: bias,
             place.RATES: rates,
             place.SKIPS: skips,
             place.OUT: out,
             place.STATE: 0,
+            place.STRIDE: inputs.stride(0) * 4,
         }
 
-        run(mamba.mamba_kernel(form), places, num_heads, state)
+        run(mamba.mamba_kernel(form), places, num_heads, list(state), counts)
 
-        step = torch.nn.functional.softplus(steps + bias)
-        read = recurrent_reference.mamba_step(x, b, c, step, rates, skips, twin)
-        expected = (read * torch.nn.functional.silu(gate)).view_as(out)
-        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-5)
-        assert torch.allclose(out, expected, rtol=1e-3, atol=1e-3)
+        for row, index in enumerate(in_order(counts)):
+            x, b, c = mixed[row].split((width, of_groups, of_groups))
+            read = recurrent_reference.mamba_step(
+                x.view(num_heads, head_dim),
+                b.view(num_groups, state_size),
+                c.view(num_groups, state_size),
+                torch.nn.functional.softplus(steps[row] + bias),
+                rates,
+                skips,
+                twin[index],
+            )
+            expected = read.flatten() * torch.nn.functional.silu(gates[row])
+            assert torch.allclose(out[row].flatten(), expected, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
     norm = mamba.NormPlace
-    places = {norm.X: out, norm.WEIGHT: weight, norm.WIDTH: out.shape[1], norm.EPSILON: epsilon}
+    places = {
+        norm.X: out,
+        norm.WEIGHT: weight,
+        norm.WIDTH: out.shape[2],
+        norm.EPSILON: epsilon,
+        norm.NUM_GROUPS: num_groups,
+    }
     normed = recurrent_reference.group_norm(out, weight, epsilon)
 
-    run(mamba.group_norm_kernel(), places, num_groups)
+    run(mamba.group_norm_kernel(), places, num_rows, counts=counts)
 
     assert torch.allclose(out, normed, rtol=1e-4, atol=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 from kvchat_kernels.cpu import attention
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program
-from kvchat_kernels.cpu.step import NUM_HEADERS, Header
+from kvchat_kernels.cpu.step import NUM_HEADERS, NUM_OF_SEQUENCE, Header
 from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
@@ -27,6 +27,16 @@ def task(places: dict[Any, Any]) -> Any:
     numbers = np.zeros(24, np.int64)
     for place, value in places.items():
         numbers[place] = number(value)
+    return numbers
+
+
+def sequences(states: list[torch.Tensor], counts: list[int]) -> Any:
+    """Sequences with so many rows each, as the header's SEQUENCES names them; the caller owns."""
+    numbers = np.zeros((len(counts), NUM_OF_SEQUENCE), np.int64)
+    row = 0
+    for numbers_of_one, state, count in zip(numbers, states, counts, strict=True):
+        numbers_of_one[:] = row, count, state.data_ptr()
+        row += count
     return numbers
 
 

@@ -1,9 +1,9 @@
 """A short convolution: each channel's last inputs, weighted and summed up.
 
-The kernel here takes one row; those of several rows write theirs by `write_convolved`.
+The kernel here is a step's; those of long prompts write theirs by `write_convolved`.
 
-A unit is a run of channels. The state, the channels' last inputs, gets the new input in place.
-`recurrent_reference.py` has the same in torch.
+A unit is a run of channels of a sequence, whose rows it computes one after another. The state, the
+channels' last inputs, gets the new inputs in place. `recurrent_reference.py` has the same in torch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import Stored, as_floats, as_stored, sigmoid
-from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.step import read_sequence
 
 # Channels of a unit.
 UNIT_CHANNELS = 512
@@ -23,12 +23,13 @@ UNIT_CHANNELS = 512
 class Place(IntEnum):
     """The task. All are float32 but the state.
 
-    X         [CHANNELS], the input; of a gated one [3, CHANNELS]: the input's factor, the sum's
-              factor, the input
+    X         [rows, CHANNELS], the inputs; of a gated one [rows, 3, CHANNELS]: the input's factor,
+              the sum's factor, the input
     WEIGHTS   [taps, CHANNELS]
     BIAS      [CHANNELS]
-    STATE     bytes from the beginning of the sequence's state to [CHANNELS, taps]
-    OUT       [CHANNELS]; it may be X if that is not gated
+    STATE     bytes from the beginning of a sequence's state to [CHANNELS, taps]
+    OUT       [rows, CHANNELS]; it may be X if that is not gated
+    X_STRIDE, OUT_STRIDE   bytes from a row to the next
     """
 
     X = 0
@@ -37,6 +38,8 @@ class Place(IntEnum):
     STATE = 3
     OUT = 4
     BIAS = 5
+    X_STRIDE = 6
+    OUT_STRIDE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,22 @@ def convolution_kernel(form: ConvolutionForm) -> Kernel:
 
 
 def _write(code: Code, form: ConvolutionForm) -> None:
-    channels, x = code.field(Place.CHANNELS), code.field(Place.X)
-    state = code.header(Header.STATE) + code.field(Place.STATE)
-    start = code.unit * UNIT_CHANNELS
-    with code.loop(start, code.least(start + UNIT_CHANNELS, channels), LANES) as channel:
+    channels = code.field(Place.CHANNELS)
+    num_runs = (channels + (UNIT_CHANNELS - 1)) // UNIT_CHANNELS
+    first, end, state = read_sequence(code, code.unit // num_runs)
+    state = state + code.field(Place.STATE)
+    start = (code.unit % num_runs) * UNIT_CHANNELS
+    with code.loop(first, end) as row:
+        _write_row(code, form, row, state, (start, code.least(start + UNIT_CHANNELS, channels)))
+
+
+def _write_row(
+    code: Code, form: ConvolutionForm, row: Value, state: Value, run: tuple[Value, Value]
+) -> None:
+    channels = code.field(Place.CHANNELS)
+    x = code.field(Place.X) + row * code.field(Place.X_STRIDE)
+    out = code.field(Place.OUT) + row * code.field(Place.OUT_STRIDE)
+    with code.loop(*run, LANES) as channel:
         at = channel * 4
         new = code.load(x, at, F32S)
         if form.is_gated:
@@ -69,7 +84,7 @@ def _write(code: Code, form: ConvolutionForm) -> None:
             total = total * sigmoid(code, total)
         if form.is_gated:
             total = total * code.load(x + channels * 4, at, F32S)
-        code.store(total, code.field(Place.OUT), at)
+        code.store(total, out, at)
 
 
 def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new: Value) -> Value:

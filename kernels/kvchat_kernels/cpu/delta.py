@@ -1,12 +1,12 @@
-"""One row of a gated delta net's state (Qwen3.5, Qwen3-Next), behind its convolution.
+"""The state of a gated delta net (Qwen3.5, Qwen3-Next) in a step, behind its convolution.
 
 Each value head decays its state S [key dim, value dim], corrects it by what it says for the key,
-and reads it by the query; what is read is normed and gated. A unit is a value head:
+and reads it by the query; what is read is normed and gated. A unit is a value head of a sequence,
+whose rows it computes one after another:
 
     S = decay * S;  S += k * (beta * (v - k S));  out = norm(q S) * silu(z)
 
-It changes the state of the header's sequence in place. `recurrent_reference.py` has the same in
-torch.
+It changes the state in place. `recurrent_reference.py` has the same in torch.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from functools import cache, reduce
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
-from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.step import read_sequence
 
 # What the squares of a key or a query are added to, as the models have it.
 LEAST_SQUARE = 1e-6
 
 
 class Place(IntEnum):
-    """The task. All are float32.
+    """The task. All are float32; those of rows are said to be of one.
 
     MIXED        queries, keys [key heads, key dim] and values [heads, value dim], one after another
     GATES        [heads, value dim]
@@ -34,7 +34,8 @@ class Place(IntEnum):
     NORM         [value dim]
     EPSILON      of the norm
     OUT          [heads, value dim]
-    STATE        bytes from the beginning of the sequence's state to [heads, key dim, value dim]
+    STATE        bytes from the beginning of a sequence's state to [heads, key dim, value dim]
+    STRIDE       bytes from a row of MIXED, GATES, BETAS and STEPS to the next; OUT has no gaps
     """
 
     MIXED = 0
@@ -47,6 +48,7 @@ class Place(IntEnum):
     EPSILON = 7
     OUT = 8
     STATE = 9
+    STRIDE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +67,26 @@ def delta_kernel(form: DeltaForm) -> Kernel:
 
 
 def _write(code: Code, form: DeltaForm) -> None:
-    head, row_bytes = code.unit, form.value_dim * 4
+    first, end, state = read_sequence(code, code.unit // form.num_heads)
+    head = code.unit % form.num_heads
+    state = state + code.field(Place.STATE) + head * (form.key_dim * form.value_dim * 4)
+    with code.loop(first, end) as row:
+        _write_row(code, form, row, head, state)
+
+
+def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Value) -> None:
+    row_bytes, offset = form.value_dim * 4, row * code.field(Place.STRIDE)
     key_head = head // (form.num_heads // form.num_key_heads)
     width = form.num_key_heads * form.key_dim * 4
-    query = code.field(Place.MIXED) + key_head * (form.key_dim * 4)
+    mixed = code.field(Place.MIXED) + offset
+    query = mixed + key_head * (form.key_dim * 4)
     key = query + width
-    value = code.field(Place.MIXED) + 2 * width + head * row_bytes
-    state = code.header(Header.STATE) + code.field(Place.STATE)
-    state = state + head * (form.key_dim * row_bytes)
-    out = code.field(Place.OUT) + head * row_bytes
+    value = mixed + 2 * width + head * row_bytes
+    out = code.field(Place.OUT) + (row * form.num_heads + head) * row_bytes
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
-    decay = _decay(code, head)
-    beta = sigmoid(code, code.spread(code.load(code.field(Place.BETAS), head * 4, F32)))
+    decay = _decay(code, offset, head)
+    beta = sigmoid(code, code.spread(code.load(code.field(Place.BETAS) + offset, head * 4, F32)))
     for columns in _strips(form.value_dim):
         said = _sums(code, form, key, state, columns)
         changes = [
@@ -94,7 +103,7 @@ def _write(code: Code, form: DeltaForm) -> None:
                 total.set(total.get() + q * new)
         for column, total in zip(columns, read, strict=True):
             code.store(total.get() * of_query, out, column * 4)
-    _write_norm(code, form, head, out)
+    _write_norm(code, form, offset + head * row_bytes, out)
 
 
 def _strips(width: int) -> list[range]:
@@ -124,20 +133,21 @@ def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
     return reciprocal_root(code, total + LEAST_SQUARE)
 
 
-def _decay(code: Code, head: Value) -> Value:
-    """Return exp(rate * softplus(step + bias)) of a head in all lanes."""
-    step, bias, rate = (
+def _decay(code: Code, offset: Value, head: Value) -> Value:
+    """Return exp(rate * softplus(step + bias)) of a head of the row at `offset`, in all lanes."""
+    step = code.spread(code.load(code.field(Place.STEPS) + offset, head * 4, F32))
+    bias, rate = (
         code.spread(code.load(code.field(place), head * 4, F32))
-        for place in (Place.STEPS, Place.STEP_BIAS, Place.RATES)
+        for place in (Place.STEP_BIAS, Place.RATES)
     )
     return exp(code, rate * softplus(code, step + bias))
 
 
-def _write_norm(code: Code, form: DeltaForm, head: Value, out: Value) -> None:
+def _write_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> None:
     width = code.whole(form.value_dim)
     epsilon = code.float_field(Place.EPSILON)
     factor = code.spread(inverse_rms(code, out, width, epsilon))
-    gates = code.field(Place.GATES) + head * (form.value_dim * 4)
+    gates = code.field(Place.GATES) + offset
     weight = code.field(Place.NORM)
     with code.loop(0, width, LANES) as column:
         gate = code.load(gates, column * 4, F32S)
