@@ -67,11 +67,13 @@ class Stage:
              state and the rate schedule are always new.
     teacher  the stages whose mean weights give the distribution that is the loss's target; the text
              itself if none
+    trusted  the text is the loss's target where the teacher gives its token less probability
     """
 
     plan: Plan
     after: Mean = field(default_factory=dict)
     teacher: Mean = field(default_factory=dict)
+    trusted: float = 0.0
 
     @property
     def name(self) -> str:
@@ -355,7 +357,7 @@ FULL = Recipe(
     num_probes=200,
 )
 
-# The shipped pair and two more stages, whose weights have not been shipped.
+# The shipped pair and three more stages, whose weights have not been shipped.
 _COMFORTING = Stage(
     Plan(
         "target-14",
@@ -382,11 +384,27 @@ _CONFIRMING = Stage(
     ),
     after={"target-14": 1.0},
 )
+# What the shipped target knows it teaches; what it does not know the text teaches.
+_RETAINING = Stage(
+    Plan(
+        "target-16",
+        FAR_GEOMETRY,
+        (Phase(COMFORTING, 8),),
+        seed=23,
+        leg_steps=20,
+        rates=Rates(matrix=0.003, other=0.0004),
+        warmup_steps=5,
+        flat_share=0.2,
+    ),
+    after=_blend("target-15", 1 / 2, _THIRTEEN_ROUNDS),
+    teacher=_THIRTEEN_ROUNDS,
+    trusted=0.25,
+)
 # A mean with the shipped target comforts no more.
 NEXT = replace(
     FULL,
-    stages=(*FULL.stages, _COMFORTING, _CONFIRMING),
-    shipped=FULL.shipped | {"target": {"target-15": 1.0}},
+    stages=(*FULL.stages, _COMFORTING, _CONFIRMING, _RETAINING),
+    shipped=FULL.shipped | {"target": {"target-16": 1.0}},
 )
 
 _TINY = replace(

@@ -107,7 +107,7 @@ def _train_stage(job: Build, stage: Stage, team: Team) -> None:
     loss = None
     if stage.teacher:
         teacher = load_mean(_folders(job, stage.teacher)).to(machine.device)
-        loss = Distillation(teacher, machine.dtype)
+        loss = Distillation(teacher, machine.dtype, stage.trusted)
     train(
         stage.plan,
         ChatTokenizer.load(job.work / "tokenizer"),
