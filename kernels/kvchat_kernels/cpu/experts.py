@@ -12,13 +12,13 @@ from functools import cache
 
 from llvmlite import ir
 
+from kvchat_kernels.cpu.block_rows import NUM_PLACES
 from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import exp, sigmoid
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
 
 # A score that counts as none: of an expert that was taken, and beyond the last expert.
 NO_SCORE = -3e38
-_TASK_NUMBERS = 16
 
 
 class Place(IntEnum):
@@ -73,7 +73,8 @@ class GroupPlace(IntEnum):
     """The task of a product with experts.
 
     KERNEL               address of the product's kernel
-    TASK                 the product's own task, for the expert 0 and the first pair
+    TASK                 the product's own task, of NUM_PLACES numbers, for the expert 0 and the
+                         first pair
     BY_EXPERT, BY_PAIR   what each of its numbers grows by, from expert to expert and pair to pair
     UNITS                units of one expert
     GROUPS, NUM_GROUPS   as in Place
@@ -248,12 +249,12 @@ def _write_group(code: Code) -> None:
     units = code.field(GroupPlace.UNITS)
     number = code.unit // units
     num_groups = code.load(code.field(GroupPlace.NUM_GROUPS), 0, I64)
-    task = code.room(8 * _TASK_NUMBERS)
+    task = code.room(8 * NUM_PLACES)
     kernel_type = ir.FunctionType(ir.VoidType(), [I64] * 3).as_pointer()
     with code.when(number < num_groups):
         group = code.field(GroupPlace.GROUPS) + number * (8 * NUM_HEADERS)
         first, expert = (code.load(group, 8 * place, I64) for place in (Group.FIRST, Group.EXPERT))
-        for place in range(0, 8 * _TASK_NUMBERS, 8):
+        for place in range(0, 8 * NUM_PLACES, 8):
             own, by_expert, by_pair = (
                 code.load(code.field(part), place, I64)
                 for part in (GroupPlace.TASK, GroupPlace.BY_EXPERT, GroupPlace.BY_PAIR)
