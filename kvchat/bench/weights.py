@@ -22,9 +22,8 @@ from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.packed_experts import expert_packs_of
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.quantise import pack_of
+from kvchat.model.quantise import num_packed_bytes
 from kvchat.model.source import ModelSource, find_model
 
 _FORMS = ("auto", "int8", "int4")
@@ -115,11 +114,8 @@ def _measured(
 
 def _weight_bytes(assembled: AssembledEngine) -> int:
     module = assembled.loaded.module
-    packs = [pack_of(layer) for layer in module.modules()]
-    experts = [expert_packs_of(part) for part in module.modules()]
     own = sum(parameter.nbytes for parameter in module.parameters())
-    own += sum(pack.num_bytes for pack in experts if pack is not None)
-    return own + sum(pack.weights.num_bytes for pack in packs if pack is not None)
+    return own + num_packed_bytes(module)
 
 
 def perplexity(assembled: AssembledEngine, texts: list[list[int]]) -> float:

@@ -66,6 +66,7 @@ from kvchat.model.graphs import GraphRunner
 from kvchat.model.identity import content_digest
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.paged_model import PagedModel, StatefulModel
+from kvchat.model.quantise import num_packed_bytes
 from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
@@ -533,7 +534,8 @@ def _piece_rows(model: PagedModel) -> int | None:
     A large step uses transformers' own forward pass, and reads the weights once. The weights of a
     tiny model stay in the CPU cache, so reading them again costs almost nothing.
     """
-    num_bytes = sum(p.nbytes for p in model.loaded.module.parameters())
+    module = model.loaded.module
+    num_bytes = sum(p.nbytes for p in module.parameters()) + num_packed_bytes(module)
     is_tiny = num_bytes <= _HELD_BY_A_CACHE
     return FEW_ROWS if model.compiled is not None and is_tiny else None
 

@@ -89,7 +89,8 @@ def _read_gguf(
     if blocks_on is not None:
         wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
         wanted += expert_tensors(module)
-    if for_cpu:
+    head = _tied_head(module)
+    if for_cpu and (head is None or (head,) in wanted):  # else the head reads the table as it is
         wanted += [(name,) for name in _large_tables(module, dtype)]
     stage = stage_of(gguf, dtype, blocks_on is not None)
     architecture = architecture_of(gguf, source.name)
@@ -98,7 +99,6 @@ def _read_gguf(
     def tick(share: float) -> None:
         progress(LoadProgress(stage, share))
 
-    head = _tied_head(module)
     found = read_gguf_tensors(
         gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
     )

@@ -44,6 +44,10 @@ _MOST_WEIGHTS = 1 << 27
 # In vectors of 512 bits any number of rows is faster than by torch's modules, where torch has no
 # faster instructions than these for the weights: see `docs/benchmarks`.
 _ALL_ROWS = 1 << 30
+# Bytes of attention's results, by parts of contexts, that the rows of a group may have. In an 8 B
+# model 128 sequences that share 32,768 positions would have 256 MiB, and a layer's attention, in
+# which nothing asks for a stop, would be as much longer. No group is smaller than FEW_ROWS for it.
+_RESULT_BYTES = 1 << 26
 
 
 class CompiledStep:
@@ -100,7 +104,7 @@ class CompiledStep:
             return None
         if not (self._takes_prompts or _has_only_decodes(sequences)):
             return None
-        size = self._group_rows
+        size = self._rows_of_group(max(sequences.context_lens))
         if num_rows <= size:
             return self._run(batch, states, check)
         rows = []
@@ -110,6 +114,12 @@ class CompiledStep:
             part, of_part = _part(batch, states, start, min(start + size, num_rows))
             rows.append(self._run(part, of_part, check))
         return torch.cat(rows)
+
+    def _rows_of_group(self, context_len: int) -> int:
+        """Return the most rows of a group of which none sees more positions than this."""
+        parts = self._parts.parts.values()
+        each = max((of_kind.result_bytes(context_len) for of_kind in parts), default=1)
+        return max(FEW_ROWS, min(self._group_rows, _RESULT_BYTES // each))
 
     def _run(
         self,

@@ -245,7 +245,8 @@ class _Header:
             except (ValueError, KeyError):
                 raise _Damaged(f"a tensor has the unknown block format {code}") from None
             num_bytes = prod(shape) // block_size * block_bytes
-            if name in names or prod(shape) >= _MAX_SIZE or (shape and shape[-1] % block_size):
+            is_possible = 0 < prod(shape) < _MAX_SIZE and (shape or (1,))[-1] % block_size == 0
+            if name in names or not is_possible:
                 raise _Damaged("a tensor has an impossible shape, or is there twice")
             if data_start + offset + num_bytes > len(self._content):
                 raise _Damaged("it ends before its last tensor does")

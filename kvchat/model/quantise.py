@@ -123,6 +123,14 @@ def has_packed_table(table: nn.Module) -> bool:
     return _TABLE in table.__dict__
 
 
+def num_packed_bytes(module: nn.Module) -> int:
+    """Return the bytes of a model's packed weights, which are no parameters of it."""
+    packs = [pack_of(layer) for layer in module.modules()]
+    experts = [expert_packs_of(part) for part in module.modules()]
+    total = sum(pack.weights.num_bytes for pack in packs if pack is not None)
+    return total + sum(pack.num_bytes for pack in experts if pack is not None)
+
+
 def is_packed(module: nn.Module) -> bool:
     """Whether any layer of a model multiplies with a packed weight."""
     return any(pack_of(layer) or expert_packs_of(layer) for layer in module.modules())
@@ -367,9 +375,10 @@ def use_packed_table(table: nn.Embedding, weights: BlockWeights) -> None:
         on_rows.padding_idx = None  # no place in the rows found
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [..., hidden] of token ids [...]."""
+        """Return the rows [..., hidden] of token ids [...]; IndexError for others, as usual."""
         flat = ids.reshape(-1)
-        found = dequantised(weights.changed(lambda part: part[flat])).to(dtype)
+        # Not part[flat], which counts ids below zero from the end.
+        found = dequantised(weights.changed(lambda part: part.index_select(0, flat))).to(dtype)
         if on_rows is not None:
             places = torch.arange(len(flat))
             found = torch.func.functional_call(on_rows, {"weight": found}, (places,))

@@ -333,8 +333,11 @@ def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_product_of_a_real_model_asks(dtype: str, tmp_path: Path) -> None:
+def test_every_product_of_a_real_model_asks(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked once a layer, 256 rows of a 0.4 B model took Esc 0.3 s on a slow processor."""
+    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: False)
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
     config = ModelConfig(dtype=dtype)

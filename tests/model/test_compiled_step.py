@@ -1,5 +1,6 @@
 """The compiled step computes what transformers' own modules compute, for each family it knows."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat.model.source import find_model
+from kvchat.model.step_operations import Activations
 from kvchat.model.step_program import embedding_into
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
 from support.checkpoints import save_checkpoint, tiny_model
@@ -355,6 +357,59 @@ def test_a_long_prompt_is_computed_group_by_group_where_that_is_faster(
         expected.compiled = None
         by_modules = expected.forward(whole)
         assert (logits - by_modules).norm() <= 0.05 * by_modules.norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_groups_of_long_contexts_have_fewer_rows(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 sequences on 32,768 positions took 256 MiB for what attention makes of their parts."""
+    step = "kvchat.model.compiled_step"
+    monkeypatch.setattr(f"{step}.has_whole_512_bits", lambda: True)
+    loaded = load(tmp_path, family, weights="int8")
+    batch = batch_of([(40, 60), (90, 600), (1, 300)], 1)
+    taken: list[int] = []
+
+    def groups() -> torch.Tensor:
+        model = PagedModel(loaded, pools_of(loaded))
+        assert model.compiled is not None
+        run_group = model.compiled._run
+        monkeypatch.setattr(
+            model.compiled,
+            "_run",
+            lambda part, *rest: taken.append(len(part.token_ids)) or run_group(part, *rest),
+        )
+        logits = model.compiled.logits(batch)
+        assert logits is not None
+        return logits
+
+    whole = groups()
+    each = max(layer.num_heads * layer.value_dim for layer in loaded.spec.layers) * 4
+    monkeypatch.setattr(f"{step}._RESULT_BYTES", 3 * each * 50)
+    of_fewer = groups()
+    monkeypatch.setattr(f"{step}._RESULT_BYTES", 1)
+    of_few = groups()
+
+    assert taken == [MAX_ROWS, 3, 50, 50, 31, *[FEW_ROWS] * 8, 3]
+    assert torch.equal(whole, of_fewer)
+    assert torch.equal(whole, of_few)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
+    """A mixture's pairs of 128 rows are hundreds of megabytes; a decode step has a few rows."""
+
+    def pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    before = pages()
+    activations = Activations(1 << 16, 1 << 10)
+    rounded = activations.rounded(16)
+
+    assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 1 << 24  # of 440 MB
+    assert activations.floats.shape == rounded.levels.shape == (1 << 10, 1 << 16)
+    assert not activations.floats[-1].any()
+    assert all(part.data_ptr() % 64 == 0 for part in (activations.floats, rounded.levels))
 
 
 def test_a_large_model_leaves_a_prompt_to_the_modules(

@@ -58,6 +58,8 @@ HOSTILE = {
     "a shape beyond the file": header(1, 0, tensor((1 << 20, 4)) + bytes(1000)),
     "an offset beyond the file": header(1, 0, tensor((4,), offset=1 << 60) + bytes(1000)),
     "half a block": header(1, 0, tensor((33,), kind=8) + bytes(1000)),
+    "no rows of blocks": header(1, 0, tensor((32, 0), kind=8) + bytes(1000)),
+    "a number in blocks": header(1, 0, tensor((), kind=8) + bytes(1000)),
     "an unknown block format": header(1, 0, tensor((32,), kind=200) + bytes(1000)),
     "a tensor twice": header(2, 0, tensor((4,)) + tensor((4,)) + bytes(1000)),
     "no alignment": header(0, 1, text("general.alignment") + struct.pack("<II", 4, 0) + bytes(100)),

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import checkpoint_tensors, gguf_tensors
-from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import has_packed_table, is_packed, pack_of
+from kvchat.model.loader import LoadedModel, inspect_model, load_model
+from kvchat.model.quantise import has_packed_table, is_packed, num_packed_bytes, pack_of
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
@@ -196,6 +196,53 @@ def test_a_large_table_of_embeddings_stays_in_its_blocks(
         head = pack_of(loaded.module.get_output_embeddings()).weights
         assert head.levels.data_ptr() == table.__dict__["_kvchat_table"].levels.data_ptr()
     assert compare_with_own(loaded) == compare_with_own(unpacked)
+
+
+@pytest.mark.parametrize("token_id", [-1, -300, 512])
+def test_a_table_in_blocks_has_no_row_for_an_unknown_token(
+    token_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returned the last row for -1; tables of torch raise this error."""
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, vocab_size=512)
+    monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
+    loaded = load(write_gguf(tmp_path / "m.gguf", model, "Q8_0"), dtype="auto")
+    table = loaded.module.get_input_embeddings()
+    assert has_packed_table(table)
+
+    with pytest.raises(IndexError):
+        table(torch.tensor([[0, token_id]]))
+
+
+def test_weights_in_blocks_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft whose table is in blocks has few parameters, and seemed to fit into a cache."""
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=True)
+    path = write_gguf(tmp_path / "m.gguf", model, "Q8_0")
+    monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
+
+    loaded = load(path, dtype="auto")
+
+    assert sum(p.nbytes for p in loaded.module.parameters()) < 1 << 14
+    in_matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert num_packed_bytes(loaded.module) == in_matrices // 32 * 34
+
+
+def test_a_table_that_a_head_reads_itself_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights would have been zeros, and all its logits."""
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=True)
+    source = find_model(str(write_gguf(tmp_path / "m.gguf", model, "Q8_0")))
+    hf_config, _ = inspect_model(source, None)
+    monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
+
+    found = checkpoint_tensors.read_tensors(
+        source, hf_config, None, lambda _: None, torch.device("cpu"), ("lm_head",)
+    )
+
+    assert found.blocks
+    assert "model.embed_tokens.weight" not in found.blocks
+    table = found.tensors["model.embed_tokens.weight"].float()
+    assert torch.allclose(table, model.get_input_embeddings().weight, rtol=0.1, atol=1e-3)
 
 
 def test_the_turned_matrices_of_gpt_2_stay_in_blocks(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def assert_same_states(
 
 
 # Steps of three sequences: how many rows each has. The third step is more than a program takes at
-# once, so that it ends within the second sequence, which goes on in the next.
+# once that is not wide, so that it ends within the second sequence, which goes on in the next.
 _TOGETHER = ((3, 0, 1), (1, 1, 1), (2, 15, 1), (1, 1, 0), (1, 1, 1))
 
 
@@ -201,8 +201,13 @@ def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) ->
     assert_same_states(loaded, [our_state], [their_state])
 
 
+@pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("name", _MODELS)
-def test_rows_of_several_sequences_are_those_of_each_alone(name: str, tmp_path: Path) -> None:
+def test_rows_of_several_sequences_are_those_of_each_alone(
+    name: str, is_wide: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vectors of 512 bits a program takes all rows of each step at once."""
+    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: is_wide)
     loaded = load(saved(name, tmp_path), dtype="float32")
 
     ours, our_states, num_taken = run_together(loaded, is_compiled=True)

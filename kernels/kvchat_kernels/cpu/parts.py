@@ -30,6 +30,12 @@ class Parts:
         self._tables: torch.Tensor | None = None
         self._make_room(MAX_ROWS)
 
+    def result_bytes(self, context_len: int) -> int:
+        """Return the bytes of the results of a row that is the last of a context."""
+        first = self._span.first_visible(context_len - 1)
+        num_parts = (context_len - 1) // PART - first // PART + 1
+        return num_parts * self._num_heads * self._value_dim * 4
+
     def set(self, sequences: PagedSequences) -> int:
         """Renew the record for a step; return the number of jobs."""
         jobs: list[tuple[int, ...]] = []
