@@ -273,6 +273,12 @@ def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
     return b"".join(line + b"\n" for line in (first, *kept))
 
 
+def without_waiting(data: bytes) -> bytes:
+    """Return a session file's bytes without the lines on messages that wait to be sent."""
+    lines = data.splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(_OPENING + b'waiting"'))
+
+
 def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
     kind = event.get("type")
     if kind in ("turn", "more", "end", "tip"):
