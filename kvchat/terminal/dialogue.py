@@ -216,10 +216,11 @@ class Dialogue(CommandContext):
     @property
     def _what_keeps_it_busy(self) -> str:
         """What commands wait for, as the end of a sentence."""
+        key = "Ctrl-C" if self._view.painter.look.is_plain else "Esc"
         if self._answering.is_running and not self._is_loaded:
-            return "the model, which is loading, and for the answer. Esc stops it."
+            return f"the model, which is loading, and for the answer. {key} stops it."
         if self._answering.is_running:
-            return f"{self._answering.name}. Esc stops it."
+            return f"{self._answering.name}. {key} stops it."
         servers = "the MCP servers, which are starting" if self._waiting else ""
         cause = f"/{self._runner.name}" if self._runner.name else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
