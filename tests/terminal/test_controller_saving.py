@@ -266,7 +266,8 @@ def test_a_key_pressed_while_the_chat_ends_loses_nothing(controller: ChatControl
 
     asyncio.run(leave())
     store, session = controller.host.store, controller.session
-    assert store is not None and session is not None
+    assert store is not None
+    assert session is not None
     waiting = store.read(session.session_id).conversation.waiting
     assert waiting == ("sent at once", "typed ahead")
 
