@@ -19,6 +19,7 @@ from kvchat.chat.session_file import (
     title_line,
     tools_line,
     turn_line,
+    without_waiting,
 )
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
@@ -78,11 +79,13 @@ def document(conversation: Conversation, kind: str) -> str:
 
 
 def saved_document(store: SessionStore, session_id: str) -> str:
-    """Return the text of a session's jsonl file, with all branches.
+    """Return the text of a session's jsonl file, with all branches, without what was typed ahead:
+    it may hold what the user took back before it was sent.
 
     A damaged file is returned as it is, with invalid UTF-8 replaced.
     """
-    return sanitize_json(store.read_bytes(session_id).decode(errors="replace"))
+    data = without_waiting(store.read_bytes(session_id))
+    return sanitize_json(data.decode(errors="replace"))
 
 
 def write_new(path: Path, content: str) -> None:

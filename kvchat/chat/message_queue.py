@@ -50,6 +50,15 @@ class MessageQueue:
         """Forget the offered message in the prompt: it was sent, or cleared."""
         self._in_prompt = None
 
+    def drop_offers(self) -> str | None:
+        """Forget all offered messages; return the one that was put into the prompt, None for none.
+
+        It may be changed there since.
+        """
+        offered, self._in_prompt = self._in_prompt, None
+        self._offered.clear()
+        return offered
+
     @property
     def edited_index(self) -> int | None:
         """The index of the message that is in the prompt, None if none is."""

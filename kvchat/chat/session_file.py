@@ -263,11 +263,20 @@ class _PathCount:
 def without_turns(data: bytes, gone: set[int], keeps_title: bool) -> bytes:
     """Return a session file's bytes without the lines of some turns.
 
-    `keeps_title` false removes titles too, because they may quote the first turn.
+    `keeps_title` false removes titles too, because they may quote the first turn. Of the messages
+    that wait to be sent, those with the text of a removed turn are removed.
     """
     first, *lines = data.split(b"\n")[:-1]
     kept = [line for line in lines if _stays(_event(line) or {}, gone, keeps_title)]
+    if waiting := _waiting_without(data, gone):
+        kept.append(waiting_line(waiting).encode().rstrip(b"\n"))
     return b"".join(line + b"\n" for line in (first, *kept))
+
+
+def without_waiting(data: bytes) -> bytes:
+    """Return a session file's bytes without the lines on messages that wait to be sent."""
+    lines = data.splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(_OPENING + b'waiting"'))
 
 
 def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
@@ -275,8 +284,15 @@ def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
     if kind in ("turn", "more", "end", "tip"):
         return event.get("id") not in gone
     # An unreadable line may belong to a removed turn, so it is removed as well; what was typed
-    # ahead may be the text of one.
+    # ahead may be the text of one, and what waits still is written anew.
     return kind not in (None, "waiting") and (keeps_title or kind != "title")
+
+
+def _waiting_without(data: bytes, gone: set[int]) -> tuple[str, ...]:
+    """Return the messages that wait to be sent, but for those with the text of a removed turn."""
+    conversation = read_session(data, "").conversation
+    removed = {turn.text for turn in conversation.turns() if turn.turn_id in gone}
+    return tuple(text for text in conversation.waiting if text not in removed)
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
@@ -344,13 +360,18 @@ def _texts(event: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _without(waiting: tuple[str, ...], turn: Turn) -> tuple[str, ...]:
-    """Return the messages that still wait once a turn is sent: its text may follow its files."""
-    if turn.role is not Role.USER:
+    """Return the messages that still wait once a turn is sent: its text may follow its files.
+
+    The copies that /compact makes of earlier turns send nothing.
+    """
+    if not turn.is_message or turn.copy_of is not None:
         return waiting
-    for index, text in enumerate(waiting):
-        if turn.text == text or turn.text.endswith(f"\n{text}"):
-            return waiting[:index] + waiting[index + 1 :]
-    return waiting
+    with_files = (text for text in waiting if turn.text.endswith(f"```\n\n{text}"))
+    sent = turn.text if turn.text in waiting else next(with_files, None)
+    if sent is None:
+        return waiting
+    index = waiting.index(sent)
+    return waiting[:index] + waiting[index + 1 :]
 
 
 def _new_turn(conversation: Conversation, event: dict[str, Any]) -> Turn:

@@ -123,8 +123,8 @@ class Answering:
 
     async def answer_message(
         self, text: str, stats_level: StatsLevel, edited: Turn | None = None
-    ) -> None:
-        """Send a message with its attached files, and show the answer.
+    ) -> bool:
+        """Send a message with its attached files, and show the answer; false if it was refused.
 
         It takes the place of `edited`, or of the message that is being edited. If it cannot be
         answered, it goes back into the prompt, and the files stay attached.
@@ -151,12 +151,14 @@ class Answering:
             tell(self._view, str(error), Role.ERROR)
             # What cannot be saved is refused again as it is; another text may be made right.
             self._give_back(text, attached, edited, gives_way=isinstance(error, StoreError))
-            return
+            return False
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)
             self._controller.drop_refused()
             self._give_back(text, attached, edited, gives_way=True)
+            return False
         await self._use_tools(answer_view, stats_level)
+        return True
 
     async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
         """Run the calls of an answer, and let the model answer their results, again and again."""

@@ -97,6 +97,9 @@ class CommandRunner:
             self._context.say(str(stopped))
         except KvchatError as error:
             self._hooks.on_error(self._unshown.get(asyncio.current_task(), ""), error)
+        except Exception:
+            self._show_line()  # what is reported of it stands below
+            raise
         finally:
             self._unshown.pop(asyncio.current_task(), None)
             self._num_running -= 1

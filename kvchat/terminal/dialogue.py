@@ -69,9 +69,11 @@ class Dialogue(CommandContext):
         self.num_unsent = 0  # messages typed and waiting when the chat ended
         self.num_kept = 0  # of these, saved with the conversation
         self._kept: tuple[str, ...] = ()  # what is saved to be sent in a later chat
+        self._kept_in: str | None = None  # the session that it is saved in
+        self._is_settled = False
         self.stats_level = stats_level
         self._queue = MessageQueue()
-        self._asked: Callable[[], Awaitable[None]] | None = None
+        self._asked: Callable[[], Awaitable[object]] | None = None
         self.toolbox = toolbox
         tools = ToolUse(toolbox, view, self.refresh)
         self._answering = Answering(controller, view, self.refresh, self._live_state, tools)
@@ -214,10 +216,11 @@ class Dialogue(CommandContext):
     @property
     def _what_keeps_it_busy(self) -> str:
         """What commands wait for, as the end of a sentence."""
+        key = "Ctrl-C" if self._view.painter.look.is_plain else "Esc"
         if self._answering.is_running and not self._is_loaded:
-            return "the model, which is loading, and for the answer. Esc stops it."
+            return f"the model, which is loading, and for the answer. {key} stops it."
         if self._answering.is_running:
-            return f"{self._answering.name}. Esc stops it."
+            return f"{self._answering.name}. {key} stops it."
         servers = "the MCP servers, which are starting" if self._waiting else ""
         cause = f"/{self._runner.name}" if self._runner.name else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
@@ -243,22 +246,30 @@ class Dialogue(CommandContext):
         is_sent_at_once &= not self._runner.turn_lock.locked()
         self._queue.drop_offer()
         self._queue.add(text)
-        if not is_sent_at_once:  # else its turn is on the disk in a moment
+        if self._kept or not is_sent_at_once:  # else its turn is on the disk in a moment
             self._keep_unsent()
         self._wake.set()
 
     # Messages that are typed and not sent
 
-    def _keep_unsent(self) -> None:
-        """Save what waits to be sent, so that it is offered when the conversation is opened."""
+    def _keep_unsent(self, is_stale: bool = False) -> None:
+        """Save what waits to be sent, so that it is offered when the conversation is opened.
+
+        `is_stale` if the file has another list than was saved.
+        """
         unsent = self._queue.unsent
-        if unsent == self._kept:
+        if (unsent == self._kept and not is_stale) or self._is_settled:
             return
         try:
             if self.controller.keep_waiting(unsent):
-                self._kept = unsent
+                self._kept, self._kept_in = unsent, self._session_id
         except StoreError as error:  # the message says so itself when it is sent
             _log.info("what waits cannot be kept: %s", error)
+
+    @property
+    def _session_id(self) -> str | None:
+        conversation = self.controller.conversation
+        return conversation.session_id if conversation is not None else None
 
     def open_unsent(self) -> None:
         """Offer what an earlier chat did not send, once the prompt takes input."""
@@ -267,15 +278,24 @@ class Dialogue(CommandContext):
 
     def _take_unsent(self) -> None:
         """Take over what the conversation, which was just opened, has unsent."""
+        if self._kept and self._session_id != self._kept_in:
+            self._leave_unsent()
         waiting = self.controller.take_waiting()
         if not waiting:
             return
-        self._kept = waiting
+        self._kept, self._kept_in = waiting, self._session_id
         if self._view.painter.look.is_plain:
             self._show_unsent(waiting)  # nothing can be put into such a prompt
             return
         self._queue.offer(waiting)
         self.say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+
+    def _leave_unsent(self) -> None:
+        """Offer no more what another conversation has unsent: it stays saved there."""
+        if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
+            self._view.put_back("")
+        self._kept = ()
+        self._keep_unsent()
 
     def _offer_unsent(self) -> None:
         """Put the next unsent message into the prompt, if that is empty."""
@@ -415,6 +435,7 @@ class Dialogue(CommandContext):
         if self._queue.unsent:  # else it was done before
             self._keep_unsent()
             self.num_kept += len(self._kept)
+        self._is_settled = True  # what is saved stays, whatever key is pressed until the end
         self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
@@ -449,10 +470,13 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
+        was_kept = bool(self._kept)
         self._kept = self._queue.unsent  # in the file the turn takes the message off the list
         self._ahead.forget()
         self.refresh()
-        await self._answering.answer_message(text, self.stats_level)
+        is_sent = await self._answering.answer_message(text, self.stats_level)
+        if was_kept and not is_sent:  # no turn took it off the list, or the file is gone with it
+            self._keep_unsent(is_stale=True)
         self._answer_ended()
 
     async def _answer_asked(self) -> None:
@@ -492,7 +516,7 @@ class Dialogue(CommandContext):
         self.controller.require_conversation()
         self._ask_soon(lambda: self._answering.answer_aside(question, self.stats_level))
 
-    def _ask_soon(self, ask: Callable[[], Awaitable[None]]) -> None:
+    def _ask_soon(self, ask: Callable[[], Awaitable[object]]) -> None:
         self._asked = ask
         self._wake.set()
 

@@ -96,9 +96,8 @@ class LineView:
     def show(self, state: LiveState) -> None:
         """Print the new parts of the state that fit in a line, and what waited for an answer."""
         self._is_open = state.is_open
-        if self._held and not self._is_open:
-            held, self._held = self._held, []
-            self._write_now(held)
+        if not self._is_open:
+            self._write_held()
         if len(state.queue) > self._num_queued and self._is_answering:
             self._told_queued.append(state.queue[-1])
             self._write_now([self.painter.text("Queued.")])
@@ -109,10 +108,15 @@ class LineView:
             self._listener.key_pressed()
         self._ask_soon()
 
+    def _write_held(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._write_now(held)
+
     def put_text(self, text: str) -> None:
         """Print the text for the user to type again: the terminal's input cannot be set."""
-        if text:
-            self.write(self.painter.wrapped(f"The text was: {text}", self._columns))
+        if text:  # during an answer too: why it is refused comes at once
+            self._write_now(self.painter.wrapped(f"The text was: {text}", self._columns))
 
     def put_back(self, text: str, gives_way: bool = False) -> None:
         self.put_text(text)
@@ -195,6 +199,7 @@ class LineView:
         finally:
             loop.remove_reader(self._stdin.fileno())
             loop.remove_signal_handler(signal.SIGINT)
+            self._write_held()  # of an answer that has not ended in time
             if self._is_prompted:
                 self._put("\n")
 
@@ -284,7 +289,7 @@ class LineView:
         assert self._listener is not None
         if self._is_answering and os.isatty(self._stdin.fileno()):
             words = f"Ctrl-C stops {self._listener.stoppable_name}."
-            self.write([self.painter.text(words)])
+            self._write_now([self.painter.text(words)])
             return
         asyncio.get_running_loop().remove_reader(self._stdin.fileno())
         self._listener.quit(ExitCode.OK)

@@ -256,6 +256,11 @@ class LivePrompt:
             return
         self._write_now(rows)
 
+    def _write_held(self) -> None:
+        if self.region.held:
+            held, self.region.held = self.region.held, []
+            self._write_now(held)
+
     def _write_now(self, rows: Sequence[Row]) -> None:
         text = self.painter.ansi(rows).replace("\n", "\r\n")
         if self.is_lent or not self._app.is_running or self._app.is_settling:
@@ -285,9 +290,8 @@ class LivePrompt:
 
     def show(self, state: LiveState) -> None:
         self.region.state = state
-        if self.region.held and not state.is_open:
-            held, self.region.held = self.region.held, []
-            self._write_now(held)
+        if not state.is_open:
+            self._write_held()
         self._app.invalidate()
 
     def put_text(self, text: str) -> None:
@@ -394,6 +398,7 @@ class LivePrompt:
         except EOFError:
             listener.input_ended()
         finally:
+            self._write_held()  # of an answer that has not ended in time
             self._write_waiting(at_end=True)
 
     @property

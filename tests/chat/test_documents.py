@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.documents import import_file, to_markdown
+from kvchat.chat.documents import import_file, saved_document, to_markdown
 from kvchat.chat.json_messages import (
     GivenMessage,
     parse_messages,
@@ -15,7 +15,8 @@ from kvchat.chat.json_messages import (
     to_json,
     to_messages,
 )
-from kvchat.chat.store import SessionStore
+from kvchat.chat.session_file import turn_line, waiting_line
+from kvchat.chat.store import SessionStore, new_session_id
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
@@ -191,3 +192,16 @@ def test_a_result_of_no_call_and_odd_tools_are_refused() -> None:
     for tools in (5, [5], [{}], [{"function": {"name": 5}}]):
         with pytest.raises(UsageError, match="tools of the file cannot be read"):
             parse_messages([], tools)
+
+
+def test_what_was_typed_ahead_is_in_no_exported_file(tmp_path: Path) -> None:
+    """A message that was taken back before it was sent stood in the file that was given away."""
+    store, session_id = SessionStore(tmp_path), new_session_id()
+    log = store.create(Conversation(session_id, 1.0), "demo")
+    for line in (waiting_line(["a secret"]), waiting_line([]), turn_line(turn(1, text="hello"))):
+        log.write(line)
+
+    text = saved_document(store, session_id)
+    assert "hello" in text
+    assert "waiting" not in text
+    assert b"a secret" in store.read_bytes(session_id)

@@ -264,11 +264,35 @@ def test_a_conversation_that_only_waits_is_listed_by_its_message() -> None:
     assert (summary.label, summary.num_turns) == ("my name is Ada", 0)
 
 
-def test_forgetting_a_turn_forgets_what_was_typed_ahead() -> None:
-    """The line holds the text of the turn that was sent later."""
-    lines = [*lines_of(branching_conversation()), session_file.waiting_line(["a secret"])]
+def test_only_the_message_that_is_sent_is_taken_off_the_list() -> None:
+    """A turn of two lines took off another message that was its last line, and stayed itself.
 
-    assert b"secret" not in session_file.without_turns(as_bytes(lines), {1}, keeps_title=True)
+    A copy that a summary makes of an earlier turn took off a message too.
+    """
+    original = branching_conversation()
+    asked = next(turn for turn in original.turns() if turn.is_message)
+    turn = json.loads(session_file.turn_line(asked))
+    turn |= {"id": original.next_turn_id, "parent": 0, "text": "two lines\nyes"}
+    copy = turn | {"id": turn["id"] + 1, "text": "yes", "copy_of": asked.turn_id}
+    waits = session_file.waiting_line(["yes", "two lines\nyes"])
+    lines = [*lines_of(original), waits, json.dumps(turn) + "\n", json.dumps(copy) + "\n"]
+
+    assert read_session(as_bytes(lines), NAME).conversation.waiting == ("yes",)
+
+
+def test_forgetting_a_turn_forgets_it_where_it_was_typed_ahead_and_nothing_else() -> None:
+    """Everything that waited was forgotten with any turn."""
+    original = branching_conversation()
+    asked = next(turn for turn in original.turns() if turn.is_message)
+    turn = json.loads(session_file.turn_line(asked))
+    turn |= {"id": original.next_turn_id, "parent": 0, "text": "a secret"}
+    waits = session_file.waiting_line(["a secret", "and more", "a secret"])
+    lines = [*lines_of(original), waits, json.dumps(turn) + "\n"]
+
+    data = session_file.without_turns(as_bytes(lines), {turn["id"]}, keeps_title=True)
+    assert b"secret" not in data
+    assert read_session(data, NAME).conversation.waiting == ("and more",)
+    assert session_file.without_turns(data, set(), keeps_title=True) == data
 
 
 @pytest.mark.parametrize("texts", ['"text"', "[1]", "null", "{}"])

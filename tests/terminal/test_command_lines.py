@@ -96,6 +96,20 @@ def test_plain_lines_show_a_commands_words_after_the_answer(start_chat: StartCha
     assert "word399" in chat.text.partition("seed is 5.")[0]
 
 
+def test_plain_lines_say_at_once_how_an_answer_is_stopped(start_chat: StartChat) -> None:
+    """Ctrl-D said "Shown after the answer.", and after it what would have stopped it.
+
+    A refused command named Esc, which plain lines do not read.
+    """
+    chat = start_chat("--plain")
+    chat.enter("prose 600").wait_for("word40 ").type("\x04").wait_for("Ctrl-C stops the answer.")
+    chat.enter("/compact").wait_for("The text was: /compact")
+    chat.wait_for("/compact waits for the answer. Ctrl-C stops it.")
+    chat.wait_for("word599")
+    assert "word599" in chat.text.partition("Ctrl-C stops the answer.")[2]
+    assert "Shown after" not in chat.text
+
+
 def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(
     start_chat: StartChat, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_an_unexpected_error_is_one_sentence_and_the_next_command_runs(
     )
     assert "secret text" not in "".join(shown)
     assert "goes on" in shown
+    assert shown[0] == "> /broken", "the line was not shown at all"
     assert "unexpected error" in caplog.text
 
 

@@ -252,6 +252,26 @@ def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
     assert said.count("Leave again") <= 1
 
 
+def test_a_key_pressed_while_the_chat_ends_loses_nothing(controller: ChatController) -> None:
+    """Esc, Up or Enter in the two seconds that an answer has to stop emptied what was saved."""
+    view = LineView(sys.stdin, io.StringIO(), Painter(PLAIN), 80, "vi")
+
+    async def leave() -> None:
+        dialogue = Dialogue(controller, view, build_registry(), StatsLevel.OFF)
+        dialogue.accept("sent at once")
+        dialogue.accept("typed ahead")
+        await dialogue.settle()
+        dialogue.stop_editing()
+        assert dialogue.num_kept == dialogue.num_unsent == 2
+
+    asyncio.run(leave())
+    store, session = controller.host.store, controller.session
+    assert store is not None
+    assert session is not None
+    waiting = store.read(session.session_id).conversation.waiting
+    assert waiting == ("sent at once", "typed ahead")
+
+
 def test_a_warning_holds_until_the_next_line(controller: ChatController) -> None:
     """Else a Ctrl-C an hour later left at once."""
     view = LineView(sys.stdin, io.StringIO(), Painter(PLAIN), 80, "vi")

@@ -11,7 +11,7 @@ import pytest
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.theme import Look
-from kvchat.terminal.view import Choice
+from kvchat.terminal.view import Choice, LiveState
 
 _PAINTER = Painter(Look(has_colour=False, is_plain=True, is_spoken=True))
 _CHOICES = [Choice("one"), Choice("two"), Choice("three")]
@@ -33,6 +33,9 @@ class _Listener:
         self.has_heard.set()
 
     def notice(self, text: str) -> None:
+        pass
+
+    def key_pressed(self) -> None:
         pass
 
     def stop_editing(self) -> None:
@@ -103,6 +106,32 @@ def test_a_list_reads_well(is_spoken: bool) -> None:
     asyncio.run(choose())
     detail = "cold, 2 turns" if is_spoken else "cold · 2 turns"
     assert f"1. My name is Ada. ({detail})\n" in stdout.getvalue()
+
+
+def test_why_a_line_is_refused_during_an_answer_comes_with_the_line() -> None:
+    """The line waited for the end of the answer, and the reason stood alone."""
+    stdout = io.StringIO()
+
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
+        view.write([_PAINTER.text("an answer")], LiveState(is_open=True))
+        view.put_back("/compact")
+        view.show(LiveState(is_open=True, notice="/compact waits."))
+        view.write([_PAINTER.text("its end")], LiveState(is_open=True))
+
+    _run(use, stdout)
+    lines = [line for line in stdout.getvalue().splitlines() if line]
+    assert lines == ["an answer", "The text was: /compact", "/compact waits.", "its end"]
+
+
+def test_what_waits_for_an_answer_that_does_not_end_is_shown_at_the_end() -> None:
+    stdout = io.StringIO()
+
+    async def use(view: LineView, listener: _Listener, keyboard: TextIO) -> None:
+        view.write([_PAINTER.text("an answer")], LiveState(is_open=True))
+        view.write([_PAINTER.text("seed is 5.")])
+
+    _run(use, stdout)
+    assert stdout.getvalue() == "an answer\nShown after the answer.\nseed is 5.\n"
 
 
 def test_an_interrupt_behind_an_answered_picker_is_harmless() -> None:

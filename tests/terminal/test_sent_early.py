@@ -198,3 +198,83 @@ def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(
     chat.wait_for("A command takes its place").wait_for_shown("❯ my name is Ada")
     chat.enter("/exit")
     assert chat.finish() == 0
+
+
+def _kill(chat: PtyScreen) -> None:
+    chat.kill(signal.SIGKILL)
+    chat.finish()
+
+
+def test_what_waits_stays_with_its_conversation(start_chat: StartChat, tmp_path: Path) -> None:
+    """It went over to the next one, and was offered in both."""
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004").enter("of the first").wait_for_shown("queued 1")
+    chat.enter("of the first too").wait_for_shown("queued 2")
+    _kill(chat)
+
+    again = start_chat("--continue").wait_for_shown("❯ of the first")
+    again.enter("/new").wait_for("A new conversation.")
+    again.wait_for(lambda _: "❯ of the first" not in again.shown)
+    again.enter("hello").wait_for("You said 'hello' (0).").wait_for("first token")
+    assert "❯ of the first" not in again.shown
+    again.enter("/resume slow").wait_for("2 messages of yours were not sent.")
+    again.wait_for_shown("❯ of the first").enter("/exit").finish()
+
+
+def test_a_refused_message_that_is_dropped_is_not_offered(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """No turn took it off the list, so it came again in the next chat, and in each after it."""
+    binary = tmp_path / "binary.dat"
+    binary.write_bytes(b"\0")
+    chat = start_chat(columns=120)
+    chat.enter("slow 3000").wait_for("line-0004").enter(f"see @{binary}").wait_for_shown("queued 1")
+    chat.enter("slow 2999").wait_for_shown("queued 2").type("\x1b")
+    chat.wait_for(lambda text: "line-" in text.partition("❯ slow 2999")[2])
+    assert "can be attached." in " ".join(chat.text.split())
+    assert _saved_waiting(tmp_path / "sessions") == ()
+    _kill(chat)
+
+
+def test_what_waits_behind_a_message_that_is_too_long_outlives_a_kill(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """The file of a conversation in which all was refused is deleted, and what waited with it."""
+    (tmp_path / "work").mkdir()
+    started = tmp_path / "started"
+    tools = ("--tools", str(tmp_path / "work"), "--late", str(started), "--context", "300")
+    chat = start_chat(*tools, columns=120)
+    chat.enter("y" * 400).wait_for_shown("queued 1").enter("slow 30").wait_for_shown("queued 2")
+    chat.enter("and this").wait_for_shown("queued 3")
+    started.touch()
+    chat.wait_for("the context holds 300").wait_for("line-0004")
+    _kill(chat)
+    assert _saved_waiting(tmp_path / "sessions") == ("and this",)
+
+
+def test_forgetting_keeps_what_waits(start_chat: StartChat, tmp_path: Path) -> None:
+    chat = start_chat()
+    chat.enter("hello").wait_for("first token").enter("slow 3000").wait_for("line-0004")
+    chat.enter("later").wait_for_shown("queued 1: later")
+    _kill(chat)
+
+    again = start_chat("--continue").wait_for_shown("❯ later")
+    again.enter("/forget last").wait_for("Forget the last").type("y").wait_for_shown("❯ yes")
+    again.type("\r").wait_for("Forgotten: the last turn")
+    again.wait_for_shown("❯ later")
+    _kill(again)
+    assert "slow 3000" not in _saved_texts(tmp_path / "sessions")
+    assert _saved_waiting(tmp_path / "sessions") == ("later",)
+
+
+def test_plain_lines_show_what_was_not_sent_until_the_next_message(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """Nothing can be dropped there: it was shown at the beginning of each later chat."""
+    chat = start_chat()
+    chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("queued 1")
+    _kill(chat)
+
+    again = start_chat("--plain", "--continue").wait_for("Not sent:")
+    again.enter("something else").wait_for("You said 'something else' (0).").enter("/exit").finish()
+    assert _saved_waiting(tmp_path / "sessions") == ()
