@@ -5,7 +5,7 @@ It receives all input from a view, and reaches the engine only through the contr
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
-from kvchat.core.errors import ExitCode, KvchatError, StoreError
+from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.text import one_line
 from kvchat.terminal import history_view, warmth
@@ -34,6 +34,7 @@ from kvchat.terminal.status import (
 )
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
+from kvchat.terminal.unsent import Unsent
 from kvchat.terminal.view import LiveState, Page, View
 from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox
@@ -67,12 +68,9 @@ class Dialogue(CommandContext):
         self.exit_code = ExitCode.OK
         self.failure: KvchatError | None = None
         self.num_unsent = 0  # messages typed and waiting when the chat ended
-        self.num_kept = 0  # of these, saved with the conversation
-        self._kept: tuple[str, ...] = ()  # what is saved to be sent in a later chat
-        self._kept_in: str | None = None  # the session that it is saved in
-        self._is_settled = False
         self.stats_level = stats_level
         self._queue = MessageQueue()
+        self._unsent = Unsent(controller, self._queue, view, self.say)
         self._asked: Callable[[], Awaitable[object]] | None = None
         self.toolbox = toolbox
         tools = ToolUse(toolbox, view, self.refresh)
@@ -199,7 +197,7 @@ class Dialogue(CommandContext):
         """Handle a typed line: queue a message, run a command."""
         self.has_warned = False
         self._notice = ""
-        self._take_unsent()
+        self._unsent.take()
         line = self.registry.parse(text)
         if isinstance(line, Message):
             self._accept_message(text)
@@ -210,7 +208,7 @@ class Dialogue(CommandContext):
         else:
             self._queue.stop_editing()
             self._runner.begin(line, text)
-        self._offer_unsent()
+        self._unsent.offer()
         self.refresh()
 
     @property
@@ -224,6 +222,11 @@ class Dialogue(CommandContext):
         servers = "the MCP servers, which are starting" if self._waiting else ""
         cause = f"/{self._runner.name}" if self._runner.name else servers
         return f"your message before it{f', and that for {cause}' if cause else ''}."
+
+    @property
+    def num_kept(self) -> int:
+        """Of the messages that were not sent when the chat ended, those saved with it."""
+        return self._unsent.num_kept
 
     @property
     def stoppable_name(self) -> str:
@@ -246,61 +249,14 @@ class Dialogue(CommandContext):
         is_sent_at_once &= not self._runner.turn_lock.locked()
         self._queue.drop_offer()
         self._queue.add(text)
-        if self._kept or not is_sent_at_once:  # else its turn is on the disk in a moment
-            self._keep_unsent()
+        if self._unsent.is_kept or not is_sent_at_once:  # else its turn is saved in a moment
+            self._unsent.keep()
         self._wake.set()
-
-    # Messages that are typed and not sent
-
-    def _keep_unsent(self, is_stale: bool = False) -> None:
-        """Save what waits to be sent, so that it is offered when the conversation is opened.
-
-        `is_stale` if the file has another list than was saved.
-        """
-        unsent = self._queue.unsent
-        if (unsent == self._kept and not is_stale) or self._is_settled:
-            return
-        try:
-            if self.controller.keep_waiting(unsent):
-                self._kept, self._kept_in = unsent, self._session_id
-        except StoreError as error:  # the message says so itself when it is sent
-            _log.info("what waits cannot be kept: %s", error)
-
-    @property
-    def _session_id(self) -> str | None:
-        conversation = self.controller.conversation
-        return conversation.session_id if conversation is not None else None
 
     def open_unsent(self) -> None:
         """Offer what an earlier chat did not send, once the prompt takes input."""
-        self._take_unsent()
-        asyncio.get_running_loop().call_soon(self._offer_unsent)
-
-    def _take_unsent(self) -> None:
-        """Take over what the conversation, which was just opened, has unsent."""
-        if self._kept and self._session_id != self._kept_in:
-            self._leave_unsent()
-        waiting = self.controller.take_waiting()
-        if not waiting:
-            return
-        self._kept, self._kept_in = waiting, self._session_id
-        if self._view.painter.look.is_plain:
-            self._show_unsent(waiting)  # nothing can be put into such a prompt
-            return
-        self._queue.offer(waiting)
-        self.say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
-
-    def _leave_unsent(self) -> None:
-        """Offer no more what another conversation has unsent: it stays saved there."""
-        if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
-            self._view.put_back("")
-        self._kept = ()
-        self._keep_unsent()
-
-    def _offer_unsent(self) -> None:
-        """Put the next unsent message into the prompt, if that is empty."""
-        if not self._view.prompt_text and (text := self._queue.next_offer()) is not None:
-            self._view.put_back(text, gives_way=True)
+        self._unsent.take()
+        asyncio.get_running_loop().call_soon(self._unsent.offer)
 
     def _refuse(self, text: str, reason: str) -> None:
         """Say why a line is refused, and put it back into the prompt.
@@ -341,7 +297,7 @@ class Dialogue(CommandContext):
     def edit_queue(self, current: str, step: int) -> str | None:
         move = self._queue.edit_previous if step < 0 else self._queue.edit_next
         text = move(current)
-        self._keep_unsent()
+        self._unsent.keep()
         self._wake.set()
         self.refresh()
         return text
@@ -349,8 +305,8 @@ class Dialogue(CommandContext):
     def stop_editing(self) -> None:
         self._queue.stop_editing()
         self._queue.drop_offer()
-        if self._kept:
-            self._keep_unsent()
+        if self._unsent.is_kept:
+            self._unsent.keep()
         self.controller.place.edited = None
         self._wake.set()
         self.refresh()
@@ -408,7 +364,7 @@ class Dialogue(CommandContext):
         await self.settle()
         self.num_unsent += bool(self._view.prompt_text.strip())
         if self.failure is not None:
-            self._show_unsent((*self._lost_message, *queued, self._view.prompt_text))
+            self._unsent.show((*self._lost_message, *queued, self._view.prompt_text))
         self._view.leave()
 
     @property
@@ -419,23 +375,12 @@ class Dialogue(CommandContext):
         _, words = split_attached(self.controller.place.user_turns[-1].text)
         return (words,)
 
-    def _show_unsent(self, texts: Sequence[str]) -> None:
-        """Show what was typed and no model will answer, so that it can be copied."""
-        if typed := [text for text in texts if text.strip()]:
-            self.say("Not sent:", Role.WARNING)
-            width = self._view.render_context.width
-            for text in typed:
-                self._view.write(self._view.painter.wrapped(text, width, Role.USER))
-
     async def settle(self) -> None:
         """Stop the answer in progress, and wait at most 2 s until its text is saved.
 
         Waiting messages are not sent any more.
         """
-        if self._queue.unsent:  # else it was done before
-            self._keep_unsent()
-            self.num_kept += len(self._kept)
-        self._is_settled = True  # what is saved stays, whatever key is pressed until the end
+        self._unsent.settle()
         self.num_unsent += len(self._queue.clear())
         self._asked = None
         self.stop()
@@ -470,13 +415,13 @@ class Dialogue(CommandContext):
         if not self._queue.has_next:
             return  # the user took the message back for editing while a command held the lock
         text = self._queue.take()
-        was_kept = bool(self._kept)
-        self._kept = self._queue.unsent  # in the file the turn takes the message off the list
+        was_kept = self._unsent.is_kept
+        self._unsent.sending()
         self._ahead.forget()
         self.refresh()
         is_sent = await self._answering.answer_message(text, self.stats_level)
         if was_kept and not is_sent:  # no turn took it off the list, or the file is gone with it
-            self._keep_unsent(is_stale=True)
+            self._unsent.keep(is_stale=True)
         self._answer_ended()
 
     async def _answer_asked(self) -> None:
@@ -530,8 +475,8 @@ class Dialogue(CommandContext):
         """Update the toolbar's figures, after the tip has moved."""
         self._num_context_tokens = len(self.controller.context_ids)
         self._warmth = ""
-        self._take_unsent()
-        self._offer_unsent()
+        self._unsent.take()
+        self._unsent.offer()
         self.refresh()
         self._runner.spawn(self._measure_warmth())
 
