@@ -45,6 +45,7 @@ _BLOCK_SIZE = CacheConfig().block_size
 # The last one has more rows than a job of the compiled attention.
 _CHUNKS = (10, 6, 1, 1, 4, 1, 1, 20)
 _OTHER_CHUNKS = (3, 1, 1, 2, 1, 1, 1, 5)
+NUM_TOKENS = sum(_CHUNKS)  # of a sequence
 # With recurrent layers, of which modules run one sequence at a time: of a model without a compiled
 # step as above. Beside a compiled step modules run large steps only.
 _LARGE_CHUNKS = (14, 30)
@@ -203,7 +204,7 @@ def _random_ids(loaded: LoadedModel) -> tuple[list[int], list[int]]:
     """Return two sequences of the test's length; the same for a vocabulary every time."""
     generator = torch.Generator().manual_seed(0)
     limit = min(loaded.spec.vocab_size, 1 << 15)
-    ids = torch.randint(0, limit, (2, sum(_CHUNKS)), generator=generator)
+    ids = torch.randint(0, limit, (2, NUM_TOKENS), generator=generator)
     padding = getattr(loaded.module.config.get_text_config(), "pad_token_id", None)
     if padding is not None:  # some models do not count padding as a position
         ids[ids == padding] = (padding + 1) % limit

@@ -53,7 +53,8 @@ class Shapes(TorchDispatchMode):
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("kvchat_kernels.paged_attention.cpu", "kvchat.model.compiled_step"):
         monkeypatch.setattr(f"{module}.multiplies_in", lambda dtype: True)
-    monkeypatch.setattr("kvchat_kernels.linear.cpu.multiplies_fast_in", lambda dtype: True)
+    for module in ("kvchat_kernels.linear.cpu", "kvchat.model.compiled_step"):
+        monkeypatch.setattr(f"{module}.multiplies_fast_in", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
 

@@ -88,7 +88,7 @@ def test_a_pool_for_one_evicts_preempts_and_reads_again_unchanged(
 def test_every_row_of_logits_is_the_models_own(name: str, specimen: GetSpecimen) -> None:
     """The self-test's scenario, held to rounding in every row and not to most rows' direction."""
     made = specimen(name)
-    one, other = random_ids(24, seed=1), random_ids(24, seed=2)
+    one, other = (random_ids(self_test.NUM_TOKENS, seed=seed) for seed in (1, 2))
     with torch.inference_mode():
         own = made.reference(input_ids=torch.tensor([one])).logits[0]
 

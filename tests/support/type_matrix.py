@@ -99,7 +99,7 @@ def _ids(length: int, seed: int) -> list[int]:
 
 
 def _check_logits(reference: PreTrainedModel, loaded: LoadedModel) -> None:
-    one, other = _ids(24, seed=1), _ids(24, seed=2)
+    one, other = (_ids(self_test.NUM_TOKENS, seed) for seed in (1, 2))
     own = _own_logits(reference, one)
     paged = self_test._paged_logits(loaded, one, other)
     error = float((paged - own).abs().max() / own.abs().max())
