@@ -306,13 +306,17 @@ class _Product:
     def _add_vectors(
         self, xs: _Places, tile: Value, column: Value, totals: Sequence[Variable]
     ) -> None:
-        """Add the products of a vector of columns. The fewer are loaded first, as for few rows."""
+        """Add the products of a vector of columns.
+
+        The fewer of a full tile are loaded first and stay in registers: weights beside 6 rows of
+        activations, those beside 4 of weights.
+        """
         code = self._code
 
         def row(number: int) -> Value:
             return code.load(tile, column * 4 + number * (_RUN * 4), self._floats)
 
-        if len(xs) < WEIGHT_ROWS:
+        if not self._is_wide:
             loaded = [code.load(address, column * 4, self._floats) for address in xs]
             for number in range(WEIGHT_ROWS):
                 weights = row(number)
