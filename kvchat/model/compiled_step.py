@@ -20,7 +20,7 @@ from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat.model.step_recurrent import Recurrent
-from kvchat_kernels.cpu.code import has_whole_512_bits
+from kvchat_kernels.cpu.code import multiplies_many
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
 from kvchat_kernels.cpu_products import multiplies_fast_in, multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
@@ -41,8 +41,8 @@ _MOST_ROWS = 8 * FEW_ROWS
 # more on a slow core. Products of torch are asked for a stop one by one.
 _FEWER_ROWS, _FEWER_OF_ONE = 4 * FEW_ROWS, FEW_ROWS
 _MOST_WEIGHTS = 1 << 27
-# In vectors of 512 bits any number of rows is faster than by torch's modules, where torch has no
-# faster instructions than these for the weights: see `docs/benchmarks`.
+# Where kernels multiply many rows any number is faster than by torch's modules, if torch has no
+# faster instructions for the weights: see `docs/benchmarks`.
 _ALL_ROWS = 1 << 30
 # Bytes of attention's results, by parts of contexts, that the rows of a group may have. In an 8 B
 # model 128 sequences that share 32,768 positions would have 256 MiB, and a layer's attention, in
@@ -72,8 +72,8 @@ class CompiledStep:
         # Prompts with a state have kernels (`recurrent_prefill.py`) that keep it in the fastest
         # cache: 400 rows of Granite's 0.3 B hybrid in 4 bits took twice as long here.
         has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS or bool(decoder.state)
-        self._group_rows = MAX_ROWS if has_whole_512_bits() else FEW_ROWS
-        if has_whole_512_bits() and not _is_fast_by_torch(weights) and not decoder.state:
+        self._group_rows = MAX_ROWS if multiplies_many() else FEW_ROWS
+        if multiplies_many() and not _is_fast_by_torch(weights) and not decoder.state:
             self._most_rows = self._most_of_one = _ALL_ROWS
         else:
             self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS

@@ -337,7 +337,7 @@ def test_every_product_of_a_real_model_asks(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked once a layer, 256 rows of a 0.4 B model took Esc 0.3 s on a slow processor."""
-    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: False)
+    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
     config = ModelConfig(dtype=dtype)

@@ -341,7 +341,7 @@ def test_a_long_prompt_is_computed_group_by_group_where_that_is_faster(
 ) -> None:
     """Eight clients waited for the modules' prompts, and a prompt for torch's float32."""
     step = "kvchat.model.compiled_step"
-    monkeypatch.setattr(f"{step}.has_whole_512_bits", lambda: is_wide)
+    monkeypatch.setattr(f"{step}.multiplies_many", lambda: is_wide)
     monkeypatch.setattr(f"{step}.multiplies_fast_in", lambda dtype: is_fast_by_torch)
     loaded = load(tmp_path, "llama", **config)
     model = PagedModel(loaded, pools_of(loaded))
@@ -365,7 +365,7 @@ def test_groups_of_long_contexts_have_fewer_rows(
 ) -> None:
     """128 sequences on 32,768 positions took 256 MiB for what attention makes of their parts."""
     step = "kvchat.model.compiled_step"
-    monkeypatch.setattr(f"{step}.has_whole_512_bits", lambda: True)
+    monkeypatch.setattr(f"{step}.multiplies_many", lambda: True)
     loaded = load(tmp_path, family, weights="int8")
     batch = batch_of([(40, 60), (90, 600), (1, 300)], 1)
     taken: list[int] = []
@@ -417,7 +417,7 @@ def test_a_large_model_leaves_a_prompt_to_the_modules(
 ) -> None:
     """Its groups of rows are slow, and Esc would wait for a whole one."""
     monkeypatch.setattr("kvchat.model.compiled_step._MOST_WEIGHTS", 0)
-    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: False)
+    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
     assert model.compiled is not None
@@ -429,7 +429,7 @@ def test_a_large_model_leaves_a_prompt_to_the_modules(
 def test_a_step_of_several_groups_can_be_abandoned_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: False)
+    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
     asked = iter([False, True])

@@ -207,7 +207,7 @@ def test_rows_of_several_sequences_are_those_of_each_alone(
     name: str, is_wide: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In vectors of 512 bits a program takes all rows of each step at once."""
-    monkeypatch.setattr("kvchat.model.compiled_step.has_whole_512_bits", lambda: is_wide)
+    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: is_wide)
     loaded = load(saved(name, tmp_path), dtype="float32")
 
     ours, our_states, num_taken = run_together(loaded, is_compiled=True)

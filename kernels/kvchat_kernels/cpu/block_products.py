@@ -4,8 +4,8 @@ The products of a block are whole numbers, so nothing is lost in their sums; the
 added in float32. Rows of weights and activations are taken together as in `products.py`.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from llvmlite import ir
 
@@ -28,6 +28,7 @@ from kvchat_kernels.cpu.code import (
     Variable,
     constant,
     has_feature,
+    has_vnni,
     has_whole_512_bits,
 )
 from kvchat_kernels.cpu.products import write_tiles
@@ -36,6 +37,7 @@ from kvchat_kernels.linear.blocks import COLUMNS, Layout
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
 # there are 32 of them.
 _X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 3, 2, 1)
+_FEW_X = 3
 # Bytes ahead that levels are asked for.
 _AHEAD = 1024
 # Sums side by side that keep the multiplier busy without a second chain for each.
@@ -85,6 +87,12 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
     is_wide = has_whole_512_bits()
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
+        # The sums of all rows with many activations would take more than 16 registers.
+        step = len(rows) if is_wide or len(x_rows) <= _FEW_X else max(1, len(rows) // 2)
+        for at in range(0, len(rows), step):
+            write_part(rows[at : at + step], x_rows)
+
+    def write_part(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         side = 2 if is_wide and len(x_rows) > 1 else 1
         single = [WeightRow(code, layout, row) for row in rows]
         weights: Sequence[WeightRow | TwoWeightRows] = single
@@ -100,11 +108,8 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
                 total = code.lane(totals, number) if len(rows) > 1 else totals
                 _store(code, total, row, x_row, has_bias)
 
-    if is_wide:
-        most = max(_WIDE_X_COUNTS)
-        write_tiles(code, start, end, _WIDE_X_COUNTS, write_tile, few_x=most, is_wide=True)
-    else:
-        write_tiles(code, start, end, _X_COUNTS, write_tile)
+    counts = _WIDE_X_COUNTS if is_wide else _X_COUNTS
+    write_tiles(code, start, end, counts, write_tile, few_x=max(counts), is_wide=True)
 
 
 def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -> None:
@@ -163,11 +168,14 @@ def _sums_of_group(
     """
     width, part_bytes = vector_bytes(layout, size), size * layout.block * layout.bits // 8
     num_rows = pairs[0][0].num_rows
-    has_many = num_rows == 2 and len(pairs) * len(pairs[0]) >= _MANY
-    starts: list[Value | None] = [None] * len(pairs[0])
+    # Of 16 registers, two chains of each sum would take more than there are.
+    has_few_registers = not has_feature("avx512vl")
+    is_beside = num_rows == 2 or has_few_registers
+    has_many = is_beside and len(pairs) * len(pairs[0]) >= _MANY
+    starts: list[Callable[[], Value] | None] = [None] * len(pairs[0])
     if layout.bits == 4 and not layout.has_minimums:
         assert layout.block == COLUMNS, layout
-        starts = [pair.x.starts(index, size, width // 4) for pair in pairs[0]]
+        starts = [partial(pair.x.starts, index, size, width // 4) for pair in pairs[0]]
     sums = [
         [_Whole(code, layout.bits, width * num_rows, has_many, start) for start in starts]
         for _ in pairs
@@ -194,15 +202,21 @@ class _Whole:
 
     VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
     `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
-    15 * 127, fit. It begins at `first`, 32 bits a lane, or at 0.
+    15 * 127, fit. It begins at what `first` loads, 32 bits a lane, or at 0; beside lanes of 16 bits
+    that is loaded at the end, for registers are few.
     """
 
     def __init__(
-        self, code: Code, bits: int, width: int, has_many: bool, first: Value | None
+        self,
+        code: Code,
+        bits: int,
+        width: int,
+        has_many: bool,
+        first: Callable[[], Value] | None,
     ) -> None:
         self._code = code
         self._lanes = ir.VectorType(I32, width // 4)
-        self._has_vnni = has_feature("avx512vnni") and has_feature("avx512vl")
+        self._has_vnni = has_vnni()
         self._is_short = bits == 4 and not self._has_vnni
         self._bits = bits
         kind = ir.VectorType(I16, width // 2) if self._is_short else self._lanes
@@ -211,7 +225,7 @@ class _Whole:
         self._chains = [code.variable(start) for _ in range(1 + has_two)]
         self._first = first if self._is_short else None
         if first is not None and not self._is_short:
-            self._chains[0].set(first)
+            self._chains[0].set(first())
 
     def add(self, half: int, levels: Value, x: Value) -> None:
         code, chain = self._code, self._chains[half % len(self._chains)]
@@ -234,7 +248,7 @@ class _Whole:
             return total
         ones = Value(self._code, constant(1, total.type))
         whole = _neighbouring_shorts(self._code, total, ones)
-        return whole if self._first is None else whole + self._first
+        return whole if self._first is None else whole + self._first()
 
 
 def _neighbouring_bytes(code: Code, levels: Value, x: Value) -> Value:

@@ -7,7 +7,8 @@ the instructions of the processor.
 
 Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
 
-`KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more.
+`KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more, and
+`x86-64-v3+avxvnni` for one with AVX-VNNI beside it.
 """
 
 import ctypes
@@ -443,7 +444,10 @@ class _Processor:
 _WHOLE_512 = frozenset({"icelake-server", "sapphirerapids", "emeraldrapids", "graniterapids"})
 
 # Processors that can be asked for instead of this one, and what kernels may use there.
-_LEVELS = {"x86-64-v3": frozenset({"sse2", "avx2"})}
+_LEVELS = {
+    "x86-64-v3": frozenset({"sse2", "avx2"}),
+    "x86-64-v3+avxvnni": frozenset({"sse2", "avx2", "avxvnni"}),
+}
 
 
 @cache
@@ -453,7 +457,8 @@ def _processor() -> _Processor:
     if name is not None:
         if name not in _LEVELS:
             raise RuntimeError(f"KVCHAT_CPU is none of {', '.join(_LEVELS)}: {name[:40]!r}")
-        return _Processor(name, "", _LEVELS[name])
+        base, *flags = name.split("+")
+        return _Processor(base, "".join(f"+{flag}" for flag in flags), _LEVELS[name])
     features = llvm.get_host_cpu_features()
     present = frozenset(feature for feature, is_there in features.items() if is_there)
     return _Processor(llvm.get_host_cpu_name(), features.flatten(), present)
@@ -473,9 +478,23 @@ def has_feature(name: str) -> bool:
     return name in _processor().features
 
 
+def has_vnni() -> bool:
+    """Return whether instructions multiply whole numbers and add up neighbours, in 256 bits."""
+    return has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl"))
+
+
 def has_whole_512_bits() -> bool:
     """Return whether vectors of 512 bits are twice as fast as those of 256, with VNNI.
 
     They are not where the processor takes them in halves, as a Zen 4 does.
     """
     return has_feature("avx512vnni") and has_feature("avx512vl") and _processor().name in _WHOLE_512
+
+
+def multiplies_many() -> bool:
+    """Return whether kernels multiply many rows as fast as torch does in float32, or faster.
+
+    Measured in whole vectors of 512 bits, and where vectors have 256 bits at most. With others of
+    512 bits torch may make twice as many products of float32.
+    """
+    return has_whole_512_bits() or (has_feature("avx2") and not has_feature("avx512f"))

@@ -24,9 +24,12 @@ _FEW_X = 3
 # Rows of activations that all of a unit's weights are multiplied with before the next: both stay in
 # the second cache.
 _SLAB = 64
-# From so many rows on, vectors of 512 bits are multiplied with weights that were converted first:
-# so many rows of activations at a time, and so many columns, that both lie in the first cache.
-_MANY_X, _MANY_COUNTS, _TILE_ROWS, _RUN = 6, (6, 2, 1), 12, 512
+# From so many rows on weights are converted first, a tile of some rows and _RUN columns at a time,
+# which lies in the first cache, and multiplied with so many rows of activations at once that all
+# sums stay in registers: there are 32 of 512 bits, and 16 of 256.
+_WIDE_MANY_X, _WIDE_COUNTS, _WIDE_TILE_ROWS = 6, (6, 2, 1), 12
+_MANY_X, _COUNTS, _TILE_ROWS = 24, (3, 2, 1), 8
+_RUN = 512
 # Bytes ahead that weights are asked for.
 _AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in, but a matrix that
@@ -156,6 +159,8 @@ class _Product:
         self._is_wide = has_whole_512_bits()
         self._lanes = 2 * LANES if self._is_wide else LANES
         self._floats = ir.VectorType(F32, self._lanes)
+        wide, narrow = (_WIDE_COUNTS, _WIDE_TILE_ROWS), (_COUNTS, _TILE_ROWS)
+        self._counts, self._tile_rows = wide if self._is_wide else narrow
         self._num_in = code.field(Place.NUM_IN)
         self._row_bytes = self._num_in * stored.num_bytes
         self._weights, self._x = code.field(Place.WEIGHTS), code.field(Place.X)
@@ -166,13 +171,12 @@ class _Product:
         code = self._code
         start = code.unit * code.field(Place.CHUNK)
         end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
-        if not self._is_wide:
-            write_tiles(code, start, end, _X_COUNTS, self._write_tile)
-            return
         num_rows = code.header(Header.NUM_ROWS)
-        with code.when(num_rows < _MANY_X):
-            write_tiles(code, start, end, _X_COUNTS, self._write_tile, few_x=max(_X_COUNTS))
-        with code.when(num_rows >= _MANY_X):
+        many_x = _WIDE_MANY_X if self._is_wide else _MANY_X
+        few_x = max(_X_COUNTS) if self._is_wide else _FEW_X
+        with code.when(num_rows < many_x):
+            write_tiles(code, start, end, _X_COUNTS, self._write_tile, few_x=few_x)
+        with code.when(num_rows >= many_x):
             tiled = start + (end - start) // WEIGHT_ROWS * WEIGHT_ROWS
             self._write_many(start, tiled)
             with code.loop(tiled, end) as row, code.loop(0, num_rows) as x_row:
@@ -193,14 +197,10 @@ class _Product:
                 self._add_columns(weights, activations, sums, column + start)
         for row, of_row in zip(rows, sums, strict=True):
             for x_row, total in zip(x_rows, of_row, strict=True):
-                self._store(self._total(total.get()), row, x_row)
+                self._store(code.tree_total(total.get()), row, x_row)
 
     def _zeros(self) -> Value:
         return self._code.floats(0.0, self._lanes)
-
-    def _total(self, vector: Value) -> Value:
-        code = self._code
-        return code.tree_total(vector) if self._is_wide else code.total(vector)
 
     def _loaded(self, address: Value, offset: Value) -> Value:
         """Load a vector of weights."""
@@ -236,22 +236,22 @@ class _Product:
     # Many rows
 
     def _write_many(self, start: Value, end: Value) -> None:
-        """Write the products of the rows [`start`, `end`) of the matrix, _TILE_ROWS at a time.
+        """Write the products of the rows [`start`, `end`) of the matrix, self._tile_rows at a time.
 
         These are converted once, _RUN columns of each, and multiplied with a slab of activations.
         Sums lie in memory between one run of columns and the next.
         """
         code = self._code
         num_rows = code.header(Header.NUM_ROWS)
-        tile = code.room(_TILE_ROWS * _RUN * 4)
-        sums = code.room(_SLAB * _TILE_ROWS * 4 * self._lanes)
+        tile = code.room(self._tile_rows * _RUN * 4)
+        sums = code.room(_SLAB * self._tile_rows * 4 * self._lanes)
         slabs = code.loop(0, num_rows, _SLAB)
-        with slabs as first_x, code.loop(start, end, _TILE_ROWS) as first_row:
+        with slabs as first_x, code.loop(start, end, self._tile_rows) as first_row:
             last_x = code.least(first_x + _SLAB, num_rows)
-            num_tiled = code.least(code.whole(_TILE_ROWS), end - first_row)
+            num_tiled = code.least(code.whole(self._tile_rows), end - first_row)
 
             def sums_of(x_row: Value, number: Value) -> Value:
-                place = (x_row - first_x) * _TILE_ROWS + number
+                place = (x_row - first_x) * self._tile_rows + number
                 return sums + place * (4 * self._lanes)
 
             with code.loop(0, self._num_in, _RUN) as first:
@@ -259,7 +259,7 @@ class _Product:
                 with code.loop(0, num_tiled, WEIGHT_ROWS) as number:
                     self._convert(first_row + number, first, columns, tile + number * (_RUN * 4))
                 done = first_x
-                for count in _MANY_COUNTS:
+                for count in self._counts:
                     tiled = done + (last_x - done) // count * count
                     each = code.loop(done, tiled, count), code.loop(0, num_tiled, WEIGHT_ROWS)
                     with each[0] as x_row, each[1] as number:
@@ -281,7 +281,7 @@ class _Product:
         ]
         with code.loop(0, columns, step) as column:
             for number, address in enumerate(rows):
-                ahead = column * size + self._row_bytes * _TILE_ROWS
+                ahead = column * size + self._row_bytes * self._tile_rows
                 code.prefetch(address, ahead, to_second=True)
                 for at in range(0, step, self._lanes):
                     values = self._loaded(address, (column + at) * size)
@@ -299,16 +299,35 @@ class _Product:
             before = code.load(*place, self._floats)
             totals.append(code.variable(code.select(first > 0, before, self._zeros())))
         with code.loop(0, columns, self._lanes) as column:
-            rows = [
-                code.load(tile, column * 4 + number * (_RUN * 4), self._floats)
-                for number in range(WEIGHT_ROWS)
-            ]
-            for number, address in enumerate(xs):
-                x = code.load(address, column * 4, self._floats)
-                for row, total in zip(rows, totals[number * WEIGHT_ROWS :], strict=False):
-                    total.set(total.get() + row * x)
+            self._add_vectors(xs, tile, column, totals)
         for total, place in zip(totals, places, strict=True):
             code.store(total.get(), *place)
+
+    def _add_vectors(
+        self, xs: _Places, tile: Value, column: Value, totals: Sequence[Variable]
+    ) -> None:
+        """Add the products of a vector of columns.
+
+        The fewer of a full tile are loaded first and stay in registers: weights beside 6 rows of
+        activations, those beside 4 of weights.
+        """
+        code = self._code
+
+        def row(number: int) -> Value:
+            return code.load(tile, column * 4 + number * (_RUN * 4), self._floats)
+
+        if not self._is_wide:
+            loaded = [code.load(address, column * 4, self._floats) for address in xs]
+            for number in range(WEIGHT_ROWS):
+                weights = row(number)
+                for x, total in zip(loaded, totals[number::WEIGHT_ROWS], strict=True):
+                    total.set(total.get() + weights * x)
+        else:
+            rows = [row(number) for number in range(WEIGHT_ROWS)]
+            for number, address in enumerate(xs):
+                x = code.load(address, column * 4, self._floats)
+                for weights, total in zip(rows, totals[number * WEIGHT_ROWS :], strict=False):
+                    total.set(total.get() + weights * x)
 
     def _store_many(self, row: Value, x_row: Value, sums: Value) -> None:
         code, size = self._code, 4 * self._lanes

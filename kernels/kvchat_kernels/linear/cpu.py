@@ -35,9 +35,10 @@ from kvchat_kernels.linear.gguf_blocks import block_weights, empty_weights
 _log = logging.getLogger(__name__)
 
 # With more rows than this, unpacking once for a matrix product is faster than a pass for each; but
-# not with whole vectors of 512 bits, where a core makes 240 GFLOP/s of products with 4 bits and 150
-# of those in float32. There bfloat16 is converted by the kernel too, as fast as torch multiplies
-# what was converted before.
+# not where kernels multiply many rows (`multiplies_many`). With whole vectors of 512 bits a core
+# makes 240 GFLOP/s of products with 4 bits and 150 of those in float32, and with AVX2 alone 75 to
+# 150 and 60. There bfloat16 is converted by the kernel too, as fast as torch multiplies what was
+# converted before.
 FEW_ROWS = 16
 # Below this many weights a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 16
@@ -307,7 +308,7 @@ class _Kernels:
             block_rows,
             products,
         )
-        from kvchat_kernels.cpu.code import has_whole_512_bits
+        from kvchat_kernels.cpu.code import multiplies_many
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
@@ -318,7 +319,7 @@ class _Kernels:
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
         self._num_headers = NUM_HEADERS
-        self.takes_many = has_whole_512_bits()
+        self.takes_many = multiplies_many()
         block_rows.rounding_kernel(16)  # raises what compiling raises
 
     def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
