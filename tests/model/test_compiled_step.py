@@ -29,6 +29,14 @@ from support.specimens import random_ids
 
 BLOCK = 16
 CPU = torch.device("cpu")
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+# What stands behind a comma tells apart the settings of one type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -66,6 +74,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "iquestcoder": {},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
     "cwm": {"sliding_window": 8},
+    "arcee": {},
+    "olmo": {},
+    "starcoder2": {"sliding_window": 8, "use_bias": True},
+    "nemotron": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "jais2": {},
+    "stablelm": {"head_dim": None, "num_attention_heads": 2, "partial_rotary_factor": 0.5},
+    "stablelm, parallel": {
+        "head_dim": None,
+        "num_attention_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "use_parallel_residual": True,
+        "use_qkv_bias": True,
+    },
+    "phi": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": None,
+    },
+    "glm": {"head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "ernie4_5": {},
+    "ernie4_5, biases": {"use_bias": True, "tie_word_embeddings": False},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {"use_post_norm": True, "logits_scaling": 0.5, "residual_multiplier": 0.5},
+    "hyperclovax, fewer norms": {"use_post_norm": False},
+    "nanochat": {"final_logit_softcapping": 5.0},
+    "apertus": {},
+    "vaultgemma": {},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 10,
@@ -89,6 +128,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
+    },
+    "glm4_moe": {
+        **_ROUTED,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "dots1": {**_ROUTED, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+    "solar_open": _ROUTED,
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
+    "phimoe": {
+        "num_local_experts": 8,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
     },
     "granitemoe": {
         "num_local_experts": 4,
@@ -114,11 +178,24 @@ STEPS = {
 
 
 def load(directory: Path, family: str, **config: Any) -> LoadedModel:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model_type = family.split(",")[0]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     settings = {"max_position_embeddings": 2048, **FAMILIES[family]}
-    source = find_model(str(save_checkpoint(directory, tiny_model(family, **settings))))
+    model = tiny_model(model_type, **settings)
+    _stir(model)
+    source = find_model(str(save_checkpoint(directory, model)))
     return load_model(source, ModelConfig(**config), None, lambda _: None)
+
+
+def _stir(model: torch.nn.Module) -> None:
+    """Change what a new model has as ones and zeros: norms, biases, what routers choose by."""
+    generator = torch.Generator().manual_seed(1)
+    buffers = (part for name, part in model.named_buffers() if name.endswith("correction_bias"))
+    with torch.no_grad():
+        for part in (*model.parameters(), *buffers):
+            if part.dim() == 1:
+                part += 0.1 * torch.randn(part.shape, generator=generator)
 
 
 def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
