@@ -154,6 +154,7 @@ _FAMILIES = {
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
+COMPILED_TYPES = tuple(sorted(_FAMILIES))
 # Mixtures that choose by sigmoids and a bias, of which a scaled and normed part remains.
 _LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
 # Ends of the names of norms that centre.
@@ -198,6 +199,9 @@ class _Reader:
         self._spec = spec
         self._family = family
         self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
+        rope = getattr(owner.config, "rope_parameters", None) or {}
+        if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
+            raise Unknown("scales its angles by the length of a step")
 
     def read(self) -> Decoder:
         config = self._config

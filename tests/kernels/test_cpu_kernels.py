@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn import functional
+from transformers.activations import XIELUActivation
 
 from kvchat_kernels.cpu import attention, gates, norms, products, rotation
 from kvchat_kernels.cpu.maths import stored_as
@@ -93,6 +94,28 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
     run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
 
     assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
+
+
+def test_xielu_is_that_of_transformers() -> None:
+    module = XIELUActivation(0.6, 0.9, dtype=torch.float32)
+    positive, negative = (functional.softplus(part) for part in (module.alpha_p, module.alpha_n))
+    x, out = torch.linspace(-30, 30, 1032).repeat(2, 1), torch.zeros(2, 1032)
+    place = gates.Place
+    places = {
+        place.BOTH: x,
+        place.OUT: out,
+        place.WIDTH: 1032,
+        place.POSITIVE: float(positive),
+        place.NEGATIVE: float(module.beta + negative),
+        place.LINEAR: float(module.beta),
+        place.LARGEST: float(module.eps),
+    }
+    kernel = gates.gate_kernel(gates.Activation.XIELU, is_gated=False)
+
+    run_units(Operation(kernel, task(places), header(2), None), 2, 1)
+
+    with torch.no_grad():
+        assert torch.allclose(out, module(x), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -141,7 +141,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "solar_open": _ROUTED,
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "ernie4_5_moe": {
-        "moe_num_experts": 8,
+        "moe_num_experts": 6,
         "moe_k": 3,
         "moe_intermediate_size": 32,
         "moe_num_shared_experts": 2,
@@ -280,6 +280,19 @@ def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_p
         for ours, theirs in zip(pools, expected_pools, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert torch.allclose(one, other, rtol=10 * most, atol=10 * most)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"]
+)
+def test_a_step_leaves_nothing_behind_for_the_next(family: str, tmp_path: Path) -> None:
+    """Shares once overwrote the scores beyond the last expert, which the next step then summed."""
+    loaded = load(tmp_path, family, dtype="float32")
+    model, batch = PagedModel(loaded, pools_of(loaded)), batch_of(STEPS["three sequences"])
+
+    first = model.forward(batch)
+
+    assert torch.equal(model.forward(batch), first)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -592,6 +605,11 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("llama", {"hidden_size": 72, "intermediate_size": 100}),
         ("llama", {"head_dim": 12}),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
+        ("cohere", {"use_qk_norm": True}),
+        ("phi", {"head_dim": 32, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+        ("glm4", {"partial_rotary_factor": 0.25}),
+        ("glm4_moe", {**_ROUTED, "n_group": 2, "topk_group": 1}),
+        ("olmo", {"clip_qkv": 1.0}),
         ("gpt_neox", {}),
     ],
 )
@@ -603,6 +621,28 @@ def test_other_models_run_their_own_code(
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
     ensure_trusted(loaded, None)
+
+
+def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
+    tmp_path: Path,
+) -> None:
+    """Phi-3.5-MoE's angles have the factor of the longest position of a step, which may be of
+    another request; the two factors of the published models are equal."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "long_mscale": 1.25,
+    }
+    for short, is_compiled in ((1.0, False), (1.25, True)):
+        settings = {"rope_parameters": {**rope, "short_mscale": short}, "num_local_experts": 4}
+        model = tiny_model("phimoe", **settings)
+        source = find_model(str(save_checkpoint(tmp_path / str(short), model)))
+        loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
+
+        assert (loaded.compiled is not None) == is_compiled
 
 
 def test_weights_are_held_once(tmp_path: Path) -> None:

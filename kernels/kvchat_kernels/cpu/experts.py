@@ -234,15 +234,16 @@ def _write_sigmoids(code: Code, scores: Value) -> None:
 
 
 def _write_shares(code: Code, scores: Value) -> None:
-    largest = code.load(scores, _best(code, scores, Choice(normalises=False)) * 4, F32)
+    """Write the shares of all scores in their sum; what is beyond the last expert stays."""
+    largest = code.spread(code.load(scores, _best(code, scores, Choice(normalises=False)) * 4, F32))
     sums = code.variable(code.floats(0.0))
     with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
-        value = exp(code, code.load(scores, index * 4, F32S) - code.spread(largest))
-        sums.set(sums.get() + value)
-        code.store(value, scores, index * 4)
+        sums.set(sums.get() + exp(code, code.load(scores, index * 4, F32S) - largest))
     share = code.spread(code.single(1.0) / code.total(sums.get()))
     with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
-        code.store(code.load(scores, index * 4, F32S) * share, scores, index * 4)
+        score = code.load(scores, index * 4, F32S)
+        value = exp(code, score - largest) * share
+        code.store(code.select(score > NO_SCORE / 2, value, score), scores, index * 4)
 
 
 def _sparse_share(code: Code, scores: Value, largest: Value) -> Value:
