@@ -155,7 +155,7 @@ _FAMILIES = {
     "granitemoeshared": _GRANITE_MIXTURE,
 }
 COMPILED_TYPES = tuple(sorted(_FAMILIES))
-# Mixtures that choose by sigmoids and a bias, of which a scaled and normed part remains.
+# Types whose experts have factors as DeepSeek V3's: sigmoids, a bias chooses, then one scale.
 _LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
 # Ends of the names of norms that centre.
 _CENTRED = "LayerNorm", "LayerNorm1P"
@@ -332,6 +332,7 @@ class _Reader:
 
     def _routing(self, mixture: Any, router: Any) -> Routing:
         model_type = self._config.model_type
+        bias: torch.Tensor | None
         if model_type in _LIKE_DEEPSEEK:
             latent = getattr(mixture, "fc1_latent_proj", None)
             if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
@@ -388,11 +389,10 @@ class _Reader:
     def _head_norms(
         self, attention: Any, spec: LayerSpec
     ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
-        names = "norm", "layernorm"
-        query = _part(attention, *(f"q_{name}" for name in names), "query_layernorm", default=None)
+        query = _part(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
         if query is None:
             return HeadNorm.NONE, None
-        key = _part(attention, *(f"k_{name}" for name in names), "key_layernorm")
+        key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
         norms = self._norm(query, spec.key_dim), self._norm(key, spec.key_dim)
         if norms[0].bias is not None or norms[1].bias is not None:
             raise Unknown("centres Q and K")

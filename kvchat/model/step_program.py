@@ -218,9 +218,7 @@ class StepProgram:
                 self._add_norm(added, after, layer.before_attention)
                 added, after = self._operations.output("attended", hidden), layer.after_attention
                 self._attended(layer, state, added)
-            if layer.is_parallel:
-                self._add_parallel_mlp(layer, added)
-            elif layer.mlp is not None:
+            if layer.mlp is not None and not layer.is_parallel:
                 self._add_norm(added, after, layer.before_mlp)
                 added, after = self._operations.output("mlp", hidden), layer.after_mlp
                 self._mlp(layer.mlp, layer.before_mlp is not None, added)
@@ -241,7 +239,7 @@ class StepProgram:
         self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
 
     def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
-        """Add attention or a layer with a state, or both, whose outputs are added up."""
+        """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""
         source, values = self._source(layer.before_attention is not None)
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
@@ -251,6 +249,8 @@ class StepProgram:
             beside = self._operations.output("beside", out.shape[1])
             layer.beside.add(self._operations, state, source, values, beside)
             self._add_to(out, beside)
+        if layer.is_parallel:
+            self._add_parallel_mlp(layer, out)
 
     def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
         """Add the MLP that has attention's input, whose output is added to attention's."""
