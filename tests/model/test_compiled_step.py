@@ -168,10 +168,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 # Families whose matrices are read as those of another here are, so that bits change nothing more.
-_IN_FLOATS = (
-    "arcee olmo nemotron jais2 stablelm cohere2 glm helium nanochat hyperclovax vaultgemma dots1 "
-    "solar_open minimax_m2"
-).split()
+_IN_FLOATS = [
+    "arcee",
+    "olmo",
+    "nemotron",
+    "jais2",
+    "stablelm",
+    "cohere2",
+    "glm",
+    "helium",
+    "nanochat",
+    "hyperclovax",
+    "vaultgemma",
+    "dots1",
+    "solar_open",
+    "minimax_m2",
+]
 _IN_BITS = [f for f in FAMILIES if f not in _IN_FLOATS and "," not in f]
 # New tokens and context of each sequence of a step.
 STEPS = {
