@@ -627,7 +627,7 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("llama", {"head_dim": 12}),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
         ("cohere", {"use_qk_norm": True}),
-        ("phi", {"head_dim": 32, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
+        ("phi", {"head_dim": None, "num_attention_heads": 2, "qk_layernorm": True}),
         ("glm4", {"partial_rotary_factor": 0.25}),
         ("glm4_moe", {**_ROUTED, "n_group": 2, "topk_group": 1}),
         ("olmo", {"clip_qkv": 1.0}),
