@@ -3,7 +3,7 @@
 `decoder_reader.py` reads it from a module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from kvchat.model.matrices import Matrix, Norm
 from kvchat.model.spec import LayerSpec, StateTensor
 from kvchat.model.step_recurrent import Recurrent
+from kvchat_kernels.cpu.experts import Factors
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -20,7 +21,8 @@ from kvchat_kernels.cpu.rotation import HeadNorm
 class DecoderAttention:
     """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles.
 
-    If it is gated, the first matrix has a gate behind each head's query.
+    `turns_neighbours` and `norms_last` are as of `rotation.Heads`. If it is gated, the first matrix
+    has a gate behind each head's query.
     """
 
     spec: LayerSpec
@@ -34,6 +36,8 @@ class DecoderAttention:
     softcap: float | None
     sinks: torch.Tensor | None
     is_gated: bool = False
+    turns_neighbours: bool = False
+    norms_last: bool = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -42,12 +46,16 @@ class DecoderAttention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there."""
+    """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
+
+    `constants` are the last of `gates.Place`, in their order, where the activation has them.
+    """
 
     gate_up: tuple[Matrix, ...]
     down: Matrix
     activation: Activation
     is_gated: bool = True
+    constants: tuple[float, ...] = ()
 
     @property
     def num_weights(self) -> int:
@@ -55,16 +63,20 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Sigmoids:
-    """Factors of experts that are sigmoids of their scores, times `scale`.
+class Routing:
+    """How factors of experts are made of their scores.
 
-    bias        what sigmoids are raised by for choosing alone, float32 [experts]
+    bias        what sigmoids or shares are raised by for choosing alone, float32 [experts]
+    scale       what they are multiplied with
     least_sum   what their sum is added to, where they are divided by it
+    tolerance   of a sparse mixer
     """
 
-    bias: torch.Tensor | None
-    scale: float
-    least_sum: float
+    factors: Factors = Factors.SOFTMAX
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    least_sum: float = 0.0
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,6 @@ class Mixture:
 
     router       the scores, a row for each expert
     normalises   whether a row's factors have the sum 1
-    sigmoids     how factors are sigmoids of the scores; None: they are a softmax
     experts      matrices with the rows of all experts one below another
     shared       an expert that all rows have beside theirs
     shared_gate  the matrix of the one number whose sigmoid `shared` is multiplied with; None: by 1
@@ -85,7 +96,7 @@ class Mixture:
     experts: Mlp
     shared: Mlp | None
     shared_gate: Matrix | None
-    sigmoids: Sigmoids | None = None
+    routing: Routing = field(default_factory=Routing)
 
     @property
     def num_experts(self) -> int:
@@ -108,7 +119,8 @@ class DecoderLayer:
 
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
     input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
-    the two halves may be missing. `beside` has the same input as attention, and is added to it.
+    the two halves may be missing. `beside` has the same input as attention, and is added to it. If
+    the layer is parallel, so is the MLP, and `after_attention` and both norms of it are missing.
     """
 
     attention: DecoderAttention | Recurrent | None
@@ -118,6 +130,7 @@ class DecoderLayer:
     before_mlp: Norm | None
     after_mlp: Norm | None
     beside: Recurrent | None = None
+    is_parallel: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -148,6 +161,8 @@ class Decoder:
     embedding_factor  the same for the table's rows; the embedding module has its own beside it
     logits_divisor, logits_softcap   of the logits
     state             what its layers with a state keep of a sequence
+    first_norm        of the embedded tokens
+    turns_back        heads are rotated by the angles' opposites
     """
 
     embedding: nn.Module
@@ -161,6 +176,8 @@ class Decoder:
     logits_softcap: float | None = None
     query_scale: QueryScale | None = None
     state: tuple[StateTensor, ...] = ()
+    first_norm: Norm | None = None
+    turns_back: bool = False
 
 
 def num_weights(decoder: Decoder) -> int:

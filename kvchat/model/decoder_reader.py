@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -18,7 +19,7 @@ from kvchat.model.decoder import (
     Mixture,
     Mlp,
     QueryScale,
-    Sigmoids,
+    Routing,
 )
 from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of, whole
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
@@ -27,6 +28,7 @@ from kvchat.model.step_delta import read_delta_net
 from kvchat.model.step_mamba import Mamba, read_mamba
 from kvchat.model.step_recurrent import Recurrent
 from kvchat.model.step_short_conv import read_short_convolution
+from kvchat_kernels.cpu.experts import Factors
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -42,6 +44,15 @@ _GEMMA: _Names = (
 _OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _LFM: _Names = ("operator_norm", None, "ffn_norm", None)
 _BAMBA: _Names = ("input_layernorm", None, "pre_ff_layernorm", None)
+_GLM4: _Names = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+_HYPERCLOVA: _Names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+_VAULT: _Names = ("input_layernorm", None, "pre_feedforward_layernorm", None)
+_ONE: _Names = ("input_layernorm", None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,8 @@ class _Family:
     attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
     normalises    whether factors of experts have the sum 1; None: the configuration says it
     is_gated      whether heads of attention are gated
+    turns_neighbours, norms_last   as of `rotation.Heads`
+    is_parallel   whether attention and MLP have the same input
     recurrent     the name of the part of a layer that keeps a state, and what reads it
     """
 
@@ -64,6 +77,9 @@ class _Family:
     router: str = "gate"
     normalises: bool | None = None
     is_gated: bool = False
+    turns_neighbours: bool = False
+    norms_last: bool = False
+    is_parallel: bool = False
     recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
 
 
@@ -73,6 +89,8 @@ _SHORT_CONVOLUTION = ("conv", read_short_convolution)
 _LFM2 = _Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
 _BAMBAS = _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
 _GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
+_COHERE = _Family(_ONE, turns_neighbours=True, is_parallel=True)
+_HUNYUAN = _Family(norms_last=True)
 _FAMILIES = {
     "llama": _Family(),
     "mistral": _Family(),
@@ -85,11 +103,29 @@ _FAMILIES = {
     "iquestcoder": _Family(),
     "cwm": _Family(),
     "smollm3": _Family(),
+    "arcee": _Family(),
+    "olmo": _Family(),
+    "starcoder2": _Family(),
+    "nemotron": _Family(norm_offset=1.0),
+    "jais2": _Family(),
+    "stablelm": _Family(),
+    "phi": _Family(_ONE, last_norm="final_layernorm", is_parallel=True),
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "glm": _Family(turns_neighbours=True),
+    "glm4": _Family(_GLM4, turns_neighbours=True),
+    "ernie4_5": _Family(turns_neighbours=True),
+    "helium": _Family(turns_neighbours=True),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "nanochat": _HUNYUAN,
+    "apertus": _Family(("attention_layernorm", None, "feedforward_layernorm", None)),
+    "hyperclovax": _Family(_HYPERCLOVA),
     "phi3": _Family(),
     "granite": _Family(),
     "gemma": _Family(norm_offset=1.0),
     "gemma2": _Family(_GEMMA, 1.0),
     "gemma3_text": _Family(_GEMMA, 1.0),
+    "vaultgemma": _Family(_VAULT, 1.0),
     "olmo2": _Family(_OLMO),
     "olmo3": _Family(_OLMO),
     "exaone4": _Family(_OLMO),
@@ -99,6 +135,13 @@ _FAMILIES = {
     "olmoe": _Family(),
     "flex_olmo": _Family(_OLMO),
     "mellum": _Family(),
+    "glm4_moe": _Family(),
+    "dots1": _Family(),
+    "solar_open": _Family(),
+    "minimax_m2": _Family(normalises=True),
+    "ernie4_5_moe": _Family(normalises=True, turns_neighbours=True),
+    "hunyuan_v1_moe": replace(_HUNYUAN, normalises=True),
+    "phimoe": _Family(router="router", normalises=False),
     "qwen3_next": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_text": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
@@ -111,13 +154,20 @@ _FAMILIES = {
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
+COMPILED_TYPES = tuple(sorted(_FAMILIES))
+# Types whose experts have factors as DeepSeek V3's: sigmoids, a bias chooses, then one scale.
+_LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
+# Ends of the names of norms that centre.
+_CENTRED = "LayerNorm", "LayerNorm1P"
 _ACTIVATIONS = {
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUActivation": Activation.GELU,
     "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
     "PytorchGELUTanh": Activation.GELU_TANH,
     "ReLUSquaredActivation": Activation.SQUARED_RELU,
+    "XIELUActivation": Activation.XIELU,
 }
 
 
@@ -149,24 +199,39 @@ class _Reader:
         self._spec = spec
         self._family = family
         self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
+        rope = getattr(owner.config, "rope_parameters", None) or {}
+        if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
+            raise Unknown("scales its angles by the length of a step")
 
     def read(self) -> Decoder:
         config = self._config
         head = self._module.get_output_embeddings()
+        norm = self._norm(getattr(self._owner, self._family.last_norm), config.hidden_size)
+        is_nanochat = config.model_type == "nanochat"
         return Decoder(
             embedding=self._module.get_input_embeddings(),
             layers=self._layers(),
-            norm=self._norm(getattr(self._owner, self._family.last_norm)),
+            norm=norm,
             head=matrix_of(head),
             rotary=self._rotary,
             residual_factor=getattr(config, "residual_multiplier", 1.0),
             embedding_factor=getattr(config, "embedding_multiplier", 1.0),
-            logits_divisor=getattr(config, "logits_scaling", 1.0)
-            / getattr(config, "lm_head_multiplier", 1.0),
+            logits_divisor=self._logits_divisor(),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
             query_scale=self._query_scale(),
             state=self._spec.state,
+            first_norm=norm if is_nanochat else None,
+            turns_back=is_nanochat,
         )
+
+    def _logits_divisor(self) -> float:
+        config = self._config
+        divisor: float = getattr(config, "logits_scaling", 1.0)
+        if config.model_type == "hyperclovax":
+            divisor = 1 / divisor
+        for factor in ("lm_head_multiplier", "logit_scale"):  # Falcon-H1's, Cohere's
+            divisor /= getattr(config, factor, 1.0)
+        return divisor
 
     def _query_scale(self) -> QueryScale | None:
         if self._config.model_type != "ministral3":
@@ -210,7 +275,7 @@ class _Reader:
 
     def _block(self, block: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
         """Read a block of Nemotron-H, which is one half of a layer."""
-        norm, mixer = self._norm(block.norm), block.mixer
+        norm, mixer = self._norm(block.norm, self._config.hidden_size), block.mixer
         if spec is not None:
             part: Any = self._attention(mixer, spec, index)
         elif hasattr(mixer, "A_log"):
@@ -225,11 +290,21 @@ class _Reader:
 
     def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
         before, after, before_mlp, after_mlp = (
-            self._norm(getattr(layer, name)) if name is not None else None
-            for name in self._family.norms
+            self._norm_of(layer, name) for name in self._family.norms
         )
         mlp = self._mlp_or_mixture(layer)
-        return DecoderLayer(attention, mlp, before, after, before_mlp, after_mlp)
+        # StableLM's configuration says it.
+        is_parallel = getattr(layer, "use_parallel_residual", self._family.is_parallel)
+        return DecoderLayer(
+            attention, mlp, before, after, before_mlp, after_mlp, is_parallel=is_parallel
+        )
+
+    def _norm_of(self, layer: Any, name: str | None) -> Norm | None:
+        norm = None if name is None else getattr(layer, name)
+        # HyperCLOVA X has norms of outputs that may do nothing.
+        if norm is None or type(norm) is nn.Identity:
+            return None
+        return self._norm(norm, self._config.hidden_size)
 
     def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
         family, module = self._family, getattr(layer, self._family.mlp)
@@ -238,31 +313,43 @@ class _Reader:
         if not hasattr(module, "experts"):
             return _mlp(module)
         router = getattr(module, family.router)
-        # Granite has it beside the mixture, Qwen in it.
+        # Granite has it beside the mixture, Qwen and others in it.
         shared = getattr(layer, "shared_mlp", None)
         if shared is None:
-            shared = _part(module, "shared_expert", "shared_experts", default=None)
+            names = "shared_expert", "shared_experts", "shared_mlp"
+            shared = _part(module, *names, default=None)
         gate = getattr(module, "shared_expert_gate", None)
+        is_inside = hasattr(router, "wg")  # Hunyuan's router has a linear layer
         return Mixture(
-            router=Matrix(whole(router.weight.detach()), None),
+            router=matrix_of(router.wg) if is_inside else _plain(router),
             top_k=int(router.top_k),
             normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
             experts=_experts(module.experts),
             shared=None if shared is None else _mlp(shared),
             shared_gate=None if gate is None else matrix_of(gate),
-            sigmoids=self._sigmoids(module, router),
+            routing=self._routing(module, router),
         )
 
-    def _sigmoids(self, mixture: Any, router: Any) -> Sigmoids | None:
-        if self._config.model_type == "nemotron_h":
-            if router.num_group != 1 or type(mixture.fc1_latent_proj) is not nn.Identity:
+    def _routing(self, mixture: Any, router: Any) -> Routing:
+        model_type = self._config.model_type
+        bias: torch.Tensor | None
+        if model_type in _LIKE_DEEPSEEK:
+            latent = getattr(mixture, "fc1_latent_proj", None)
+            if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
                 raise Unknown("has a mixture of another kind")
-            bias = router.e_score_correction_bias.detach().float()
-            return Sigmoids(bias, float(router.routed_scaling_factor), 1e-20)
-        if self._config.model_type == "lfm2_moe":
-            bias = mixture.expert_bias.detach().float() if mixture.use_expert_bias else None
-            return Sigmoids(bias, float(router.routed_scaling_factor), 1e-6)
-        return None
+            bias = _floats(router.e_score_correction_bias)
+            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
+        if model_type == "minimax_m2":
+            return Routing(Factors.SIGMOID, _floats(mixture.e_score_correction_bias))
+        if model_type == "lfm2_moe":
+            bias = _floats(mixture.expert_bias) if mixture.use_expert_bias else None
+            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-6)
+        if model_type == "ernie4_5_moe":
+            bias = _floats(router.moe_statics.e_score_correction_bias)
+            return Routing(Factors.SHARE, bias, least_sum=float(router.norm_min))
+        if model_type == "phimoe":
+            return Routing(Factors.SPARSE, tolerance=2 * float(router.router_jitter_noise))
+        return Routing()
 
     def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
         head_norm, norms = self._head_norms(attention, spec)
@@ -278,7 +365,7 @@ class _Reader:
         return DecoderAttention(
             spec,
             matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            matrix_of(_part(attention, "o_proj", "out_proj")),
+            matrix_of(_part(attention, "o_proj", "out_proj", "dense")),
             float(attention.scaling),
             head_norm,
             norms,
@@ -287,9 +374,13 @@ class _Reader:
             softcap,
             sinks.detach().float() if sinks is not None else None,
             self._family.is_gated,
+            self._family.turns_neighbours,
+            self._family.norms_last,
         )
 
     def _rotates(self, attention: Any) -> bool:
+        if self._config.model_type == "cohere2":  # in the layers with windows only
+            return attention.sliding_window is not None
         # A model of EXAONE with windows rotates in the layers with windows only.
         if self._config.model_type == "exaone4" and attention.sliding_window is not None:
             return bool(attention.is_sliding)
@@ -298,10 +389,13 @@ class _Reader:
     def _head_norms(
         self, attention: Any, spec: LayerSpec
     ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
-        query = _part(attention, "q_norm", "q_layernorm", default=None)
+        query = _part(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
         if query is None:
             return HeadNorm.NONE, None
-        norms = self._norm(query), self._norm(_part(attention, "k_norm", "k_layernorm"))
+        key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
+        norms = self._norm(query, spec.key_dim), self._norm(key, spec.key_dim)
+        if norms[0].bias is not None or norms[1].bias is not None:
+            raise Unknown("centres Q and K")
         widths = tuple(norm.weight.numel() for norm in norms)
         if norms[0].epsilon != norms[1].epsilon:
             raise Unknown("norms Q and K differently")
@@ -311,12 +405,37 @@ class _Reader:
             return HeadNorm.ALL_HEADS, norms
         raise Unknown("norms parts of heads")
 
-    def _norm(self, norm: Any) -> Norm:
-        if not type(norm).__name__.endswith("RMSNorm"):
-            raise Unknown(f"has the norm {type(norm).__name__}")
-        epsilon = getattr(norm, "variance_epsilon", None)
-        weight = norm.weight.detach().float() + self._family.norm_offset
-        return Norm(weight.contiguous(), float(norm.eps if epsilon is None else epsilon))
+    def _norm(self, norm: Any, width: int) -> Norm:
+        """Return a norm; one without weights is of this width."""
+        name = type(norm).__name__
+        is_centred = name.endswith(_CENTRED)
+        if not is_centred and not name.endswith("RMSNorm"):
+            raise Unknown(f"has the norm {name}")
+        weight = getattr(norm, "weight", None)
+        if weight is None:  # OLMo's, nanochat's
+            weight = torch.ones(width, dtype=torch.float32)
+        weight = (_floats(weight) + self._family.norm_offset).contiguous()
+        bias = None
+        if is_centred:
+            own = getattr(norm, "bias", None)  # Cohere has none
+            bias = torch.zeros_like(weight) if own is None else _floats(own).contiguous()
+        return Norm(weight, _epsilon(norm), bias)
+
+
+def _epsilon(norm: Any) -> float:
+    if type(norm).__name__ == "OlmoLayerNorm":  # has it in its forward
+        return 1e-5
+    epsilon = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if epsilon is None else epsilon)
+
+
+def _floats(values: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32, in one row."""
+    return values.detach().float().flatten()
+
+
+def _plain(router: Any) -> Matrix:
+    return Matrix(whole(router.weight.detach()), None)
 
 
 def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
@@ -366,13 +485,22 @@ def _part(module: Any, *names: str, default: Any = _NO_DEFAULT) -> Any:
 
 
 def _activation(module: Any) -> Activation:
-    found = _part(module, "act_fn", "activation_fn", "activation", default=None)
+    found = _part(module, "act_fn", "activation_fn", "activation", "act", default=None)
     if found is functional.silu:
         return Activation.SILU
     act = type(found).__name__
     if act not in _ACTIVATIONS:
         raise Unknown(f"has the activation {act}")
     return _ACTIVATIONS[act]
+
+
+def _xielu(act: Any) -> tuple[float, ...]:
+    """Return the numbers of a module of xIELU, in the order of `gates.Place`."""
+    positive, negative = (
+        float(functional.softplus(_floats(part))) for part in (act.alpha_p, act.alpha_n)
+    )
+    linear = float(act.beta)
+    return positive, linear + negative, linear, float(act.eps)
 
 
 def _mlp(module: Any) -> Mlp:
@@ -383,8 +511,13 @@ def _mlp(module: Any) -> Mlp:
         apart = matrix_of(module.w1), matrix_of(module.w3)
         return Mlp(apart, matrix_of(module.w2), Activation.SILU)
     if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
-        up = (matrix_of(module.up_proj),)
-        return Mlp(up, matrix_of(module.down_proj), _activation(module), is_gated=False)
+        up, down = (
+            _part(module, "up_proj", "fc1", "c_fc"),
+            _part(module, "down_proj", "fc2", "c_proj"),
+        )
+        activation = _activation(module)
+        constants = _xielu(module.act_fn) if activation is Activation.XIELU else ()
+        return Mlp((matrix_of(up),), matrix_of(down), activation, False, constants)
     gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
     return Mlp(gate_up, matrix_of(module.down_proj), _activation(module))
 

@@ -56,10 +56,14 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / rms(x) * weight; `weight` is float32 [width]."""
+    """x / rms(x) * weight; `weight` is float32 [width].
+
+    With a `bias`, float32 [width], x is centred first, and it is added at last.
+    """
 
     weight: torch.Tensor
     epsilon: float
+    bias: torch.Tensor | None = None
 
 
 def whole(weights: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,8 @@ def add_mlp(
     gated = operations.input("gated", width, num_rows)
     place = gates.Place
     task: Task = {place.BOTH: both, place.OUT: gated.floats, place.WIDTH: width}
+    constants = (place.POSITIVE, place.NEGATIVE, place.LINEAR, place.LARGEST)
+    task |= dict(zip(constants, mlp.constants, strict=False))
     units = -(-width // gates.UNIT_COLUMNS)
     header = None if pairs is None else pairs.header
     operations.add(gates.gate_kernel(mlp.activation, is_gated), task, units, header=header)
@@ -77,12 +79,15 @@ def add_mixture(
         place.WIDTH: hidden,
     }
     operations.products((mixture.router,), source, values, scores)
-    sigmoids, choice = mixture.sigmoids, Choice(mixture.normalises)
-    if sigmoids is not None:
-        choice = Choice(mixture.normalises, True, sigmoids.bias is not None)
-        task |= {place.SCALE: sigmoids.scale, place.LEAST_SUM: sigmoids.least_sum}
-        if sigmoids.bias is not None:
-            task[place.BIAS] = sigmoids.bias
+    routing = mixture.routing
+    choice = Choice(mixture.normalises, routing.factors, routing.bias is not None)
+    task |= {
+        place.SCALE: routing.scale,
+        place.LEAST_SUM: routing.least_sum,
+        place.TOLERANCE: routing.tolerance,
+    }
+    if routing.bias is not None:
+        task[place.BIAS] = routing.bias
     operations.add(experts.choosing_kernel(choice), task, 1)
     gathered = operations.input("gathered", hidden, most)
     rows = {place.X: values, place.OUT: gathered.floats}

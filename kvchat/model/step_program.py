@@ -105,7 +105,10 @@ class Angles:
 
     _FIRST, _MOST = 1024, 1 << 14
 
-    def __init__(self, rotary: Any, dtype: torch.dtype, kind: str | None) -> None:
+    def __init__(
+        self, rotary: Any, dtype: torch.dtype, kind: str | None, *, turns_back: bool = False
+    ) -> None:
+        self._sign = -1.0 if turns_back else 1.0
         self._rotary, self._kinds = rotary, () if kind is None else (kind,)
         self._like = torch.zeros(1, dtype=dtype)
         self._table = self._made(torch.arange(self._FIRST))
@@ -129,9 +132,15 @@ class Angles:
             raise Unfit("has angles of another kind")
         cos, sin = (part[0].float() for part in made)
         half = cos.shape[-1] // 2
-        if not (torch.equal(cos[:, :half], cos[:, half:])):
-            raise Unfit("has angles that do not repeat")
-        return cos[:, :half].numpy(), sin[:, :half].numpy()
+        # A model that turns neighbours may have each angle twice in a row.
+        for first, second in (
+            (slice(half), slice(half, None)),
+            (slice(0, None, 2), slice(1, None, 2)),
+        ):
+            if torch.equal(cos[:, first], cos[:, second]):
+                sin = sin[:, first] * self._sign
+                return cos[:, first].contiguous().numpy(), sin.numpy()
+        raise Unfit("has angles that do not repeat")
 
 
 class QueryFactors:
@@ -202,20 +211,35 @@ class StepProgram:
         check_widths(hidden)
         added, after = None, None
         state = StatePlaces(self._decoder.state, self._dtype)
+        if self._decoder.first_norm is not None:
+            self._norm_stream(self._decoder.first_norm)
         for layer in self._decoder.layers:
             if layer.attention is not None:
                 self._add_norm(added, after, layer.before_attention)
                 added, after = self._operations.output("attended", hidden), layer.after_attention
                 self._attended(layer, state, added)
-            if layer.mlp is not None:
+            if layer.mlp is not None and not layer.is_parallel:
                 self._add_norm(added, after, layer.before_mlp)
                 added, after = self._operations.output("mlp", hidden), layer.after_mlp
                 self._mlp(layer.mlp, layer.before_mlp is not None, added)
         self._add_norm(added, after, None)
         return self._head(hidden)
 
+    def _norm_stream(self, norm: Norm) -> None:
+        place = norms.Place
+        task: Task = {
+            place.STREAM: self.stream,
+            place.WIDTH: self.stream.shape[1],
+            place.WEIGHT: norm.weight,
+            place.OUT: self.stream,
+            place.EPSILON: norm.epsilon,
+        }
+        if norm.bias is not None:
+            raise Unfit("has embedded tokens with another norm")
+        self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+
     def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
-        """Add attention or a layer with a state, or both, whose outputs are added up."""
+        """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""
         source, values = self._source(layer.before_attention is not None)
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
@@ -224,14 +248,27 @@ class StepProgram:
         if layer.beside is not None:
             beside = self._operations.output("beside", out.shape[1])
             layer.beside.add(self._operations, state, source, values, beside)
-            place = norms.Place
-            task: Task = {
-                place.STREAM: out,
-                place.ADDEND: beside,
-                place.WIDTH: out.shape[1],
-                place.FACTOR: 1.0,
-            }
-            self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
+            self._add_to(out, beside)
+        if layer.is_parallel:
+            self._add_parallel_mlp(layer, out)
+
+    def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
+        """Add the MLP that has attention's input, whose output is added to attention's."""
+        if layer.mlp is None or layer.after_attention is not None:
+            raise Unfit("has parallel layers of another kind")
+        beside = self._operations.output("mlp", out.shape[1])
+        self._mlp(layer.mlp, layer.before_attention is not None, beside)
+        self._add_to(out, beside)
+
+    def _add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
+        place = norms.Place
+        task: Task = {
+            place.STREAM: out,
+            place.ADDEND: addend,
+            place.WIDTH: out.shape[1],
+            place.FACTOR: 1.0,
+        }
+        self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
     def _add_norm(
         self, added: torch.Tensor | None, after: Norm | None, before: Norm | None
@@ -240,7 +277,14 @@ class StepProgram:
         if added is None and before is None:
             return
         stream = self.stream
-        form = NormForm(added is not None, after is not None, before is not None)
+        form = NormForm(
+            added is not None,
+            after is not None,
+            before is not None,
+            centres=before is not None and before.bias is not None,
+        )
+        if after is not None and after.bias is not None:
+            raise Unfit("has norms of outputs of another kind")
         place = norms.Place
         task: Task = {
             place.STREAM: stream,
@@ -254,6 +298,8 @@ class StepProgram:
             task[place.ADDEND_WEIGHT] = after.weight
         if before is not None:
             task[place.WEIGHT] = before.weight
+            if before.bias is not None:
+                task[place.BIAS] = before.bias
             task[place.OUT] = self._operations.input("normed", stream.shape[1]).floats
         if after is not None and before is not None and after.epsilon != before.epsilon:
             raise Unfit("has norms with different epsilons")
@@ -362,7 +408,12 @@ class StepProgram:
         if layer.rotates:
             angles = self.angles.get(layer.kind)
             if angles is None:
-                angles = Angles(self._decoder.rotary, self._dtype, layer.kind)
+                angles = Angles(
+                    self._decoder.rotary,
+                    self._dtype,
+                    layer.kind,
+                    turns_back=self._decoder.turns_back,
+                )
                 self.angles[layer.kind] = angles
             check_widths(angles.half)
             rotated = 2 * angles.half
@@ -385,6 +436,8 @@ class StepProgram:
             layer.head_norm,
             *_stored(pool),
             self.query_factors is not None,
+            layer.turns_neighbours,
+            layer.norms_last,
         )
         self._operations.add(rotation.rotation_kernel(heads), task, None)
 
@@ -407,7 +460,9 @@ class StepProgram:
             place.OUT: source.floats,
             place.EPSILON: norm.epsilon,
         }
-        form = NormForm(adds=False, picks=True)
+        if norm.bias is not None:
+            task[place.BIAS] = norm.bias
+        form = NormForm(adds=False, picks=True, centres=norm.bias is not None)
         self._operations.add(norms.norm_kernel(form), task, None, header=header)
         out = torch.empty(1, self._decoder.head.num_out, dtype=torch.float32)
         (numbers,) = self._operations.products(

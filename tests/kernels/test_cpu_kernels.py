@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn import functional
+from transformers.activations import XIELUActivation
 
 from kvchat_kernels.cpu import attention, gates, norms, products, rotation
 from kvchat_kernels.cpu.maths import stored_as
@@ -48,6 +49,33 @@ def test_a_norm_adds_to_the_stream_first(norms_addend: bool) -> None:
     assert torch.allclose(out, normed(expected, weight), atol=1e-5)
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_centred_norm_is_torchs_layer_norm(adds: bool) -> None:
+    torch.manual_seed(0)
+    stream, added, out = (torch.randn(3, 96) for _ in range(3))
+    stream += 30.0
+    weight, bias = torch.randn(96), torch.randn(96)
+    expected = stream + added if adds else stream.clone()
+    place = norms.Place
+    places = {
+        place.STREAM: stream,
+        place.ADDEND: added,
+        place.WEIGHT: weight,
+        place.BIAS: bias,
+        place.OUT: out,
+        place.WIDTH: 96,
+        place.EPSILON: EPSILON,
+        place.FACTOR: 1.0,
+    }
+    kernel = norms.norm_kernel(norms.NormForm(adds, centres=True))
+
+    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+
+    assert torch.allclose(stream, expected, atol=1e-5)
+    layer_norm = functional.layer_norm(expected.double(), (96,), weight.double(), bias.double())
+    assert torch.allclose(out, layer_norm.float(), atol=1e-5)
+
+
 GATES = {
     gates.Activation.SILU: functional.silu,
     gates.Activation.GELU: functional.gelu,
@@ -66,6 +94,28 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
     run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
 
     assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
+
+
+def test_xielu_is_that_of_transformers() -> None:
+    module = XIELUActivation(0.6, 0.9, dtype=torch.float32)
+    positive, negative = (functional.softplus(part) for part in (module.alpha_p, module.alpha_n))
+    x, out = torch.linspace(-30, 30, 1032).repeat(2, 1), torch.zeros(2, 1032)
+    place = gates.Place
+    places = {
+        place.BOTH: x,
+        place.OUT: out,
+        place.WIDTH: 1032,
+        place.POSITIVE: float(positive),
+        place.NEGATIVE: float(module.beta + negative),
+        place.LINEAR: float(module.beta),
+        place.LARGEST: float(module.eps),
+    }
+    kernel = gates.gate_kernel(gates.Activation.XIELU, is_gated=False)
+
+    run_units(Operation(kernel, task(places), header(2), None), 2, 1)
+
+    with torch.no_grad():
+        assert torch.allclose(out, module(x), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,14 +199,28 @@ def test_a_unit_is_an_eighth_of_a_matrix_within_limits(
     assert most_bytes - products.WEIGHT_ROWS * row_bytes < rows * row_bytes <= most_bytes
 
 
+@pytest.mark.parametrize("norms_last", [False, True])
+@pytest.mark.parametrize("turns_neighbours", [False, True])
 @pytest.mark.parametrize("norm", rotation.HeadNorm)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_rotated_and_written(dtype: torch.dtype, norm: rotation.HeadNorm) -> None:
+def test_heads_are_normed_rotated_and_written(
+    dtype: torch.dtype, norm: rotation.HeadNorm, turns_neighbours: bool, norms_last: bool
+) -> None:
     torch.manual_seed(0)
     num_rows, num_heads, num_kv_heads, key_dim, value_dim, rotated = 5, 4, 2, 32, 24, 16
     stored = stored_as(dtype)
     assert stored is not None
-    heads = rotation.Heads(num_heads, num_kv_heads, key_dim, value_dim, rotated, norm, stored)
+    heads = rotation.Heads(
+        num_heads,
+        num_kv_heads,
+        key_dim,
+        value_dim,
+        rotated,
+        norm,
+        stored,
+        turns_neighbours=turns_neighbours,
+        norms_last=norms_last,
+    )
     qkv = torch.randn(num_rows, (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim)
     before = qkv.clone()
     angles = torch.rand(num_rows, rotated // 2) * 6
@@ -185,16 +249,23 @@ def test_heads_are_normed_rotated_and_written(dtype: torch.dtype, norm: rotation
     )
     run_units(operation, num_rows, 1)
 
-    def expected(x: torch.Tensor, count: int, weight: torch.Tensor) -> torch.Tensor:
+    def normed_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if is_wide:
-            x = normed(x, weight)
-        x = x.view(num_rows, count, key_dim)
-        if norm is rotation.HeadNorm.HEAD:
-            x = normed(x, weight)
-        half = rotated // 2
-        first, second, rest = x.tensor_split((half, rotated), dim=-1)
+            return normed(x.flatten(1), weight).view(x.shape)
+        return normed(x, weight) if norm is rotation.HeadNorm.HEAD else x
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        turning, rest = x.tensor_split((rotated,), dim=-1)
+        shape = (rotated // 2, 2) if turns_neighbours else (2, rotated // 2)
+        first, second = turning.unflatten(-1, shape).unbind(-1 if turns_neighbours else -2)
         cos, sin = cosines[:, None], sines[:, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        parts = first * cos - second * sin, second * cos + first * sin
+        joined = torch.stack(parts, -1 if turns_neighbours else -2).flatten(-2)
+        return torch.cat((joined, rest), dim=-1)
+
+    def expected(x: torch.Tensor, count: int, weight: torch.Tensor) -> torch.Tensor:
+        x = x.view(num_rows, count, key_dim)
+        return normed_heads(turned(x), weight) if norms_last else turned(normed_heads(x, weight))
 
     ends = num_heads * key_dim, (num_heads + num_kv_heads) * key_dim
     query, key, value = before.tensor_split(ends, dim=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import experts, products
-from kvchat_kernels.cpu.experts import Choice, GroupPlace, Place
+from kvchat_kernels.cpu.experts import Choice, Factors, GroupPlace, Place
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
@@ -98,7 +98,7 @@ def test_factors_may_be_sigmoids_and_a_bias_may_choose(
     scene.task[Place.BIAS] = bias.data_ptr()
     scene.task[Place.SCALE], scene.task[Place.LEAST_SUM] = number(2.5), number(1e-2)
 
-    scene.choose(scores, Choice(normalises, is_sigmoid=True, has_bias=has_bias))
+    scene.choose(scores, Choice(normalises, Factors.SIGMOID, has_bias))
 
     shares = scores.sigmoid()
     order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
@@ -107,6 +107,53 @@ def test_factors_may_be_sigmoids_and_a_bias_may_choose(
         expected = expected / (expected.sum(dim=-1, keepdim=True) + 1e-2)
     assert torch.equal(scene.chosen, order)
     assert torch.allclose(scene.factors, expected * 2.5, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_factors_may_be_shares_of_all_which_a_bias_chooses(
+    size: tuple[int, int, int], normalises: bool, has_bias: bool
+) -> None:
+    """ERNIE's: the bias is added to the softmax of the scores, not to the scores."""
+    torch.manual_seed(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 2
+    bias = torch.randn(size[1])
+    scene.task[Place.BIAS] = bias.data_ptr()
+    scene.task[Place.SCALE], scene.task[Place.LEAST_SUM] = number(1.0), number(1e-12)
+
+    for _ in range(2):  # the scores beyond the last expert must stay what they are
+        scene.choose(scores, Choice(normalises, Factors.SHARE, has_bias))
+
+    shares = scores.softmax(dim=-1)
+    order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
+    expected = shares.gather(1, order)
+    if normalises:
+        expected = expected / expected.sum(dim=-1, keepdim=True).clamp(min=1e-12)
+    assert torch.equal(scene.chosen, order)
+    assert torch.allclose(scene.factors, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sparse_mixer_compares_an_expert_with_those_near_it(
+    size: tuple[int, int, int], shift: float
+) -> None:
+    """Phi's. What is near is measured by the larger of the best score and a score's size."""
+    torch.manual_seed(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1]) + shift
+    scene.task[Place.TOLERANCE] = number(0.3)
+
+    scene.choose(scores, Choice(False, Factors.SPARSE))
+
+    rest = scores.clone()
+    for place in range(scene.top_k):
+        best, expert = rest.max(dim=-1, keepdim=True)
+        is_far = (best - scores) / scores.abs().clamp(min=best) > 0.3
+        share = rest.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, expert)
+        assert torch.equal(scene.chosen[:, place, None], expert)
+        assert torch.allclose(scene.factors[:, place, None], share, rtol=1e-5, atol=1e-6)
+        rest = rest.scatter(1, expert, -torch.inf)
 
 
 def test_of_equal_scores_the_first_expert_is_taken_and_no_number_is_none() -> None:

@@ -29,6 +29,14 @@ from support.specimens import random_ids
 
 BLOCK = 16
 CPU = torch.device("cpu")
+_ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+# What stands behind a comma tells apart the settings of one type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -66,6 +74,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "iquestcoder": {},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
     "cwm": {"sliding_window": 8},
+    "arcee": {},
+    "olmo": {},
+    "starcoder2": {"sliding_window": 8, "use_bias": True},
+    "nemotron": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "jais2": {},
+    "stablelm": {"head_dim": None, "num_attention_heads": 2, "partial_rotary_factor": 0.5},
+    "stablelm, parallel": {
+        "head_dim": None,
+        "num_attention_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "use_parallel_residual": True,
+        "use_qkv_bias": True,
+    },
+    "phi": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": None,
+    },
+    "glm": {"head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"head_dim": 32, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "ernie4_5": {},
+    "ernie4_5, biases": {"use_bias": True, "tie_word_embeddings": False},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "hyperclovax": {"use_post_norm": True, "logits_scaling": 0.5, "residual_multiplier": 0.5},
+    "hyperclovax, fewer norms": {"use_post_norm": False},
+    "nanochat": {"final_logit_softcapping": 5.0},
+    "apertus": {},
+    "vaultgemma": {},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 10,
@@ -90,6 +129,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 8,
     },
+    "glm4_moe": {
+        **_ROUTED,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    "dots1": {**_ROUTED, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+    "solar_open": _ROUTED,
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
+    "phimoe": {
+        "num_local_experts": 8,
+        "router_jitter_noise": 0.2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "granitemoe": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -103,6 +167,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
     },
 }
+# Families whose matrices are read as those of another here are, so that bits change nothing more.
+_IN_FLOATS = [
+    "arcee",
+    "olmo",
+    "nemotron",
+    "jais2",
+    "stablelm",
+    "cohere2",
+    "glm",
+    "helium",
+    "nanochat",
+    "hyperclovax",
+    "vaultgemma",
+    "dots1",
+    "solar_open",
+    "minimax_m2",
+]
+_IN_BITS = [f for f in FAMILIES if f not in _IN_FLOATS and "," not in f]
 # New tokens and context of each sequence of a step.
 STEPS = {
     "one row": [(1, 30)],
@@ -114,11 +196,24 @@ STEPS = {
 
 
 def load(directory: Path, family: str, **config: Any) -> LoadedModel:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model_type = family.split(",")[0]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     settings = {"max_position_embeddings": 2048, **FAMILIES[family]}
-    source = find_model(str(save_checkpoint(directory, tiny_model(family, **settings))))
+    model = tiny_model(model_type, **settings)
+    _stir(model)
+    source = find_model(str(save_checkpoint(directory, model)))
     return load_model(source, ModelConfig(**config), None, lambda _: None)
+
+
+def _stir(model: torch.nn.Module) -> None:
+    """Change what a new model has as ones and zeros: norms, biases, what routers choose by."""
+    generator = torch.Generator().manual_seed(1)
+    buffers = (part for name, part in model.named_buffers() if name.endswith("correction_bias"))
+    with torch.no_grad():
+        for part in (*model.parameters(), *buffers):
+            if part.dim() == 1:
+                part += 0.1 * torch.randn(part.shape, generator=generator)
 
 
 def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -189,8 +284,11 @@ def test_embedded_rows_are_those_of_the_module(
             embed(torch.tensor([50]))
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [(family, "auto") for family in FAMILIES]
+    + [(family, weights) for family in _IN_BITS for weights in ("int8", "int4")],
+)
 def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_path: Path) -> None:
     loaded = load(tmp_path, family, dtype="float32", weights=weights)
     for step in STEPS.values():
@@ -203,6 +301,19 @@ def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_p
         for ours, theirs in zip(pools, expected_pools, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert torch.allclose(one, other, rtol=10 * most, atol=10 * most)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"]
+)
+def test_a_step_leaves_nothing_behind_for_the_next(family: str, tmp_path: Path) -> None:
+    """Shares once overwrote the scores beyond the last expert, which the next step then summed."""
+    loaded = load(tmp_path, family, dtype="float32")
+    model, batch = PagedModel(loaded, pools_of(loaded)), batch_of(STEPS["three sequences"])
+
+    first = model.forward(batch)
+
+    assert torch.equal(model.forward(batch), first)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -515,6 +626,11 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("llama", {"hidden_size": 72, "intermediate_size": 100}),
         ("llama", {"head_dim": 12}),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
+        ("cohere", {"use_qk_norm": True}),
+        ("phi", {"head_dim": None, "num_attention_heads": 2, "qk_layernorm": True}),
+        ("glm4", {"partial_rotary_factor": 0.25}),
+        ("glm4_moe", {**_ROUTED, "n_group": 2, "topk_group": 1}),
+        ("olmo", {"clip_qkv": 1.0}),
         ("gpt_neox", {}),
     ],
 )
@@ -526,6 +642,28 @@ def test_other_models_run_their_own_code(
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
     ensure_trusted(loaded, None)
+
+
+def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
+    tmp_path: Path,
+) -> None:
+    """Phi-3.5-MoE's angles have the factor of the longest position of a step, which may be of
+    another request; the two factors of the published models are equal."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 512,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "long_mscale": 1.25,
+    }
+    for short, is_compiled in ((1.0, False), (1.25, True)):
+        settings = {"rope_parameters": {**rope, "short_mscale": short}, "num_local_experts": 4}
+        model = tiny_model("phimoe", **settings)
+        source = find_model(str(save_checkpoint(tmp_path / str(short), model)))
+        loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
+
+        assert (loaded.compiled is not None) == is_compiled
 
 
 def test_weights_are_held_once(tmp_path: Path) -> None:

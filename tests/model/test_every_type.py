@@ -21,7 +21,7 @@ from support.type_matrix import EXACT, REFUSED, WRONG, verdict_of
 # Two types, at least, of every mechanism.
 _PAGED = (
     "afmoe jetmoe llama gemma4_text gpt_oss gpt_neo deepseek_v3 nemotron qwen2_vl mistral3 smolvlm "
-    "gemma3"
+    "gemma3 glm4 cohere2 ernie4_5_moe hunyuan_v1_dense phimoe"
 )
 _GATHERED = (
     "bloom mpt falcon gptj roberta camembert bart marian llama4_text deepseek_v32 glm_moe_dsa "

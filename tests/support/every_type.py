@@ -98,6 +98,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    # Half of a head is rotated, in vectors of 8 pairs.
+    "glm4": {"head_dim": 32},
     "mamba2": {"num_heads": 8},
     "gemma3n_text": _GEMMA3N,
     "gemma3n": {"text_config": _GEMMA3N},

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from kvchat.model.decoder_reader import COMPILED_TYPES
 from support.every_type import causal_types, image_text_types
 from support.type_matrix import EXACT, NOT_BUILT, REFUSED, Verdict, verdict_of
 
@@ -42,6 +43,15 @@ another, but for compiled steps on a CPU, which take several sequences at once.
 A model that also reads images or sound runs as a text model.
 """
 
+_COMPILED = """
+## Compiled steps
+
+Small steps on a CPU are one compiled program for these {count} types, and for image-text types
+whose text model is of one of them. A model with settings that the program does not have, or with
+sizes that fill no vector, runs its own modules, which are slower; the log says why.
+
+{types}
+"""
 _INSTEAD = """
 ## Refused types
 
@@ -78,6 +88,8 @@ def page(verdicts: dict[str, Verdict], version: str, causal: list[str]) -> str:
         parts.append(f"\n## {title}\n\n{_counted(counts, len(names))}\n")
         for path in ("paged", "gathered"):
             parts.append(_paragraph(path, verdicts, names))
+    compiled = ", ".join(f"`{name}`" for name in COMPILED_TYPES)
+    parts.append(_COMPILED.format(count=len(COMPILED_TYPES), types=compiled))
     parts.append(_INSTEAD)
     parts.append(_rows(verdicts, REFUSED))
     parts.append("\n## Not built\n\nOf these types the test makes no tiny checkpoint.\n")

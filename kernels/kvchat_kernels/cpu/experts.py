@@ -7,7 +7,7 @@ experts a row has and how their outputs are added does not depend on the rows be
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 
 from llvmlite import ir
@@ -37,8 +37,9 @@ class Place(IntEnum):
     SHARED         what an expert of all rows adds, float32 [rows, WIDTH]
     SHARED_GATE    float32 [rows], before the sigmoid
     BIAS           what scores are raised by for choosing alone, float32 [NUM_EXPERTS]
-    SCALE          what factors that are sigmoids are multiplied with, float32
+    SCALE          what factors that are sigmoids or shares are multiplied with, float32
     LEAST_SUM      what their sum is added to, float32
+    TOLERANCE      of a sparse mixer, float32
     """
 
     SCORES = 0
@@ -60,6 +61,7 @@ class Place(IntEnum):
     BIAS = 16
     SCALE = 17
     LEAST_SUM = 18
+    TOLERANCE = 19
 
 
 class Group(IntEnum):
@@ -94,18 +96,32 @@ def padded(num_experts: int) -> int:
     return -(-num_experts // LANES) * LANES
 
 
+class Factors(StrEnum):
+    """What the factors of experts are.
+
+    SOFTMAX   a softmax of all scores, or, if they are normalised, of those of the chosen
+    SIGMOID   the sigmoid of each score
+    SHARE     a softmax of all scores, made before the bias chooses
+    SPARSE    for one expert after another: its share of the softmax of those not yet chosen whose
+              scores are within a tolerance of its own, as Phi's sparse mixer has it
+    """
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SHARE = "share"
+    SPARSE = "sparse"
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How experts are chosen, and what their factors are.
 
-    normalises   the factors of a row have the sum 1, or nearly so
-    is_sigmoid   each factor is the sigmoid of its score; otherwise they are a softmax of all, or,
-                 if it `normalises`, of the chosen
-    has_bias     those with the largest sum of score and bias are chosen
+    normalises   the factors of a row have the sum 1, or nearly so; not of a sparse mixer
+    has_bias     those with the largest sum of bias and sigmoid, or share, are chosen
     """
 
     normalises: bool
-    is_sigmoid: bool = False
+    factors: Factors = Factors.SOFTMAX
     has_bias: bool = False
 
 
@@ -180,21 +196,27 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
     chosen = code.field(Place.CHOSEN) + row * top_k * 8
     factors = code.field(Place.FACTORS) + row * top_k * 4
     total = code.variable(code.single(0.0))
-    if choice.is_sigmoid:
+    if choice.factors is Factors.SIGMOID:
         _write_sigmoids(code, scores)
-    else:
+    elif choice.factors is Factors.SHARE:
+        _write_shares(code, scores)
+    elif choice.factors is Factors.SOFTMAX:
         largest = _write_exponentials(code, scores, total, choice)
     with code.loop(0, top_k) as number:
         expert = _best(code, scores, choice)
         factor = code.load(scores, expert * 4, F32)
-        if not choice.is_sigmoid:
+        if choice.factors is Factors.SOFTMAX:
             factor = code.lane(exp(code, code.spread(factor - largest)), 0)
+        elif choice.factors is Factors.SPARSE:
+            factor = _sparse_share(code, scores, factor)
         code.store(expert, chosen, number * 8)
         code.store(factor, factors, number * 4)
         code.store(code.single(NO_SCORE), scores, expert * 4)
         if choice.normalises:
             total.set(total.get() + factor)
-    if choice.is_sigmoid:
+    if choice.factors is Factors.SPARSE:
+        return
+    if choice.factors is not Factors.SOFTMAX:
         scale, least = (code.float_field(place) for place in (Place.SCALE, Place.LEAST_SUM))
         share = scale / (total.get() + least) if choice.normalises else scale
         with code.loop(0, top_k) as number:
@@ -209,6 +231,32 @@ def _write_sigmoids(code: Code, scores: Value) -> None:
     with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
         score = code.load(scores, index * 4, F32S)
         code.store(sigmoid(code, score), scores, index * 4)
+
+
+def _write_shares(code: Code, scores: Value) -> None:
+    """Write the shares of all scores in their sum; what is beyond the last expert stays."""
+    largest = code.spread(code.load(scores, _best(code, scores, Choice(normalises=False)) * 4, F32))
+    sums = code.variable(code.floats(0.0))
+    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+        sums.set(sums.get() + exp(code, code.load(scores, index * 4, F32S) - largest))
+    share = code.spread(code.single(1.0) / code.total(sums.get()))
+    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+        score = code.load(scores, index * 4, F32S)
+        value = exp(code, score - largest) * share
+        code.store(code.select(score > NO_SCORE / 2, value, score), scores, index * 4)
+
+
+def _sparse_share(code: Code, scores: Value, largest: Value) -> Value:
+    """Return the share of the largest score, in the softmax of those within the tolerance."""
+    sums = code.variable(code.floats(0.0))
+    best, zero = code.spread(largest), code.floats(0.0)
+    tolerance = code.spread(code.float_field(Place.TOLERANCE))
+    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+        score = code.load(scores, index * 4, F32S)
+        size = code.greatest(code.greatest(score, zero - score), best)
+        is_far = (best - score) / size > tolerance
+        sums.set(sums.get() + code.select(is_far, zero, exp(code, score - best)))
+    return code.single(1.0) / code.total(sums.get())
 
 
 def _write_exponentials(code: Code, scores: Value, total: Variable, choice: Choice) -> Value:

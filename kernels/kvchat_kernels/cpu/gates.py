@@ -7,7 +7,7 @@ from enum import IntEnum, StrEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import erf, sigmoid, tanh
+from kvchat_kernels.cpu.maths import erf, exp, sigmoid, tanh
 from kvchat_kernels.cpu.step import Header
 
 # Columns of a unit.
@@ -17,12 +17,17 @@ UNIT_COLUMNS = 1024
 class Place(IntEnum):
     """The task: BOTH is float32 [rows, 2 * WIDTH], gate before up; OUT is float32 [rows, WIDTH].
 
-    Without a gate BOTH is float32 [rows, WIDTH].
+    Without a gate BOTH is float32 [rows, WIDTH]. The last four are of XIELU, float32: for x > 0,
+    POSITIVE * x^2 + LINEAR * x, else (exp(min(x, LARGEST)) - 1 - x) * NEGATIVE + LINEAR * x.
     """
 
     BOTH = 0
     OUT = 1
     WIDTH = 2
+    POSITIVE = 3
+    NEGATIVE = 4
+    LINEAR = 5
+    LARGEST = 6
 
 
 class HeadPlace(IntEnum):
@@ -53,6 +58,7 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu tanh"
     SQUARED_RELU = "squared relu"
+    XIELU = "xielu"
 
 
 @cache
@@ -124,8 +130,19 @@ def _activated(code: Code, x: Value, activation: Activation) -> Value:
     if activation is Activation.SQUARED_RELU:
         positive = code.greatest(x, 0.0)
         return positive * positive
+    if activation is Activation.XIELU:
+        return _xielu(code, x)
     half, one = code.floats(0.5), code.floats(1.0)
     if activation is Activation.GELU:
         return x * half * (one + erf(code, x * code.floats(2**-0.5)))
     inner = (x + x * x * x * code.floats(0.044715)) * code.floats(0.7978845608028654)
     return x * half * (one + tanh(code, inner))
+
+
+def _xielu(code: Code, x: Value) -> Value:
+    positive, negative, linear, largest = (
+        code.spread(code.float_field(place))
+        for place in (Place.POSITIVE, Place.NEGATIVE, Place.LINEAR, Place.LARGEST)
+    )
+    below = (exp(code, code.least(x, largest)) - code.floats(1.0) - x) * negative
+    return code.select(x > 0.0, positive * x * x, below) + linear * x

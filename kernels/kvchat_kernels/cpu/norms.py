@@ -1,7 +1,9 @@
 """Adds to the residual stream and normalises it. A unit is a row.
 
 stream = (stream + addend') * factor..., out = normed(stream), where addend' may be normed too, as
-Gemma and OLMo 2 have it. A norm is x / sqrt(mean(x^2) + epsilon) * weight, all in float32.
+Gemma and OLMo 2 have it. A norm is x / sqrt(mean(x^2) + epsilon) * weight, all in float32. A
+centred one, as Cohere and StarCoder 2 have it, takes the mean from x first, and adds a bias at
+last.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ class Place(IntEnum):
     WEIGHT                of the norm of the stream
     EPSILON               float32
     FACTOR                what the addend is multiplied with, float32
+    BIAS                  of a centred norm of the stream, float32 [WIDTH]
     """
 
     STREAM = 0
@@ -31,6 +34,7 @@ class Place(IntEnum):
     WIDTH = 5
     EPSILON = 6
     FACTOR = 7
+    BIAS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,14 @@ class NormForm:
     norms_addend  normalises the addend before it is added
     norms         writes the normed stream
     picks         reads and writes the rows of the stream that the header names
+    centres       the norm of the stream is a centred one
     """
 
     adds: bool
     norms_addend: bool = False
     norms: bool = True
     picks: bool = False
+    centres: bool = False
 
 
 @cache
@@ -72,11 +78,30 @@ def _write(code: Code, form: NormForm) -> None:
             code.store(code.load(stream, index * 4, F32S) + value, stream, index * 4)
     if form.norms:
         out = code.field(Place.OUT) + code.unit * width * 4
+        if form.centres:
+            _write_centred(code, stream, width, out)
+            return
         factor = code.spread(_inverse_rms(code, stream, width))
         weight = code.field(Place.WEIGHT)
         with code.loop(0, width, LANES) as index:
             value = code.load(stream, index * 4, F32S) * factor
             code.store(value * code.load(weight, index * 4, F32S), out, index * 4)
+
+
+def _write_centred(code: Code, address: Value, width: Value, out: Value) -> None:
+    total = code.variable(code.floats(0.0))
+    with code.loop(0, width, LANES) as index:
+        total.set(total.get() + code.load(address, index * 4, F32S))
+    epsilon = code.float_field(Place.EPSILON)
+    count = code.convert("sitofp", width, epsilon.type)
+    mean = code.spread(code.total(total.get()) / count)
+    with code.loop(0, width, LANES) as index:
+        code.store(code.load(address, index * 4, F32S) - mean, out, index * 4)
+    factor = code.spread(inverse_rms(code, out, width, epsilon))
+    weight, bias = code.field(Place.WEIGHT), code.field(Place.BIAS)
+    with code.loop(0, width, LANES) as index:
+        value = code.load(out, index * 4, F32S) * factor * code.load(weight, index * 4, F32S)
+        code.store(value + code.load(bias, index * 4, F32S), out, index * 4)
 
 
 def _inverse_rms(code: Code, address: Value, width: Value) -> Value:

@@ -1,7 +1,8 @@
 """Normalises and rotates the heads of Q and K, and writes K and V to their slots. A unit is a row.
 
 Rotation is by halves, as GPT-NeoX and Llama have it: of the first `rotated` dimensions of a head,
-those of the first half turn with those of the second.
+those of the first half turn with those of the second. Or neighbours turn with each other, as GLM,
+ERNIE and Cohere have it.
 """
 
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ class Heads:
 
     `stored` is how the pools hold K and V. Of 8 bits, `key_group` numbers of a key and
     `value_group` of a value share a scale: powers of two from 8 on.
+
+    turns_neighbours   dimensions 2i and 2i + 1 turn by the angle i
+    norms_last         heads are normalised after they are rotated
     """
 
     num_heads: int
@@ -71,6 +75,8 @@ class Heads:
     key_group: int = 0
     value_group: int = 0
     scales_query: bool = False
+    turns_neighbours: bool = False
+    norms_last: bool = False
 
 
 @cache
@@ -87,10 +93,13 @@ def _write(code: Code, heads: Heads) -> None:
         (key_row, heads.num_kv_heads, Place.KEY_NORM),
     )
     for address, count, weight in parts:
-        _write_norms(code, heads, address, count, code.field(weight))
+        if not heads.norms_last:
+            _write_norms(code, heads, address, count, code.field(weight))
         if heads.rotated:
             with code.loop(0, count) as head:
                 _write_rotation(code, heads, address + head * heads.key_dim * 4)
+        if heads.norms_last:
+            _write_norms(code, heads, address, count, code.field(weight))
     if heads.scales_query:
         _write_scaling(code, row, heads.num_heads * heads.key_dim)
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
@@ -156,10 +165,26 @@ def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
     cosines, sines = (code.field(place) + angles for place in (Place.COSINES, Place.SINES))
     with code.loop(0, half, LANES) as index:
         cos, sin = (load_floats(code, at, index * 4, Stored.FLOAT) for at in (cosines, sines))
-        first = code.load(head, index * 4, F32S)
-        second = code.load(head, index * 4 + half * 4, F32S)
-        code.store(first * cos - second * sin, head, index * 4)
-        code.store(second * cos + first * sin, head, index * 4 + half * 4)
+        if heads.turns_neighbours:
+            _write_turned_neighbours(code, head + index * 8, cos, sin)
+        else:
+            first = code.load(head, index * 4, F32S)
+            second = code.load(head, index * 4 + half * 4, F32S)
+            code.store(first * cos - second * sin, head, index * 4)
+            code.store(second * cos + first * sin, head, index * 4 + half * 4)
+
+
+def _write_turned_neighbours(code: Code, address: Value, cos: Value, sin: Value) -> None:
+    """Write: turn 8 pairs of neighbours by 8 angles."""
+    lower, upper = (code.load(address, part * LANES * 4, F32S) for part in (0, 1))
+    even, odd = (code.shuffled(lower, upper, range(part, 2 * LANES, 2)) for part in (0, 1))
+    first, second = even * cos - odd * sin, odd * cos + even * sin
+    for part in (0, 1):
+        start = part * LANES // 2
+        lanes = [
+            lane for number in range(start, start + LANES // 2) for lane in (number, number + LANES)
+        ]
+        code.store(code.shuffled(first, second, lanes), address, part * LANES * 4)
 
 
 def _write_scaling(code: Code, row: Value, width: int) -> None:
