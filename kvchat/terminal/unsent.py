@@ -71,8 +71,8 @@ class Unsent:
 
     def take(self) -> None:
         """Take over what the conversation, if it was just opened, has unsent."""
-        if self._kept and self._session_id != self._kept_in:
-            self._leave()
+        if self._kept_in is not None and self._session_id != self._kept_in:
+            self._move(self._kept_in)
         waiting = self._controller.take_waiting()
         if not waiting:
             return
@@ -83,12 +83,25 @@ class Unsent:
         self._queue.offer(waiting)
         self._say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
 
-    def _leave(self) -> None:
-        """Offer no more what another conversation has unsent: it stays saved there."""
-        if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
-            self._view.put_back("")
-        self._kept = ()
+    def _move(self, left: str) -> None:
+        """Follow the user out of the conversation `left`.
+
+        What was typed since goes along: a command that opens another one waited before it. What was
+        offered goes along into a copy; elsewhere it is offered no more, and stays saved.
+        """
+        stays: tuple[str, ...] = ()
+        if self._controller.place.copied_from != left:
+            stays = self._queue.offers
+            if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
+                self._view.put_back("")
+        kept, self._kept, self._kept_in = self._kept, (), None
         self.keep()
+        if kept == stays:
+            return
+        try:  # after it is saved in the one that is open: a kill between them loses nothing
+            self._controller.keep_waiting_in(left, stays)
+        except StoreError as error:
+            _log.info("what waited is offered there too: %s", error)
 
     def offer(self) -> None:
         """Put the next unsent message into the prompt, if that is empty."""

@@ -6,8 +6,10 @@ Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FI
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
 `evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
-its disk tier, with the sentence that follows, and `long 20000` is for measurements. `gated 60` gives
-sixty words, the second half once the file of --gate is there. `call NAME JSON` calls a tool, and the answer to its result begins with "I got". What is pressed twice within a minute is pressed twice: a busy machine takes longer than fingers.
+its disk tier, with the sentence that follows, and `long 20000` is for measurements. `gated 60`
+gives sixty words, the second half once the file of --gate is there. `call NAME JSON` calls a tool,
+and the answer to its result begins with "I got". What is pressed twice within a minute is pressed
+twice: a busy machine takes longer than fingers.
 """
 
 import argparse
