@@ -70,35 +70,49 @@ class Unsent:
         self._is_settled = True
 
     def take(self) -> None:
-        """Take over what the conversation, if it was just opened, has unsent."""
-        if self._kept_in is not None and self._session_id != self._kept_in:
-            self._move(self._kept_in)
-        waiting = self._controller.take_waiting()
-        if not waiting:
-            return
-        self._kept, self._kept_in = waiting, self._session_id
-        if self._view.painter.look.is_plain:
-            self.show(waiting)  # nothing can be put into such a prompt
-            return
-        self._queue.offer(waiting)
-        self._say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+        """Take over what the conversation, if it was just opened, has unsent.
 
-    def _move(self, left: str) -> None:
-        """Follow the user out of the conversation `left`.
-
-        What was typed since goes along: a command that opens another one waited before it. What was
-        offered goes along into a copy; elsewhere it is offered no more, and stays saved.
+        Where another one was open before, what was typed since goes along: a command that opens one
+        waited before it.
         """
-        stays: tuple[str, ...] = ()
+        left, kept = self._kept_in, self._kept
+        if left == self._session_id:
+            left = None
+        stays = self._leave(left) if left is not None else ()
+        if waiting := self._controller.take_waiting():
+            self._kept, self._kept_in = waiting, self._session_id
+            if self._view.painter.look.is_plain:
+                self.show(waiting)  # nothing can be put into such a prompt
+            else:
+                self._queue.offer(waiting)
+                self._say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+        if left is not None and self._queue.unsent:
+            self.keep()
+        is_saved = self._kept == self._queue.unsent
+        if left is not None and kept != stays and is_saved:
+            self._strike(left, stays)
+
+    def _leave(self, left: str) -> tuple[str, ...]:
+        """Forget what is saved in a conversation; return what of it is to stay saved there.
+
+        What was offered goes along into a copy. Elsewhere it is offered no more, and stays.
+        """
+        stays, self._kept, self._kept_in = list(self._kept), (), None
         if self._controller.place.copied_from != left:
-            stays = self._queue.offers
-            if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
+            offered = self._queue.drop_offers()
+            if offered and self._view.prompt_text == offered:
                 self._view.put_back("")
-        kept, self._kept, self._kept_in = self._kept, (), None
-        self.keep()
-        if kept == stays:
-            return
-        try:  # after it is saved in the one that is open: a kill between them loses nothing
+        for text in self._queue.unsent:
+            if text in stays:
+                stays.remove(text)
+        return tuple(stays)
+
+    def _strike(self, left: str, stays: tuple[str, ...]) -> None:
+        """Take off a conversation's list what is saved in the open one by now.
+
+        In this order a kill between them loses nothing.
+        """
+        try:
             self._controller.keep_waiting_in(left, stays)
         except StoreError as error:
             _log.info("what waited is offered there too: %s", error)

@@ -101,6 +101,21 @@ def test_elsewhere_it_is_not_offered_and_stays_saved(
     assert _waiting(store, original) == ("next", "and then")
 
 
+def test_what_plain_lines_have_only_shown_stays_saved(
+    controller: ChatController, store: SessionStore
+) -> None:
+    controller.keep_waiting(("next",))
+    controller.require_conversation().waiting = ("next",)
+    original = _id(controller)
+    view = LineView(sys.stdin, io.StringIO(), Painter(Look(is_plain=True)), 80, "vi")
+    unsent = Unsent(controller, MessageQueue(), view, lambda *_: None)
+    unsent.take()
+    controller.fork()
+    unsent.take()
+
+    assert _waiting(store, original) == ("next",)
+
+
 async def _type_behind_new(controller: ChatController, *typed: str) -> None:
     """Type lines while another command keeps /new waiting, and let /new run; nothing is sent."""
     view = LineView(sys.stdin, io.StringIO(), Painter(Look(is_plain=True)), 80, "vi")
@@ -176,3 +191,25 @@ def test_one_that_is_dropped_says_when_the_next_one_comes(controller: ChatContro
 
     asyncio.run(drop())
     assert shown.getvalue().count("Dropped. 1 more message after your next line.") == 1
+
+
+def test_what_is_typed_behind_a_resume_goes_with_what_waits_there(
+    controller: ChatController, store: SessionStore
+) -> None:
+    """It took the place of what waited there, of which a kill then left nothing."""
+    controller.keep_waiting(("earlier",))
+    there = _id(controller)
+    controller.begin_new()
+    finish(controller.ask("another"))
+    here = _id(controller)
+    queue = MessageQueue()
+    unsent = Unsent(controller, queue, cast(View, Prompt()), lambda *_: None)
+    queue.add("typed")
+    unsent.keep()
+    assert _waiting(store, here) == ("typed",)
+
+    controller.open(there)
+    unsent.take()
+
+    assert _waiting(store, there) == ("earlier", "typed")
+    assert _waiting(store, here) == ()
