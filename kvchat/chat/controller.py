@@ -47,7 +47,7 @@ from kvchat.chat.why import (
     reuse_of,
 )
 from kvchat.core.cost import Cost
-from kvchat.core.errors import KvchatError, StoreError, UsageError
+from kvchat.core.errors import KvchatError, SessionNotFound, StoreError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
@@ -192,7 +192,8 @@ class ChatController:
         """Send a message with the attached files; if a turn is being edited, replace that turn.
 
         `notify` is called on the engine's thread when the reply has events. A message that is
-        refused, which raises, leaves everything as it was.
+        refused, which raises, leaves everything as it was. ContextTooLong is raised where the
+        context's limit is known; until the model is loaded, the reply has it.
         """
         is_new = self.session is None
         session = self._ensure_session()
@@ -204,7 +205,7 @@ class ChatController:
         below, results = self._held
         held = results if place == below else ()
         try:
-            reply = session.ask(whole, self.options, notify, held, place)
+            reply = session.ask(whole, self.options, notify, held, place, self._most_ids)
         except KvchatError:
             if is_new:
                 self._discard()
@@ -228,6 +229,23 @@ class ChatController:
         elif self.session is not None:
             self._discard()
         return True
+
+    def keep_waiting_in(self, session_id: str, texts: Sequence[str]) -> None:
+        """Save the messages that wait in a conversation that is not open any more.
+
+        Without any, one in which nothing was said is removed. Raises StoreError.
+        """
+        if self.host.store is None:
+            return
+        with suppress(SessionNotFound):  # it was deleted
+            read, log = self.host.store.open(session_id)
+            try:
+                if texts or len(read.conversation):
+                    log.write(session_file.waiting_line(texts), durable=True)
+                else:
+                    log.discard()
+            finally:
+                log.close()
 
     def take_waiting(self) -> tuple[str, ...]:
         """Return, once, the messages that waited when the conversation was open before."""
@@ -402,6 +420,14 @@ class ChatController:
             return None
         return self.kept.why_changed(ready, reuse.ids, reuse.cached.total)
 
+    @property
+    def _most_ids(self) -> int | None:
+        """The most ids of a prompt; None if it is not known, or another limit than the model's."""
+        ready = self.host.ready
+        if ready is None or ready.sent_as or ready.context_limit != self.host.model.max_context:
+            return None
+        return ready.context_limit - 1
+
     def _title_for(self, session: ChatSession, text: str) -> str:
         """Return the title of a new conversation that begins with a file: the message after it.
 
@@ -469,7 +495,9 @@ class ChatController:
         session = self.host.fork_session(self.require_conversation())
         if title:
             session.rename(title)
+        original = self.require_session().session_id
         self._exchange(session)
+        self.place.copied_from = original
         return session
 
     def _exchange(self, session: ChatSession) -> None:

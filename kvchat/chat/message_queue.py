@@ -33,8 +33,13 @@ class MessageQueue:
     @property
     def unsent(self) -> tuple[str, ...]:
         """All that is to outlive the process, in the order in which it would be sent."""
+        return (*self.offers, *self.texts)
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """What an earlier process did not send, and this one neither."""
         shown = () if self._in_prompt is None else (self._in_prompt,)
-        return (*shown, *self._offered, *self.texts)
+        return (*shown, *self._offered)
 
     def offer(self, texts: Iterable[str]) -> None:
         """Take the messages that an earlier process did not send, in place of others like them."""

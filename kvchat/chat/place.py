@@ -16,6 +16,7 @@ class Place:
 
     edited   the turn that the next message replaces, None if it replaces none
     undone   the tips that `redo` goes back to, the next one last
+    copied_from   the id of the session that this one was begun as a copy of, in this process
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Place:
         self.session = session
         self.edited = edited
         self._undone = list(undone)
+        self.copied_from: str | None = None
 
     def reopened(self, session: ChatSession) -> "Place":
         """Return the same place in a session that was opened again from the same file."""
@@ -94,6 +96,8 @@ class Place:
         """
         turns = self.user_turns
         if not turns or self.conversation is None:
+            if self.conversation is not None and len(self.conversation):
+                raise UsageError("No message is before this place.", "/redo or /switch goes on.")
             raise UsageError("There is no message yet.")
         if not number:
             return turns[-1]

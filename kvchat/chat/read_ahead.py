@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvchat.chat.attachment import mentioned_files, read_attachment
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.chat.why import common_len
-from kvchat.core.errors import KvchatError
+from kvchat.core.errors import ContextTooLong, KvchatError
 
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
@@ -42,12 +42,14 @@ def finished(text: str) -> str:
 class ReadAhead:
     """Reads ahead for one controller's next message. Used on the event loop.
 
-    `share` is how much is read of what is read ahead, as `share_read` says.
+    `share` is how much is read of what is read ahead, as `share_read` says. `is_too_long` if the
+    message would be refused; then nothing is read.
     """
 
     def __init__(self, controller: "ChatController") -> None:
         self._controller = controller
         self.share: float | None = None
+        self.is_too_long = False
         self._begun: list[int] = []
         self._num_before = 0  # of these, the tokens of the conversation so far
 
@@ -57,8 +59,15 @@ class ReadAhead:
         if controller.host.ready is None:
             return
         host, files = controller.host, tuple(file.text for file in controller.attached)
+        limit = controller.host.ready.told_context_limit
         ids = await asyncio.to_thread(self._stable_ids, files, text)
-        if host is not controller.host or ids == self._begun:
+        if host is not controller.host:
+            return
+        self.is_too_long = ids is None or (limit is not None and len(ids) >= limit)
+        if ids is None or self.is_too_long:
+            self.end()
+            return
+        if ids == self._begun:
             return
         if len(ids) - common_len(ids, self._begun) >= _MIN_NEW_TOKENS:
             self._begun, self._num_before = ids, len(_ids_before(controller))
@@ -102,9 +111,12 @@ class ReadAhead:
         """The message was sent: its request has ended the reading."""
         self._begun = []
         self.share = None
+        self.is_too_long = False
 
-    def _stable_ids(self, files: tuple[str, ...], text: str) -> list[int]:
-        """Return the context that the message will begin with; empty if it adds nothing yet."""
+    def _stable_ids(self, files: tuple[str, ...], text: str) -> list[int] | None:
+        """Return the context that the message will begin with; empty if it adds nothing yet, None
+        if no context could hold it.
+        """
         controller = self._controller
         try:
             paths = mentioned_files(finished(text), controller.pins.paths())
@@ -112,6 +124,8 @@ class ReadAhead:
             attached = dict.fromkeys((*files, *mentioned))  # each once, as when it is sent
             begun = "".join(f"{file}\n" for file in attached) + finished(text)
             return self._ids_of(controller, begun) if begun else []
+        except ContextTooLong:
+            return None
         except KvchatError:  # sending the message reports it
             return []
 

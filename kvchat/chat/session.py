@@ -21,7 +21,7 @@ from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 from kvchat.core.paths import is_same_place
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
@@ -147,15 +147,17 @@ class ChatSession:
         notify: Callable[[], None] | None = None,
         results: tuple[ToolResult, ...] = (),
         below: int | None = None,
+        most_ids: int | None = None,
     ) -> Reply:
         """Add a user turn below a turn, by default the tip, save it, and start answering it.
 
         `results` are what the calls of the last answer returned. Raises UsageError for an empty
-        message, ContextTooLong for one that no context could hold; nothing is changed then. If the
-        engine refuses it as too long, the tip moves back to where it was.
+        message, ContextTooLong for one that no context could hold or with which the prompt has more
+        than `most_ids`; nothing is changed then. If the engine refuses it as too long, the tip
+        moves back to where it was.
         """
         before = self.conversation.tip_id
-        turn = self.add_user_turn(text, below, options.think, results)
+        turn = self.add_user_turn(text, below, options.think, results, most_ids)
         return self._answer(turn, options, notify, refused_to=before)
 
     def add_user_turn(
@@ -164,12 +166,16 @@ class ChatSession:
         parent_id: int | None = None,
         think: Think = Think.AUTO,
         results: tuple[ToolResult, ...] = (),
+        most_ids: int | None = None,
     ) -> Turn:
-        """Add a user turn below `parent_id`, by default the tip, and save it."""
+        """Add a user turn below `parent_id`, by default the tip, and save it.
+
+        Raises ContextTooLong, and adds nothing, if its context would have more than `most_ids`.
+        """
         parent = self.conversation.tip_id if parent_id is None else parent_id
         is_first = not self.conversation.context_ids(parent)
         system = self.conversation.system if is_first else None
-        return self._add_user_turn(text, parent, system, think, results=results)
+        return self._add_user_turn(text, parent, system, think, results=results, most_ids=most_ids)
 
     def _add_user_turn(
         self,
@@ -179,6 +185,7 @@ class ChatSession:
         think: Think = Think.AUTO,
         summary_of: int | None = None,
         results: tuple[ToolResult, ...] = (),
+        most_ids: int | None = None,
     ) -> Turn:
         conversation, model = self.conversation, self.model
         turn = Turn(
@@ -195,6 +202,12 @@ class ChatSession:
         )
         if not turn.token_ids and not conversation.context_ids(parent):
             raise UsageError("The message is empty.", "Type something.")
+        num_ids = len(conversation.context_ids(parent)) + len(turn.token_ids)
+        if most_ids is not None and num_ids > most_ids:
+            raise ContextTooLong(
+                f"The prompt has {num_ids:,} tokens, and the context holds {most_ids + 1:,}.",
+                "Shorten it or start a new conversation.",
+            )
         conversation.add(turn)
         self.save(session_file.turn_line(turn), durable=True)
         return turn

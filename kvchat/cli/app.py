@@ -13,6 +13,7 @@ import typer
 from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup
 from kvchat.cli.settings import BY_NAME, OF_KV, unknown_variables
+from kvchat.core.errors import UsageError
 
 config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
 
@@ -44,6 +45,13 @@ def _setting(name: str, *declarations: str, metavar: str | None = None) -> Any:
     return typer.Option(*flags, help=setting.help, metavar=metavar, show_default=False)
 
 
+def _file_path(text: str) -> Path:
+    """Return the path of a file to attach: an empty text would name the working directory."""
+    if not text:
+        raise UsageError("-f names no file: it is an empty text.")
+    return Path(text)
+
+
 def _warn_of_unknown_variables(is_quiet: bool) -> None:
     if not is_quiet:
         for sentence in unknown_variables(os.environ):
@@ -61,7 +69,7 @@ def chat(
     adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
     system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
     file: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option("-f", "--file", help="attach a text file or a pin (repeat)", metavar="PATH"),
     ] = None,
     continue_: Annotated[
@@ -145,7 +153,7 @@ def chat(
         flags["cache"] = False
     request = ChatRequest(
         prompt=prompt,
-        files=tuple(file or ()),
+        files=tuple(map(_file_path, file or ())),
         is_continued=continue_,
         resume=resume,
         is_forked=fork,

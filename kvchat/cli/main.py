@@ -6,6 +6,7 @@ Only this module and the interactive loop turn errors into text.
 import errno
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -102,9 +103,21 @@ def _run_command(arguments: list[str]) -> int:
         code = app(arguments, standalone_mode=False, prog_name="kvchat")
     except UsageFault as error:
         place = error.ctx.command_path if error.ctx is not None else "kvchat"
-        said = one_line(error.format_message(), _MAX_FAULT_CHARS).rstrip(".")
+        said = one_line(_plain_fault(error.format_message()), _MAX_FAULT_CHARS).rstrip(".")
         raise UsageError(f"{said}.", f"See `{place} --help`.") from error
     return code if isinstance(code, int) else ExitCode.OK
+
+
+# The parser of the command line speaks of inputs that it is "unable to parse".
+_NO_NUMBER = re.compile(r"Invalid value for '(.+?)': .*valid (integer|number)")
+
+
+def _plain_fault(said: str) -> str:
+    """Return what the parser says of an option, of one that is no number in our own words."""
+    match = _NO_NUMBER.match(said)
+    if match is None:
+        return said
+    return f"{match[1]} must be a {'whole number' if match[2] == 'integer' else 'number'}"
 
 
 def _told(error: BaseException) -> int:

@@ -51,6 +51,8 @@ from kvchat.remote.wire import Counts, Piece, Reader, request
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+# An answer that comes at once was sent together: it tells nothing of the server's rate.
+_LEAST_DECODE_S = 0.005
 # A step waits so long for news; a cancel waits for the step.
 _STEP_S = 0.02
 _LEAVING_S = 5.0
@@ -516,7 +518,7 @@ def _finished(sample: _Sample, reason: FinishReason, takes_ids: bool) -> SampleF
     timing = Timing(
         ttft_s=first_s - sample.submitted_s,
         prefill_s=first_s - sample.submitted_s,
-        decode_s=last_s - first_s,
+        decode_s=last_s - first_s if last_s - first_s >= _LEAST_DECODE_S else 0.0,
         total_s=now_s - sample.submitted_s,
     )
     return SampleFinished(

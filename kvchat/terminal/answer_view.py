@@ -178,7 +178,7 @@ class AnswerView:
             self.failed = event
             return [
                 *self._renderer.finish(self._view.render_context),
-                *self._problem(_in_words(event.error)),
+                *self._problem(error_in_words(event.error)),
                 *self._held_warnings(),
             ]
         assert isinstance(event, SavingFailed)
@@ -292,7 +292,7 @@ def _joined(events: list[ChatEvent]) -> list[ChatEvent]:
     return joined
 
 
-def _in_words(error: KvchatError) -> str:
+def error_in_words(error: KvchatError) -> str:
     """Return an error with its hint; a full context names the commands that help."""
     if isinstance(error, ContextTooLong):
         is_cache_small = "--device-cache" in error.hint

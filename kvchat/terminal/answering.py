@@ -21,7 +21,7 @@ from kvchat.chat.reply_stream import ReplyStream
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
-from kvchat.terminal.answer_view import AnswerView
+from kvchat.terminal.answer_view import AnswerView, error_in_words
 from kvchat.terminal.paint import Row
 from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
@@ -138,7 +138,8 @@ class Answering:
             sent = self._controller.attached
             names = ", ".join(one_line(file.name) for file in sent)
             if names:
-                tell(self._view, f"with {names}", gap=False)
+                indent = "" if self._view.painter.look.is_plain else "  "
+                tell(self._view, f"{indent}with {names}", gap=False)
             for note in notes:
                 tell(self._view, note, gap=False)
             for why in unattached(text, self._controller.pins.paths()):
@@ -148,9 +149,12 @@ class Answering:
                 lambda notify: self._controller.ask(text, notify), stats_level
             )
         except KvchatError as error:
-            tell(self._view, str(error), Role.ERROR)
-            # What cannot be saved is refused again as it is; another text may be made right.
-            self._give_back(text, attached, edited, gives_way=isinstance(error, StoreError))
+            tell(self._view, error_in_words(error), Role.ERROR)
+            if isinstance(error, ContextTooLong):
+                self._tell_if_too_long_alone(text, self._controller.attached)
+            # What is too long or cannot be saved is refused again as it is.
+            gives_way = isinstance(error, StoreError | ContextTooLong)
+            self._give_back(text, attached, edited, gives_way)
             return False
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)

@@ -134,6 +134,9 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
         raise UsageError(f"{one_line(first)} is no format of /export.", "/export md|json|jsonl")
     else:
         name = arguments
+        suffix = Path(name).suffix.removeprefix(".").lower()
+        if suffix in _OTHER_KINDS and suffix != "txt":
+            raise UsageError(f"{suffix} is no format of /export.", "/export md|json|jsonl PATH")
         kind = documents.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = user_path(name or own_name)

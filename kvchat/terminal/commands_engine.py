@@ -133,9 +133,11 @@ async def stats(context: "CommandContext", arguments: str) -> None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
         total = format_bytes(status.num_blocks * status.block_bytes)
         kv = f" in {status.kv_dtype}" if status.kv_dtype else ""
+        best, most = status.step_threads or (1, 1)
+        steps = f", small steps on {best} of {plural(most, 'thread')}" if most > 1 else ""
         lines += [
             f"engine: {plural(status.num_steps, 'step')}, "
-            f"{plural(status.num_tokens_computed, 'token')} computed",
+            f"{plural(status.num_tokens_computed, 'token')} computed{steps}",
             f"cache:  {reused}, {status.num_free:,} are free; all are {total}{kv}",
         ]
         if status.num_preempted or status.num_evicted:
@@ -143,9 +145,6 @@ async def stats(context: "CommandContext", arguments: str) -> None:
                 f"        {plural(status.num_evicted, 'block')} evicted, "
                 f"{plural(status.num_preempted, 'request')} put off"
             )
-        if status.step_threads is not None and status.step_threads[1] > 1:
-            best, most = status.step_threads
-            lines.append(f"        small steps on {best} of {plural(most, 'thread')}")
         if status.graphs is not None:
             lines += graph_lines(status.graphs)
         if status.speculation is not None:

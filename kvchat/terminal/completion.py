@@ -61,7 +61,7 @@ class LineCompleter(Completer):
         word = line.split()[-1] if line and not line[-1].isspace() else ""
         if word.startswith("@"):
             yield from _words(self._pins(), word[1:])
-            yield from _paths(word[1:].lstrip('"'))
+            yield from _mentions(word[1:])
 
     def _names(self, typed: str) -> Iterator[Completion]:
         for command in sorted(self._registry.commands, key=_rank):
@@ -102,6 +102,20 @@ def _words(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Comple
         word = name if name == "".join(name.split()) else f'"{name}"'
         if word.startswith(typed) or name.startswith(typed):
             yield Completion(word, -len(typed), display=name, display_meta=one_line(meaning, 60))
+
+
+def _mentions(typed: str) -> Iterator[Completion]:
+    """Yield paths after an @, in quotation marks where they have spaces.
+
+    A space follows a file: what is typed next is a word of its own.
+    """
+    begun = typed.removeprefix('"')
+    directory = begun.rpartition("/")[0] + "/" if "/" in begun else ""
+    for path in _paths(begun):
+        whole = directory + path.text
+        mark = '"' if typed != begun or whole != "".join(whole.split()) else ""
+        end = "" if whole.endswith("/") else f"{mark} "
+        yield Completion(f"{mark}{whole}{end}", -len(typed), display=path.display)
 
 
 def _paths(typed: str) -> Iterator[Completion]:

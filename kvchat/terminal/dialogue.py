@@ -30,6 +30,7 @@ from kvchat.terminal.status import (
     about,
     attached_in_words,
     model_label,
+    plural,
     toolbar,
 )
 from kvchat.terminal.theme import Role
@@ -235,6 +236,11 @@ class Dialogue(CommandContext):
     def _accept_message(self, text: str) -> None:
         if self._queue.edited_index is None and not text.strip():
             return
+        if text == "help" and self._said_farewell != text:
+            self._said_farewell = text
+            self._view.put_back(text)
+            self._notice = "/help lists the commands. Enter again sends the word."
+            return
         farewell = text.strip().lower()
         if farewell in _FAREWELLS and self._said_farewell != farewell:
             self._said_farewell = farewell
@@ -304,7 +310,11 @@ class Dialogue(CommandContext):
 
     def stop_editing(self) -> None:
         self._queue.stop_editing()
+        num_offers = len(self._queue.offers)
         self._queue.drop_offer()
+        left = len(self._queue.offers)
+        if 0 < left < num_offers:
+            self._notice = f"Dropped. {plural(left, 'more message')} after your next line."
         if self._unsent.is_kept:
             self._unsent.keep()
         self.controller.place.edited = None
@@ -556,7 +566,9 @@ class Dialogue(CommandContext):
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,
             attached=attached_in_words(
-                [file.name for file in controller.attached], self._ahead.share
+                [file.name for file in controller.attached],
+                self._ahead.share,
+                self._ahead.is_too_long,
             ),
             answering=self._answering.words,
             loading=self._stage or self._waiting,

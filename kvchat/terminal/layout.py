@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.filters import Condition, has_completions
@@ -38,7 +39,7 @@ _MAX_QUEUE_ROWS = 4
 # What stands around the rows that wait for the end of an answer: its tail, the prompt, the toolbar.
 ROWS_BELOW_ANSWER = 4
 _ROWS_AROUND_HELD = 8
-_LEAST_HELD_ROWS = 2
+_LEAST_HELD_ROWS = 3
 
 
 @dataclass(slots=True)
@@ -114,14 +115,24 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
 
 
 def _held(prompt: "LivePrompt") -> Fragments:
-    """Return the rows that wait for the end of an answer, as many as there is room for."""
-    rows, painter = prompt.region.held, prompt.painter
+    """Return the rows that wait for the end of an answer, as many as there is room for.
+
+    A terminal that becomes narrower wraps them, and what has no room then stays in its scrollback
+    for good: there is room for the rows that a window of 60% of the width could show too.
+    """
+    painter, columns = prompt.painter, prompt.size.columns
+    rows = painter.refit(prompt.region.held, prompt.render_context.width)
+    while rows and not rows[-1].plain:
+        rows.pop()
     room = prompt.size.rows - _ROWS_AROUND_HELD - len(_queue_lines(prompt))
-    room = max(_LEAST_HELD_ROWS, room)
-    if len(rows) <= room:
+    narrow = max(1, columns * 3 // 5)
+    needs = accumulate(max(1, -(-row.cell_len // narrow)) for row in rows)
+    num_shown = max(_LEAST_HELD_ROWS, sum(need <= room for need in needs))
+    if len(rows) <= num_shown:
         return painter.fragments(rows)
-    more = f"{painter.look.glyphs.ellipsis} {len(rows) - room + 1} more rows, after the answer"
-    return painter.fragments([*rows[: room - 1], painter.text(more, Role.DIM)])
+    num_more = len(rows) - num_shown + 1
+    more = f"{painter.look.glyphs.ellipsis} {num_more} more rows, after the answer"
+    return painter.fragments([*rows[: num_shown - 1], painter.text(more, Role.DIM)])
 
 
 def _has_queue(region: LiveRegion) -> bool:

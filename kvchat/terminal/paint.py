@@ -4,6 +4,7 @@ A row is a Rich Text of one line. Rich renders to strings only; the view writes 
 """
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ Fragments = StyleAndTextTuples
 
 _TAB_COLUMNS = 4
 _MIN_HUNG_CELLS = 16
+# What stands before the text of a row: its indentation, and a first column if it has one.
+_LEAD = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 
 # prompt_toolkit's names of the terminal's sixteen colours, by number.
 _ANSI_NAMES = (
@@ -84,6 +87,23 @@ class Painter:
         for row in rows:
             row.rstrip()
         return rows
+
+    def refit(self, rows: Iterable[Row], width: int) -> list[Row]:
+        """Return rows that were laid out for another width, none of them wider than `width` cells.
+
+        The further parts of a row stand below the beginning of its last column; a rule is cut.
+        """
+        fitted: list[Row] = []
+        for row in rows:
+            if row.cell_len <= width:
+                fitted.append(row)
+            elif len(set(row.plain)) == 1:
+                fitted += row.divide([width])[:1]
+            else:
+                lead = _LEAD.match(row.plain)
+                hanging = lead.end() if lead and width - lead.end() >= _MIN_HUNG_CELLS else 0
+                fitted += self._hung(row, width, hanging)
+        return fitted
 
     def lay_out(self, renderable: RenderableType, width: int) -> list[Row]:
         """Return the rows of any Rich renderable, a table for example."""

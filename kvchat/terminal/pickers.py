@@ -195,7 +195,10 @@ class Picker:
         room = left - len(title)
         fragments = self._title(title, width, room)
         if not self._shown:
-            fragments += [("", "\n  "), ("class:picker.detail", "no match")]
+            fragments += [
+                ("", "\n  "),
+                ("class:picker.detail", one_row(f"no match{SEPARATOR}Esc cancels", width - 3)),
+            ]
         first = min(max(0, self._position - room // 2), max(0, len(self._shown) - room))
         places = range(first, min(first + room, len(self._shown)))
         for place, label in zip(places, self._labels(places, width), strict=True):

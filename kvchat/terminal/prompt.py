@@ -259,7 +259,7 @@ class LivePrompt:
     def _write_held(self) -> None:
         if self.region.held:
             held, self.region.held = self.region.held, []
-            self._write_now(held)
+            self._write_now(self.painter.refit(held, self.render_context.width))
 
     def _write_now(self, rows: Sequence[Row]) -> None:
         text = self.painter.ansi(rows).replace("\n", "\r\n")

@@ -252,13 +252,17 @@ class PrefillMeter:
         return glyphs.separator.join(part for part in parts if part)
 
 
-def attached_in_words(names: Sequence[str], share_read: float | None) -> str:
+def attached_in_words(
+    names: Sequence[str], share_read: float | None, is_too_long: bool = False
+) -> str:
     """Return the toolbar's words on attached files; `share_read` is the part of the next message
     that is read ahead, None for nothing.
     """
     what = f"{one_line(names[0], 20)} attached" if names else "text"
     if len(names) > 1:
         what = f"{plural(len(names), 'file')} attached"
+    if is_too_long:
+        return f"{what}: too long to send"
     if share_read is None:
         return what if names else ""
     done = "read" if share_read == 1.0 else f"{share_read:.0%} read"

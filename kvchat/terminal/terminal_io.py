@@ -160,6 +160,9 @@ class StrayOutput:
         self._show(line[-_MAX_LINE_BYTES:].decode(errors="replace"))
 
 
+_KEY = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)?")
+
+
 def typed_ahead(descriptor: int) -> tuple[list[str], str]:
     """Return the complete lines waiting in a terminal, and the incomplete text after them."""
     if not os.isatty(descriptor):
@@ -170,5 +173,7 @@ def typed_ahead(descriptor: int) -> tuple[list[str], str]:
         data += piece
         if not piece:
             break
-    *lines, rest = re.split(r"\r\n|\r|\n", data.decode(errors="replace"))
+    # Keys such as Esc and the arrows mean nothing yet, and are no text.
+    text = _KEY.sub("", data.decode(errors="replace"))
+    *lines, rest = re.split(r"\r\n|\r|\n", text)
     return lines, "".join(character for character in rest if character.isprintable())

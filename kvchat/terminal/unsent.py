@@ -70,25 +70,52 @@ class Unsent:
         self._is_settled = True
 
     def take(self) -> None:
-        """Take over what the conversation, if it was just opened, has unsent."""
-        if self._kept and self._session_id != self._kept_in:
-            self._leave()
-        waiting = self._controller.take_waiting()
-        if not waiting:
-            return
-        self._kept, self._kept_in = waiting, self._session_id
-        if self._view.painter.look.is_plain:
-            self.show(waiting)  # nothing can be put into such a prompt
-            return
-        self._queue.offer(waiting)
-        self._say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+        """Take over what the conversation, if it was just opened, has unsent.
 
-    def _leave(self) -> None:
-        """Offer no more what another conversation has unsent: it stays saved there."""
-        if (offered := self._queue.drop_offers()) and self._view.prompt_text == offered:
-            self._view.put_back("")
-        self._kept = ()
-        self.keep()
+        Where another one was open before, what was typed since goes along: a command that opens one
+        waited before it.
+        """
+        left, kept = self._kept_in, self._kept
+        if left == self._session_id:
+            left = None
+        stays = self._leave(left) if left is not None else ()
+        if waiting := self._controller.take_waiting():
+            self._kept, self._kept_in = waiting, self._session_id
+            if self._view.painter.look.is_plain:
+                self.show(waiting)  # nothing can be put into such a prompt
+            else:
+                self._queue.offer(waiting)
+                self._say(history_view.unsent_in_words(len(waiting)), Role.WARNING)
+        if left is not None and self._queue.unsent:
+            self.keep()
+        is_saved = self._kept == self._queue.unsent
+        if left is not None and kept != stays and is_saved:
+            self._strike(left, stays)
+
+    def _leave(self, left: str) -> tuple[str, ...]:
+        """Forget what is saved in a conversation; return what of it is to stay saved there.
+
+        What was offered goes along into a copy. Elsewhere it is offered no more, and stays.
+        """
+        stays, self._kept, self._kept_in = list(self._kept), (), None
+        if self._controller.place.copied_from != left:
+            offered = self._queue.drop_offers()
+            if offered and self._view.prompt_text == offered:
+                self._view.put_back("")
+        for text in self._queue.unsent:
+            if text in stays:
+                stays.remove(text)
+        return tuple(stays)
+
+    def _strike(self, left: str, stays: tuple[str, ...]) -> None:
+        """Take off a conversation's list what is saved in the open one by now.
+
+        In this order a kill between them loses nothing.
+        """
+        try:
+            self._controller.keep_waiting_in(left, stays)
+        except StoreError as error:
+            _log.info("what waited is offered there too: %s", error)
 
     def offer(self) -> None:
         """Put the next unsent message into the prompt, if that is empty."""

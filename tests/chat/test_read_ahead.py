@@ -86,6 +86,20 @@ def test_what_is_edited_away_is_not_in_the_way(typing: Typing) -> None:
     assert [turn.text for turn in typing.controller.place.user_turns] == ["no"]
 
 
+def test_what_does_not_fit_is_not_read_and_said(typing: Typing) -> None:
+    """It said "text 0% read" for as long as it stood in the prompt."""
+    before = typing.num_computed()
+    typing.pause("word " * 5000)
+    assert typing.ahead.is_too_long
+    typing.pause(LONG)
+    assert not typing.ahead.is_too_long
+    typing.pause("word " * 1_000_000)
+    assert typing.ahead.is_too_long
+    typing.pause("")
+    assert not typing.ahead.is_too_long
+    assert typing.num_computed() < before + 1000
+
+
 def test_lines_are_read_as_they_are_finished(typing: Typing) -> None:
     typing.pause(LONG)
     typing.wait_until_computed(lambda num_tokens: num_tokens >= len(LONG))

@@ -7,6 +7,7 @@ import pytest
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
+from kvchat.remote.engine import _finished, _Sample
 from kvchat.remote.message_ids import Mark, text_ids
 from kvchat.remote.servers import Address, Kind, Server
 from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, error_sentence, request
@@ -252,3 +253,14 @@ def test_the_only_model_of_a_server_needs_no_name() -> None:
     assert "model" not in body
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
     assert not {"top_k", "min_p", "reasoning_effort"} & body.keys()  # it refuses unknown fields
+
+
+@pytest.mark.parametrize(("last_s", "decode_s"), [(10.1009, 0.0), (10.2, 0.1)])
+def test_tokens_that_come_together_have_no_rate(last_s: float, decode_s: float) -> None:
+    """An answer that came in one piece had 21,928 tokens a second."""
+    sample = _Sample(1, 0, IDS, 10.0, None, 3, first_s=10.1, last_s=last_s, num_tokens=21)
+
+    timing = _finished(sample, FinishReason.STOP, takes_ids=True).timing
+
+    assert timing.decode_s == pytest.approx(decode_s)
+    assert timing.ttft_s == pytest.approx(0.1)

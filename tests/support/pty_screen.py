@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import pexpect
@@ -60,17 +61,26 @@ class PtyScreen:
         self.raw = b""
         self.screen = pyte.HistoryScreen(columns, rows, history=5000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
+        self._above: list[str] = []  # of the scrollback, whose rows change no more
+        self._shown: dict[int, str] = {}  # of the screen's rows, as they were when last read
 
     # What is shown
 
     @property
     def lines(self) -> list[str]:
         """Everything from the top of the scrollback to the bottom of the screen."""
-        rows = [
-            *self.screen.history.top,
-            *map(self.screen.buffer.__getitem__, range(self.screen.lines)),
+        screen = self.screen
+        above = screen.history.top
+        if len(above) < len(self._above) or len(above) == above.maxlen:
+            self._above.clear()  # the oldest rows are gone
+        self._above += [
+            _text_of(row, screen.columns) for row in islice(above, len(self._above), None)
         ]
-        return [_text_of(row, self.screen.columns) for row in rows]
+        for number in screen.dirty:
+            if number < screen.lines:
+                self._shown[number] = _text_of(screen.buffer[number], screen.columns)
+        screen.dirty.clear()
+        return [*self._above, *(self._shown.get(number, "") for number in range(screen.lines))]
 
     @property
     def text(self) -> str:
@@ -147,6 +157,7 @@ class PtyScreen:
             size = len(self.raw)
             self._read(within_s=0.0)
         self.screen.resize(rows, columns)
+        self.screen.dirty.update(range(rows))
         self.child.setwinsize(rows, columns)
 
     def kill(self, number: signal.Signals) -> None:

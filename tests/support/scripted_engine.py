@@ -50,7 +50,8 @@ TOKENS_PER_S = 1000.0
 class Script:
     """One answer. `step_s` passes before every step, which reads or generates so many tokens.
 
-    `trouble` is what the disk tier says of itself from then on.
+    `trouble` is what the disk tier says of itself from then on. The second half is not said until
+    the file `until` is there.
     """
 
     text: str
@@ -59,6 +60,12 @@ class Script:
     prefill_per_step: int = 4096
     error: Exception | None = None
     trouble: str = ""
+    until: Path | None = None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether only the first half may be said yet."""
+        return self.until is not None and not self.until.exists()
 
 
 # Says what to answer to the user's last message, for each sample.
@@ -300,6 +307,8 @@ class ScriptedEngine:
         if sample.first_s is None:
             sample.first_s = time.perf_counter()
         end = min(sample.num_said + sample.script.tokens_per_step, len(sample.ids))
+        if end > len(sample.ids) // 2 and sample.script.is_half:
+            end = max(sample.num_said, len(sample.ids) // 2)
         limit = sample.spec.max_tokens
         reached = limit is not None and end >= limit
         if limit is not None:

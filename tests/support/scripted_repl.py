@@ -2,13 +2,14 @@
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
        [--spoken] [--loading FILE [--silent]] [--fail] [--continue] [--reflows] [--log FILE]
-       [--kept DIR] [--tools DIR] [--attach FILE]
+       [--kept DIR] [--tools DIR] [--attach FILE] [--gate FILE]
 
 What is typed decides the answer: `lines 40` gives forty numbered lines, `slow 40` the same slowly,
 `evil` tries to act on the terminal, `think` thinks first, `crash` makes the engine fail, `trouble`
-its disk tier, with the sentence that follows, and `long 20000` is for measurements. `call NAME
-JSON` calls a tool, and the answer to its result begins with "I got". What is pressed
-twice within a minute is pressed twice: a busy machine takes longer than fingers.
+its disk tier, with the sentence that follows, and `long 20000` is for measurements. `gated 60`
+gives sixty words, the second half once the file of --gate is there. `call NAME JSON` calls a tool,
+and the answer to its result begins with "I got". What is pressed twice within a minute is pressed
+twice: a busy machine takes longer than fingers.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,6 +122,14 @@ def author(question: str, sample: int) -> Script:
     return Script(f"You said {question!r} ({sample}).", tokens_per_step=4, step_s=0.002)
 
 
+def _gated(gate: Path | None, question: str, sample: int) -> Script:
+    """Answer as `author`; "gated" is prose of which the second half waits for the gate."""
+    if not question.startswith("gated "):
+        return author(question, sample)
+    prose = author(question.replace("gated", "prose", 1), sample)
+    return replace(prose, step_s=0.002, until=gate)
+
+
 class Echo:
     """A tool that returns what it is given."""
 
@@ -169,6 +180,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--editor", default="vi")
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--gate", type=Path)
     parser.add_argument("--kept", type=Path)
     parser.add_argument("--tools", type=Path)
     parser.add_argument("--late", type=Path)
@@ -201,7 +213,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
         model = text_model(arguments.checkpoint)
         build = scripted_build(
             model,
-            author,
+            partial(_gated, arguments.gate),
             Loading(arguments.loading, arguments.silent) if arguments.loading else None,
             failure if arguments.fail or name == "broken" else None,
             arguments.context,

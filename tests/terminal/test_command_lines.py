@@ -14,43 +14,41 @@ def _below(chat: PtyScreen, first: str, last: str) -> str:
     return chat.text.partition(first)[2].partition(last)[0]
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
+def _words(count: int) -> list[str]:
+    return [f"word{number}" for number in range(count)]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The file that the second half of an answer to "gated" waits for."""
+    return tmp_path / "gate"
+
+
+def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
+    start_chat: StartChat, gate: Path
+) -> None:
+    """It split the paragraph that was being written, in the scrollback, for good."""
+    chat = start_chat("--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ")
+    for typed, said in (
         ("/hepl", "There is no command /hepl. Did you mean /help?"),
         ("/undo", "/undo waits for the answer. Esc stops it."),
         ("/stats foo", "foo is unknown here. /stats [on|off|full]"),
-    ],
-)
-def test_a_refusal_does_not_come_between_two_lines_of_an_answer(
-    start_chat: StartChat, typed: str, said: str
-) -> None:
-    """It split the paragraph that was being written, in the scrollback, for good."""
-    chat = start_chat()
-    chat.enter("prose 400").wait_for("word40 ")
-    chat.enter(typed).wait_for_shown(said).wait_for_shown(f"❯ {typed}")
-    chat.type("\x15").wait_for("tokens, ")
+    ):
+        chat.enter(typed).wait_for_shown(said).wait_for_shown(f"❯ {typed}").type("\x15")
+    gate.touch()
+    chat.wait_for("tokens, ")
 
-    words = _below(chat, "❯ prose 400", "cached").split()
-    assert words == [f"word{number}" for number in range(400)]
-
-
-def test_what_a_command_says_during_an_answer_comes_after_its_line(start_chat: StartChat) -> None:
-    chat = start_chat()
-    chat.enter("slow 300").wait_for("line-0004")
-    chat.enter("/show model").wait_for("identity").wait_for("first token")
-    chat.wait_for(lambda text: "identity" in text.partition("first token")[2])
-    assert chat.text.count("❯ /show model") == 1
-    assert "line-" not in chat.text.partition("❯ /show model")[2]
+    assert _below(chat, "❯ gated 80", "cached").split() == _words(80)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(100, 30), (40, 12)])
 def test_what_a_command_says_stands_below_the_answer_that_streams(
-    start_chat: StartChat, columns: int, rows: int
+    start_chat: StartChat, gate: Path, columns: int, rows: int
 ) -> None:
     """/help came between two lines of a paragraph, and stayed there in the scrollback."""
-    chat = start_chat(columns=columns, rows=rows)
-    chat.enter("prose 600").wait_for("word40 ")
+    chat = start_chat("--gate", str(gate), columns=columns, rows=rows)
+    chat.enter("gated 80").wait_for("word30 ")
     streaming = " tokens · Esc stops" if columns == 100 else " tokens"
     chat.enter("/help").wait_for(
         lambda _: (
@@ -59,25 +57,31 @@ def test_what_a_command_says_stands_below_the_answer_that_streams(
         )
     )
     assert "first token" not in chat.text, "it is shown while the answer comes"
+    gate.touch()
     chat.wait_for("first token").wait_for_shown(" is a message." if rows == 30 else " one.")
 
-    assert _below(chat, "❯ prose 600", "cached").split() == [f"word{n}" for n in range(600)]
+    assert _below(chat, "❯ gated 80", "cached").split() == _words(80)
     after = chat.text.partition("first token")[2]
     assert after.count("❯ /help") == chat.text.count("❯ /help") == 1
     assert "/resume" in after
 
 
-def test_several_commands_during_an_answer_follow_it_in_their_order(start_chat: StartChat) -> None:
-    chat = start_chat(rows=40)
-    chat.enter("prose 500").wait_for("word40 ")
+def test_several_commands_during_an_answer_follow_it_in_their_order(
+    start_chat: StartChat, gate: Path
+) -> None:
+    chat = start_chat("--gate", str(gate), rows=40)
+    chat.enter("gated 80").wait_for("word30 ")
     chat.enter("/set seed 5").wait_for_shown("seed is 5.")
     chat.enter("next").wait_for_shown("queued 1: next")
     chat.enter("/show model").wait_for("identity")
+    gate.touch()
     chat.wait_for("You said 'next' (0).")
 
-    assert _below(chat, "❯ prose 500", "cached").split() == [f"word{n}" for n in range(500)]
+    assert _below(chat, "❯ gated 80", "cached").split() == _words(80)
     order = [line for line in chat.text.splitlines() if line.startswith(("❯ ", "seed is"))]
-    assert order[:5] == ["❯ prose 500", "❯ /set seed 5", "seed is 5.", "❯ /show model", "❯ next"]
+    assert order[:5] == ["❯ gated 80", "❯ /set seed 5", "seed is 5.", "❯ /show model", "❯ next"]
+    assert chat.text.count("❯ /show model") == 1
+    assert "identity" in chat.text.partition("first token")[2]
 
 
 def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(
@@ -89,24 +93,31 @@ def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(
     assert "❯ hello" in chat.text.partition("❯ /set seed 5")[0]
 
 
-def test_plain_lines_show_a_commands_words_after_the_answer(start_chat: StartChat) -> None:
-    chat = start_chat("--plain")
-    chat.enter("prose 400").wait_for("word40 ")
-    chat.enter("/set seed 5").wait_for("Shown after the answer.").wait_for("seed is 5.")
-    assert "word399" in chat.text.partition("seed is 5.")[0]
+def test_plain_lines_show_a_commands_words_after_the_answer(
+    start_chat: StartChat, gate: Path
+) -> None:
+    chat = start_chat("--plain", "--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ")
+    chat.enter("/set seed 5").wait_for("Shown after the answer.")
+    gate.touch()
+    chat.wait_for("seed is 5.")
+    assert "word79" in chat.text.partition("seed is 5.")[0]
 
 
-def test_plain_lines_say_at_once_how_an_answer_is_stopped(start_chat: StartChat) -> None:
+def test_plain_lines_say_at_once_how_an_answer_is_stopped(
+    start_chat: StartChat, gate: Path
+) -> None:
     """Ctrl-D said "Shown after the answer.", and after it what would have stopped it.
 
     A refused command named Esc, which plain lines do not read.
     """
-    chat = start_chat("--plain")
-    chat.enter("prose 600").wait_for("word40 ").type("\x04").wait_for("Ctrl-C stops the answer.")
+    chat = start_chat("--plain", "--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ").type("\x04").wait_for("Ctrl-C stops the answer.")
     chat.enter("/compact").wait_for("The text was: /compact")
     chat.wait_for("/compact waits for the answer. Ctrl-C stops it.")
-    chat.wait_for("word599")
-    assert "word599" in chat.text.partition("Ctrl-C stops the answer.")[2]
+    gate.touch()
+    chat.wait_for("word79")
+    assert "word79" in chat.text.partition("Ctrl-C stops the answer.")[2]
     assert "Shown after" not in chat.text
 
 

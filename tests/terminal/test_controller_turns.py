@@ -5,6 +5,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -433,3 +434,40 @@ def test_an_edit_that_is_refused_leaves_the_conversation_where_it_was(
     assert controller.place.editing == ""
     ask(controller, "three")
     assert path_texts(controller)[4] == "three"
+
+
+# Messages that are refused
+
+
+def test_a_message_that_does_not_fit_takes_no_number(controller: ChatController) -> None:
+    """It stayed in /tree as message 2 with the seconds of its reading, and the next one was 3."""
+    ask(controller, "one")
+    num_turns = len(controller.require_conversation())
+    limit = controller.host.wait_until_ready().context_limit
+    controller.host.model = replace(controller.host.model, max_context=limit)
+    with pytest.raises(ContextTooLong, match=r"The prompt has 33,.* the context holds 32,768\."):
+        controller.ask("x" * 33_000)
+
+    assert len(controller.require_conversation()) == num_turns
+    ask(controller, "two")
+    assert "2 you: two" in do(controller, "/tree")
+
+
+def test_before_the_first_message_there_may_be_others(controller: ChatController) -> None:
+    """/edit said "There is no message yet." after /undo."""
+    with pytest.raises(UsageError, match="no message yet"):
+        controller.place.user_turn("")
+    ask(controller, "one")
+    controller.place.undo()
+    with pytest.raises(UsageError, match="No message is before this place"):
+        controller.place.user_turn("1")
+
+
+def test_a_format_is_refused_by_the_name_of_the_file_too(
+    controller: ChatController, tmp_path: Path
+) -> None:
+    """/export notes.pdf wrote Markdown to it."""
+    ask(controller, "one")
+    with pytest.raises(UsageError, match=r"pdf is no format of /export\."):
+        do(controller, f"/export {tmp_path}/notes.pdf")
+    assert list(tmp_path.glob("notes*")) == []

@@ -114,6 +114,27 @@ def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:
     assert _completed("/think o") == ["on", "off"]
 
 
+def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`@notes.txt`, completed, and then "what" was the file notes.txtwhat."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("notes.txt", "my list.txt", "docs/one.md"):
+        (tmp_path / name).write_text("x")
+    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+
+    def line_after(line: str) -> str:
+        [found] = completer.get_completions(Document(line), CompleteEvent())
+        return line[: len(line) + found.start_position] + found.text
+
+    assert line_after("see @no") == "see @notes.txt "
+    assert line_after("@my") == '@"my list.txt" '
+    assert line_after('@"no') == '@"notes.txt" '
+    assert line_after("@do") == "@docs/"
+    assert line_after("@docs/o") == "@docs/one.md "
+
+
 def test_a_name_that_neither_a_file_nor_a_pin_has_is_said_in_one_line(tmp_path: Path) -> None:
     """`@manual` without such a pin was sent as text, and nothing said so."""
     there = tmp_path / "notes.txt"

@@ -9,6 +9,7 @@ import pytest
 from kvchat.terminal.markdown import MarkdownStream
 from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.theme import Look
+from support.soak_sizes import short_and_long
 
 _PAINTER = Painter(Look())
 _ATOMS = [
@@ -84,12 +85,12 @@ def test_markers_nested_without_end_are_text_from_a_depth_on(marker: str) -> Non
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_any_cut_of_deeply_nested_text_gives_the_same_bytes(seed: int) -> None:
+@short_and_long(40, 400)
+def test_any_cut_of_deeply_nested_text_gives_the_same_bytes(size: int) -> None:
     """A line of 200 markers used to overflow Python's stack; where markers stop to count, the
     beginning of a line must be judged as the whole line is."""
-    rng = random.Random(seed)
-    for _ in range(25):
+    rng = random.Random(3)
+    for _ in range(size):
         text = "".join(rng.choices(_DEEP_ATOMS, k=rng.randint(1, 25))) + ">" * 200
         whole = _render([text], 40)
         for longest in (1, 12, 40):

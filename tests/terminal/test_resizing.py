@@ -17,6 +17,7 @@ from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import create_pipe_input
 from rich.text import Text
 
+from kvchat.terminal import layout
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
@@ -115,3 +116,51 @@ def test_rows_that_wait_are_written_when_the_prompt_is_left() -> None:
         window.view.leave()
 
     assert _Window().run(act, "row one").count("row one") == 1
+
+
+# Rows that wait below an answer that streams
+
+
+_HELP = [
+    "every day",
+    "  /help    this list; of all commands, of one, or of the keys",
+    "  /exit    leave",
+    "───────────────────────────────────────────────",
+    "word " * 10 + "word",
+]
+
+
+def test_rows_for_another_width_are_broken_below_their_last_column() -> None:
+    """What /help had said during an answer kept its width, and was cut by a narrower window."""
+    painter = Painter(Look())
+    rows = [Text(row, end="") for row in _HELP]
+
+    assert [row.plain for row in painter.refit(rows, 62)] == _HELP
+    assert [row.plain for row in painter.refit(rows, 40)] == [
+        "every day",
+        "  /help    this list; of all commands,",
+        "           of one, or of the keys",
+        "  /exit    leave",
+        "─" * 40,
+        "word word word word word word word word",
+        "word word word",
+    ]
+    assert all(row.cell_len <= 12 for row in painter.refit(rows, 12))
+
+
+def _shown_below_an_answer(columns: int, num_rows: int) -> list[str]:
+    with create_pipe_input() as stdin:
+        size = Size(num_rows, columns)
+        terminal = Terminal(stdin, _Stdout(), lambda: size, "xterm")
+        view = LivePrompt(terminal, Painter(Look()), DummyCompleter(), InMemoryHistory(), "vi")
+        view.region.held = [Text(row, end="") for row in [*_HELP, *(f"{n}" for n in range(9)), ""]]
+        return "".join(text for _, text in layout._held(view)).split("\n")
+
+
+def test_what_waits_leaves_room_for_a_narrower_window() -> None:
+    """At 100 columns it took the whole screen; at 60 its first rows were in the scrollback for
+    good, and came a second time at the end of the answer.
+    """
+    assert _shown_below_an_answer(100, 30) == [*_HELP, *"012345678"]
+    assert _shown_below_an_answer(70, 18)[-2:] == ["0", "… 8 more rows, after the answer"]
+    assert len(_shown_below_an_answer(40, 9)) == 3

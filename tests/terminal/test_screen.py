@@ -67,14 +67,18 @@ def test_thinking_is_shown_apart(start_chat: StartChat) -> None:
     assert "┊ Let me see.\n┊ Yes.\n\nThe answer is 42." in chat.text
 
 
-def test_messages_typed_meanwhile_wait_and_are_answered_in_order(start_chat: StartChat) -> None:
-    chat = start_chat()
-    chat.enter("slow 100").wait_for("line-0002")
+def test_messages_typed_meanwhile_wait_and_are_answered_in_order(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    chat = start_chat("--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ")
     chat.enter("second question").enter("third question").type("half typed")
     chat.wait_for("queued 1: second question").wait_for("queued 2: third question")
+    gate.touch()
     chat.wait_for("You said 'third question' (0).").wait_for(_count_of("tokens, ", 3))
 
-    order = [chat.text.index(said) for said in ("line-0099", "'second ques", "'third ques")]
+    order = [chat.text.index(said) for said in ("word79", "'second ques", "'third ques")]
     assert order == sorted(order)
     assert chat.text.count("You said") == 2
     chat.wait_for_shown("❯ half typed")  # what is being typed stays in the prompt

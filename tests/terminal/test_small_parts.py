@@ -26,6 +26,13 @@ from support.turns import turn
 # Pickers
 
 
+def test_a_search_that_finds_nothing_says_how_to_go_on() -> None:
+    picker = _picker()
+    picker.type("zz")
+    shown = "".join(text for _, text in picker.fragments(8, 40, Glyphs()))
+    assert "no match · Esc cancels" in shown
+
+
 def _picker() -> Picker:
     return Picker("Go on with", [Choice("radix trees"), Choice("poems", "2 h ago"), Choice("C")])
 
