@@ -18,7 +18,7 @@ import torch
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import unpacking
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
-from kvchat_kernels.linear.group_reading import read_groups
+from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -75,6 +75,9 @@ class PackedTensor:
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is ..., "a packed weight is unpacked whole"
         with self.lock:
+            floats = None if self.stored is None else read_floats(self.stored, self.dtype)
+            if floats is not None:
+                return floats.reshape(self.shape)
             found = self.unpack()
             weight = found.weight() if isinstance(found, unpacking.Grouped) else found
             return weight.to(self.dtype).reshape(self.shape).contiguous()
@@ -233,9 +236,10 @@ def _read_gptq(table: _Table) -> None:
         table.check(tuple(zeros.shape) == (num_groups, ceil(num_out * bits / _WORD_BITS)), stem)
         group_of = _group_of(table, stem, num_in, num_groups)
         unpack = partial(unpacking.gptq, words, zeros, scales, group_of, bits, zero_offset)
-        stored = StoredGroups(WordOrder.TURNED, bits, words, scales, zeros, zero_offset=zero_offset)
-        is_even = group_of is None
-        table.add(f"{stem}.weight", (num_out, num_in), unpack, stored if is_even else None)
+        stored = StoredGroups(
+            WordOrder.TURNED, bits, words, scales, zeros, None, zero_offset, group_of
+        )
+        table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
 
 
 def _group_of(
@@ -386,9 +390,8 @@ def _read_packed_integers(table: _Table, stem: str) -> None:
         table.check(tuple(zeros.shape) == shape, stem)
     group_of = _group_of(table, stem, num_in, scales.shape[1], ".weight_g_idx")
     unpack = partial(unpacking.packed_integers, words, zeros, scales, group_of, fitting[0], num_in)
-    stored = StoredGroups(WordOrder.ROWS, fitting[0], words, scales, zeros)
-    is_even = group_of is None
-    table.add(f"{stem}.weight", (num_out, num_in), unpack, stored if is_even else None)
+    stored = StoredGroups(WordOrder.ROWS, fitting[0], words, scales, zeros, group_of=group_of)
+    table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
 
 
 def _read_fp4(table: _Table, stem: str) -> None:

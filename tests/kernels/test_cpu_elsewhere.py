@@ -14,6 +14,7 @@ from kvchat_kernels.cpu import (
     block_rounding,
     block_rows,
     group_factors,
+    group_floats,
     group_levels,
     products,
     program,
@@ -32,6 +33,7 @@ FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
 HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32, 32)
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
+FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS = {
     "attention": (3, lambda code: attention._Part(code, FORM).write()),
     "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
@@ -47,6 +49,7 @@ WRITERS = {
     "levels of AWQ": (3, lambda code: group_levels.write_levels(code, WordOrder.AWQ, 4, True)),
     "factors looked at": (3, lambda code: group_factors.write_looking(code, FACTORS)),
     "factors": (3, lambda code: group_factors.write_factors(code, FACTORS, True, True)),
+    "floats of groups": (3, lambda code: group_floats.write_floats(code, FLOATS)),
     "driver": (1, program._write),
 }
 

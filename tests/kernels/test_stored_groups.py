@@ -9,7 +9,7 @@ import torch
 from kvchat.model import unpacking
 from kvchat_kernels.linear import group_reading
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
-from kvchat_kernels.linear.group_reading import read_groups
+from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 from support.other_process import run_python
 
@@ -149,6 +149,67 @@ def test_odd_scales_are_read_as_they_are(name: str) -> None:
         assert_same(read_groups(case.stored), case.plain.blocks())
 
 
+def assert_floats(case: Case, dtype: torch.dtype) -> None:
+    """The same numbers; one NaN is as good as another."""
+    found, wanted = read_floats(case.stored, dtype), case.plain.weight().to(dtype)
+    assert found is not None
+    assert found.dtype == dtype
+    assert torch.equal(found.isnan(), wanted.isnan())
+    found, wanted = found.nan_to_num(1), wanted.nan_to_num(1)
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled_code_unpacks_to_the_same_floats(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole at once, and by tiles of a few lines."""
+    for number, case in enumerate(cases(name)):
+        monkeypatch.setattr(group_reading, "_LEVELS_AT_ONCE", 1 << 20 if number % 2 else 3000)
+        assert_floats(case, (torch.bfloat16, torch.float32, torch.float16)[number % 3])
+
+
+@pytest.mark.parametrize("name", ["gptq 4, any", "gptq 8, any", "compressed-tensors 4, any"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_columns_may_be_of_any_groups(name: str, dtype: torch.dtype) -> None:
+    """GPTQ sorts columns by activation, and lists the group of each."""
+    for case in cases(name):
+        num_in, num_groups = case.stored.num_in, case.stored.num_groups
+        listed = torch.randint(0, num_groups, (num_in,), dtype=dtype)
+        stored = replace(case.stored, group_of=listed)
+        plain = replace(case.plain, group_of=listed.long())
+
+        assert_floats(Case(stored, plain), torch.bfloat16)
+        assert read_groups(stored) is None
+
+
+@pytest.mark.parametrize("group", [-1, 4, 2**31 - 1, -(2**31), 2**40])
+def test_a_group_that_there_is_not_is_never_looked_up(group: int) -> None:
+    """Of a file that lists it a sentence is told before; it might change while it is mapped."""
+    case = gptq(64, 256, 4, 4, "any", torch.float16)
+    listed = torch.zeros(256, dtype=torch.int64)
+    listed[17] = group
+    for changed in (listed, listed[:-1], torch.zeros(256)):
+        assert read_floats(replace(case.stored, group_of=changed), torch.float32) is None
+
+
+def test_groups_of_no_whole_blocks_are_unpacked_too() -> None:
+    for num_in, groups in ((64, 4), (96, 2), (480, 5)):
+        assert_floats(packed(9, num_in, groups, 4, "any", torch.float16), torch.bfloat16)
+    assert read_floats(packed(8, 40, 1, 4, "any", torch.float16).stored, torch.float32) is None
+    assert read_floats(packed(8, 64, 1, 4, "any", torch.float16).stored, torch.float64) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scale_that_is_no_number_makes_no_weight_zero(dtype: torch.dtype) -> None:
+    """The bits of some NaNs, rounded as those of numbers are, become those of 0."""
+    case = gptq(64, 256, 4, 4, "any", torch.float16)
+    flat = case.stored.scales.view(torch.int16).view(-1)
+    flat[:4] = torch.tensor([0x7FFF, -1, 0x7C01, 0x7C00], dtype=torch.int16)
+
+    assert_floats(case, dtype)
+
+
 @pytest.mark.parametrize("name", ["gptq 4, any", "awq, any", "mlx 4"])
 def test_any_number_of_threads_reads_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, bits, kind = FORMATS[name]
@@ -159,6 +220,7 @@ def test_any_number_of_threads_reads_all(name: str, monkeypatch: pytest.MonkeyPa
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             assert_same(read_groups(case.stored), case.plain.blocks())
+            assert_floats(case, torch.bfloat16)
     finally:
         torch.set_num_threads(before)
 
@@ -191,7 +253,8 @@ def test_tensors_that_do_not_fit_each_other_are_not_read(name: str) -> None:
             spoilt += [{part: tensor.flatten()}, {part: tensor[:0]}, {part: tensor.bool()}]
             spoilt += [{part: tensor.repeat(1, 2)[:, ::2]}]
     for change in spoilt:
-        assert read_groups(replace(stored, **change)) is None, change  # type: ignore[arg-type]
+        changed = replace(stored, **change)  # type: ignore[arg-type]
+        assert read_groups(changed) is None, change
 
 
 def test_no_byte_beyond_a_tensor_is_read() -> None:
@@ -201,9 +264,9 @@ def test_no_byte_beyond_a_tensor_is_read() -> None:
         import ctypes, mmap
         from dataclasses import replace
         import torch
-        from kernels.test_stored_groups import FORMATS, assert_same
+        from kernels.test_stored_groups import FORMATS, Case, assert_floats, assert_same
         from kvchat_kernels.linear.blocks import interleaved
-        from kvchat_kernels.linear.group_reading import read_groups
+        from kvchat_kernels.linear.group_reading import read_floats, read_groups
 
         libc, kept = ctypes.CDLL(None, use_errno=True), []
 
@@ -227,10 +290,13 @@ def test_no_byte_beyond_a_tensor_is_read() -> None:
                 stored = replace(stored, **{k: at_the_end(part) for k, part in parts.items()})
                 assert_same(read_groups(stored), case.plain.blocks())
                 assert_same(read_groups(stored, True), interleaved(case.plain.blocks()))
+                assert_floats(Case(stored, case.plain), torch.bfloat16)
         """
     )
 
 
 def test_nothing_is_read_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_reading, "_reader", lambda: None)
-    assert read_groups(packed(8, 64, 1, 4, "any", torch.float16).stored) is None
+    stored = packed(8, 64, 1, 4, "any", torch.float16).stored
+    assert read_groups(stored) is None
+    assert read_floats(stored, torch.float32) is None

@@ -83,6 +83,15 @@ def factors_kernel(form: FactorForm, has_minimums: bool, is_half: bool) -> Kerne
     return Kernel("group factors", forms, lambda code: write_factors(code, *forms))
 
 
+@cache
+def plain_factors_kernel(form: FactorForm) -> Kernel:
+    """Return the kernel that writes what a file stores, float32 [out, groups].
+
+    MINIMUMS are its offsets, or its zeros. Units: chunks of rows.
+    """
+    return Kernel("plain group factors", (form,), lambda code: write_plain_factors(code, form))
+
+
 def write_looking(code: Code, form: FactorForm) -> None:
     """Write the code of `looking_kernel`."""
     counts = [code.variable(code.whole(0)) for _ in range(NUM_FOUND)]
@@ -115,6 +124,21 @@ def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: boo
             stored = code.convert("fptrunc", value, F16) if is_half else value
             with code.loop(first, first + num_blocks) as block:
                 code.store(stored, code.field(place), block * (2 if is_half else 4))
+
+    _each(code, write)
+
+
+def write_plain_factors(code: Code, form: FactorForm) -> None:
+    """Write the code of `plain_factors_kernel`."""
+
+    def write(row: Value, group: Value) -> None:
+        if form.offsets is None:
+            second = code.convert("sitofp", _zero(code, form, row, group), F32)
+        else:
+            second = _offset(code, form.offsets, row, group)
+        place = (row * code.field(Place.NUM_GROUPS) + group) * 4
+        code.store(_scale(code, form, row, group), code.field(Place.SCALES), place)
+        code.store(second, code.field(Place.MINIMUMS), place)
 
     _each(code, write)
 
@@ -155,10 +179,14 @@ def _minimum(
         factor = code.convert("sitofp", whole, F32)
         # -0.0 where a zero is 0, as the plain form has it.
         return scale * (Value(code, code.builder.fneg(factor.raw)) if form.bits == 4 else factor)
-    place = row * code.field(Place.OFFSET_ROW) + group * code.field(Place.OFFSET_GROUP)
-    offset = _float(code, code.field(Place.OFFSET), place, form.offsets)
+    offset = _offset(code, form.offsets, row, group)
     centre = scale * float(form.centre) if form.bits == 8 else code.single(0.0)
     return Value(code, code.builder.fadd(offset.raw, centre.raw))  # each is rounded by itself
+
+
+def _offset(code: Code, stored: Stored, row: Value, group: Value) -> Value:
+    place = row * code.field(Place.OFFSET_ROW) + group * code.field(Place.OFFSET_GROUP)
+    return _float(code, code.field(Place.OFFSET), place, stored)
 
 
 def _float(code: Code, address: Value, offset: Value, stored: Stored) -> Value:

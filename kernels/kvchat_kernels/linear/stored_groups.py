@@ -41,6 +41,8 @@ class StoredGroups:
                  offsets
     offsets      as scales; None for 0
     zero_offset  what is added to a stored zero
+    group_of     int32 or int64 [in], the group of each column; None: groups of one size, one
+                 after the other
     """
 
     order: WordOrder
@@ -50,6 +52,7 @@ class StoredGroups:
     zeros: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     zero_offset: int = 0
+    group_of: torch.Tensor | None = None
 
     @property
     def num_out(self) -> int:
@@ -67,16 +70,30 @@ class StoredGroups:
     def is_sound(self) -> bool:
         """Whether all tensors have the shapes and types above: code that reads memory relies on it.
 
-        Columns are whole groups of whole words.
+        Of `group_of` it says nothing, see `groups_of_columns`.
         """
         parts = [
             part for part in (self.words, self.scales, self.zeros, self.offsets) if part is not None
         ]
         if not all(part.dim() == 2 and part.numel() and part.is_contiguous() for part in parts):
             return False
-        return (
-            self._are_types_known() and self._do_shapes_fit() and self.num_in % self.num_groups == 0
-        )
+        return self._are_types_known() and self._do_shapes_fit()
+
+    def groups_of_columns(self) -> torch.Tensor | None:
+        """Return the group of each column, int32 [in] in memory of its own; None for no groups.
+
+        They are looked at in a copy: a file may change while it is mapped.
+        """
+        num_in, num_groups = self.num_in, self.num_groups
+        if self.group_of is None:
+            if num_in % num_groups:
+                return None
+            return torch.arange(num_in, dtype=torch.int32) // (num_in // num_groups)
+        if self.group_of.dtype not in (torch.int32, torch.int64) or self.group_of.numel() != num_in:
+            return None
+        listed = self.group_of.to(torch.int64, copy=True).flatten()
+        is_right = 0 <= int(listed.min()) <= int(listed.max()) < num_groups
+        return listed.to(torch.int32) if is_right else None
 
     def _are_types_known(self) -> bool:
         words = [self.words] if self.zeros is None else [self.words, self.zeros]
