@@ -174,8 +174,9 @@ def _in_blocks(
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for name in sorted(names):
         tensor = tensors.get(name)
-        is_packed = isinstance(tensor, PackedTensor)
-        blocks = tensor.blocks(blocks_on.type == "cpu") if is_packed else None
+        if not isinstance(tensor, PackedTensor):
+            continue
+        blocks = tensor.blocks(is_interleaved=blocks_on.type == "cpu")
         if blocks is not None:
             found[name] = (blocks,)
     return found

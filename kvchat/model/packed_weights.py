@@ -84,8 +84,8 @@ class PackedTensor:
 
     def blocks(self, is_interleaved: bool) -> BlockWeights | None:
         """Return the weight in blocks that hold it exactly; None for a format without."""
-        if len(self.shape) != 2:
-            return None
+        if len(self.shape) != 2 or not (self.stored is None or self.stored.fits_blocks()):
+            return None  # without unpacking it in vain
         blocks = None if self.stored is None else read_groups(self.stored, is_interleaved)
         if blocks is None:
             found = self.unpack()

@@ -229,6 +229,7 @@ def test_groups_that_end_within_a_block_have_none() -> None:
     for num_in, groups in ((64, 4), (96, 2)):
         case = packed(8, num_in, groups, 4, "any", torch.float16)
         assert read_groups(case.stored) is None
+        assert not case.stored.fits_blocks()
         assert case.plain.blocks() is None
 
 

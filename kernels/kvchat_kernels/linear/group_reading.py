@@ -32,9 +32,7 @@ def read_groups(stored: StoredGroups, is_interleaved: bool = False) -> BlockWeig
     but that of the tensors, whatever these contain.
     """
     reader = _reader()
-    if reader is None or not stored.is_sound() or stored.group_of is not None:
-        return None
-    if stored.num_in % (COLUMNS * stored.num_groups):
+    if reader is None or not stored.is_sound() or not stored.fits_blocks():
         return None
     return reader.read(stored, is_interleaved)
 

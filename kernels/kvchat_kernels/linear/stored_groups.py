@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import torch
 
+from kvchat_kernels.linear.blocks import COLUMNS
+
 WORD_BITS = 32
 _WORDS = (torch.int32, torch.uint32)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -66,6 +68,11 @@ class StoredGroups:
     def num_in(self) -> int:
         size = self.words.shape[1 if self.order is WordOrder.ROWS else 0]
         return size if self.order is WordOrder.AWQ else size * WORD_BITS // self.bits
+
+    def fits_blocks(self) -> bool:
+        """Whether blocks can hold the groups: whole ones of 32 columns, one after the other."""
+        is_even = self.group_of is None and self.num_in % (COLUMNS * self.num_groups) == 0
+        return is_even and self.bits in (4, 8)
 
     def is_sound(self) -> bool:
         """Whether all tensors have the shapes and types above: code that reads memory relies on it.
