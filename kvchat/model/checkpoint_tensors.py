@@ -61,7 +61,7 @@ def read_tensors(
         return _read_gguf(
             source, source.gguf, hf_config, wanted, progress, blocks_on, read_elsewhere
         )
-    found = _read_safetensors(source, hf_config, dtype, blocks_on is not None, read_elsewhere)
+    found = _read_safetensors(source, hf_config, dtype, blocks_on, read_elsewhere)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -139,7 +139,7 @@ def _read_safetensors(
     source: ModelSource,
     hf_config: Any,
     dtype: torch.dtype | None,
-    keeps_blocks: bool,
+    blocks_on: torch.device | None,
     read_elsewhere: Collection[str],
 ) -> CheckpointTensors:
     tensors = _mapped(source)
@@ -150,7 +150,9 @@ def _read_safetensors(
         own = getattr(hf_config, "dtype", None)
         dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     loose = unpacked(tensors, packing, dtype, source.name)
-    blocks = _in_blocks(loose, hf_config, read_elsewhere) if keeps_blocks else {}
+    blocks: dict[str, tuple[BlockWeights, ...]] = {}
+    if blocks_on is not None:
+        blocks = _in_blocks(loose, hf_config, blocks_on, read_elsewhere)
     for name in blocks:
         loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
     stage = _size_said(loose, packing, dtype, source.name)
@@ -162,16 +164,19 @@ def _read_safetensors(
 def _in_blocks(
     tensors: Mapping[str, torch.Tensor | PackedTensor],
     hf_config: Any,
+    blocks_on: torch.device,
     read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
-    """Return the linear layers whose packed weights blocks hold exactly."""
+    """Return the linear layers whose packed weights blocks hold exactly, for products there."""
     model_class, config = class_and_config(hf_config)
     with on_meta():
         names = _linear_names(model_class(config), read_elsewhere)
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for name in sorted(names):
         tensor = tensors.get(name)
-        blocks = tensor.blocks() if isinstance(tensor, PackedTensor) else None
+        if not isinstance(tensor, PackedTensor):
+            continue
+        blocks = tensor.blocks(is_interleaved=blocks_on.type == "cpu")
         if blocks is not None:
             found[name] = (blocks,)
     return found

@@ -17,7 +17,9 @@ import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import unpacking
-from kvchat_kernels.linear.blocks import BlockWeights
+from kvchat_kernels.linear.blocks import BlockWeights, interleaved
+from kvchat_kernels.linear.group_reading import read_floats, read_groups
+from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -52,13 +54,15 @@ class Packing:
 class PackedTensor:
     """A weight that is still packed; indexing it with `...` unpacks it, as transformers does.
 
-    `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory.
+    `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory. `stored` is
+    what compiled code reads, of a format that it knows.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
+    stored: StoredGroups | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -71,16 +75,22 @@ class PackedTensor:
     def __getitem__(self, index: object) -> torch.Tensor:
         assert index is ..., "a packed weight is unpacked whole"
         with self.lock:
+            floats = None if self.stored is None else read_floats(self.stored, self.dtype)
+            if floats is not None:
+                return floats.reshape(self.shape)
             found = self.unpack()
             weight = found.weight() if isinstance(found, unpacking.Grouped) else found
             return weight.to(self.dtype).reshape(self.shape).contiguous()
 
-    def blocks(self) -> BlockWeights | None:
+    def blocks(self, is_interleaved: bool) -> BlockWeights | None:
         """Return the weight in blocks that hold it exactly; None for a format without."""
-        if len(self.shape) != 2:
-            return None
-        found = self.unpack()
-        blocks = found.blocks() if isinstance(found, unpacking.Grouped) else None
+        if len(self.shape) != 2 or not (self.stored is None or self.stored.fits_blocks()):
+            return None  # without unpacking it in vain
+        blocks = None if self.stored is None else read_groups(self.stored, is_interleaved)
+        if blocks is None:
+            found = self.unpack()
+            blocks = found.blocks() if isinstance(found, unpacking.Grouped) else None
+            blocks = interleaved(blocks) if blocks is not None and is_interleaved else blocks
         fits = blocks is not None and (blocks.num_out, blocks.num_in) == self.shape
         return blocks if fits else None
 
@@ -185,10 +195,11 @@ class _Table:
         name: str,
         shape: tuple[int, ...],
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
+        stored: StoredGroups | None = None,
     ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
-        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock)
+        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored)
 
     def check(self, is_right: bool, name: str) -> None:
         """Raise ModelError if the parts of the weight `name` do not fit each other."""
@@ -225,7 +236,10 @@ def _read_gptq(table: _Table) -> None:
         table.check(tuple(zeros.shape) == (num_groups, ceil(num_out * bits / _WORD_BITS)), stem)
         group_of = _group_of(table, stem, num_in, num_groups)
         unpack = partial(unpacking.gptq, words, zeros, scales, group_of, bits, zero_offset)
-        table.add(f"{stem}.weight", (num_out, num_in), unpack)
+        stored = StoredGroups(
+            WordOrder.TURNED, bits, words, scales, zeros, None, zero_offset, group_of
+        )
+        table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
 
 
 def _group_of(
@@ -258,7 +272,8 @@ def _read_awq(table: _Table) -> None:
         table.check(tuple(zeros.shape) == (len(scales), words.shape[1]), stem)
         table.check(num_in % len(scales) == 0, stem)
         unpack = partial(unpacking.awq, words, zeros, scales)
-        table.add(f"{stem}.weight", (num_out, num_in), unpack)
+        stored = StoredGroups(WordOrder.AWQ, bits, words, scales, zeros)
+        table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
 
 
 def _read_fp8(table: _Table) -> None:
@@ -375,7 +390,8 @@ def _read_packed_integers(table: _Table, stem: str) -> None:
         table.check(tuple(zeros.shape) == shape, stem)
     group_of = _group_of(table, stem, num_in, scales.shape[1], ".weight_g_idx")
     unpack = partial(unpacking.packed_integers, words, zeros, scales, group_of, fitting[0], num_in)
-    table.add(f"{stem}.weight", (num_out, num_in), unpack)
+    stored = StoredGroups(WordOrder.ROWS, fitting[0], words, scales, zeros, group_of=group_of)
+    table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
 
 
 def _read_fp4(table: _Table, stem: str) -> None:
@@ -501,7 +517,8 @@ def _read_mlx(table: _Table) -> None:
         table.check(words.shape[1] * _WORD_BITS == num_in * bits, stem)
         table.check(len(words) == len(scales) and scales.shape == offsets.shape, stem)
         unpack = partial(unpacking.affine, words, scales, offsets, bits, num_in)
-        table.add(f"{stem}.weight", (len(words), num_in), unpack)
+        stored = StoredGroups(WordOrder.ROWS, bits, words, scales, offsets=offsets)
+        table.add(f"{stem}.weight", (len(words), num_in), unpack, stored)
 
 
 _READERS: dict[str, Callable[[_Table], None]] = {

@@ -22,7 +22,7 @@ def unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     `words` is [rows, num_words] int32 or uint32: a stream of bits, lowest first. `bits` is 2 to 8.
     """
-    words = words.contiguous()
+    words = words.contiguous().view(-1).view(words.shape)  # a turned column keeps odd strides
     if 8 % bits == 0:
         data = words.view(torch.uint8)
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)

@@ -13,6 +13,9 @@ from kvchat_kernels.cpu import (
     block_reading,
     block_rounding,
     block_rows,
+    group_factors,
+    group_floats,
+    group_levels,
     products,
     program,
     rotation,
@@ -21,6 +24,7 @@ from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import I64, Code
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.linear.blocks import Layout
+from kvchat_kernels.linear.stored_groups import WordOrder
 
 NIBBLES = Layout(4, 32, torch.float16, True, True)
 CENTRED = Layout(4, 32, torch.float16, False, True)
@@ -28,6 +32,8 @@ BYTES = Layout(8, 32, torch.float16, False, True)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
 HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32, 32)
+FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
+FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS = {
     "attention": (3, lambda code: attention._Part(code, FORM).write()),
     "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
@@ -40,6 +46,10 @@ WRITERS = {
     "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
     "reading of 4 bits": (3, lambda code: block_reading.write_reading(code, "Q4_K", True)),
     "reading of 5 bits": (3, lambda code: block_reading.write_reading(code, "Q5_0", False)),
+    "levels of AWQ": (3, lambda code: group_levels.write_levels(code, WordOrder.AWQ, 4, True)),
+    "factors looked at": (3, lambda code: group_factors.write_looking(code, FACTORS)),
+    "factors": (3, lambda code: group_factors.write_factors(code, FACTORS, True, True)),
+    "floats of groups": (3, lambda code: group_floats.write_floats(code, FLOATS)),
     "driver": (1, program._write),
 }
 

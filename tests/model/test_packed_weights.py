@@ -315,6 +315,8 @@ def _cut(ending: str) -> Callable[[Tensors], Any]:
         ("gptq, 4 bits", _cut(".g_idx")),
         ("gptq, 4 bits", _cut(".qweight")),
         ("gptq, 4 bits", lambda tensors: _first(tensors, ".g_idx").fill_(99)),
+        ("gptq, ordered by activation", lambda tensors: _first(tensors, ".g_idx").fill_(-1)),
+        ("awq", _cut(".qzeros")),
         ("awq", _drop(".qzeros")),
         ("awq", _cut(".qweight")),
         ("awq", _cut(".scales")),
@@ -342,8 +344,9 @@ def test_parts_that_are_missing_or_do_not_fit_are_told_in_a_sentence(
 ) -> None:
     packed, _ = pair(original, tmp_path, name)
     _change(packed, damage)
-    message = _refused(packed).message
-    assert "packed weights" in message or "in other shapes" in message
+    for dtype in ("float32", "auto"):  # unpacked, and in blocks
+        message = _refused(packed, dtype).message
+        assert "packed weights" in message or "in other shapes" in message
 
 
 @pytest.mark.parametrize(
@@ -364,9 +367,10 @@ def test_settings_that_cannot_be_are_told_in_a_sentence(
     _refused(packed)
 
 
-def _refused(directory: Path) -> ModelError:
+def _refused(directory: Path, dtype: str = "float32") -> ModelError:
     with pytest.raises(ModelError) as caught:
-        load(directory)
+        load(directory, dtype)
+    assert caught.value.hint
     assert caught.value.exit_code is ExitCode.MODEL
     assert "\n" not in str(caught.value)
     return caught.value

@@ -89,6 +89,12 @@ class Value:
     def __and__(self, other: "Value | float") -> "Value":
         return self._write("and_", "", other)
 
+    def __or__(self, other: "Value | float") -> "Value":
+        return self._write("or_", "", other)
+
+    def __xor__(self, other: "Value | float") -> "Value":
+        return self._write("xor", "", other)
+
     def __lshift__(self, other: "Value | float") -> "Value":
         return self._write("shl", "", other)
 

@@ -1,0 +1,205 @@
+"""Makes scales and minimums of blocks of those of stored groups of columns, float32 or float16.
+
+A first kernel looks whether float16 holds all of them, and whether zeros are all the middle; a
+second one writes what its answer asks for. The numbers are those of the plain form
+(`kvchat/model/unpacking.py`), bit by bit: float32, each product rounded by itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+from kvchat_kernels.cpu.code import F16, F32, I16, I32, I64, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.linear.blocks import CENTRE
+from kvchat_kernels.linear.stored_groups import AWQ_ROWS, WORD_BITS, WordOrder
+
+_WORD_BYTES = WORD_BITS // 8
+
+
+class Place(IntEnum):
+    """The task: addresses, sizes, and in bytes how far the next row and the next group are.
+
+    BLOCKS                    blocks of a group
+    SCALE.., OFFSET..         floats as the file has them
+    ZERO..                    words of zeros; ZERO_ROW is from one word to the next
+    ZERO_OFFSET               what is added to a zero
+    SCALES, MINIMUMS          what is written, as BlockWeights has them
+    FOUND                     what is written of a unit, 3 numbers: how many zeros are not the
+                              middle, and how many scales and minimums float16 does not hold
+    CHUNK                     rows of a unit
+    """
+
+    NUM_OUT = 0
+    NUM_GROUPS = 1
+    BLOCKS = 2
+    SCALE = 3
+    SCALE_ROW = 4
+    SCALE_GROUP = 5
+    OFFSET = 6
+    OFFSET_ROW = 7
+    OFFSET_GROUP = 8
+    ZERO = 9
+    ZERO_ROW = 10
+    ZERO_GROUP = 11
+    ZERO_OFFSET = 12
+    SCALES = 13
+    MINIMUMS = 14
+    FOUND = 15
+    CHUNK = 16
+
+
+NUM_PLACES = 17
+NUM_FOUND = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FactorForm:
+    """How a file stores the factors of groups. `offsets`: None for none; they exclude zeros."""
+
+    order: WordOrder
+    bits: int
+    scales: Stored
+    has_zeros: bool
+    offsets: Stored | None
+
+    @property
+    def centre(self) -> int:
+        """The level that stands for 0 in blocks without minimums."""
+        return CENTRE if self.bits == 4 else 128
+
+
+@cache
+def looking_kernel(form: FactorForm) -> Kernel:
+    """Return the kernel that writes what it finds of each unit. Units: chunks of rows."""
+    return Kernel("group factors looked at", (form,), lambda code: write_looking(code, form))
+
+
+@cache
+def factors_kernel(form: FactorForm, has_minimums: bool, is_half: bool) -> Kernel:
+    """Return the kernel that writes scales, and minimums if asked for. Units: chunks of rows."""
+    forms = (form, has_minimums, is_half)
+    return Kernel("group factors", forms, lambda code: write_factors(code, *forms))
+
+
+@cache
+def plain_factors_kernel(form: FactorForm) -> Kernel:
+    """Return the kernel that writes what a file stores, float32 [out, groups].
+
+    MINIMUMS are its offsets, or its zeros. Units: chunks of rows.
+    """
+    return Kernel("plain group factors", (form,), lambda code: write_plain_factors(code, form))
+
+
+def write_looking(code: Code, form: FactorForm) -> None:
+    """Write the code of `looking_kernel`."""
+    counts = [code.variable(code.whole(0)) for _ in range(NUM_FOUND)]
+
+    def look(row: Value, group: Value) -> None:
+        scale, zero = _scale(code, form, row, group), _zero(code, form, row, group)
+        minimum = _minimum(code, form, scale, zero, row, group)
+        is_odd = Value(code, code.builder.icmp_signed("!=", zero.raw, code.whole(form.centre).raw))
+        facts = (is_odd, _is_rounded(code, scale), _is_rounded(code, minimum))
+        for count, fact in zip(counts, facts, strict=True):
+            count.set(count.get() + code.convert("zext", fact, I64))
+
+    _each(code, look)
+    for place, count in enumerate(counts):
+        code.store(count.get(), code.field(Place.FOUND), code.unit * (8 * NUM_FOUND) + 8 * place)
+
+
+def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: bool) -> None:
+    """Write the code of `factors_kernel`."""
+
+    def write(row: Value, group: Value) -> None:
+        scale = _scale(code, form, row, group)
+        parts = [(scale, Place.SCALES)]
+        if has_minimums:
+            zero = _zero(code, form, row, group)
+            parts.append((_minimum(code, form, scale, zero, row, group), Place.MINIMUMS))
+        num_blocks = code.field(Place.BLOCKS)
+        first = (row * code.field(Place.NUM_GROUPS) + group) * num_blocks
+        for value, place in parts:
+            stored = code.convert("fptrunc", value, F16) if is_half else value
+            with code.loop(first, first + num_blocks) as block:
+                code.store(stored, code.field(place), block * (2 if is_half else 4))
+
+    _each(code, write)
+
+
+def write_plain_factors(code: Code, form: FactorForm) -> None:
+    """Write the code of `plain_factors_kernel`."""
+
+    def write(row: Value, group: Value) -> None:
+        if form.offsets is None:
+            second = code.convert("sitofp", _zero(code, form, row, group), F32)
+        else:
+            second = _offset(code, form.offsets, row, group)
+        place = (row * code.field(Place.NUM_GROUPS) + group) * 4
+        code.store(_scale(code, form, row, group), code.field(Place.SCALES), place)
+        code.store(second, code.field(Place.MINIMUMS), place)
+
+    _each(code, write)
+
+
+def _each(code: Code, body: Callable[[Value, Value], None]) -> None:
+    """Write loops over the groups and the rows of a unit: rows may lie side by side."""
+    start = code.unit * code.field(Place.CHUNK)
+    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    with code.loop(0, code.field(Place.NUM_GROUPS)) as group, code.loop(start, end) as row:
+        body(row, group)
+
+
+def _scale(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
+    offset = row * code.field(Place.SCALE_ROW) + group * code.field(Place.SCALE_GROUP)
+    return _float(code, code.field(Place.SCALE), offset, form.scales)
+
+
+def _zero(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
+    """Return the zero of a group as a whole number; the middle, where none are stored."""
+    if not form.has_zeros:
+        return code.whole(form.centre)
+    per_word = WORD_BITS // form.bits
+    offset = row // per_word * code.field(Place.ZERO_ROW) + group * code.field(Place.ZERO_GROUP)
+    word = code.convert("zext", code.load(code.field(Place.ZERO), offset, I32), I64)
+    place = row % per_word
+    if form.order is WordOrder.AWQ:  # of AWQ_ROWS the place
+        place = place // 2 + place % 2 * (len(AWQ_ROWS) // 2)
+    level = Value(code, code.builder.lshr(word.raw, (place * form.bits).raw))
+    return (level & (2**form.bits - 1)) + code.field(Place.ZERO_OFFSET)
+
+
+def _minimum(
+    code: Code, form: FactorForm, scale: Value, zero: Value, row: Value, group: Value
+) -> Value:
+    """Return what the level 0 stands for, or the signed level 0 of 8 bits."""
+    if form.offsets is None:
+        whole = zero if form.bits == 4 else code.whole(form.centre) - zero
+        factor = code.convert("sitofp", whole, F32)
+        # -0.0 where a zero is 0, as the plain form has it.
+        return scale * (Value(code, code.builder.fneg(factor.raw)) if form.bits == 4 else factor)
+    offset = _offset(code, form.offsets, row, group)
+    centre = scale * float(form.centre) if form.bits == 8 else code.single(0.0)
+    return Value(code, code.builder.fadd(offset.raw, centre.raw))  # each is rounded by itself
+
+
+def _offset(code: Code, stored: Stored, row: Value, group: Value) -> Value:
+    place = row * code.field(Place.OFFSET_ROW) + group * code.field(Place.OFFSET_GROUP)
+    return _float(code, code.field(Place.OFFSET), place, stored)
+
+
+def _float(code: Code, address: Value, offset: Value, stored: Stored) -> Value:
+    """Load a float of a file as float32."""
+    if stored is Stored.FLOAT:
+        return code.load(address, offset, F32)
+    if stored is Stored.HALF:
+        return code.convert("fpext", code.load(address, offset, F16), F32)
+    bits = code.convert("zext", code.load(address, offset, I16), I32)
+    return code.as_bits(bits << 16, F32)
+
+
+def _is_rounded(code: Code, value: Value) -> Value:
+    """Return whether float16 holds another number than this float32; it does for NaN."""
+    half = code.convert("fpext", code.convert("fptrunc", value, F16), F32)
+    return Value(code, code.builder.fcmp_unordered("!=", half.raw, value.raw))
