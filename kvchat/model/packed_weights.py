@@ -6,7 +6,7 @@ whole beside each other.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, prod
@@ -199,6 +199,8 @@ class _Table:
     ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
+        if stored is not None and (stored.num_out, stored.num_in) != shape:
+            stored = None  # the last word of a row has columns that the matrix has not
         self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored)
 
     def check(self, is_right: bool, name: str) -> None:
@@ -234,7 +236,8 @@ def _read_gptq(table: _Table) -> None:
         (num_groups, num_out), num_in = scales.shape, len(words) * _WORD_BITS // bits
         table.check(len(words) * _WORD_BITS % bits == 0 and words.shape[1] == num_out, stem)
         table.check(tuple(zeros.shape) == (num_groups, ceil(num_out * bits / _WORD_BITS)), stem)
-        group_of = _group_of(table, stem, num_in, num_groups)
+        sizes = [table.settings.get("group_size")]
+        group_of = _group_of(table, stem, num_in, num_groups, sizes)
         unpack = partial(unpacking.gptq, words, zeros, scales, group_of, bits, zero_offset)
         stored = StoredGroups(
             WordOrder.TURNED, bits, words, scales, zeros, None, zero_offset, group_of
@@ -243,15 +246,25 @@ def _read_gptq(table: _Table) -> None:
 
 
 def _group_of(
-    table: _Table, stem: str, num_in: int, num_groups: int, ending: str = ".g_idx"
+    table: _Table,
+    stem: str,
+    num_in: int,
+    num_groups: int,
+    given: Iterable[object],
+    ending: str = ".g_idx",
 ) -> torch.Tensor | None:
-    """Return the group of each column; None for groups of one size, one after the other."""
+    """Return the group of each column; None for groups of one size, one after the other.
+
+    `given` are the sizes of groups in config.json: of the last group they may be fewer columns.
+    """
     is_even = num_in % num_groups == 0
     if f"{stem}{ending}" not in table.tensors:
-        given = table.settings.get("group_size")
-        size = given if type(given) is int and given > 0 else num_in
-        table.check(is_even or ceil(num_in / size) == num_groups, stem)
-        return None if is_even else torch.arange(num_in) // size
+        sizes = {size for size in given if type(size) is int and size > 0}
+        fitting = {size for size in sizes if ceil(num_in / size) == num_groups}
+        if is_even and (not fitting or num_in // num_groups in fitting):
+            return None
+        table.check(len(fitting) == 1, stem)
+        return torch.arange(num_in) // fitting.pop()
     listed = table.take(f"{stem}{ending}", 1, (torch.int32, torch.int64)).long()
     fits = len(listed) == num_in and 0 <= int(listed.min()) <= int(listed.max()) < num_groups
     table.check(fits, stem)
@@ -388,7 +401,8 @@ def _read_packed_integers(table: _Table, stem: str) -> None:
         zeros = table.take(f"{stem}.weight_zero_point", 2, _WORDS)
         shape = (ceil(num_out * fitting[0] / _WORD_BITS), scales.shape[1])
         table.check(tuple(zeros.shape) == shape, stem)
-    group_of = _group_of(table, stem, num_in, scales.shape[1], ".weight_g_idx")
+    group_sizes = _weight_settings(table, "group_size")
+    group_of = _group_of(table, stem, num_in, scales.shape[1], group_sizes, ".weight_g_idx")
     unpack = partial(unpacking.packed_integers, words, zeros, scales, group_of, fitting[0], num_in)
     stored = StoredGroups(WordOrder.ROWS, fitting[0], words, scales, zeros, group_of=group_of)
     table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)

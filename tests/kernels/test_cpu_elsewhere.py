@@ -88,7 +88,7 @@ def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kernel", WRITERS)
 def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    features = frozenset({"sse2", "avx2", "avx512vl", "avx512vnni"})
+    features = frozenset({"sse2", "avx2", "f16c", "avx512vl", "avx512vnni"})
     newer = code_module._Processor("znver4", "", features)
 
     assembly = assembled(written(kernel, newer, monkeypatch), "x86_64-linux-gnu", "znver4")

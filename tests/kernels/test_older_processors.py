@@ -40,3 +40,58 @@ def test_the_same_tests_pass_without_avx512(level: str, needed: str, tests: list
     if not has_feature(needed):
         pytest.skip(f"the processor has no {needed}")
     run_python(_PYTEST, *(f"{ROOT}/{test}" for test in tests), KVCHAT_CPU=level)
+
+
+def test_float16_is_converted_without_instructions_for_it() -> None:
+    """LLVM called functions that no one has: Q4_0 was a segmentation fault before AVX and F16C."""
+    if not has_feature("sse2"):
+        pytest.skip("the processor is no x86")
+    run_python(
+        """
+        import ctypes
+        import numpy as np, torch
+        from llvmlite import ir
+        from kernels.test_linear_blocks import random_blocks
+        from kvchat_kernels.cpu.code import F16, F32, Kernel
+        from kvchat_kernels.linear.blocks import dequantised
+        from kvchat_kernels.linear.cpu import BlockProduct, rows_of
+
+        def converted(given, instruction, size, kinds, out):
+            def write(code):
+                of, to = (ir.VectorType(kind, size) if size > 1 else kind for kind in kinds)
+                fields = (code.load(code.task, 8 * n, ir.IntType(64)) for n in range(3))
+                address, result, count = fields
+                with code.loop(0, count, size) as at:
+                    value = code.load(address, at * given.itemsize, of)
+                    code.store(code.convert(instruction, value, to), result, at * out.itemsize)
+            kernel = Kernel(f"test {instruction} {size}", (), write)
+            task = np.array([given.data_ptr(), out.data_ptr(), len(given)])
+            run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
+            run(task.ctypes.data, 0, 0)
+            return out
+
+        def assert_same(found, wanted):
+            assert torch.equal(found.isnan(), wanted.isnan())
+            there = ~wanted.isnan()
+            kind = torch.int16 if found.itemsize == 2 else torch.int32
+            assert torch.equal(found[there].view(kind), wanted[there].view(kind))
+
+        torch.manual_seed(0)
+        halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+        middles = (halves.float()[1:] + halves.float()[:-1]) / 2
+        near = torch.cat([halves.float(), middles, torch.zeros(1)]).view(torch.int32)
+        any_bits = torch.randint(-(2**31), 2**31, (1 << 17,), dtype=torch.int64).to(torch.int32)
+        floats = torch.cat([near, near + 1, near - 1, any_bits]).view(torch.float32)
+        for size in (1, 8):
+            found = converted(halves, "fpext", size, (F16, F32), torch.empty(len(halves)))
+            assert_same(found, halves.float())
+            room = torch.empty(len(floats), dtype=torch.float16)
+            assert_same(converted(floats, "fptrunc", size, (F32, F16), room), floats.half())
+
+        weights = random_blocks((17, 96), 4, 32, torch.float16, True)
+        rows = rows_of(torch.randn(3, 96), 8)
+        exact = rows.values() @ dequantised(weights).t()
+        assert (BlockProduct(weights).of_rows(rows) - exact).norm() <= 1e-5 * exact.norm()
+        """,
+        KVCHAT_CPU="x86-64-v2",
+    )

@@ -16,6 +16,7 @@ from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.identity import sample_digest
 from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.packed_weights import PackedTensor, Packing, unpacked
 from kvchat.model.quantise import is_packed, pack_of
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
@@ -231,6 +232,37 @@ def test_symmetric_groups_take_the_fewest_bytes(original: Path, tmp_path: Path) 
         sizes[name] = num_bits / sum(w.num_out * w.num_in for w in weights)
     assert sizes["gptq, symmetric"] == 4.5
     assert sizes["gptq, 4 bits"] <= 6.0
+
+
+def assert_unpacked(made: packers.PackedWeight, settings: dict[str, Any]) -> None:
+    """One weight is what its parts stand for, by itself and in blocks if these hold it."""
+    parts = {f"one.{ending}": part for ending, part in made.parts.items()}
+    packing = Packing(settings["quant_method"], settings)
+    tensor = unpacked(parts, packing, torch.float32, "m")["one.weight"]
+    assert isinstance(tensor, PackedTensor)
+    assert torch.equal(tensor[...], made.weight)
+    blocks = tensor.blocks(is_interleaved=False)
+    assert blocks is None or torch.equal(dequantised(blocks), made.weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [31, 36, 60, 63, 95])
+def test_the_last_word_of_a_row_may_be_filled_in_part(bits: int, columns: int) -> None:
+    """Compiled code read the columns that fill it too, and 63 columns had 64 weights."""
+    made = packers.pack_quantized(packers.Draw(1), 5, columns, bits, columns)
+    assert_unpacked(made, compressed(bits))
+
+
+@pytest.mark.parametrize(("columns", "group"), [(192, 128), (320, 64), (96, 64), (960, 128)])
+def test_the_last_group_may_be_smaller_where_no_groups_are_listed(columns: int, group: int) -> None:
+    """960 columns in groups of 128, as SmolLM2 has, were read as 8 groups of 120."""
+    gptq = packers.gptq(packers.Draw(1), 3, columns, group=group)
+    del gptq.parts["g_idx"]
+    assert_unpacked(gptq, {**GPTQ, "group_size": group})
+    assert_unpacked(
+        packers.pack_quantized(packers.Draw(1), 3, columns, group=group),
+        compressed(4, group_size=group),
+    )
 
 
 @pytest.mark.parametrize("name", ["gptq, 3 bits", "gptq, 2 bits", "fp8, one scale"])

@@ -69,7 +69,7 @@ def gptq(
     is_ordered_by_activation: bool = False,
     is_symmetric: bool = False,
 ) -> PackedWeight:
-    num_groups = columns // group
+    num_groups = -(-columns // group)
     values = levels(draw, rows, columns, bits)
     scale = scales(draw, num_groups, rows)
     middle = 2 ** (bits - 1)
@@ -154,7 +154,7 @@ def by_rows(draw: Draw, rows: int, columns: int, dtype: torch.dtype) -> PackedWe
 def pack_quantized(
     draw: Draw, rows: int, columns: int, bits: int = 4, group: int = 32, has_zeros: bool = False
 ) -> PackedWeight:
-    num_groups, middle = columns // group, 2 ** (bits - 1)
+    num_groups, middle = -(-columns // group), 2 ** (bits - 1)
     values, scale = levels(draw, rows, columns, bits), scales(draw, rows, num_groups)
     zeros = levels(draw, rows, num_groups, bits)
     if not has_zeros:

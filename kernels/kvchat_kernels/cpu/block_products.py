@@ -1,4 +1,4 @@
-"""Products of few rows with block weights, whose activations are rounded too (`block_rows.py`).
+"""Products of rows with block weights, whose activations are rounded too (`block_rows.py`).
 
 The products of a block are whole numbers, so nothing is lost in their sums; the blocks' results are
 added in float32. Rows of weights and activations are taken together as in `products.py`.
@@ -35,7 +35,7 @@ from kvchat_kernels.cpu.products import write_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
-# there are 32 of them.
+# there are 32 of them. Of 16, the sums of more than _FEW_X with four rows of weights take too many.
 _X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 3, 2, 1)
 _FEW_X = 3
 # Bytes ahead that levels are asked for.
@@ -87,7 +87,6 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
     is_wide = has_whole_512_bits()
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
-        # The sums of all rows with many activations would take more than 16 registers.
         step = len(rows) if is_wide or len(x_rows) <= _FEW_X else max(1, len(rows) // 2)
         for at in range(0, len(rows), step):
             write_part(rows[at : at + step], x_rows)
@@ -109,7 +108,7 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
                 _store(code, total, row, x_row, has_bias)
 
     counts = _WIDE_X_COUNTS if is_wide else _X_COUNTS
-    write_tiles(code, start, end, counts, write_tile, few_x=max(counts), is_wide=True)
+    write_tiles(code, start, end, counts, write_tile, holds_x=True)
 
 
 def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -> None:

@@ -7,8 +7,8 @@ the instructions of the processor.
 
 Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
 
-`KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more, and
-`x86-64-v3+avxvnni` for one with AVX-VNNI beside it.
+`KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more,
+`x86-64-v3+avxvnni` for one with AVX-VNNI beside it, and `x86-64-v2` for one without AVX.
 """
 
 import ctypes
@@ -37,6 +37,8 @@ F32S = ir.VectorType(F32, LANES)
 I32S = ir.VectorType(I32, LANES)
 
 _CONTRACT = ("contract",)
+# Conversions between float16 and float32: kernels have no other floats.
+_OF_HALVES = {"fpext": "_halves_as_floats", "fptrunc": "_floats_as_halves"}
 
 
 class Value:
@@ -121,6 +123,11 @@ def _is_float(kind: Any) -> bool:
     return isinstance(getattr(kind, "element", kind), ir.FloatType | ir.HalfType)
 
 
+def _like(kind: Any, element: Any) -> Any:
+    """Return a vector type of other elements, or for a single value the element's type."""
+    return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
+
+
 def constant(value: float, kind: Any) -> ir.Constant:
     """Return a constant; a vector has the value in all lanes."""
     if isinstance(kind, ir.VectorType):
@@ -180,7 +187,35 @@ class Code:
 
     def convert(self, instruction: str, value: Value, kind: Any) -> Value:
         """Write one of LLVM's conversions, such as `sext` or `sitofp`."""
+        if instruction in _OF_HALVES and _has_no_halves():
+            return getattr(self, _OF_HALVES[instruction])(value)
         return Value(self, getattr(self.builder, instruction)(value.raw, kind))
+
+    def _halves_as_floats(self, value: Value) -> Value:
+        """Return float16 as float32, by arithmetic on their bits."""
+        ints = _like(value.type, I32)
+        bits = self.convert("zext", self.as_bits(value, _like(value.type, I16)), ints)
+        shifted = (bits & 0x7FFF) << 13
+        # Exponents are 112 less in float16. This is exact, for numbers below the least normal too.
+        scaled = self.as_bits(self.as_bits(shifted, _like(value.type, F32)) * 2.0**112, ints)
+        is_finite = (bits & 0x7FFF) < 0x7C00
+        found = self.select(is_finite, scaled, shifted | 0x7F800000) | ((bits & 0x8000) << 16)
+        return self.as_bits(found, _like(value.type, F32))
+
+    def _floats_as_halves(self, value: Value) -> Value:
+        """Return float32 rounded to float16, ties to even, by arithmetic on their bits."""
+        ints = _like(value.type, I32)
+        bits = self.as_bits(value, ints)
+        size = bits & 0x7FFFFFFF
+        normal = (size - (112 << 23) + 0xFFF + ((size >> 13) & 1)) >> 13
+        # Below the least normal number the sum with 0.5 has the bits wanted at its end.
+        small = self.as_bits(self.as_bits(size, value.type) + 0.5, ints) - (126 << 23)
+        found = self.select(size < 113 << 23, small, normal)
+        infinite = Value(self, constant(0x7C00, ints))
+        found = self.select(size < 143 << 23, found, infinite)
+        found = self.select(size > 0x7F800000, infinite | 0x200, found) | ((bits >> 16) & 0x8000)
+        shorts = self.convert("trunc", found, _like(value.type, I16))
+        return self.as_bits(shorts, _like(value.type, F16))
 
     def call(
         self, name: str, kind: Any, *arguments: Value, fastmath: tuple[str, ...] = ()
@@ -451,8 +486,9 @@ _WHOLE_512 = frozenset({"icelake-server", "sapphirerapids", "emeraldrapids", "gr
 
 # Processors that can be asked for instead of this one, and what kernels may use there.
 _LEVELS = {
-    "x86-64-v3": frozenset({"sse2", "avx2"}),
-    "x86-64-v3+avxvnni": frozenset({"sse2", "avx2", "avxvnni"}),
+    "x86-64-v2": frozenset({"sse2"}),
+    "x86-64-v3": frozenset({"sse2", "avx2", "f16c"}),
+    "x86-64-v3+avxvnni": frozenset({"sse2", "avx2", "f16c", "avxvnni"}),
 }
 
 
@@ -482,6 +518,11 @@ def _version() -> tuple[str, ...]:
 def has_feature(name: str) -> bool:
     """Return whether the processor has a feature, by LLVM's name for it."""
     return name in _processor().features
+
+
+def _has_no_halves() -> bool:
+    """Return whether LLVM would call functions for float16 that are not there: x86 before F16C."""
+    return has_feature("sse2") and not has_feature("f16c")
 
 
 def has_vnni() -> bool:

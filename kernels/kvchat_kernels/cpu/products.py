@@ -1,9 +1,10 @@
-"""Products of few rows with a float matrix [out, in], which is read once for all rows.
+"""Products of rows with a float matrix [out, in], which is read once for all rows, or for 64.
 
 A unit is a chunk of the matrix' rows, read as four runs of memory side by side: one row of each run
 at a time is multiplied with up to five rows of activations, so that each loaded vector is used
 several times and the sums do not wait for each other. Every product of two rows has a sum of its
-own, so a row's result does not depend on the rows beside it.
+own, so a row's result does not depend on the rows beside it. Beside many rows of activations a tile
+of weights is converted to float32 first, and each sum takes its products in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,20 +82,22 @@ def write_tiles(
     x_counts: Sequence[int],
     write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
     few_x: int = _FEW_X,
-    is_wide: bool = False,
+    holds_x: bool = False,
 ) -> None:
     """Write the products of the rows [`start`, `end`) of a matrix with all rows of activations.
 
     `write_tile` writes those of some rows of weights with some of activations, as many as one of
-    `x_counts`, of which the last is 1. Beside more than `few_x` rows it gets half of WEIGHT_ROWS.
-    `is_wide`: a second cache has room for all weights of a unit, and they are passed over for one
-    tile of activations after another; else activations are, for the weights.
+    `x_counts`, of which the last is 1. WEIGHT_ROWS stay in the first cache while activations pass;
+    beside more than `few_x` rows it gets half of them. `holds_x`: activations stay instead while
+    all weights of the unit pass, which lie in the second cache, and it always gets WEIGHT_ROWS.
     """
     num_rows = code.header(Header.NUM_ROWS)
     with code.loop(0, num_rows, _SLAB) as first_x:
         last_x = code.least(first_x + _SLAB, num_rows)
-        write = _write_wide_slab if is_wide else _write_slab
-        write(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
+        if holds_x:
+            _write_slab_by_x(code, (start, end), (first_x, last_x), x_counts, write_tile)
+        else:
+            _write_slab(code, (start, end), (first_x, last_x), x_counts, write_tile, few_x)
 
 
 def _write_slab(
@@ -122,17 +125,15 @@ def _write_slab(
         write_tile([row], [x_row])
 
 
-def _write_wide_slab(
+def _write_slab_by_x(
     code: Code,
     weights: tuple[Value, Value],
     activations: tuple[Value, Value],
     x_counts: Sequence[int],
     write_tile: Callable[[Sequence[Value], Sequence[Value]], None],
-    few_x: int,
 ) -> None:
-    """Write the same with the loops exchanged. No count of activations is above `few_x`."""
+    """Write the same with the loops exchanged."""
     (start, end), (done, last_x) = weights, activations
-    assert max(x_counts) <= few_x
     quarter = (end - start) // WEIGHT_ROWS
     for count in x_counts:
         tiled = done + (last_x - done) // count * count
