@@ -22,10 +22,13 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
 async def undo(context: "CommandContext", arguments: str) -> None:
-    turn = context.controller.place.undo(_count(arguments))
-    if turn is None:
+    count = _count(arguments)
+    undone = context.controller.place.undo(count)
+    if not undone:
         raise UsageError("This is the beginning: there is no message to undo.")
+    turn = undone[-1]
     what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
+    what += ", the first message" if len(undone) < count else ""
     context.say(f"Back before: {what}  (/redo returns)")
     context.conversation_changed()
 
