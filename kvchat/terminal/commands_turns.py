@@ -28,8 +28,8 @@ async def undo(context: "CommandContext", arguments: str) -> None:
         raise UsageError("This is the beginning: there is no message to undo.")
     turn = undone[-1]
     what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
-    what += ", the first message" if len(undone) < count else ""
-    context.say(f"Back before: {what}  (/redo returns)")
+    place = "before the first message" if len(undone) < count else "before"
+    context.say(f"Back {place}: {what}  (/redo returns)")
     context.conversation_changed()
 
 

@@ -321,6 +321,7 @@ class Dialogue(CommandContext):
         self.controller.place.edited = None
         self._wake.set()
         self.refresh()
+        self.draft_changed(self._view.prompt_text)  # a prompt that is cleared does not tell itself
 
     def rewind(self) -> None:
         if not self.is_busy and self.controller.place.user_turns:

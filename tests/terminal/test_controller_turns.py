@@ -467,7 +467,7 @@ def test_more_undone_than_there_is_says_where_that_ends(controller: ChatControll
     """`/undo 99` went back before the first of two messages without a word about the number."""
     ask(controller, "one")
     ask(controller, "two")
-    assert do(controller, "/undo 99") == "Back before: one, the first message  (/redo returns)\n"
+    assert do(controller, "/undo 99") == "Back before the first message: one  (/redo returns)\n"
     do(controller, "/redo")
     assert do(controller, "/undo 2") == "Back before: one  (/redo returns)\n"
 
