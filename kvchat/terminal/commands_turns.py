@@ -15,6 +15,7 @@ from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
 from kvchat.terminal.status import about, format_seconds, plural
+from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
@@ -176,6 +177,8 @@ async def fork(context: "CommandContext", arguments: str) -> None:
     context.say(f"This is a copy now: {one_line(session.conversation.label)}")
     for note in session.notes:
         context.say(note)
+    if (problem := session.saving_problem()) is not None:
+        context.say(problem, Role.WARNING)
     context.conversation_changed()
 
 

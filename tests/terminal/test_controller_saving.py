@@ -299,6 +299,19 @@ def test_a_script_leaves_an_unsaved_conversation_without_a_question(
         assert do(controller, "/exit") == ""
 
 
+def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
+    controller: ChatController,
+) -> None:
+    """/fork said "This is a copy now", and that it is not saved came with the next answer."""
+    finish(controller.ask("on disk"))
+    with full_disk():
+        said = do(controller, "/fork")
+
+    assert "This is a copy now" in said
+    assert "cannot be saved" in said
+    assert controller.saving_problem() is None, "there is room again"
+
+
 def test_a_refused_first_message_leaves_no_file(
     controller: ChatController, store: SessionStore
 ) -> None:
