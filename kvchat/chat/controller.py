@@ -97,6 +97,7 @@ class ChatController:
         self.last: AnswerEnded | None = None
         self._last_session_id = ""
         self._held: tuple[int, tuple[ToolResult, ...]] = (ROOT, ())
+        self._asked = ("", ROOT)  # the session and the turn of the last new message
 
     # State
     @property
@@ -210,6 +211,7 @@ class ChatController:
             if is_new:
                 self._discard()
             raise
+        self._asked = (session.session_id, session.conversation.tip_id)
         if title:
             session.rename(title)
         self.place.reset()
@@ -301,11 +303,13 @@ class ChatController:
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last message once more."""
+        self._asked = ("", ROOT)
         self.place.drop_undone()
         return self.require_session().retry(options, notify)
 
     def continue_answer(self, notify: Callable[[], None] | None = None) -> Reply:
         """Continue the last answer from where it was cut off."""
+        self._asked = ("", ROOT)
         return self.require_session().continue_answer(self.options, notify)
 
     def ask_aside(self, text: str, notify: Callable[[], None] | None = None) -> Reply:
@@ -436,13 +440,21 @@ class ChatController:
         is_new = not len(session.conversation) and not session.conversation.title
         return one_line(text, 60) if self.attached and is_new and text.strip() else ""
 
-    def drop_refused(self) -> None:
-        """Let go of a conversation, and of its file, in which every message was refused."""
-        conversation = self.conversation
-        if conversation is None or conversation.tip_id != ROOT:
+    def drop_refused(self, is_given_back: bool = False) -> None:
+        """Let go of a conversation, and of its file, in which every message was refused.
+
+        Of another one remove the last new message, which was refused as too long and would keep its
+        number, if the user `is_given_back` its text.
+        """
+        conversation, (asked_in, asked) = self.conversation, self._asked
+        self._asked = ("", ROOT)
+        if conversation is None:
             return
-        if all(turn.is_message for turn in conversation.turns()):
+        is_empty = all(turn.is_message for turn in conversation.turns())
+        if conversation.tip_id == ROOT and is_empty:
             self._discard()
+        elif is_given_back and conversation.session_id == asked_in and conversation.tip_id != asked:
+            self.require_session().drop_leaf(asked)
 
     def _discard(self) -> None:
         session, self.place = self.session, Place(None)

@@ -131,23 +131,20 @@ class Place:
         self.reset()
         self.require_session().move_tip(turn_id)
 
-    def undo(self, count: int = 1) -> Turn | None:
+    def undo(self, count: int = 1) -> list[Turn]:
         """Move the tip back by as many messages as there are, `count` at most; `redo` reverts it.
 
-        Returns the message that is now the next one, None at the beginning.
+        Returns these messages; the last of them is now the next one. None at the beginning.
         """
         session = self.require_session()
         tip = session.conversation.tip_id
         self.edited = None
-        turn: Turn | None = None
-        for _ in range(count):
-            back = session.undo()
-            if back is None:
-                break
-            turn = back
-        if turn is not None:
+        undone: list[Turn] = []
+        while len(undone) < count and (turn := session.undo()) is not None:
+            undone.append(turn)
+        if undone:
             self._undone.append(tip)
-        return turn
+        return undone
 
     def redo(self) -> bool:
         """Revert the last undo, or else move the tip down to the newest next answer.

@@ -4,6 +4,7 @@ Joins conversation, text model, engine and session file; start reading this pack
 `reply.py` stores answers while they are generated.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,14 @@ from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
-from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
 from kvchat.core.paths import is_same_place
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
+
+_log = logging.getLogger(__name__)
 
 
 class ChatSession:
@@ -558,6 +561,18 @@ class ChatSession:
         if is_first:
             self.conversation.title = ""
         self.save(session_file.tip_line(self.conversation.tip_id), durable=True)
+
+    def drop_leaf(self, turn_id: int) -> None:
+        """Remove a turn that nothing follows; it stays where the file cannot be changed."""
+        if not self.conversation.has(turn_id) or self.conversation.children(turn_id):
+            return
+        try:
+            if self._log is not None:
+                self._log.rewrite(lambda data: session_file.without_turns(data, {turn_id}, True))
+        except StoreError as error:
+            _log.info("a message that was refused stays: %s", error)
+            return
+        self.conversation.remove(turn_id)
 
     def complete(self) -> None:
         """Write pending lines to the file; if that fails, keep them and raise StoreError."""

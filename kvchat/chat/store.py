@@ -35,6 +35,8 @@ _MAX_LISTED = 5
 # The most titles that an error offers as what may have been meant.
 _MAX_NEAR = 2
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+# A lock on a file, as Linux lists it: the process, and the file's number on its device.
+_LOCK = re.compile(r"^\d+: FLOCK +ADVISORY +WRITE (\d+) \w+:\w+:(\d+) ", re.MULTILINE)
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
 
@@ -356,6 +358,19 @@ class SessionStore:
         """Return one summary per session, the most recently changed first."""
         return [self._summary(session_id) for session_id in self.ids()]
 
+    def open_elsewhere(self) -> set[str]:
+        """Return the ids of the sessions that other processes have open.
+
+        Linux tells who holds a lock; elsewhere none is returned. To try the lock could keep another
+        process from opening the session at that moment.
+        """
+        try:
+            locks = _LOCK.findall(Path("/proc/locks").read_text())
+        except OSError:
+            return set()
+        inodes = {int(inode) for process, inode in locks if int(process) != os.getpid()}
+        return {session_id for session_id in self.ids() if _inode(self._path(session_id)) in inodes}
+
     def _summary(self, session_id: str) -> SessionSummary:
         modified_s = _modified_ns(self._path(session_id)) / 1e9
         try:
@@ -431,6 +446,14 @@ def _has_no_line(path: Path) -> bool:
         return b"\n" not in path.read_bytes()
     except OSError:
         return False
+
+
+def _inode(path: Path) -> int:
+    """Return a file's number on its device; 0 for a missing file."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
 
 
 def _modified_ns(path: Path) -> int:

@@ -117,7 +117,8 @@ def _plain_fault(said: str) -> str:
     match = _NO_NUMBER.match(said)
     if match is None:
         return said
-    return f"{match[1]} must be a {'whole number' if match[2] == 'integer' else 'number'}"
+    names = match[1].replace("'", "")  # -n and its long name, each in quotation marks
+    return f"{names} must be a {'whole number' if match[2] == 'integer' else 'number'}"
 
 
 def _told(error: BaseException) -> int:
@@ -157,7 +158,12 @@ def _refused(error: OSError) -> int:
 
 
 def _said(sentence: str, code: int) -> int:
-    print(f"kvchat: {sanitize(sentence)}", file=sys.stderr)  # noqa: T201
+    told = f"kvchat: {sanitize(sentence)}"
+    if sys.stderr is not None and sys.stderr.isatty():
+        from kvchat.terminal.wrap import told_rows
+
+        told = told_rows(told, sys.stderr)
+    print(told, file=sys.stderr)  # noqa: T201
     return code
 
 

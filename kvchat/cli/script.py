@@ -9,7 +9,7 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
@@ -60,8 +60,8 @@ def read_text(stdin: BinaryIO, notices: Notices) -> str:
     return _decode(data, notices).rstrip("\r\n")
 
 
-def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
-    """Yield the lines of standard input as they arrive, without empty lines.
+def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[tuple[int, str]]:
+    """Yield the lines of standard input as they arrive, each after its number, without empty lines.
 
     Raises ContextTooLong for a line longer than any context holds.
     """
@@ -70,7 +70,7 @@ def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[str]:
             raise _too_long(f"Line {number} of the input")
         text = _decode(line, notices).rstrip("\r\n")
         if text.strip():
-            yield text
+            yield number, text
 
 
 def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | BadRequest]:
@@ -199,16 +199,20 @@ class Script:
         self._follow(reply, self._controller.options.num_samples)
 
     def answer_lines(
-        self, commands: "ScriptCommands", lines: Iterator[str], last: str | None = None
+        self,
+        commands: "ScriptCommands",
+        lines: Iterable[tuple[int, str]],
+        last: str | None = None,
     ) -> None:
         """Answer one turn a line, in one conversation; `last` is a message after the lines.
 
-        Slash commands are run. A signal cuts off the current answer and ends the run.
+        A line stands after its number. Slash commands are run. A signal cuts off the current answer
+        and ends the run.
         """
         self._controller.options = replace(self._controller.options, num_samples=1)
-        for text in lines:
+        for number, text in lines:
             if text.lstrip()[:1] in _COMMANDS_BEGIN:
-                self._carry_out_line(commands, text)
+                self._carry_out_line(commands, number, text)
             else:
                 self.answer(text)
             if commands.has_left or self._is_over:
@@ -216,7 +220,7 @@ class Script:
         if last is not None:
             self.answer(last)
 
-    def _carry_out_line(self, commands: "ScriptCommands", text: str) -> None:
+    def _carry_out_line(self, commands: "ScriptCommands", number: int, text: str) -> None:
         """Run a line that may be a command, or answer it."""
         from kvchat.terminal.commands import Message, Unknown  # and all that draws: not for one -p
 
@@ -224,7 +228,7 @@ class Script:
         if isinstance(line, Message):
             self.answer(line.text)
         elif isinstance(line, Unknown):
-            self._fail(UsageError(str(line)))
+            self._fail(UsageError(f"Line {number} of the input: {line}"))
         else:
             self._carry_out(commands, line)
 
@@ -248,8 +252,8 @@ class Script:
 
     @property
     def _session_fields(self) -> dict[str, object]:
-        session = self._controller.session
-        return {"session": session.session_id} if session is not None else {}
+        session = self._controller.session  # a new one goes again if its message is refused
+        return {"session": session.session_id if session is not None else None}
 
     def _carry_out(self, commands: "ScriptCommands", line: "Invocation") -> None:
         """Run a command. Its output and errors go to stderr; an answer is written as usual."""

@@ -158,7 +158,7 @@ class Answering:
             return False
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
             self._tell_if_too_long_alone(text, sent)
-            self._controller.drop_refused()
+            self._controller.drop_refused(is_given_back=not self._view.prompt_text)
             self._give_back(text, attached, edited, gives_way=True)
             return False
         await self._use_tools(answer_view, stats_level)

@@ -165,7 +165,8 @@ async def _pick_session(
     context: "CommandContext", store: SessionStore, text: str, title: str
 ) -> str | None:
     """Return the session that a number, an id or title words name; else let the user pick one."""
-    summaries = [s for s in store.summaries() if s.num_turns or not s.is_readable]
+    # One that was stepped back to its beginning, or has only what waits, has a title all the same.
+    summaries = [s for s in store.summaries() if s.num_turns or s.title or not s.is_readable]
     if not summaries:
         raise SessionNotFound("There is no saved conversation yet.")
     number = whole_number(text)

@@ -27,8 +27,6 @@ _KEYS = (
 )
 _NAME_COLUMNS = 37  # the longest name and usage fit
 _DAILY_COLUMNS = 11  # the longest daily name fits
-# What was typed stands above /help, and below it an empty row, the prompt and the toolbar.
-_ROWS_AROUND = 4
 
 
 async def help_(context: CommandContext, arguments: str) -> None:
@@ -62,8 +60,7 @@ def _first_page(context: CommandContext) -> list[Row]:
     end = _what_is_a_message(context, more)
     short_end = painter.wrapped("/help all has all, /help COMMAND explains one.", width, Role.DIM)
     pages = ([*explained, *others, *end], [*named, *others, *end], [*named, *short_end])
-    most = context.page.num_rows - _ROWS_AROUND
-    return next((page for page in pages if len(page) <= most), pages[-1])
+    return next(filter(context.page.has_room, pages), pages[-1])
 
 
 def _all_rows(context: CommandContext) -> list[Row]:

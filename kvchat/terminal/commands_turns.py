@@ -15,6 +15,7 @@ from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
 from kvchat.terminal.status import about, format_seconds, plural
+from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
 
 _MAX_SAMPLES = 16
@@ -22,11 +23,14 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
 async def undo(context: "CommandContext", arguments: str) -> None:
-    turn = context.controller.place.undo(_count(arguments))
-    if turn is None:
+    count = _count(arguments)
+    undone = context.controller.place.undo(count)
+    if not undone:
         raise UsageError("This is the beginning: there is no message to undo.")
+    turn = undone[-1]
     what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
-    context.say(f"Back before: {what}  (/redo returns)")
+    place = "before the first message" if len(undone) < count else "before"
+    context.say(f"Back {place}: {what}  (/redo returns)")
     context.conversation_changed()
 
 
@@ -173,6 +177,8 @@ async def fork(context: "CommandContext", arguments: str) -> None:
     context.say(f"This is a copy now: {one_line(session.conversation.label)}")
     for note in session.notes:
         context.say(note)
+    if (problem := session.saving_problem()) is not None:
+        context.say(problem, Role.WARNING)
     context.conversation_changed()
 
 

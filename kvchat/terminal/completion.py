@@ -1,6 +1,7 @@
 """Completes command names, their arguments, and @paths."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -13,6 +14,11 @@ from kvchat.core.text import one_line
 from kvchat.terminal.commands import DAILY, Argument, Command, Registry
 
 _MAX_PATHS = 200
+# The name that the cursor stands behind, of an argument or after @: it has spaces only within
+# quotation marks.
+_BEGUN = r'("[^"\n]*|[^\s"]\S*|)\Z'
+_BEGUN_NAME = re.compile(rf"(?<!\S){_BEGUN}")
+_BEGUN_MENTION = re.compile(rf"(?<!\S)@{_BEGUN}")
 
 # Returns (text to insert, description) of the existing sessions or user messages.
 Candidates = Callable[[], Iterable[tuple[str, str]]]
@@ -58,10 +64,13 @@ class LineCompleter(Completer):
             if command is not None:
                 yield from self._arguments(command, rest)
                 return
-        word = line.split()[-1] if line and not line[-1].isspace() else ""
-        if word.startswith("@"):
-            yield from _words(self._pins(), word[1:])
-            yield from _mentions(word[1:])
+        yield from self._attachable(_BEGUN_MENTION.search(line))
+
+    def _attachable(self, begun: re.Match[str] | None) -> Iterator[Completion]:
+        """Yield pins and files for a name that is begun."""
+        if begun is not None:
+            yield from _words(self._pins(), begun[1])
+            yield from _quoted_paths(begun[1])
 
     def _names(self, typed: str) -> Iterator[Completion]:
         for command in sorted(self._registry.commands, key=_rank):
@@ -74,8 +83,8 @@ class LineCompleter(Completer):
         if command.subcommands and " " not in typed:
             yield from _matching(((word, "") for word in command.subcommands), typed)
         if command.argument is Argument.ATTACHABLE:
-            yield from _words(self._pins(), typed.split(" ")[-1])
-        if command.argument in (Argument.PATH, Argument.ATTACHABLE):
+            yield from self._attachable(_BEGUN_NAME.search(typed))
+        elif command.argument is Argument.PATH:
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:
             names = ((name, "") for name in answer_settings.NAMES)
@@ -104,8 +113,8 @@ def _words(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Comple
             yield Completion(word, -len(typed), display=name, display_meta=one_line(meaning, 60))
 
 
-def _mentions(typed: str) -> Iterator[Completion]:
-    """Yield paths after an @, in quotation marks where they have spaces.
+def _quoted_paths(typed: str) -> Iterator[Completion]:
+    """Yield paths, in quotation marks where they have spaces or an apostrophe.
 
     A space follows a file: what is typed next is a word of its own.
     """
@@ -113,7 +122,8 @@ def _mentions(typed: str) -> Iterator[Completion]:
     directory = begun.rpartition("/")[0] + "/" if "/" in begun else ""
     for path in _paths(begun):
         whole = directory + path.text
-        mark = '"' if typed != begun or whole != "".join(whole.split()) else ""
+        is_odd = any(character.isspace() or character == "'" for character in whole)
+        mark = '"' if typed != begun or is_odd else ""
         end = "" if whole.endswith("/") else f"{mark} "
         yield Completion(f"{mark}{whole}{end}", -len(typed), display=path.display)
 

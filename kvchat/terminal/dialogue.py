@@ -296,8 +296,9 @@ class Dialogue(CommandContext):
 
     async def _read_ahead(self, text: str) -> None:
         await asyncio.sleep(_TYPING_PAUSE_S)
-        if not self.is_busy and isinstance(self.registry.parse(text), Message):
-            await self._ahead.consider(text)
+        if not self.is_busy:
+            is_message = isinstance(self.registry.parse(text), Message)
+            await self._ahead.consider(text if is_message else "")
             await self._ahead.watch(lambda: not self.is_busy, self.refresh)
 
     def edit_queue(self, current: str, step: int) -> str | None:
@@ -320,6 +321,7 @@ class Dialogue(CommandContext):
         self.controller.place.edited = None
         self._wake.set()
         self.refresh()
+        self.draft_changed(self._view.prompt_text)  # a prompt that is cleared does not tell itself
 
     def rewind(self) -> None:
         if not self.is_busy and self.controller.place.user_turns:
@@ -430,7 +432,8 @@ class Dialogue(CommandContext):
         self._ahead.forget()
         self.refresh()
         is_sent = await self._answering.answer_message(text, self.stats_level)
-        if was_kept and not is_sent:  # no turn took it off the list, or the file is gone with it
+        # Refused: no turn took it off the list, or the file is gone with what was typed meanwhile.
+        if not is_sent and (was_kept or self._unsent.is_kept):
             self._unsent.keep(is_stale=True)
         self._answer_ended()
 

@@ -112,9 +112,12 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
 
     @bindings.add("tab", filter=is_typing)
     def _complete(event: E) -> None:
-        if prompt.buffer.complete_state is not None:
+        state = prompt.buffer.complete_state
+        is_taken = state is not None and state.complete_index is not None
+        if state is not None and not (is_taken and len(state.completions) == 1):
             prompt.buffer.complete_next()
         else:
+            prompt.buffer.complete_state = None  # the only choice is taken: what follows it?
             prompt.buffer.start_completion(insert_common_part=True)
 
     @bindings.add("c-g", filter=is_typing)

@@ -1,6 +1,6 @@
 """The layout of the live region, from top to bottom, in prompt_toolkit's containers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -115,24 +115,29 @@ def _line_prefix(prompt: "LivePrompt", line: int, wrap: int) -> Fragments:
 
 
 def _held(prompt: "LivePrompt") -> Fragments:
-    """Return the rows that wait for the end of an answer, as many as there is room for.
-
-    A terminal that becomes narrower wraps them, and what has no room then stays in its scrollback
-    for good: there is room for the rows that a window of 60% of the width could show too.
-    """
-    painter, columns = prompt.painter, prompt.size.columns
+    """Return the rows that wait for the end of an answer, as many as there is room for."""
+    painter = prompt.painter
     rows = painter.refit(prompt.region.held, prompt.render_context.width)
     while rows and not rows[-1].plain:
         rows.pop()
-    room = prompt.size.rows - _ROWS_AROUND_HELD - len(_queue_lines(prompt))
-    narrow = max(1, columns * 3 // 5)
-    needs = accumulate(max(1, -(-row.cell_len // narrow)) for row in rows)
-    num_shown = max(_LEAST_HELD_ROWS, sum(need <= room for need in needs))
+    num_shown = max(_LEAST_HELD_ROWS, num_below_answer(prompt, rows))
     if len(rows) <= num_shown:
         return painter.fragments(rows)
     num_more = len(rows) - num_shown + 1
     more = f"{painter.look.glyphs.ellipsis} {num_more} more rows, after the answer"
     return painter.fragments([*rows[: num_shown - 1], painter.text(more, Role.DIM)])
+
+
+def num_below_answer(prompt: "LivePrompt", rows: Sequence[Row]) -> int:
+    """Return how many of these rows there is room for below an answer that streams.
+
+    A terminal that becomes narrower wraps them, and what has no room then stays in its scrollback
+    for good: there is room for the rows that a window of 75% of the width could show too.
+    """
+    room = prompt.size.rows - _ROWS_AROUND_HELD - len(_queue_lines(prompt))
+    narrow = max(1, prompt.size.columns * 3 // 4)
+    needs = accumulate(max(1, -(-row.cell_len // narrow)) for row in rows)
+    return sum(need <= room for need in needs)
 
 
 def _has_queue(region: LiveRegion) -> bool:

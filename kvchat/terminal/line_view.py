@@ -62,6 +62,9 @@ class LineView:
     def num_rows(self) -> float:
         return math.inf
 
+    def has_room(self, rows: Sequence[Row]) -> bool:
+        return True
+
     @property
     def prompt_text(self) -> str:
         return ""

@@ -37,7 +37,12 @@ from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.keys import build_keys
-from kvchat.terminal.layout import ROWS_BELOW_ANSWER, LiveRegion, build_layout
+from kvchat.terminal.layout import (
+    ROWS_BELOW_ANSWER,
+    LiveRegion,
+    build_layout,
+    num_below_answer,
+)
 from kvchat.terminal.multiline import edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
@@ -149,6 +154,8 @@ _MAX_TEXT_COLUMNS = 100
 # that reflows then makes of them stays in its scrollback, so there must be few.
 _MAX_TAIL_ROWS = 2
 _MAX_ECHOED_ROWS = 12
+# What was typed stands above what a command says; below, an empty row, the prompt, the toolbar.
+_ROWS_AROUND = 4
 _MAX_COPIED_BYTES = 200_000
 
 # Esc alone, and not the first byte of an arrow key, if no byte follows within this time.
@@ -233,6 +240,12 @@ class LivePrompt:
     @property
     def num_rows(self) -> float:
         return self.size.rows - (ROWS_BELOW_ANSWER if self.region.state.is_open else 0)
+
+    def has_room(self, rows: Sequence[Row]) -> bool:
+        if self.region.state.is_open:
+            below = [Text("/", end=""), *rows]  # what was typed waits too, above them
+            return num_below_answer(self, below) == len(below)
+        return len(rows) + _ROWS_AROUND <= self.size.rows
 
     @property
     def max_tail_rows(self) -> int:

@@ -27,7 +27,7 @@ from kvchat.chat.host import close_host
 from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.template import Strategy
 from kvchat.core.errors import ExitCode
-from kvchat.core.text import one_line
+from kvchat.core.text import one_line, sanitize
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
@@ -35,7 +35,7 @@ from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
-from kvchat.terminal.wrap import wrapped_rows
+from kvchat.terminal.wrap import told_rows
 from kvchat.tools.toolbox import Toolbox
 
 
@@ -216,10 +216,7 @@ def _take_leave(
     elif problem is None and is_left_well and has_been_used:
         lines.append("This conversation is kept: kvchat -c goes on with it.")
     with suppress(OSError, ValueError):
-        if sys.stderr.isatty():
-            width = max(20, shutil.get_terminal_size().columns)
-            lines = [row for line in lines for row in wrapped_rows(line, width)]
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.write("".join(f"{told_rows(sanitize(line), sys.stderr)}\n" for line in lines))
         sys.stderr.flush()
 
 

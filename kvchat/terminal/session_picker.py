@@ -52,7 +52,10 @@ class SessionPicker:
         self._store = store
         self._chats = chats
         all_hidden = all(chat.is_one_shot for chat in chats)
-        self._choices = [_choice(chat, not all_hidden) for chat in chats]
+        elsewhere = store.open_elsewhere()
+        self._choices = [
+            _choice(chat, not all_hidden, chat.summary.session_id in elsewhere) for chat in chats
+        ]
         self._prefetching: asyncio.Task[None] | None = None
 
     async def choose(self, title: str) -> str | None:
@@ -128,11 +131,12 @@ def _rename(store: SessionStore, session_id: str, title: str) -> None:
         log.close()
 
 
-def _choice(chat: SavedChat, hides_one_shots: bool) -> Choice:
+def _choice(chat: SavedChat, hides_one_shots: bool, is_open_elsewhere: bool) -> Choice:
     age = format_age(time.time() - chat.summary.modified_s)
+    is_open = f"open elsewhere{SEPARATOR}" if is_open_elsewhere else ""
     return Choice(
         chat.label,
-        f"{age}{SEPARATOR}{plural(chat.summary.num_turns, 'turn')}",
+        f"{is_open}{age}{SEPARATOR}{plural(chat.summary.num_turns, 'turn')}",
         name=one_line(chat.summary.title),
         preview=chat.preview,
         searched=chat.text,

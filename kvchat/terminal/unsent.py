@@ -110,8 +110,11 @@ class Unsent:
     def _strike(self, left: str, stays: tuple[str, ...]) -> None:
         """Take off a conversation's list what is saved in the open one by now.
 
-        In this order a kill between them loses nothing.
+        In this order a kill between them loses nothing. On a full disk an old file may still have
+        room for a line, and a new one none.
         """
+        if self._controller.saving_problem() is not None:
+            return
         try:
             self._controller.keep_waiting_in(left, stays)
         except StoreError as error:

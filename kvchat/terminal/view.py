@@ -87,6 +87,9 @@ class Page(Protocol):
     def num_rows(self) -> float:
         """The rows of the screen; infinity where there is none that scrolls rows away."""
 
+    def has_room(self, rows: Sequence[Row]) -> bool:
+        """Whether all of these rows would be seen at once, now, below the line that asked."""
+
     @property
     def prompt_text(self) -> str:
         """The text in the prompt."""

@@ -4,9 +4,11 @@ Greedy breaking does not look ahead, so only the last row of a growing text can 
 text to one row, and several texts so that their rows differ.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TextIO
 
 from rich.cells import cell_len, get_character_cell_size
 
@@ -136,6 +138,35 @@ def wrapped_rows(text: str, width: int) -> list[str]:
     line = _line(text)
     starts = [0, *break_offsets(line, width), len(line)]
     return [line[a:b].rstrip() for a, b in pairwise(starts)]
+
+
+# A word, or a command with its options, which is copied as a whole.
+_UNIT = re.compile(r"(?:`[^`]*`|kvchat(?: -\S+(?: [^-\s]\S*)?)+|\S)+")
+
+
+def told_rows(text: str, stream: TextIO | None) -> str:
+    """Return safe text for a stream, broken for the width of its terminal if it has one.
+
+    The terminal itself would break it within words. A command is not broken, and what is wider than
+    a row is left to the terminal, so that it can be copied.
+    """
+    if stream is None:
+        return text
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # no terminal
+        return text
+    return "\n".join("\n".join(_unit_rows(line, width)) for line in text.split("\n"))
+
+
+def _unit_rows(line: str, width: int) -> list[str]:
+    rows, start, end = [], 0, 0
+    for match in _UNIT.finditer(line):
+        if end and width and cell_len(line[start : match.end()]) > width:
+            rows.append(line[start:end])
+            start = match.start()
+        end = match.end()
+    return [*rows, line[start:end]]
 
 
 def first_cells(text: str, max_cells: int) -> str:

@@ -166,9 +166,9 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
     twice = controller.context_ids
     assert len(twice) < len(second)
 
-    undone = [controller.place.undo(), controller.place.undo(), controller.place.undo()]
+    undone = [controller.place.undo()[0] for _ in range(3)]
 
-    summaries = [turn is not None and turn.summary_of is not None for turn in undone]
+    summaries = [turn.summary_of is not None for turn in undone]
     assert summaries == [True, False, True]
     assert controller.context_ids == first
     seen = []
@@ -183,9 +183,8 @@ def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatC
     controller.compact(controller.plan_compaction(), "Rex is a dog.")
     controller.set_system("Be brief.")
 
-    turn = controller.place.undo()
+    [turn] = controller.place.undo()
 
-    assert turn is not None
     assert turn.text == "three"
 
 

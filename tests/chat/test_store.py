@@ -107,7 +107,7 @@ def test_a_second_writer_is_refused_until_the_first_lets_go(store: SessionStore)
 
 
 def test_another_process_holds_the_lock_until_it_dies(store: SessionStore) -> None:
-    session_id = saved(store, numbered(1))
+    session_id, other = saved(store, numbered(1)), saved(store, numbered(2))
     holder = start_python(
         """
         import sys, pathlib
@@ -124,9 +124,14 @@ def test_another_process_holds_the_lock_until_it_dies(store: SessionStore) -> No
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(StoreError, match="is open in another kvchat"):
             store.open(session_id)
+        own = store.open(other)[1]
+        if Path("/proc/locks").exists():
+            assert store.open_elsewhere() == {session_id}
+        own.close()
     finally:
         holder.kill()
         holder.communicate()
+    assert store.open_elsewhere() == set()
 
     store.open(session_id)[1].close()
 

@@ -20,6 +20,7 @@ from support.commands import Shell
         (("-p", "x", "--block-size", "12"), 2, "power of two"),
         (("-p", "x", "-f", ""), 2, "-f names no file"),
         (("-p", "x", "--top-k", "abc"), 2, "--top-k must be a whole number."),
+        (("-p", "x", "-n", "abc"), 2, "kvchat: -n / --samples must be a whole number."),
         (("-p", "x", "--device-cache", "lots"), 2, "reads like 8G"),
         (("-p", "x", "--device", "tpu"), 2, "must be one of auto, cpu, cuda"),
         (("-p", "x", "--max-tokens", "0"), 2, "must be 1 or more"),

@@ -113,7 +113,7 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         commands = ScriptCommands(controller, page, build_registry(), StatsLevel(stats))
         with Interruption() as interruption:
             script = Script(setup, interruption)
-            script.answer_lines(commands, iter(lines), last or None)
+            script.answer_lines(commands, enumerate(lines, start=1), last or None)
         return Ran(script.exit_code, stdout.getvalue(), stderr.getvalue(), store)
 
     yield run
@@ -323,13 +323,14 @@ def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> 
     done = shell.run(
         *("-m", tiny, "--temperature", "0", "--max-tokens", "4", "--stats"),
         *("--input-format", "lines", "--json"),
-        stdin=b"one\n/retry\n/nosuchthing\n/exit\nnever\n",
+        stdin=b"one\n\n/retry\n/nosuchthing\n/exit\nnever\n",
     )
 
     assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 2
     assert done.stderr.count(b" | first token ") == 2
-    assert b"There is no command /nosuchthing." in done.stderr
+    # Nothing said in which of a thousand lines.
+    assert b"kvchat: Line 4 of the input: There is no command /nosuchthing." in done.stderr
 
 
 def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(shell: Shell, tiny: str) -> None:

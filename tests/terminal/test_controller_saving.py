@@ -299,6 +299,19 @@ def test_a_script_leaves_an_unsaved_conversation_without_a_question(
         assert do(controller, "/exit") == ""
 
 
+def test_a_copy_that_a_full_disk_does_not_take_is_said_not_to_be_saved(
+    controller: ChatController,
+) -> None:
+    """/fork said "This is a copy now", and that it is not saved came with the next answer."""
+    finish(controller.ask("on disk"))
+    with full_disk():
+        said = do(controller, "/fork")
+
+    assert "This is a copy now" in said
+    assert "cannot be saved" in said
+    assert controller.saving_problem() is None, "there is room again"
+
+
 def test_a_refused_first_message_leaves_no_file(
     controller: ChatController, store: SessionStore
 ) -> None:
@@ -332,6 +345,36 @@ def test_only_a_conversation_without_answers_is_dropped(
 
     assert len(store.ids()) == 1
     assert controller.session is not None
+
+
+def test_a_message_that_is_found_too_long_later_takes_no_number(
+    controller: ChatController, store: SessionStore
+) -> None:
+    """Sent before the model was loaded, it stayed as message 2, in the file too."""
+    finish(controller.ask("one"))
+    controller.keep_waiting(("two",))
+    list(controller.ask("x" * 33_000))
+    controller.drop_refused(is_given_back=True)
+    read = store.read(controller.require_session().session_id).conversation
+    assert [turn.text for turn in read.turns() if turn.is_message] == ["one"]
+    assert read.waiting == ("two",)
+    assert read.tip_id == controller.require_conversation().tip_id
+    finish(controller.ask("two"))
+
+    assert "2 you: two" in do(controller, "/tree")
+
+
+def test_an_earlier_message_that_is_found_too_long_now_stays(controller: ChatController) -> None:
+    """A model with a shorter context may be asked to answer what another one has not."""
+    finish(controller.ask("one"))
+    list(controller.ask("x" * 33_000))
+    [*_, unanswered] = controller.require_conversation().turns()
+    controller.place.move(unanswered.turn_id)
+    *_, failed = controller.continue_answer()
+    assert isinstance(failed, AnswerFailed)
+    controller.drop_refused(is_given_back=True)
+
+    assert controller.require_conversation().has(unanswered.turn_id)
 
 
 def test_another_program_s_file_at_the_same_place_stays(

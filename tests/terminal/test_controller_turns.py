@@ -463,6 +463,28 @@ def test_before_the_first_message_there_may_be_others(controller: ChatController
         controller.place.user_turn("1")
 
 
+def test_more_undone_than_there_is_says_where_that_ends(controller: ChatController) -> None:
+    """`/undo 99` went back before the first of two messages without a word about the number."""
+    ask(controller, "one")
+    ask(controller, "two")
+    assert do(controller, "/undo 99") == "Back before the first message: one  (/redo returns)\n"
+    do(controller, "/redo")
+    assert do(controller, "/undo 2") == "Back before: one  (/redo returns)\n"
+
+
+def test_a_conversation_stepped_back_to_its_beginning_can_be_resumed(
+    controller: ChatController,
+) -> None:
+    """No list had it: only `kvchat -c` found it, as long as it was the last one."""
+    ask(controller, "one")
+    session_id = controller.require_session().session_id
+    do(controller, "/undo")
+    controller.begin_new()
+    do(controller, "/resume one")
+
+    assert controller.require_session().session_id == session_id
+
+
 def test_a_format_is_refused_by_the_name_of_the_file_too(
     controller: ChatController, tmp_path: Path
 ) -> None:

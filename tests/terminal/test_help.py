@@ -3,7 +3,7 @@
 import asyncio
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from kvchat.terminal.commands import DAILY, Invocation
 from kvchat.terminal.commands_help import help_
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.help_texts import EXAMPLES
-from kvchat.terminal.paint import Painter
+from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
@@ -48,16 +48,19 @@ def test_no_example_is_of_a_command_that_does_not_exist() -> None:
 
 
 class _Screen(ScriptPage):
-    """A page of so many rows."""
+    """A page on a screen of so many rows."""
 
-    num_rows = math.inf
+    num_screen_rows = math.inf
+
+    def has_room(self, rows: Sequence[Row]) -> bool:
+        return len(rows) + 4 <= self.num_screen_rows
 
 
 def _helped(arguments: str, columns: int, look: Look, num_rows: float = math.inf) -> list[str]:
     """Return the rows that /help writes in a width."""
     said: list[str] = []
     page = _Screen(said.append, Painter(look), columns)
-    page.num_rows = num_rows
+    page.num_screen_rows = num_rows
     # /help asks nothing of the conversation.
     commands = ScriptCommands(None, page, build_registry(), StatsLevel.OFF)  # type: ignore[arg-type]
     asyncio.run(help_(commands, arguments))
@@ -86,6 +89,20 @@ def test_help_scrolls_nothing_away_on_a_small_screen(columns: int, num_rows: int
     assert len(rows) + 3 <= num_rows  # what was typed, the prompt, the toolbar
     assert all(f"/{name}" in "\n".join(rows) for name in DAILY)
     assert "/help all" in " ".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("columns", "explained"), [(100, "beside the answers there are"), (80, "/retry")]
+)
+def test_help_during_an_answer_is_shown_whole(
+    start_chat: StartChat, tmp_path: Path, columns: int, explained: str
+) -> None:
+    """At 100 by 30 its last rows were "… 4 more rows, after the answer"."""
+    chat = start_chat("--gate", str(tmp_path / "never"), columns=columns, rows=30)
+    chat.enter("gated 60").wait_for("word20")
+    chat.enter("/help").wait_for_shown("every day").wait_for_shown("/help all")
+    chat.wait_for_shown(explained)
+    assert "more rows" not in chat.shown
 
 
 @pytest.mark.parametrize("look", [PLAIN, SPOKEN], ids=["plain", "spoken"])
@@ -133,6 +150,32 @@ def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
     assert line_after('@"no') == '@"notes.txt" '
     assert line_after("@do") == "@docs/"
     assert line_after("@docs/o") == "@docs/one.md "
+
+
+def test_a_name_with_spaces_completes_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the quotation marks that a directory was completed with, nothing completed; what /file
+    completed without any was two names to it.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my docs").mkdir()
+    for name in ("my docs/one two.md", "it's.txt"):
+        (tmp_path / name).write_text("x")
+    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+
+    def line_after(line: str) -> str:
+        [found] = completer.get_completions(Document(line), CompleteEvent())
+        return line[: len(line) + found.start_position] + found.text
+
+    assert line_after("see @my") == 'see @"my docs/'
+    assert line_after('see @"my docs/') == 'see @"my docs/one two.md" '
+    assert line_after('see @"my docs/one t') == 'see @"my docs/one two.md" '
+    assert line_after('"Look at @it') == '"Look at @"it\'s.txt" '
+    assert line_after("/file my") == '/file "my docs/'
+    assert line_after('/file it.txt "my docs/one t') == '/file it.txt "my docs/one two.md" '
+    assert line_after("/file it") == '/file "it\'s.txt" '
+    assert _completed('see @"my docs/one two.md" ') == []
 
 
 def test_a_name_that_neither_a_file_nor_a_pin_has_is_said_in_one_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from prompt_toolkit.application.current import set_app
@@ -317,3 +318,21 @@ def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
 
     heard, text = _press("/expo", "\t", "\r", before=use_completer)
     assert (heard, text) == ([], "/export")
+
+
+def test_another_tab_goes_on_in_the_directory_that_was_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one that had to be put in quotation marks it chose the directory again and again."""
+    from kvchat.terminal.completion import LineCompleter
+    from kvchat.terminal.registry import build_registry
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my docs").mkdir()
+    (tmp_path / "my docs" / "one two.md").write_text("x")
+
+    def use_completer(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.buffer.completer = LineCompleter(build_registry(), list, list)
+
+    _, text = _press("see @my", "\t", "\t", before=use_completer)
+    assert text == 'see @"my docs/one two.md" '

@@ -61,6 +61,9 @@ def test_the_toolbar_tells_what_is_attached_and_how_much_of_it_is_read(
     chat.enter("/file clear").wait_for_shown("\nscripted\n")
     chat.paste("Ships lie in the harbour.\n" * 20).wait_for_shown("text read")
     chat.type("\x03").wait_for("again leaves").type("x\x7f").wait_for_shown("\nscripted\n")
+    # It went on saying "text read", or that it is too long, until another key was pressed.
+    chat.paste("Ships lie in the harbour.\n" * 1300).wait_for_shown("text: too long to send")
+    chat.type("\x1b").type("\x1b").wait_for_shown("\nscripted\n")
 
     half = start_chat("--reads-half", "--attach", str(manual), columns=100)
     half.wait_for_shown("scripted · manual.txt attached, 49% read")

@@ -162,5 +162,5 @@ def test_what_waits_leaves_room_for_a_narrower_window() -> None:
     good, and came a second time at the end of the answer.
     """
     assert _shown_below_an_answer(100, 30) == [*_HELP, *"012345678"]
-    assert _shown_below_an_answer(70, 18)[-2:] == ["0", "… 8 more rows, after the answer"]
+    assert _shown_below_an_answer(70, 18)[-2:] == ["1", "… 7 more rows, after the answer"]
     assert len(_shown_below_an_answer(40, 9)) == 3

@@ -278,3 +278,22 @@ def test_plain_lines_show_what_was_not_sent_until_the_next_message(
     again = start_chat("--plain", "--continue").wait_for("Not sent:")
     again.enter("something else").wait_for("You said 'something else' (0).").enter("/exit").finish()
     assert _saved_waiting(tmp_path / "sessions") == ()
+
+
+def test_what_waits_behind_a_first_message_that_is_too_long_is_saved(
+    start_chat: StartChat, tmp_path: Path
+) -> None:
+    """The refused message's conversation went with its file, and what waited was in that file."""
+    loaded = tmp_path / "loaded"
+    chat = start_chat("--loading", str(loaded), "--gate", str(tmp_path / "never"))
+    chat.wait_for("reading weights").paste("x" * 33_000).enter("").wait_for("Esc stops")
+    chat.enter("gated 60").wait_for("queued 1: gated 60").enter("third").wait_for("queued 2: third")
+    loaded.touch()
+    chat.wait_for("word20").kill(signal.SIGKILL)
+    chat.finish()
+
+    store = SessionStore(tmp_path / "sessions")
+    [only] = store.ids()
+    conversation = store.read(only).conversation
+    assert [turn.text for turn in conversation.turns() if turn.is_message] == ["gated 60"]
+    assert conversation.waiting == ("third",)

@@ -1,7 +1,9 @@
 """What is typed and not sent goes where its user goes, and is saved in one conversation only."""
 
 import asyncio
+import errno
 import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +144,24 @@ def test_what_is_typed_behind_a_waiting_new_is_saved_in_the_new_one_only(
     assert new.session_id != old
     assert _waiting(store, old) == ()
     assert _waiting(store, new.session_id) == ("one", "two")
+
+
+def test_on_a_full_disk_it_stays_where_it_could_be_saved(
+    controller: ChatController, store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old file had room for the line that took it off, and the new one none to have it."""
+    old, write = _id(controller), os.write
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.suffix == ".jsonl" and path.stem != old:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", refuse)
+    asyncio.run(_type_behind_new(controller, "one"))
+
+    assert _waiting(store, old) == ("one",)
 
 
 def test_a_conversation_begun_for_it_alone_does_not_stay(

@@ -1,13 +1,19 @@
 """Where lines break."""
 
+import io
 import itertools
+import os
+import pty
 import random
+import termios
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 from prompt_toolkit.utils import get_cwidth
 from rich.cells import cell_len
 
-from kvchat.terminal.wrap import break_offsets, one_row, rows_apart
+from kvchat.terminal.wrap import break_offsets, one_row, rows_apart, told_rows
 
 
 def _rows(line: str, width: int) -> list[str]:
@@ -108,3 +114,39 @@ def test_rows_apart_keep_to_their_cells() -> None:
         rows = rows_apart(texts, 9)
 
         assert all(cell_len(row) <= 9 for row in rows)
+
+
+@pytest.fixture
+def narrow_terminal() -> Iterator[TextIO]:
+    """A terminal of 40 columns."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (10, 40))
+    with os.fdopen(slave, "w") as stream:
+        yield stream
+    os.close(master)
+
+
+def test_an_error_on_a_narrow_terminal_breaks_between_words_and_not_in_a_command(
+    narrow_terminal: TextIO,
+) -> None:
+    """The terminal broke it within words, and commands, which are copied, too."""
+    rows = told_rows(
+        "kvchat: “Holiday plans” is open in another kvchat. Close it there, or go on in a copy: "
+        "kvchat -r 20261126-101500-abcd --fork",
+        narrow_terminal,
+    ).split("\n")
+    assert rows == [
+        "kvchat: “Holiday plans” is open in",
+        "another kvchat. Close it there, or go on",
+        "in a copy:",
+        "kvchat -r 20261126-101500-abcd --fork",
+    ]
+    listed = "kvchat: There is no such one. `kvchat sessions` lists them."
+    assert told_rows(listed, narrow_terminal).split("\n")[1] == "`kvchat sessions` lists them."
+    word = "x" * 50  # left to the terminal: it is copied as one line
+    assert told_rows(f"kvchat: {word} y", narrow_terminal).split("\n") == ["kvchat:", word, "y"]
+
+
+def test_an_error_in_a_file_is_one_line() -> None:
+    assert told_rows("word " * 50, io.StringIO()) == "word " * 50
+    assert told_rows("word " * 50, None) == "word " * 50
