@@ -197,6 +197,7 @@ _IN_FLOATS = [
     "minimax_m2",
 ]
 _IN_BITS = [f for f in FAMILIES if f not in _IN_FLOATS and "," not in f]
+_IN_BITS.append("solar_open, no shared expert")  # --weights int8 once divided by its width
 # New tokens and context of each sequence of a step.
 STEPS = {
     "one row": [(1, 30)],
