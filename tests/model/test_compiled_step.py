@@ -681,16 +681,19 @@ def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
         assert (loaded.compiled is not None) == is_compiled
 
 
-@pytest.mark.parametrize("model_type", ["cohere2_vision", "hyperclovax_vision_v2"])
+@pytest.mark.parametrize(
+    ("model_type", "factor"),
+    [("cohere2_vision", "logit_scale"), ("hyperclovax_vision_v2", "logits_scaling")],
+)
 def test_logits_have_the_factor_of_the_class_that_has_the_head(
-    model_type: str, tmp_path: Path
+    model_type: str, factor: str, tmp_path: Path
 ) -> None:
     """Cohere's image-text classes leave out the factor that the configuration of their text model
     names; one of HyperCLOVA X has it. Answers were drawn at a sixteenth of the temperature."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config = every_config(model_type)
-    config.text_config.logits_scaling = config.text_config.logit_scale = 0.25
+    setattr(config.text_config, factor, 0.25)
     source = find_model(str(save_checkpoint(tmp_path, every_model(config))))
     loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
     batch = batch_of(STEPS["a verify of five"])
