@@ -68,7 +68,8 @@ class Routing:
 
     bias        what sigmoids or shares are raised by for choosing alone, float32 [experts]
     scale       what they are multiplied with
-    least_sum   what their sum is added to, where they are divided by it
+    least_sum   what their sum is added to, where they are divided by it; of shares, the least that
+                they are divided by
     tolerance   of a sparse mixer
     """
 

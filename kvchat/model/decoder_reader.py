@@ -157,6 +157,19 @@ _FAMILIES = {
 COMPILED_TYPES = tuple(sorted(_FAMILIES))
 # Types whose experts have factors as DeepSeek V3's: sigmoids, a bias chooses, then one scale.
 _LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
+# Types whose logits have a factor: its name, and whether they are divided by it.
+_LOGITS_FACTORS = {
+    "granite": ("logits_scaling", True),
+    "granitemoe": ("logits_scaling", True),
+    "granitemoeshared": ("logits_scaling", True),
+    "granitemoehybrid": ("logits_scaling", True),
+    "hyperclovax": ("logits_scaling", False),
+    "hyperclovax_vision_v2": ("logits_scaling", False),
+    "falcon_h1": ("lm_head_multiplier", False),
+    "cohere": ("logit_scale", False),
+    "cohere2": ("logit_scale", False),
+}
+_LOGITS_CAPPED = frozenset({"gemma2", "gemma3_text", "vaultgemma", "nanochat"})
 # Ends of the names of norms that centre.
 _CENTRED = "LayerNorm", "LayerNorm1P"
 _ACTIVATIONS = {
@@ -202,6 +215,9 @@ class _Reader:
         rope = getattr(owner.config, "rope_parameters", None) or {}
         if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
             raise Unknown("scales its angles by the length of a step")
+        act = getattr(owner.config, "hidden_act", None)
+        if act == "xielu" and owner.config.model_type != "apertus":  # bfloat16 there
+            raise Unknown("has the activation xIELU")
 
     def read(self) -> Decoder:
         config = self._config
@@ -214,10 +230,10 @@ class _Reader:
             norm=norm,
             head=matrix_of(head),
             rotary=self._rotary,
-            residual_factor=getattr(config, "residual_multiplier", 1.0),
-            embedding_factor=getattr(config, "embedding_multiplier", 1.0),
+            residual_factor=float(getattr(self._owner.layers[0], "residual_multiplier", 1.0)),
+            embedding_factor=float(getattr(self._owner, "embedding_multiplier", 1.0)),
             logits_divisor=self._logits_divisor(),
-            logits_softcap=getattr(config, "final_logit_softcapping", None),
+            logits_softcap=self._logits_softcap(),
             query_scale=self._query_scale(),
             state=self._spec.state,
             first_norm=norm if is_nanochat else None,
@@ -225,13 +241,17 @@ class _Reader:
         )
 
     def _logits_divisor(self) -> float:
-        config = self._config
-        divisor: float = getattr(config, "logits_scaling", 1.0)
-        if config.model_type == "hyperclovax":
-            divisor = 1 / divisor
-        for factor in ("lm_head_multiplier", "logit_scale"):  # Falcon-H1's, Cohere's
-            divisor /= getattr(config, factor, 1.0)
-        return divisor
+        # The class with the head has the code: most image-text classes scale nothing, whatever
+        # the configuration of their text model says.
+        name, divides = _LOGITS_FACTORS.get(self._module.config.model_type, (None, False))
+        factor = 1.0 if name is None else float(getattr(self._config, name))
+        return factor if divides else 1 / factor
+
+    def _logits_softcap(self) -> float | None:
+        if self._module.config.model_type not in _LOGITS_CAPPED:
+            return None
+        softcap: float | None = self._config.final_logit_softcapping
+        return softcap
 
     def _query_scale(self) -> QueryScale | None:
         if self._config.model_type != "ministral3":
@@ -318,6 +338,9 @@ class _Reader:
         if shared is None:
             names = "shared_expert", "shared_experts", "shared_mlp"
             shared = _part(module, *names, default=None)
+        of_all = None if shared is None else _mlp(shared)
+        if of_all is not None and not of_all.num_weights:  # GLM's with no shared expert
+            of_all = None
         gate = getattr(module, "shared_expert_gate", None)
         is_inside = hasattr(router, "wg")  # Hunyuan's router has a linear layer
         return Mixture(
@@ -325,7 +348,7 @@ class _Reader:
             top_k=int(router.top_k),
             normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
             experts=_experts(module.experts),
-            shared=None if shared is None else _mlp(shared),
+            shared=of_all,
             shared_gate=None if gate is None else matrix_of(gate),
             routing=self._routing(module, router),
         )
@@ -348,6 +371,8 @@ class _Reader:
             bias = _floats(router.moe_statics.e_score_correction_bias)
             return Routing(Factors.SHARE, bias, least_sum=float(router.norm_min))
         if model_type == "phimoe":
+            if router.top_k != 2:  # its code takes two, whatever the configuration says
+                raise Unknown(f"chooses two experts in place of {router.top_k}")
             return Routing(Factors.SPARSE, tolerance=2 * float(router.router_jitter_noise))
         return Routing()
 
@@ -371,7 +396,7 @@ class _Reader:
             norms,
             self._rotates(attention),
             kind,
-            softcap,
+            None if softcap is None else float(softcap),
             sinks.detach().float() if sinks is not None else None,
             self._family.is_gated,
             self._family.turns_neighbours,

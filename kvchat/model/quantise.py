@@ -272,11 +272,16 @@ def _linear_layers(module: Any, spec: ModelSpec) -> Iterator[nn.Linear | Conv1D]
         parents = [module.get_submodule(name) for name in names]
     for parent in parents:
         for child in parent.modules():
-            if type(child) in (nn.Linear, Conv1D) and child not in seen:
+            if type(child) in (nn.Linear, Conv1D) and child not in seen and not _is_empty(child):
                 seen.add(child)
                 yield child
     if type(head) is nn.Linear:
         yield head
+
+
+def _is_empty(layer: nn.Linear | Conv1D) -> bool:
+    """Whether a layer is of no width, as those of a mixture with no shared expert are."""
+    return type(layer) is nn.Linear and 0 in (layer.in_features, layer.out_features)
 
 
 def _experts(module: Any) -> Iterator[nn.Module]:

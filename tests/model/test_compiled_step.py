@@ -25,6 +25,7 @@ from kvchat.model.step_operations import Activations
 from kvchat.model.step_program import embedding_into
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
 from support.checkpoints import save_checkpoint, tiny_model
+from support.every_type import every_config, every_model
 from support.specimens import random_ids
 
 BLOCK = 16
@@ -39,6 +40,15 @@ _ROUTED = {
 # What stands behind a comma tells apart the settings of one type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    # Its code reads none of these, though a configuration may have them.
+    "llama, numbers of other types": {
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 4.0,
+        "logit_scale": 0.25,
+        "lm_head_multiplier": 0.5,
+        "final_logit_softcapping": 5.0,
+    },
     "mistral": {"sliding_window": 8},
     "ministral": {},
     "ministral3": {
@@ -101,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "helium": {},
     "hunyuan_v1_dense": {},
     "hyperclovax": {"use_post_norm": True, "logits_scaling": 0.5, "residual_multiplier": 0.5},
-    "hyperclovax, fewer norms": {"use_post_norm": False},
+    "hyperclovax, fewer norms": {"use_post_norm": False, "residual_multiplier": 2},
     "nanochat": {"final_logit_softcapping": 5.0},
     "apertus": {},
     "vaultgemma": {},
@@ -139,6 +149,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots1": {**_ROUTED, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
     "solar_open": _ROUTED,
+    "solar_open, no shared expert": {**_ROUTED, "n_shared_experts": 0},
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3},
     "ernie4_5_moe": {
         "moe_num_experts": 6,
@@ -146,6 +157,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
+        "moe_norm_min": 0.6,
     },
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
     "phimoe": {
@@ -185,6 +197,7 @@ _IN_FLOATS = [
     "minimax_m2",
 ]
 _IN_BITS = [f for f in FAMILIES if f not in _IN_FLOATS and "," not in f]
+_IN_BITS.append("solar_open, no shared expert")  # --weights int8 once divided by its width
 # New tokens and context of each sequence of a step.
 STEPS = {
     "one row": [(1, 30)],
@@ -631,6 +644,8 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("glm4", {"partial_rotary_factor": 0.25}),
         ("glm4_moe", {**_ROUTED, "n_group": 2, "topk_group": 1}),
         ("olmo", {"clip_qkv": 1.0}),
+        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+        ("llama", {"hidden_act": "xielu"}),
         ("gpt_neox", {}),
     ],
 )
@@ -664,6 +679,28 @@ def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
         loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
 
         assert (loaded.compiled is not None) == is_compiled
+
+
+@pytest.mark.parametrize(
+    ("model_type", "factor"),
+    [("cohere2_vision", "logit_scale"), ("hyperclovax_vision_v2", "logits_scaling")],
+)
+def test_logits_have_the_factor_of_the_class_that_has_the_head(
+    model_type: str, factor: str, tmp_path: Path
+) -> None:
+    """Cohere's image-text classes leave out the factor that the configuration of their text model
+    names; one of HyperCLOVA X has it. Answers were drawn at a sixteenth of the temperature."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config = every_config(model_type)
+    setattr(config.text_config, factor, 0.25)
+    source = find_model(str(save_checkpoint(tmp_path, every_model(config))))
+    loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
+    batch = batch_of(STEPS["a verify of five"])
+
+    logits, _ = run(loaded, batch, True)
+
+    assert torch.allclose(logits, run(loaded, batch, False)[0], rtol=1e-3, atol=1e-3)
 
 
 def test_weights_are_held_once(tmp_path: Path) -> None:

@@ -172,6 +172,21 @@ def test_another_gpu_or_triton_is_tested_anew(
     assert test.count == 2
 
 
+def test_a_compiled_step_that_a_model_has_since_is_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had passed by its modules once vouched for the compiled steps of later versions."""
+    source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("glm"))))
+    loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
+    test = CountedTest(monkeypatch)
+    ensure_trusted(replace(loaded, compiled=None), tmp_path)
+    assert test.count == 1
+
+    ensure_trusted(loaded, tmp_path)
+
+    assert test.count == 3  # the modules, and the step
+
+
 def test_a_failure_is_not_remembered(
     specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,11 +249,20 @@ def forgets(step: CompiledStep, batch: ForwardBatch) -> torch.Tensor:
     return torch.zeros(len(batch.logit_rows), 272)
 
 
-@pytest.mark.parametrize("failing", [raises, forgets])
+_LOGITS = CompiledStep.logits
+
+
+def halves(step: CompiledStep, batch: ForwardBatch, *rest: Any) -> torch.Tensor | None:
+    """Return logits that lack a factor: their direction is right, and greedy answers are."""
+    logits = _LOGITS(step, batch, *rest)
+    return None if logits is None else logits / 2
+
+
+@pytest.mark.parametrize("failing", [raises, forgets, halves])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
     dtype: str,
-    failing: Callable[..., torch.Tensor],
+    failing: Callable[..., torch.Tensor | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,7 +322,17 @@ def test_a_compiled_step_over_rounded_kv_passes_once(
     assert not loaded.compiled.is_off
 
 
-@pytest.mark.parametrize("failing", [raises, forgets])
+_LOGITS = CompiledStep.logits
+
+
+def halves(step: CompiledStep, batch: ForwardBatch, *rest: Any) -> torch.Tensor:
+    """Return logits that lack a factor: their direction is right, and greedy answers are."""
+    logits = _LOGITS(step, batch, *rest)
+    assert logits is not None
+    return logits / 2
+
+
+@pytest.mark.parametrize("failing", [raises, forgets, halves])
 def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
     failing: Callable[..., torch.Tensor],
     tmp_path: Path,

@@ -38,7 +38,7 @@ class Place(IntEnum):
     SHARED_GATE    float32 [rows], before the sigmoid
     BIAS           what scores are raised by for choosing alone, float32 [NUM_EXPERTS]
     SCALE          what factors that are sigmoids or shares are multiplied with, float32
-    LEAST_SUM      what their sum is added to, float32
+    LEAST_SUM      what their sum is added to, float32; of shares, the least they are divided by
     TOLERANCE      of a sparse mixer, float32
     """
 
@@ -218,7 +218,9 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
         return
     if choice.factors is not Factors.SOFTMAX:
         scale, least = (code.float_field(place) for place in (Place.SCALE, Place.LEAST_SUM))
-        share = scale / (total.get() + least) if choice.normalises else scale
+        is_share = choice.factors is Factors.SHARE
+        divisor = code.greatest(total.get(), least) if is_share else total.get() + least
+        share = scale / divisor if choice.normalises else scale
         with code.loop(0, top_k) as number:
             code.store(code.load(factors, number * 4, F32) * share, factors, number * 4)
         return
