@@ -141,6 +141,9 @@ class CompiledStep:
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
         self._embed_into(batch.token_ids)
+        if self._decoder.side_inputs is not None and self._parts.side is not None:
+            side = self._decoder.side_inputs(batch.token_ids)
+            self._parts.side[: len(side)] = side.flatten(1)
         if self._decoder.embedding_factor != 1.0:
             self._parts.stream[: batch.token_ids.shape[0]] *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():

@@ -3,6 +3,7 @@
 `decoder_reader.py` reads it from a module.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,9 @@ class DecoderAttention:
     """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles.
 
     `turns_neighbours` and `norms_last` are as of `rotation.Heads`. If it is gated, the first matrix
-    has a gate behind each head's query.
+    has a gate behind each head's query. `norms_value` is as of `rotation.Heads`.
+
+    A layer that shares the KV of another one has Q alone, whose norm is both `head_norms`.
     """
 
     spec: LayerSpec
@@ -38,6 +41,7 @@ class DecoderAttention:
     is_gated: bool = False
     turns_neighbours: bool = False
     norms_last: bool = False
+    norms_value: bool = False
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -115,6 +119,18 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
+class SideGate:
+    """A third part of a layer, after the MLP: act(gate(stream)) times the layer's side input, which
+    is projected, normed and added to the stream. Gemma 4's small models have it.
+    """
+
+    gate: Matrix
+    projection: Matrix
+    norm: Norm
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
 
@@ -122,6 +138,7 @@ class DecoderLayer:
     input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
     the two halves may be missing. `beside` has the same input as attention, and is added to it. If
     the layer is parallel, so is the MLP, and `after_attention` and both norms of it are missing.
+    `stream_factor` is what the stream is multiplied with at the end of the layer.
     """
 
     attention: DecoderAttention | Recurrent | None
@@ -132,6 +149,8 @@ class DecoderLayer:
     after_mlp: Norm | None
     beside: Recurrent | None = None
     is_parallel: bool = False
+    side: SideGate | None = None
+    stream_factor: float = 1.0
 
     @property
     def num_weights(self) -> int:
@@ -142,6 +161,8 @@ class DecoderLayer:
             if part is not None
             for matrix in part.matrices
         ]
+        if self.side is not None:
+            matrices += self.side.gate, self.side.projection
         of_mlp = 0 if self.mlp is None else self.mlp.num_weights
         return of_mlp + sum(matrix.num_weights for matrix in matrices)
 
@@ -164,6 +185,7 @@ class Decoder:
     state             what its layers with a state keep of a sequence
     first_norm        of the embedded tokens
     turns_back        heads are rotated by the angles' opposites
+    side_inputs       makes the side inputs [rows, layers, width] of token ids [rows]
     """
 
     embedding: nn.Module
@@ -179,6 +201,7 @@ class Decoder:
     state: tuple[StateTensor, ...] = ()
     first_norm: Norm | None = None
     turns_back: bool = False
+    side_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def num_weights(decoder: Decoder) -> int:

@@ -20,6 +20,7 @@ from kvchat.model.decoder import (
     Mlp,
     QueryScale,
     Routing,
+    SideGate,
 )
 from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of, whole
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
@@ -65,6 +66,7 @@ class _Family:
     is_gated      whether heads of attention are gated
     turns_neighbours, norms_last   as of `rotation.Heads`
     is_parallel   whether attention and MLP have the same input
+    shares_kv     whether a layer may attend to the KV of an earlier one
     recurrent     the name of the part of a layer that keeps a state, and what reads it
     """
 
@@ -80,6 +82,7 @@ class _Family:
     turns_neighbours: bool = False
     norms_last: bool = False
     is_parallel: bool = False
+    shares_kv: bool = False
     recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
 
 
@@ -125,6 +128,7 @@ _FAMILIES = {
     "gemma": _Family(norm_offset=1.0),
     "gemma2": _Family(_GEMMA, 1.0),
     "gemma3_text": _Family(_GEMMA, 1.0),
+    "gemma4_text": _Family(_GEMMA, shares_kv=True),
     "vaultgemma": _Family(_VAULT, 1.0),
     "olmo2": _Family(_OLMO),
     "olmo3": _Family(_OLMO),
@@ -238,7 +242,23 @@ class _Reader:
             state=self._spec.state,
             first_norm=norm if is_nanochat else None,
             turns_back=is_nanochat,
+            side_inputs=self._side_inputs(),
         )
+
+    def _side_inputs(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what makes Gemma 4's inputs of layers, in its modules; None if it has none."""
+        owner = self._owner
+        if not getattr(self._config, "hidden_size_per_layer_input", 0):
+            return None
+
+        def side_inputs(token_ids: torch.Tensor) -> torch.Tensor:
+            ids = token_ids[None]
+            found: torch.Tensor = owner.project_per_layer_inputs(
+                owner.embed_tokens(ids), owner.get_per_layer_inputs(ids)
+            )
+            return found[0]
+
+        return side_inputs
 
     def _logits_divisor(self) -> float:
         # The class with the head has the code: most image-text classes scale nothing, whatever
@@ -264,7 +284,9 @@ class _Reader:
         specs = {}
         for spec in self._spec.layers:
             path = spec.module_name.split(".")
-            if path[-1] != self._family.attention or not spec.stores_kv:
+            if path[-1] != self._family.attention:
+                raise Unknown("has attention elsewhere")
+            if not spec.stores_kv and not self._family.shares_kv:
                 raise Unknown("shares KV between layers")
             specs[int(path[-2])] = spec
         recurrent = self._family.recurrent
@@ -315,9 +337,24 @@ class _Reader:
         mlp = self._mlp_or_mixture(layer)
         # StableLM's configuration says it.
         is_parallel = getattr(layer, "use_parallel_residual", self._family.is_parallel)
-        return DecoderLayer(
+        read = DecoderLayer(
             attention, mlp, before, after, before_mlp, after_mlp, is_parallel=is_parallel
         )
+        return self._with_side(read, layer) if self._config.model_type == "gemma4_text" else read
+
+    def _with_side(self, read: DecoderLayer, layer: Any) -> DecoderLayer:
+        """Return a layer of Gemma 4 with what it has after its MLP."""
+        if layer.enable_moe_block:
+            raise Unknown("has a mixture beside its MLP")
+        side = None
+        if layer.hidden_size_per_layer_input:
+            side = SideGate(
+                matrix_of(layer.per_layer_input_gate),
+                matrix_of(layer.per_layer_projection),
+                self._norm(layer.post_per_layer_input_norm, self._config.hidden_size),
+                _activation(layer),
+            )
+        return replace(read, side=side, stream_factor=float(layer.layer_scalar))
 
     def _norm_of(self, layer: Any, name: str | None) -> Norm | None:
         norm = None if name is None else getattr(layer, name)
@@ -389,7 +426,7 @@ class _Reader:
             raise Unknown("has scores of another kind")
         return DecoderAttention(
             spec,
-            matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            self._qkv(attention, spec),
             matrix_of(_part(attention, "o_proj", "out_proj", "dense")),
             float(attention.scaling),
             head_norm,
@@ -401,7 +438,16 @@ class _Reader:
             self._family.is_gated,
             self._family.turns_neighbours,
             self._family.norms_last,
+            spec.stores_kv and getattr(attention, "v_norm", None) is not None,
         )
+
+    def _qkv(self, attention: Any, spec: LayerSpec) -> tuple[Matrix, ...]:
+        if not spec.stores_kv:
+            return (matrix_of(attention.q_proj),)
+        if getattr(attention, "use_alternative_attention", False):  # Gemma 4: V is K, not rotated
+            query, key = matrix_of(attention.q_proj), matrix_of(attention.k_proj)
+            return query, key, key
+        return matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
 
     def _rotates(self, attention: Any) -> bool:
         if self._config.model_type == "cohere2":  # in the layers with windows only
@@ -417,7 +463,9 @@ class _Reader:
         query = _part(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
         if query is None:
             return HeadNorm.NONE, None
-        key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
+        key = query
+        if spec.stores_kv:
+            key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
         norms = self._norm(query, spec.key_dim), self._norm(key, spec.key_dim)
         if norms[0].bias is not None or norms[1].bias is not None:
             raise Unknown("centres Q and K")

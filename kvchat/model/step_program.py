@@ -6,13 +6,22 @@ rounding is an operation more.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from kvchat.model.decoder import Decoder, DecoderAttention, DecoderLayer, Mixture, Mlp, QueryScale
+from kvchat.model.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderLayer,
+    Mixture,
+    Mlp,
+    QueryScale,
+    SideGate,
+)
 from kvchat.model.matrices import Norm
 from kvchat.model.quantise import has_packed_table
 from kvchat.model.spec import LayerSpec
@@ -96,6 +105,16 @@ def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torc
     return widen
 
 
+def _side_memory(decoder: Decoder) -> torch.Tensor | None:
+    """Return memory for the side inputs of all layers, None for a model without them."""
+    widths = [layer.side.gate.num_out for layer in decoder.layers if layer.side is not None]
+    if not widths:
+        return None
+    if decoder.side_inputs is None or len(widths) < len(decoder.layers):
+        raise Unfit("has layers with and without inputs of their own")
+    return floats(sum(widths))
+
+
 _TABLES = (torch.float32, torch.float16, torch.bfloat16)
 Table = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -156,10 +175,23 @@ class QueryFactors:
         self.values[: len(positions)] = 1 + self._scale.beta * torch.log1p(periods)
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a part of a layer adds to the stream: normed by `norm`, if it has one.
+
+    The sum is multiplied with `stream_factor`.
+    """
+
+    values: torch.Tensor
+    norm: Norm | None
+    stream_factor: float = 1.0
+
+
 class StepProgram:
     """The program of a decoder over the pools of its layers. Its parts are to be set for a step:
 
     stream               float32 [MAX_ROWS, hidden], the embedded tokens
+    side                 float32 [MAX_ROWS, layers * width], the side inputs, of a model with them
     header, head_header  of the layers, and of the rows that logits are wanted of
     angles, parts        by the kinds of layers that share them
     query_factors        of a model whose Q is scaled by position
@@ -180,6 +212,7 @@ class StepProgram:
         self._operations = StepOperations()
         self._of_parts: dict[Any, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
+        self.side = _side_memory(decoder)
         self.header, self.head_header = self._operations.header, self._operations.head_header
         self.sequences = np.zeros((MAX_ROWS, NUM_OF_SEQUENCE), np.int64)
         self.header[Header.SEQUENCES] = self.sequences.ctypes.data
@@ -209,21 +242,49 @@ class StepProgram:
         """Add all operations; return the place of the logits' address."""
         hidden = self.stream.shape[1]
         check_widths(hidden)
-        added, after = None, None
+        output: _Output | None = None
         state = StatePlaces(self._decoder.state, self._dtype)
         if self._decoder.first_norm is not None:
             self._norm_stream(self._decoder.first_norm)
-        for layer in self._decoder.layers:
+        for index, layer in enumerate(self._decoder.layers):
             if layer.attention is not None:
-                self._add_norm(added, after, layer.before_attention)
-                added, after = self._operations.output("attended", hidden), layer.after_attention
-                self._attended(layer, state, added)
+                self._add_norm(output, layer.before_attention)
+                attended = self._operations.output("attended", hidden)
+                self._attended(layer, state, attended)
+                output = _Output(attended, layer.after_attention)
             if layer.mlp is not None and not layer.is_parallel:
-                self._add_norm(added, after, layer.before_mlp)
-                added, after = self._operations.output("mlp", hidden), layer.after_mlp
-                self._mlp(layer.mlp, layer.before_mlp is not None, added)
-        self._add_norm(added, after, None)
+                self._add_norm(output, layer.before_mlp)
+                of_mlp = self._operations.output("mlp", hidden)
+                self._mlp(layer.mlp, layer.before_mlp is not None, of_mlp)
+                output = _Output(of_mlp, layer.after_mlp)
+            if layer.side is not None:
+                self._add_norm(output, None)
+                output = self._gated_side(layer.side, index)
+            if output is not None:
+                output = replace(output, stream_factor=layer.stream_factor)
+        self._add_norm(output, None)
         return self._head(hidden)
+
+    def _gated_side(self, part: SideGate, index: int) -> _Output:
+        """Add the part of layer `index` that has a side input; return what it adds."""
+        assert self.side is not None
+        width, hidden, operations = part.gate.num_out, self.stream.shape[1], self._operations
+        check_widths(width)
+        gate = operations.output("side gate", width)
+        operations.products((part.gate,), *self._source(is_normed=False), gate)
+        gated = operations.input("side", width)
+        place = gates.SidePlace
+        task: Task = {
+            place.GATE: gate,
+            place.SIDE: self.side[:, index * width :],
+            place.SIDE_STRIDE: self.side.stride(0) * 4,
+            place.OUT: gated.floats,
+            place.WIDTH: width,
+        }
+        operations.add(gates.side_kernel(part.activation), task, None)
+        out = operations.output("side", hidden)
+        operations.products((part.projection,), gated, gated.floats, out)
+        return _Output(out, part.norm)
 
     def _norm_stream(self, norm: Norm) -> None:
         place = norms.Place
@@ -270,18 +331,17 @@ class StepProgram:
         }
         self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
-    def _add_norm(
-        self, added: torch.Tensor | None, after: Norm | None, before: Norm | None
-    ) -> None:
+    def _add_norm(self, output: _Output | None, before: Norm | None) -> None:
         """Add to the stream what is to be added, and norm it into the input of what follows."""
-        if added is None and before is None:
+        if output is None and before is None:
             return
-        stream = self.stream
+        stream, after = self.stream, None if output is None else output.norm
         form = NormForm(
-            added is not None,
+            output is not None,
             after is not None,
             before is not None,
             centres=before is not None and before.bias is not None,
+            scales=output is not None and output.stream_factor != 1.0,
         )
         if after is not None and after.bias is not None:
             raise Unfit("has norms of outputs of another kind")
@@ -292,8 +352,8 @@ class StepProgram:
             place.FACTOR: self._decoder.residual_factor,
             place.EPSILON: (after or before or self._decoder.norm).epsilon,
         }
-        if added is not None:
-            task[place.ADDEND] = added
+        if output is not None:
+            task |= {place.ADDEND: output.values, place.STREAM_FACTOR: output.stream_factor}
         if after is not None:
             task[place.ADDEND_WEIGHT] = after.weight
         if before is not None:
@@ -319,8 +379,9 @@ class StepProgram:
         out: torch.Tensor,
     ) -> None:
         spec = layer.spec
-        qkv_width = (spec.num_heads + spec.num_kv_heads) * spec.key_dim
-        qkv_width += spec.num_kv_heads * spec.value_dim
+        qkv_width = spec.num_heads * spec.key_dim
+        if spec.stores_kv:
+            qkv_width += spec.num_kv_heads * (spec.key_dim + spec.value_dim)
         qkv = self._operations.output("qkv", qkv_width)
         both = self._qkv(layer, source, values, qkv)
         pool = self._pools[spec.pool_index]
@@ -438,6 +499,8 @@ class StepProgram:
             self.query_factors is not None,
             layer.turns_neighbours,
             layer.norms_last,
+            layer.norms_value,
+            spec.stores_kv,
         )
         self._operations.add(rotation.rotation_kernel(heads), task, None)
 

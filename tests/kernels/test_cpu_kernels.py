@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers.activations import XIELUActivation
 
 from kvchat_kernels.cpu import attention, gates, norms, products, rotation
-from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.program import Operation, Program, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.linear import cpu as linear_cpu
@@ -25,11 +25,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("norms_addend", [False, True])
-def test_a_norm_adds_to_the_stream_first(norms_addend: bool) -> None:
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_norm_adds_to_the_stream_first(scales: bool, norms_addend: bool) -> None:
     torch.manual_seed(0)
     stream, added, out = (torch.randn(3, 96) for _ in range(3))
     weight, own = torch.randn(96), torch.randn(96)
     expected = stream + 0.5 * (normed(added, own) if norms_addend else added)
+    expected *= 3.0 if scales else 1.0
     place = norms.Place
     places = {
         place.STREAM: stream,
@@ -40,8 +42,10 @@ def test_a_norm_adds_to_the_stream_first(norms_addend: bool) -> None:
         place.WIDTH: 96,
         place.EPSILON: EPSILON,
         place.FACTOR: 0.5,
+        place.STREAM_FACTOR: 3.0,
     }
-    kernel = norms.norm_kernel(norms.NormForm(adds=True, norms_addend=norms_addend))
+    form = norms.NormForm(adds=True, norms_addend=norms_addend, scales=scales)
+    kernel = norms.norm_kernel(form)
 
     run_units(Operation(kernel, task(places), header(3), None), 3, 1)
 
@@ -94,6 +98,25 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
     run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
 
     assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
+
+
+def test_a_side_input_is_taken_from_rows_of_all_layers() -> None:
+    gate, sides, out = torch.randn(3, 40), torch.randn(3, 120), torch.zeros(3, 40)
+    side = sides[:, 40:80]
+    place = gates.SidePlace
+    places = {
+        place.GATE: gate,
+        place.SIDE: side,
+        place.SIDE_STRIDE: sides.stride(0) * 4,
+        place.OUT: out,
+        place.WIDTH: 40,
+    }
+    kernel = gates.side_kernel(gates.Activation.GELU_TANH)
+
+    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+
+    expected = functional.gelu(gate, approximate="tanh") * side
+    assert torch.allclose(out, expected, atol=1e-5)
 
 
 def test_xielu_is_that_of_transformers() -> None:
@@ -197,6 +220,44 @@ def test_a_unit_is_an_eighth_of_a_matrix_within_limits(
     rows = products.unit_rows(num_out, row_bytes)
     assert rows % products.WEIGHT_ROWS == 0
     assert most_bytes - products.WEIGHT_ROWS * row_bytes < rows * row_bytes <= most_bytes
+
+
+@pytest.mark.parametrize("writes_kv", [False, True])
+def test_values_are_normed_and_only_queries_where_kv_is_anothers(writes_kv: bool) -> None:
+    """Gemma 4 norms V without weights, and some layers attend to the KV of an earlier one."""
+    torch.manual_seed(0)
+    heads = rotation.Heads(
+        4, 2, 16, 24, 0, rotation.HeadNorm.HEAD, Stored.FLOAT, norms_value=writes_kv,
+        writes_kv=writes_kv,
+    )  # fmt: skip
+    qkv = torch.randn(3, 4 * 16 + (2 * (16 + 24) if writes_kv else 0))
+    before, query_norm, key_norm = qkv.clone(), torch.randn(16), torch.randn(16)
+    keys, values = torch.zeros(5, 2, 16), torch.zeros(5, 2, 24)
+    slots = torch.tensor([4, -1, 0])
+    place = rotation.Place
+    places = {
+        place.QKV: qkv,
+        place.QKV_STRIDE: qkv.stride(0) * 4,
+        place.KEYS: keys,
+        place.VALUES: values,
+        place.QUERY_NORM: query_norm,
+        place.KEY_NORM: key_norm,
+        place.EPSILON: EPSILON,
+    }
+    kernel = rotation.rotation_kernel(heads)
+
+    run_units(Operation(kernel, task(places), header(3, slots), None), 3, 1)
+
+    query = normed(before[:, :64].view(3, 4, 16), query_norm)
+    assert torch.allclose(qkv[:, :64].view(3, 4, 16), query, atol=1e-5)
+    expected_keys, expected_values = torch.zeros_like(keys), torch.zeros_like(values)
+    if writes_kv:
+        key, value = before[:, 64:].split((32, 48), dim=1)
+        rows = [0, 2]
+        expected_keys[[4, 0]] = normed(key.view(3, 2, 16), key_norm)[rows]
+        expected_values[[4, 0]] = normed(value.view(3, 2, 24), torch.ones(24))[rows]
+    assert torch.allclose(keys, expected_keys, atol=1e-5)
+    assert torch.allclose(values, expected_values, atol=1e-5)
 
 
 @pytest.mark.parametrize("norms_last", [False, True])

@@ -37,6 +37,11 @@ _ROUTED = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_HALF_SLIDES = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+}
 # What stands behind a comma tells apart the settings of one type.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -77,6 +82,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
     },
     "gemma3_text": {"sliding_window": 8, "num_hidden_layers": 4, "sliding_window_pattern": 2},
+    "gemma4_text": {
+        **_HALF_SLIDES,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 272,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_text, values are keys": {
+        **_HALF_SLIDES,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+    },
     "olmo2": {},
     "olmo3": {},
     "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -222,7 +244,8 @@ def load(directory: Path, family: str, **config: Any) -> LoadedModel:
 def _stir(model: torch.nn.Module) -> None:
     """Change what a new model has as ones and zeros: norms, biases, what routers choose by."""
     generator = torch.Generator().manual_seed(1)
-    buffers = (part for name, part in model.named_buffers() if name.endswith("correction_bias"))
+    ends = "correction_bias", "layer_scalar"
+    buffers = (part for name, part in model.named_buffers() if name.endswith(ends))
     with torch.no_grad():
         for part in (*model.parameters(), *buffers):
             if part.dim() == 1:

@@ -42,6 +42,18 @@ class HeadPlace(IntEnum):
     DIM = 4
 
 
+class SidePlace(IntEnum):
+    """The task of side inputs: GATE and OUT are float32 [rows, WIDTH], SIDE has rows of
+    SIDE_STRIDE bytes, whose first WIDTH are taken.
+    """
+
+    GATE = 0
+    SIDE = 1
+    SIDE_STRIDE = 2
+    OUT = 3
+    WIDTH = 4
+
+
 class FactorPlace(IntEnum):
     """The task of factors: X has rows of STRIDE bytes, whose first WIDTH are multiplied with
     FACTORS, float32 [WIDTH].
@@ -64,6 +76,12 @@ class Activation(StrEnum):
 @cache
 def gate_kernel(activation: Activation, is_gated: bool = True) -> Kernel:
     return Kernel("gate", (activation, is_gated), lambda code: _write(code, activation, is_gated))
+
+
+@cache
+def side_kernel(activation: Activation) -> Kernel:
+    """Return the kernel of act(gate) * side, where the side input is no product of the step."""
+    return Kernel("side", (activation,), lambda code: _write_side(code, activation))
 
 
 @cache
@@ -122,6 +140,17 @@ def _write(code: Code, activation: Activation, is_gated: bool) -> None:
             if is_gated:
                 value = value * code.load(gate, (column + width) * 4, F32S)
             code.store(value, out, column * 4)
+
+
+def _write_side(code: Code, activation: Activation) -> None:
+    width = code.field(SidePlace.WIDTH)
+    gate, out = (
+        code.field(place) + code.unit * width * 4 for place in (SidePlace.GATE, SidePlace.OUT)
+    )
+    side = code.field(SidePlace.SIDE) + code.unit * code.field(SidePlace.SIDE_STRIDE)
+    with code.loop(0, width, LANES) as column:
+        value = _activated(code, code.load(gate, column * 4, F32S), activation)
+        code.store(value * code.load(side, column * 4, F32S), out, column * 4)
 
 
 def _activated(code: Code, x: Value, activation: Activation) -> Value:

@@ -24,6 +24,7 @@ class Place(IntEnum):
     EPSILON               float32
     FACTOR                what the addend is multiplied with, float32
     BIAS                  of a centred norm of the stream, float32 [WIDTH]
+    STREAM_FACTOR         what the sum of both is multiplied with, float32
     """
 
     STREAM = 0
@@ -35,6 +36,7 @@ class Place(IntEnum):
     EPSILON = 6
     FACTOR = 7
     BIAS = 8
+    STREAM_FACTOR = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class NormForm:
     norms         writes the normed stream
     picks         reads and writes the rows of the stream that the header names
     centres       the norm of the stream is a centred one
+    scales        multiplies the stream after it has added
     """
 
     adds: bool
@@ -53,6 +56,7 @@ class NormForm:
     norms: bool = True
     picks: bool = False
     centres: bool = False
+    scales: bool = False
 
 
 @cache
@@ -75,7 +79,10 @@ def _write(code: Code, form: NormForm) -> None:
             value = code.load(addend, index * 4, F32S) * factor
             if form.norms_addend:
                 value = value * code.load(code.field(Place.ADDEND_WEIGHT), index * 4, F32S)
-            code.store(code.load(stream, index * 4, F32S) + value, stream, index * 4)
+            value = code.load(stream, index * 4, F32S) + value
+            if form.scales:
+                value = value * code.spread(code.float_field(Place.STREAM_FACTOR))
+            code.store(value, stream, index * 4)
     if form.norms:
         out = code.field(Place.OUT) + code.unit * width * 4
         if form.centres:

@@ -63,6 +63,8 @@ class Heads:
 
     turns_neighbours   dimensions 2i and 2i + 1 turn by the angle i
     norms_last         heads are normalised after they are rotated
+    norms_value        heads of V are normalised too, without weights
+    writes_kv          false where a layer attends to the KV of another one: rows are of Q alone
     """
 
     num_heads: int
@@ -77,6 +79,8 @@ class Heads:
     scales_query: bool = False
     turns_neighbours: bool = False
     norms_last: bool = False
+    norms_value: bool = False
+    writes_kv: bool = True
 
 
 @cache
@@ -88,10 +92,9 @@ def _write(code: Code, heads: Heads) -> None:
     row = code.field(Place.QKV) + code.unit * code.field(Place.QKV_STRIDE)
     key_row = row + heads.num_heads * heads.key_dim * 4
     value_row = key_row + heads.num_kv_heads * heads.key_dim * 4
-    parts = (
-        (row, heads.num_heads, Place.QUERY_NORM),
-        (key_row, heads.num_kv_heads, Place.KEY_NORM),
-    )
+    parts = [(row, heads.num_heads, Place.QUERY_NORM)]
+    if heads.writes_kv:
+        parts.append((key_row, heads.num_kv_heads, Place.KEY_NORM))
     for address, count, weight in parts:
         if not heads.norms_last:
             _write_norms(code, heads, address, count, code.field(weight))
@@ -102,6 +105,16 @@ def _write(code: Code, heads: Heads) -> None:
             _write_norms(code, heads, address, count, code.field(weight))
     if heads.scales_query:
         _write_scaling(code, row, heads.num_heads * heads.key_dim)
+    if heads.norms_value:
+        with code.loop(0, heads.num_kv_heads) as head:
+            start = value_row + head * heads.value_dim * 4
+            _write_norm(code, start, code.whole(heads.value_dim), None)
+    if heads.writes_kv:
+        _write_kv(code, heads, key_row, value_row)
+
+
+def _write_kv(code: Code, heads: Heads, key_row: Value, value_row: Value) -> None:
+    """Write a row of K and one of V to the row's slot, if it has one."""
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
     with code.when(slot > -1):
         for address, pool, dim, scales, group in (
@@ -149,14 +162,18 @@ def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: V
         return
     is_wide = heads.norm is HeadNorm.ALL_HEADS
     width = code.whole(heads.key_dim * count if is_wide else heads.key_dim)
-    epsilon = code.float_field(Place.EPSILON)
     with code.loop(0, 1 if is_wide else count) as part:
-        start = address + part * width * 4
-        factor = code.spread(inverse_rms(code, start, width, epsilon))
-        with code.loop(0, width, LANES) as index:
-            value = code.load(start, index * 4, F32S) * factor
+        _write_norm(code, address + part * width * 4, width, weight)
+
+
+def _write_norm(code: Code, start: Value, width: Value, weight: Value | None) -> None:
+    epsilon = code.float_field(Place.EPSILON)
+    factor = code.spread(inverse_rms(code, start, width, epsilon))
+    with code.loop(0, width, LANES) as index:
+        value = code.load(start, index * 4, F32S) * factor
+        if weight is not None:
             value = value * code.load(weight, index * 4, F32S)
-            code.store(value, start, index * 4)
+        code.store(value, start, index * 4)
 
 
 def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
