@@ -173,7 +173,9 @@ _LOGITS_FACTORS = {
     "cohere": ("logit_scale", False),
     "cohere2": ("logit_scale", False),
 }
-_LOGITS_CAPPED = frozenset({"gemma2", "gemma3_text", "vaultgemma", "nanochat"})
+_LOGITS_CAPPED = frozenset(
+    {"gemma2", "gemma3_text", "gemma4", "gemma4_text", "vaultgemma", "nanochat"}
+)
 # Ends of the names of norms that centre.
 _CENTRED = "LayerNorm", "LayerNorm1P"
 _ACTIVATIONS = {
