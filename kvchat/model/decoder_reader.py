@@ -5,7 +5,7 @@ transformers' own code. Reading is by model type, and refuses (`Unknown`) what i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,160 +22,22 @@ from kvchat.model.decoder import (
     Routing,
     SideGate,
 )
+from kvchat.model.decoder_families import (
+    FAMILIES,
+    LIKE_DEEPSEEK,
+    LOGITS_CAPPED,
+    LOGITS_FACTORS,
+    Family,
+)
 from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of, whole
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec
-from kvchat.model.step_delta import read_delta_net
 from kvchat.model.step_mamba import Mamba, read_mamba
 from kvchat.model.step_recurrent import Recurrent
-from kvchat.model.step_short_conv import read_short_convolution
 from kvchat_kernels.cpu.experts import Factors
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
-# Norms of a layer by their names, in the order of DecoderLayer.
-_Names = tuple[str | None, str | None, str | None, str | None]
-_LLAMA: _Names = ("input_layernorm", None, "post_attention_layernorm", None)
-_GEMMA: _Names = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-_OLMO: _Names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_LFM: _Names = ("operator_norm", None, "ffn_norm", None)
-_BAMBA: _Names = ("input_layernorm", None, "pre_ff_layernorm", None)
-_GLM4: _Names = (
-    "input_layernorm",
-    "post_self_attn_layernorm",
-    "post_attention_layernorm",
-    "post_mlp_layernorm",
-)
-_HYPERCLOVA: _Names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
-_VAULT: _Names = ("input_layernorm", None, "pre_feedforward_layernorm", None)
-_ONE: _Names = ("input_layernorm", None, None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What types differ in. `norm_offset` is added to the weights of norms.
-
-    last_norm, rotary   the names of the norm before the head, and of the module for angles
-    attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
-    normalises    whether factors of experts have the sum 1; None: the configuration says it
-    is_gated      whether heads of attention are gated
-    turns_neighbours, norms_last   as of `rotation.Heads`
-    is_parallel   whether attention and MLP have the same input
-    shares_kv     whether a layer may attend to the KV of an earlier one
-    recurrent     the name of the part of a layer that keeps a state, and what reads it
-    """
-
-    norms: _Names = _LLAMA
-    norm_offset: float = 0.0
-    last_norm: str = "norm"
-    rotary: str | None = "rotary_emb"
-    attention: str = "self_attn"
-    mlp: str = "mlp"
-    router: str = "gate"
-    normalises: bool | None = None
-    is_gated: bool = False
-    turns_neighbours: bool = False
-    norms_last: bool = False
-    is_parallel: bool = False
-    shares_kv: bool = False
-    recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
-
-
-_DELTA = ("linear_attn", read_delta_net)
-_MAMBA = ("mamba", read_mamba)
-_SHORT_CONVOLUTION = ("conv", read_short_convolution)
-_LFM2 = _Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
-_BAMBAS = _Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
-_GRANITE_MIXTURE = _Family(mlp="block_sparse_moe", router="router", normalises=True)
-_COHERE = _Family(_ONE, turns_neighbours=True, is_parallel=True)
-_HUNYUAN = _Family(norms_last=True)
-_FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "ministral": _Family(),
-    "ministral3": _Family(),
-    "qwen2": _Family(),
-    "qwen3": _Family(),
-    "seed_oss": _Family(),
-    "internlm3": _Family(),
-    "iquestcoder": _Family(),
-    "cwm": _Family(),
-    "smollm3": _Family(),
-    "arcee": _Family(),
-    "olmo": _Family(),
-    "starcoder2": _Family(),
-    "nemotron": _Family(norm_offset=1.0),
-    "jais2": _Family(),
-    "stablelm": _Family(),
-    "phi": _Family(_ONE, last_norm="final_layernorm", is_parallel=True),
-    "cohere": _COHERE,
-    "cohere2": _COHERE,
-    "glm": _Family(turns_neighbours=True),
-    "glm4": _Family(_GLM4, turns_neighbours=True),
-    "ernie4_5": _Family(turns_neighbours=True),
-    "helium": _Family(turns_neighbours=True),
-    "hunyuan_v1_dense": _HUNYUAN,
-    "nanochat": _HUNYUAN,
-    "apertus": _Family(("attention_layernorm", None, "feedforward_layernorm", None)),
-    "hyperclovax": _Family(_HYPERCLOVA),
-    "phi3": _Family(),
-    "granite": _Family(),
-    "gemma": _Family(norm_offset=1.0),
-    "gemma2": _Family(_GEMMA, 1.0),
-    "gemma3_text": _Family(_GEMMA, 1.0),
-    "gemma4_text": _Family(_GEMMA, shares_kv=True),
-    "vaultgemma": _Family(_VAULT, 1.0),
-    "olmo2": _Family(_OLMO),
-    "olmo3": _Family(_OLMO),
-    "exaone4": _Family(_OLMO),
-    "mixtral": _Family(normalises=True),
-    "qwen2_moe": _Family(),
-    "qwen3_moe": _Family(),
-    "olmoe": _Family(),
-    "flex_olmo": _Family(_OLMO),
-    "mellum": _Family(),
-    "glm4_moe": _Family(),
-    "dots1": _Family(),
-    "solar_open": _Family(),
-    "minimax_m2": _Family(normalises=True),
-    "ernie4_5_moe": _Family(normalises=True, turns_neighbours=True),
-    "hunyuan_v1_moe": replace(_HUNYUAN, normalises=True),
-    "phimoe": _Family(router="router", normalises=False),
-    "qwen3_next": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
-    "qwen3_5_text": _Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
-    "qwen3_5_moe_text": _Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
-    "lfm2": _LFM2,
-    "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
-    "bamba": _BAMBAS,
-    "falcon_h1": _BAMBAS,
-    "nemotron_h": _Family(last_norm="norm_f", rotary=None, attention="mixer", mlp="mixer"),
-    "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
-    "granitemoe": _GRANITE_MIXTURE,
-    "granitemoeshared": _GRANITE_MIXTURE,
-}
-COMPILED_TYPES = tuple(sorted(_FAMILIES))
-# Types whose experts have factors as DeepSeek V3's: sigmoids, a bias chooses, then one scale.
-_LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
-# Types whose logits have a factor: its name, and whether they are divided by it.
-_LOGITS_FACTORS = {
-    "granite": ("logits_scaling", True),
-    "granitemoe": ("logits_scaling", True),
-    "granitemoeshared": ("logits_scaling", True),
-    "granitemoehybrid": ("logits_scaling", True),
-    "hyperclovax": ("logits_scaling", False),
-    "hyperclovax_vision_v2": ("logits_scaling", False),
-    "falcon_h1": ("lm_head_multiplier", False),
-    "cohere": ("logit_scale", False),
-    "cohere2": ("logit_scale", False),
-}
-_LOGITS_CAPPED = frozenset(
-    {"gemma2", "gemma3_text", "gemma4", "gemma4_text", "vaultgemma", "nanochat"}
-)
 # Ends of the names of norms that centre.
 _CENTRED = "LayerNorm", "LayerNorm1P"
 _ACTIVATIONS = {
@@ -198,7 +60,7 @@ def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
     path = spec.layers[0].module_name.split(".")[:-3]
     try:
         owner = module.get_submodule(".".join(path))
-        family = _FAMILIES.get(owner.config.model_type)
+        family = FAMILIES.get(owner.config.model_type)
         if family is None:
             return f"is of the type {owner.config.model_type}"
         return _Reader(module, owner, spec, family).read()
@@ -211,7 +73,7 @@ def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
 class _Reader:
     """Reads a model; `owner` is the module that has the list of layers."""
 
-    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: _Family) -> None:
+    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: Family) -> None:
         self._module = module
         self._owner = owner
         self._config = owner.config
@@ -265,12 +127,12 @@ class _Reader:
     def _logits_divisor(self) -> float:
         # The class with the head has the code: most image-text classes scale nothing, whatever
         # the configuration of their text model says.
-        name, divides = _LOGITS_FACTORS.get(self._module.config.model_type, (None, False))
+        name, divides = LOGITS_FACTORS.get(self._module.config.model_type, (None, False))
         factor = 1.0 if name is None else float(getattr(self._config, name))
         return factor if divides else 1 / factor
 
     def _logits_softcap(self) -> float | None:
-        if self._module.config.model_type not in _LOGITS_CAPPED:
+        if self._module.config.model_type not in LOGITS_CAPPED:
             return None
         softcap: float | None = self._config.final_logit_softcapping
         return softcap
@@ -395,7 +257,7 @@ class _Reader:
     def _routing(self, mixture: Any, router: Any) -> Routing:
         model_type = self._config.model_type
         bias: torch.Tensor | None
-        if model_type in _LIKE_DEEPSEEK:
+        if model_type in LIKE_DEEPSEEK:
             latent = getattr(mixture, "fc1_latent_proj", None)
             if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
                 raise Unknown("has a mixture of another kind")

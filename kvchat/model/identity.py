@@ -148,6 +148,7 @@ _STATE_PACKAGES = (
 _STATE_MODULES = (
     "compiled_step.py",
     "decoder.py",
+    "decoder_families.py",
     "decoder_reader.py",
     "matrices.py",
     "paged_model.py",

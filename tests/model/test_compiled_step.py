@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.kv_storage import kv_geometry
-from kvchat.model import decoder, decoder_reader
+from kvchat.model import decoder, decoder_families
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
@@ -745,7 +745,7 @@ def test_a_family_that_is_read_wrongly_fails_the_self_test(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of Gemma's norms are offsets from one."""
-    monkeypatch.setitem(decoder_reader._FAMILIES, "gemma", decoder_reader._FAMILIES["llama"])
+    monkeypatch.setitem(decoder_families.FAMILIES, "gemma", decoder_families.FAMILIES["llama"])
     loaded = load(tmp_path, "gemma", dtype=dtype)
     assert loaded.compiled is not None
 
