@@ -357,7 +357,7 @@ FULL = Recipe(
     num_probes=200,
 )
 
-# The shipped pair and three more stages, whose weights have not been shipped.
+# The shipped pair and four more stages, whose weights have not been shipped.
 _COMFORTING = Stage(
     Plan(
         "target-14",
@@ -400,11 +400,27 @@ _RETAINING = Stage(
     teacher=_THIRTEEN_ROUNDS,
     trusted=0.25,
 )
+# It had forgotten some facts, corrections and letters: those again, with the same teacher.
+_RESTORING = Stage(
+    Plan(
+        "target-17",
+        FAR_GEOMETRY,
+        (Phase(CONFIRMING, 6),),
+        seed=25,
+        leg_steps=20,
+        rates=Rates(matrix=0.004, other=0.0006),
+        warmup_steps=5,
+        knots=((0, 1.0), (32, 1.0), (100, 0.474), (120, 0.01)),
+    ),
+    after={"target-16": 1.0},
+    teacher=_THIRTEEN_ROUNDS,
+    trusted=0.25,
+)
 # A mean with the shipped target comforts no more.
 NEXT = replace(
     FULL,
-    stages=(*FULL.stages, _COMFORTING, _CONFIRMING, _RETAINING),
-    shipped=FULL.shipped | {"target": {"target-16": 1.0}},
+    stages=(*FULL.stages, _COMFORTING, _CONFIRMING, _RETAINING, _RESTORING),
+    shipped=FULL.shipped | {"target": {"target-17": 1.0}},
 )
 
 _TINY = replace(
