@@ -14,7 +14,10 @@ from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup
 from kvchat.cli.settings import BY_NAME, OF_KV, unknown_variables
 from kvchat.core.errors import UsageError
+from kvchat_kernels.cpu.level import CPU_VARIABLE
 
+# Commands that may run compiled kernels; None is the chat.
+_RUNS_KERNELS = (None, "bench", "models", "serve")
 config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
 
 
@@ -56,6 +59,20 @@ def _warn_of_unknown_variables(is_quiet: bool) -> None:
     if not is_quiet:
         for sentence in unknown_variables(os.environ):
             typer.echo(f"kvchat: {sentence}", err=True)
+
+
+def _require_processor_level() -> None:
+    """Raise UsageError if `KVCHAT_CPU` names a level that this processor cannot run.
+
+    Code for such a level ends the process in an illegal instruction.
+    """
+    if os.environ.get(CPU_VARIABLE):
+        from kvchat_kernels.cpu.code import processor_name  # imports LLVM
+
+        try:
+            processor_name()
+        except RuntimeError as error:
+            raise UsageError(str(error), "Unset it, or see docs/environment.md.") from error
 
 
 @app.callback(invoke_without_command=True)
@@ -144,6 +161,8 @@ def chat(
     or with input from a pipe, it answers and exits.
     """
     _warn_of_unknown_variables(bool(quiet))
+    if context.invoked_subcommand in _RUNS_KERNELS:
+        _require_processor_level()
     if context.invoked_subcommand is not None:
         return
     from kvchat.cli.chat import ChatRequest, run_chat

@@ -25,6 +25,7 @@ from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory
 from kvchat.terminal.cache_lines import used_of_limit
+from kvchat_kernels.cpu.level import CPU_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +130,7 @@ def _devices() -> Iterator[Finding]:
     cpu = torch.device("cpu")
     threads = torch.get_num_threads()
     yield Finding("CPU", f"{threads} threads, {format_bytes(free_bytes(cpu))} free")
+    yield _compiled_kernels()
     if not torch.cuda.is_available():
         yield Finding("GPU", "none that torch can use")
         return
@@ -136,6 +138,19 @@ def _devices() -> Iterator[Finding]:
     name = torch.cuda.get_device_name(device)
     yield Finding("GPU", f"{name}, {format_bytes(free_bytes(device))} free")
     yield from _attention(device)
+
+
+def _compiled_kernels() -> Finding:
+    """Report the processor that kernels are compiled for: this one, or an older level."""
+    origin = f" ({CPU_VARIABLE})" if os.environ.get(CPU_VARIABLE) else ""
+    try:
+        from kvchat_kernels.cpu.code import processor_name
+
+        return Finding("CPU kernels", f"compiled for {processor_name()}{origin}")
+    except ImportError:
+        return Finding("CPU kernels", "llvmlite is missing", "Install kvchat again.")
+    except RuntimeError as error:
+        return Finding("CPU kernels", f"{error}", f"Unset {CPU_VARIABLE}." if origin else "")
 
 
 def _attention(device: "torch.device") -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from kvchat.core.config import (
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat_kernels.cpu.level import CPU_VARIABLE
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE
 
 ENVIRONMENT_PREFIX = "KVCHAT_"
@@ -31,6 +32,8 @@ ENVIRONMENT_PREFIX = "KVCHAT_"
 ENDPOINTS = "endpoints"
 # Keys are no settings: they stand in no file and are not shown.
 API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
+# Variables of compiled kernels, which no file sets: docs/environment.md.
+KERNEL_VARIABLES = (CPU_VARIABLE, KERNEL_CACHE_VARIABLE)
 _MAX_CONFIG_BYTES = 1 << 20
 _MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
@@ -242,7 +245,7 @@ def resolve(
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [setting.variable for setting in SETTINGS]
-    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, KERNEL_CACHE_VARIABLE]
+    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, *KERNEL_VARIABLES]
     sentences = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:

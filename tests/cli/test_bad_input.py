@@ -130,6 +130,18 @@ def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
     assert done.stderr.endswith(b"It is set in KVCHAT_TOP_P.\n")
 
 
+def test_a_level_that_this_processor_cannot_run_is_refused(shell: Shell) -> None:
+    """It ended the process in an illegal instruction, after "is no setting and is ignored"."""
+    refused = shell.run("-p", "x", KVCHAT_CPU="z80")
+    shown = shell.run("config", "show", KVCHAT_CPU="z80")
+
+    assert refused.returncode == 2
+    assert b"KVCHAT_CPU is 'z80', but must be one of x86-64-v2, x86-64-v3" in refused.stderr
+    assert b"no setting" not in refused.stderr + shown.stderr
+    assert shown.returncode == 0
+    assert b'\nKVCHAT_CPU           "z80"\n' in shown.stdout
+
+
 def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> None:
     directory = tmp_path / "pickled"
     directory.mkdir()

@@ -7,6 +7,7 @@ else: there they took up to 2.4 times as long as llama.cpp's.
 import pytest
 
 from kvchat_kernels.cpu.code import has_feature
+from kvchat_kernels.cpu.level import LEVELS, level
 from support.other_process import ROOT, run_python
 
 _PYTEST = """
@@ -40,6 +41,17 @@ def test_the_same_tests_pass_without_avx512(level: str, needed: str, tests: list
     if not has_feature(needed):
         pytest.skip(f"the processor has no {needed}")
     run_python(_PYTEST, *(f"{ROOT}/{test}" for test in tests), KVCHAT_CPU=level)
+
+
+def test_a_level_needs_all_features_of_its_code() -> None:
+    """A Zen 4, which has AVX-512 and no AVX-VNNI, ended in an illegal instruction."""
+    zen4 = LEVELS["x86-64-v3"].needed | {"avx512vnni"}
+
+    assert level("x86-64-v3", zen4).usable >= {"avx2"}
+    with pytest.raises(RuntimeError, match="avxvnni, but this processor has no avxvnni"):
+        level("x86-64-v3+avxvnni", zen4)
+    with pytest.raises(RuntimeError, match="this processor has no avx"):
+        level("x86-64-v3", LEVELS["x86-64-v2"].needed)
 
 
 def test_float16_is_converted_without_instructions_for_it() -> None:

@@ -8,7 +8,8 @@ the instructions of the processor.
 Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
 
 `KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more,
-`x86-64-v3+avxvnni` for one with AVX-VNNI beside it, and `x86-64-v2` for one without AVX.
+`x86-64-v3+avxvnni` for one with AVX-VNNI beside it, and `x86-64-v2` for one without AVX
+(`level.py`).
 """
 
 import ctypes
@@ -26,6 +27,7 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from kvchat_kernels.cpu.level import CPU_VARIABLE, level
 from kvchat_kernels.cpu.object_cache import object_cache
 
 # Floats of a vector. Widths and head dims are multiples of it.
@@ -484,26 +486,22 @@ class _Processor:
 # Processors, by LLVM's names, that compute 512 bits at once. Measured: emeraldrapids.
 _WHOLE_512 = frozenset({"icelake-server", "sapphirerapids", "emeraldrapids", "graniterapids"})
 
-# Processors that can be asked for instead of this one, and what kernels may use there.
-_LEVELS = {
-    "x86-64-v2": frozenset({"sse2"}),
-    "x86-64-v3": frozenset({"sse2", "avx2", "f16c"}),
-    "x86-64-v3+avxvnni": frozenset({"sse2", "avx2", "f16c", "avxvnni"}),
-}
-
 
 @cache
 def _processor() -> _Processor:
-    """Return this processor, or the one that the environment names. Raises RuntimeError."""
-    name = os.environ.get("KVCHAT_CPU")
-    if name is not None:
-        if name not in _LEVELS:
-            raise RuntimeError(f"KVCHAT_CPU is none of {', '.join(_LEVELS)}: {name[:40]!r}")
-        base, *flags = name.split("+")
-        return _Processor(base, "".join(f"+{flag}" for flag in flags), _LEVELS[name])
+    """Return this processor, or the level that the environment names. Raises RuntimeError."""
     features = llvm.get_host_cpu_features()
     present = frozenset(feature for feature, is_there in features.items() if is_there)
+    if name := os.environ.get(CPU_VARIABLE):
+        chosen = level(name, present)
+        flags = ",".join(f"+{flag}" for flag in chosen.flags)
+        return _Processor(chosen.processor, flags, chosen.usable)
     return _Processor(llvm.get_host_cpu_name(), features.flatten(), present)
+
+
+def processor_name() -> str:
+    """Return LLVM's name of what kernels are compiled for. Raises RuntimeError."""
+    return _processor().name
 
 
 @cache
