@@ -18,7 +18,7 @@ from typing import Any, TextIO
 import torch
 
 from kvchat import __version__
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def record(
 ) -> tuple[Path, Path]:
     """Write `<device>.md` and `<device>.json` and return their paths; overwrites earlier ones.
 
-    `command` is the command line. Raises UsageError if the directory cannot be written.
+    `command` is the command line. Raises StoreError if the directory cannot be written.
     """
     facts = {**machine(), "commit": _commit(), "date": time.strftime("%Y-%m-%d")}
     name = str(facts["gpu"] if device.type == "cuda" else facts["processor"] or "cpu")
@@ -151,7 +151,7 @@ def record(
         data = directory / f"{stem}.json"
         data.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"The report cannot be written: {error}.", "Name another place.") from None
+        raise StoreError(f"The report cannot be written: {error}.", "Name another place.") from None
     return text, data
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvchat.core.bounded_files import read_bounded
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 
@@ -43,14 +43,14 @@ _MAX_BYTES = 16 * 2**20
 def read_attachment(path: Path) -> Attached:
     """Return a file with its text, fenced below its name, to put before a message.
 
-    Raises UsageError for a file that is unreadable, not text, or larger than 16 MiB.
+    Raises UnreadableFile for one that is missing, not text, or larger than 16 MiB.
     """
     try:
         data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in data:
-        raise UsageError(f"{path} is not a text file.", "Only text can be attached.")
+        raise UnreadableFile(f"{path} is not a text file.", "Only text can be attached.")
     text = data.decode("utf-8", errors="replace")
     is_utf8 = text.encode() == data
     text = text.rstrip("\n")

@@ -24,7 +24,7 @@ from kvchat.chat.session_file import (
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
-from kvchat.core.errors import SessionNotFound, StoreError, UsageError
+from kvchat.core.errors import SessionNotFound, StoreError, UnreadableFile, UsageError
 from kvchat.core.text import sanitize, sanitize_json
 from kvchat.core.types import FinishReason
 
@@ -119,13 +119,13 @@ def _open_private(path: str, flags: int) -> int:
 def import_file(store: SessionStore, path: Path) -> str:
     """Add the conversation in a file to the store and return its new id.
 
-    The file is not changed. Raises `UsageError` if it cannot be read or holds no messages, and
+    The file is not changed. Raises `UnreadableFile`, `UsageError` if it holds no messages, and
     `StoreError` if it is a session that cannot be read, or if the copy cannot be saved.
     """
     try:
         data = read_bounded(path, MAX_SESSION_BYTES)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
     conversation = _from_session(data, path.name)
     if conversation is None:
         conversation = _from_messages(data)

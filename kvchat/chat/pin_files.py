@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvchat.chat.attachment import Attached, read_attachment
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import MOST_STATE_BYTES, read_state, write_state
 from kvchat.core.text import one_line
 
@@ -62,14 +62,14 @@ class PinFiles:
     def check(self, label: str) -> str:
         """Return a sentence on files that changed since they were pinned, "" if none did.
 
-        Raises UsageError if one of them cannot be read any more.
+        Raises UnreadableFile if one of them cannot be read any more.
         """
         changed = []
         for name, digest in self._read()[label].items():
             try:
                 text = read_attachment(Path(name)).text
-            except UsageError as error:
-                raise UsageError(
+            except UnreadableFile as error:
+                raise UnreadableFile(
                     f"The pin {one_line(label, 64)} needs all its files: {error.message}",
                     f"/unpin {one_line(label, 64)} removes the pin.",
                 ) from error
@@ -85,8 +85,7 @@ class PinFiles:
     def attachments(self, path: Path) -> tuple[list[Attached], str]:
         """Return the file that a path names, or else the files of the pin of this name.
 
-        The sentence is on pinned files that changed since, "" for none. Raises UsageError for a
-        file that cannot be read.
+        The sentence is on pinned files that changed since, "" for none. Raises UnreadableFile.
         """
         files = self.paths().get(str(path), ()) if not path.exists() else ()
         note = self.check(str(path)) if files else ""

@@ -26,11 +26,15 @@ _KINDS = frozenset(
 )
 _ANSWER = b'"role":"assistant"'
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
-_TURN_LINE = re.compile(rb'\{"type":"turn","id":(\d+),"parent":(\d+),"role":"(user|assistant)",')
+# `int` raises ValueError for thousands of digits: a longer number is for the parser of JSON.
+_NUMBER = rb"(\d{1,18})"
+_TURN_LINE = re.compile(
+    rb'\{"type":"turn","id":' + _NUMBER + rb',"parent":' + _NUMBER + rb',"role":"(user|assistant)",'
+)
 _SUMMARY = b',"summary_of":'
 # What a turn has that holds results of tools and no text of the user.
 _RESULTS, _NO_TEXT = b',"results":', b'"role":"user","text":"",'
-_TIP_LINE = re.compile(rb'\{"type":"tip","id":(\d+)\}$')
+_TIP_LINE = re.compile(rb'\{"type":"tip","id":' + _NUMBER + rb"\}$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
 from kvchat.core.errors import UsageError
+from kvchat.core.paths import require_working_directory
 
 # A peer program and a second engine with its own weights need memory beside the KV.
 _SHARE_OF_A_GPU = Size(share=0.2)
@@ -37,6 +38,7 @@ class BenchRequest:
 
 def run_bench(request: BenchRequest) -> None:
     """Run the requested scenarios, or all of them; write the report if requested."""
+    require_working_directory()
     if request.endpoint is not None:
         _run_at_endpoint(request, request.endpoint)
         return

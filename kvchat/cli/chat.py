@@ -25,7 +25,7 @@ from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
-from kvchat.core.paths import from_anywhere
+from kvchat.core.paths import from_anywhere, require_working_directory
 from kvchat.model.lean_import import load_library
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
@@ -98,9 +98,15 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
+    require_working_directory()
     settings = resolve(flags, os.environ, user_paths().config)
     settings = settings.with_model(name_to_keep(settings["model"]))
     check(settings, request.num_samples)
+    if request.input_format == "jsonl" and settings.origins["tools"] == "--tools":
+        raise UsageError(
+            "--input-format jsonl offers no tools: its requests are answered all at once.",
+            "--input-format lines offers them.",
+        )
     if settings["incognito"]:
         close_log()
     if not has_endpoint(settings):
@@ -196,7 +202,7 @@ def _open_controller(
         tell(note)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
-    toolbox = _toolbox_for(host, settings)
+    toolbox = _toolbox_for(host, settings) if request.input_format != "jsonl" else None
     if toolbox is not None and is_script:
         toolbox.complete()
     session = _open_session(host, settings, request, session_id)

@@ -24,11 +24,16 @@ from kvchat.cli.settings import (
 )
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.core.paths import open_private, private_directory, user_path
+from kvchat.core.paths import from_anywhere, open_private, private_directory, user_path
+from kvchat.model.source import DEMO, DEMO_DRAFT
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-# In the file their meaning would depend on the directory that kvchat is started in.
-_DIRECTORIES = ("cache_dir", "sessions_dir")
+# In the file their meaning would depend on the directory that kvchat is started in. A name of one
+# of the last is a path only if there is one, or if it begins as a path does.
+_DIRECTORIES = ("cache_dir", "sessions_dir", "adapter")
+_NAMES_OR_PATHS = ("model", "draft")
+_NAMES = (DEMO, DEMO_DRAFT, "ngram", "none")
+_BEGINS_AS_PATH = re.compile(r"(~|\.{1,2})(/|$)")
 
 
 def show(flags: Mapping[str, object], with_origin: bool) -> None:
@@ -91,11 +96,17 @@ def set_value(name: str, text: str) -> None:
 
     Raises UsageError for a value with which no chat could start.
     """
-    if name in _DIRECTORIES:
-        text = str(user_path(text).absolute())
-    value = parse_value(name, text)
+    value = parse_value(name, _from_anywhere(name, text))
     _try_out(name, value)
     _change(lambda current: {**current, name: value})
+
+
+def _from_anywhere(name: str, text: str) -> str:
+    """Return a setting's text, where it is a path one that holds in every working directory."""
+    is_name = name in _NAMES_OR_PATHS
+    if name in _DIRECTORIES or (is_name and _BEGINS_AS_PATH.match(text)):
+        return os.path.abspath(user_path(text)) if text.strip() else text
+    return from_anywhere(text) if is_name and text not in _NAMES else text
 
 
 def unset(name: str) -> None:

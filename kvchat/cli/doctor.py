@@ -23,7 +23,7 @@ from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
-from kvchat.core.paths import private_directory
+from kvchat.core.paths import private_directory, require_working_directory
 from kvchat.terminal.cache_lines import used_of_limit
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 
@@ -44,6 +44,7 @@ class Finding:
 
 def examine(sessions_dir: str | None) -> int:
     """Print every finding; return the exit code."""
+    require_working_directory()
     findings = [finding for check in _checks(sessions_dir) for finding in _run(check)]
     for finding in findings:
         mark = "!!" if finding.advice else "ok"

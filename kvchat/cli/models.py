@@ -12,6 +12,7 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
 from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.paths import require_working_directory
 from kvchat.core.text import sanitize
 from kvchat.model.local_models import local_models, model_lines
 from kvchat.model.source import DEMO, ModelSource, find_model
@@ -25,6 +26,7 @@ def list_models() -> None:
 
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
+    require_working_directory()
     source = find_model(name, adapter)
     facts, refusal = _facts(source, device)
     if as_json:

@@ -29,6 +29,7 @@ from kvchat.core.errors import (
     KvchatError,
     StoreError,
     TimedOut,
+    UnreadableFile,
     UsageError,
 )
 from kvchat.core.text import one_line
@@ -125,8 +126,10 @@ def _too_long(what: str) -> ContextTooLong:
     return ContextTooLong(f"{what} has more than {size} MiB, which no context holds.", "Cut it.")
 
 
-def _unreadable(error: OSError) -> UsageError:
-    return UsageError(f"Standard input cannot be read: {error.strerror}.", "Give a prompt with -p.")
+def _unreadable(error: OSError) -> UnreadableFile:
+    return UnreadableFile(
+        f"Standard input cannot be read: {error.strerror}.", "Give a prompt with -p."
+    )
 
 
 def _decode(data: bytes, notices: Notices) -> str:

@@ -14,6 +14,7 @@ from kvchat.cli.running_server import announced
 from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
+from kvchat.core.paths import require_working_directory
 
 if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
@@ -38,6 +39,7 @@ class ServeRequest:
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     """Load the model and serve it until a signal ends the server; return the exit code."""
+    require_working_directory()
     from kvchat.server.app import new_app
     from kvchat.server.guard import Limits, is_loopback
     from kvchat.server.serving import bound_socket, serve

@@ -21,7 +21,7 @@ from kvchat.core.config import (
     parse_size,
     shown,
 )
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.text import one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
@@ -128,7 +128,12 @@ SETTINGS = (
         "KV kept on disk, and as much of rounded weights: 5%; 0 is none; "
         "default: 10% of what is free, 20G at most",
     ),
-    Setting("cache_dir", str, None, "where KV is kept; it can be deleted at any time"),
+    Setting(
+        "cache_dir",
+        str,
+        None,
+        "where KV is kept; unused KV goes after 30 days, and it can be deleted at any time",
+    ),
     Setting("max_context", int, None, "lower the longest context, in tokens"),
     Setting("cache", bool, True, "reuse KV between turns"),
     Setting("graphs", bool, True, "capture decoding on a GPU as CUDA graphs"),
@@ -264,7 +269,7 @@ def read_config(path: Path) -> dict[str, object]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.", _MEND_IT) from error
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.", _MEND_IT) from error
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as others are
         reason = one_line(str(error), _MAX_SHOWN_CHARS).rstrip(".")
         raise UsageError(f"{path} cannot be read: {reason}.", _MEND_IT) from error

@@ -106,13 +106,14 @@ def _over(file: io.BufferedWriter | _ForgivingOutput, before: TextIO) -> io.Text
 def _ensure_open() -> None:
     """Open the null device for each closed standard stream, which many daemons have.
 
-    Otherwise the next opened file would get the stream's number and receive the output.
+    Otherwise the next opened file would get the stream's number and receive the output. A closed
+    stdout is opened for reading only: what is written there is lost, and the error says so.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
             if null != number:
                 os.dup2(null, number)
                 os.close(null)

@@ -52,6 +52,12 @@ class UsageError(KvchatError):
     exit_code = ExitCode.USAGE
 
 
+class UnreadableFile(UsageError):
+    """A file that the user named cannot be read, or is none of the kind that is wanted."""
+
+    exit_code = ExitCode.STORE
+
+
 class ModelError(KvchatError):
     """The model cannot be found, read or trusted."""
 

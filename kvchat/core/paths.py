@@ -21,6 +21,16 @@ _log = logging.getLogger(__name__)
 MOST_STATE_BYTES = 1 << 20
 
 
+def require_working_directory() -> None:
+    """Raise StoreError if the working directory was removed: torch's MKL would end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise StoreError(
+            "The working directory has been removed.", "Go to another one: cd ~"
+        ) from error
+
+
 def user_path(text: str) -> Path:
     """Return the path for a user's text, with `~` expanded; UsageError if it is not a path."""
     if "\0" in text:

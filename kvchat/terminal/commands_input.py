@@ -11,7 +11,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.thinking import Think, split_thinking
 from kvchat.core.bounded_files import read_bounded
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
@@ -106,9 +106,9 @@ def _read_text(path: Path) -> str:
     try:
         return read_bounded(path, _MAX_PROMPT_BYTES).decode().strip()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a text file.") from error
+        raise UnreadableFile(f"{path} is not a text file.") from error
 
 
 async def set_(context: "CommandContext", arguments: str) -> None:

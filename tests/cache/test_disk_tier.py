@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cache.disk.model_dirs import set_last_used
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
@@ -341,13 +342,54 @@ def test_beginnings_outlive_what_follows_them(open_tier: OpenTier) -> None:
 
 
 def test_old_model_dirs_go(open_tier: OpenTier, tmp_path: Path) -> None:
-    Writer(open_tier()).write(list(range(40)))
-    other = Layout(b"o" * 16, 4, 512)
+    writer, other = Writer(open_tier()), Layout(b"o" * 16, 4, 512)
+    writer.write(list(range(40)))
+    writer.tier.close()
 
-    open_tier(layout=other, clock=lambda: time.time() + 86400.0)
-    assert (tmp_path / "kv" / LAYOUT.identity.hex()).exists()
-    open_tier(layout=other, clock=lambda: time.time() + 30 * 86400.0)
-    assert not (tmp_path / "kv" / LAYOUT.identity.hex()).exists()
+    old = tmp_path / "kv" / LAYOUT.identity.hex()
+    for num_days, is_kept in ((0, True), (13, True), (15, False)):
+        open_tier(layout=other).close()  # it was used just now
+        if old.exists():
+            set_last_used(old, time.time() - num_days * 86400.0)
+        open_tier(layout=other).close()
+        assert old.exists() == is_kept
+
+
+def test_a_clock_that_jumps_deletes_nothing(open_tier: OpenTier, tmp_path: Path) -> None:
+    """A start with the clock 14 years ahead deleted all KV, that of other models too."""
+    ids, later = list(range(40)), [1, *range(40)]
+    Writer(open_tier()).write(ids)
+    other = Layout(b"o" * 16, 4, 512)
+    Writer(open_tier(layout=other), other).write(ids)
+
+    def ahead() -> float:
+        return time.time() + 14 * 365 * 86400.0
+
+    for _ in range(2):
+        tier = open_tier(clock=ahead)
+        assert Writer(tier).restored(ids) == 10
+        Writer(tier).write(later)
+        tier.close()
+    assert (tmp_path / "kv" / other.identity.hex()).exists()
+
+    tier = open_tier()  # the clock is right again
+    assert Writer(tier).restored(ids) == Writer(tier).restored(later) == 10
+    newest_s = tier._db.table.newest_use_s()
+    assert newest_s <= time.time() + 60.0, "nothing stays dear for 14 years"
+
+
+def test_a_pause_makes_nothing_older_than_a_week(open_tier: OpenTier) -> None:
+    now_s = [1e9]
+    writer = Writer(open_tier(clock=lambda: now_s[0]))
+    writer.write([1, *range(40)])
+    now_s[0] += 25 * 86400.0
+    writer.write([2, *range(40)])
+    writer.tier.close()
+
+    now_s[0] += 4 * 86400.0  # of 29 days without a use
+    assert open_tier(clock=lambda: now_s[0]).status().num_packs == 2
+    now_s[0] += 40 * 86400.0  # now one has 32 days, for a pause is a week at most
+    assert open_tier(clock=lambda: now_s[0]).status().num_packs == 1
 
 
 def test_verify_reads_everything_and_drops_what_is_damaged(

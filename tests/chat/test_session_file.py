@@ -304,3 +304,20 @@ def test_a_damaged_list_of_what_waits_costs_itself_only(texts: str) -> None:
     assert_same(read.conversation, original)
     assert read.conversation.waiting == ()
     assert len(read.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"type":"tip","id":%s}',
+        '{"type":"turn","id":%s,"parent":0,"role":"user","text":"x"}',
+        '{"type":"turn","id":9,"parent":%s,"role":"user","text":"x"}',
+    ],
+)
+def test_a_number_of_thousands_of_digits_is_a_damaged_line(line: str) -> None:
+    """One such line in one file ended `kvchat sessions` with an error."""
+    data = as_bytes([*lines_of(branching_conversation()), line % ("7" * 4301) + "\n"])
+
+    summary = session_file.read_summary(data, NAME)
+
+    assert summary.label == read_session(data, NAME).conversation.label

@@ -1,10 +1,13 @@
 """Bad input gets one clear sentence and the right exit code, and loses nothing."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvchat.cli import chat, doctor, models
+from kvchat.core.errors import StoreError
 from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
@@ -33,7 +36,7 @@ from support.commands import Shell
         (("-p", "x", "--timeout", "1e10"), 2, "at most 1e9"),
         (("-p", "x", "--disk-cache", "9" * 400 + "G"), 2, "more than any machine has"),
         (("-p", "x", "--threads", "99999"), 2, "must be 1 to 1024"),
-        (("-p", "x", "-f", "missing.txt"), 2, "missing.txt cannot be read"),
+        (("-p", "x", "-f", "missing.txt"), 6, "missing.txt cannot be read"),
         (("-p", "x", "-m", "/no/such/place"), 3, "There is no model directory"),
         (("-p", "x", "-m", "org/never-heard-of"), 3, "is not on this machine"),
         (("-p", "x", "-c"), 5, "There is no saved conversation yet"),
@@ -81,11 +84,18 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
     assert shell.run("config", "set", "temperature", "0.3").returncode == 0
     assert shell.run("config", "set", "cache_dir", "kept").returncode == 0
     assert shell.run("config", "unset", "temperature").returncode == 0
+    (shell.home / "here").mkdir()
+    for name, text in (("adapter", "./lora"), ("model", "here"), ("draft", "ngram")):
+        assert shell.run("config", "set", name, text).returncode == 0
 
     shown = shell.run("config", "show").stdout.decode().splitlines()
 
-    assert [line.split() for line in shown if line.startswith(("temperature", "cache_dir"))] == [
+    set_ones = ("model ", "adapter", "temperature", "draft", "cache_dir")
+    assert [line.split() for line in shown if line.startswith(set_ones)] == [
+        ["model", f'"{shell.home / "here"}"'],
+        ["adapter", f'"{shell.home / "lora"}"'],
         ["temperature", "the", "model's", "own,", "else", "0.7"],
+        ["draft", '"ngram"'],
         ["cache_dir", f'"{shell.home / "kept"}"'],
     ]
 
@@ -241,3 +251,24 @@ def test_models_info_says_what_a_model_is_and_whether_it_runs(shell: Shell, tiny
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["chat_template"].startswith("append-safe")
     assert "tokens in" in facts["fits_on_device"]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: chat.run_chat({}, chat.ChatRequest(prompt="hi")),
+        lambda: models.info("demo", "cpu", False),
+        lambda: doctor.examine(None),
+    ],
+)
+def test_a_removed_working_directory_is_said(
+    run: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of torch ended the process with an error of its own."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    with pytest.raises(StoreError, match="working directory has been removed"):
+        run()

@@ -83,6 +83,9 @@ def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
     assert read["flags"] > read["own"] > read["none"]
     assert shell.run(*batch, "--title", "x", stdin=lines).returncode == 2
     assert shell.run(*batch, "-f", "x", stdin=lines).returncode == 2
+    refused = shell.run(*batch, "--tools", stdin=lines)
+    assert refused.returncode == 2, "tools were not offered, and nothing said so"
+    assert b"offers no tools" in refused.stderr
 
 
 @pytest.mark.parametrize("form", ["prompt", "lines", "batch"])

@@ -32,6 +32,10 @@ from kvchat.cache.tier import Layout, PackHead
 # A pack unused for this long expires.
 TIME_TO_LIVE_S = 30 * 86400.0
 HALF_LIFE_S = 86400.0
+# A pause in which nothing is used makes what is kept no older than this.
+MOST_PAUSE_S = 7 * 86400.0
+# A use so long after now was noted before the clock was set back.
+_CLOCK_ERROR_S = 86400.0
 # Uses this close to each other are one: a turn looks for its context more than once.
 _SAME_USE_S = 60.0
 _ONE_SHOT_WEIGHT = 2.0**-6
@@ -71,6 +75,18 @@ def used_again(use: Use, now_s: float, is_one_shot: bool) -> Use:
 
 def _weight(is_one_shot: bool) -> float:
     return _ONE_SHOT_WEIGHT if is_one_shot else 1.0
+
+
+def clock_shift(newest_s: float, now_s: float) -> float:
+    """Return by how many seconds all uses are moved before their age is judged, 0 mostly.
+
+    `newest_s` is the last use. A clock that jumps ahead by years looks like a pause without a use:
+    neither may delete what is kept. If the clock was set back, the last use becomes one of now.
+    """
+    pause_s = now_s - newest_s
+    if not math.isfinite(pause_s):
+        return 0.0
+    return pause_s if pause_s < -_CLOCK_ERROR_S else max(0.0, pause_s - MOST_PAUSE_S)
 
 
 @dataclass(frozen=True, slots=True)

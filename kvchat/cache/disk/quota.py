@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvchat.cache.disk.eviction import KnownPack, eviction_order, expired
+from kvchat.cache.disk.eviction import KnownPack, clock_shift, eviction_order, expired
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
@@ -25,6 +25,7 @@ from kvchat.cache.disk.model_dirs import (
     has_pins,
     last_used,
     list_model_dirs,
+    set_last_used,
     tree_bytes,
 )
 from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, PackTable
@@ -120,6 +121,11 @@ class DiskQuota:
     clock: Callable[[], float]
     num_evicted: int = 0
     _sizes: Sizes = field(default_factory=Sizes)
+    _used_s: float = -math.inf  # when any model directory was last used before this one is opened
+
+    def __post_init__(self) -> None:
+        with suppress(OSError):  # the opening that follows says why
+            self._used_s = max(map(last_used, list_model_dirs(self.directory)), default=-math.inf)
 
     def used_bytes(self, table: PackTable) -> int:
         """Return the most that the directory takes now, which the limit is compared with."""
@@ -175,6 +181,7 @@ class DiskQuota:
         """
         self._sizes.forget()
         table.end_pins(now_s)
+        self._follow_clock(table, now_s)
         self._drop_older(now_s - _MODEL_DIR_TIME_TO_LIVE_S)
         gone = expired(packs(), now_s, self._pinned(table))
         table.remove(*gone)
@@ -188,6 +195,15 @@ class DiskQuota:
             f"what is pinned was more than --disk-cache, {format_bytes(self.limit_bytes)}; "
             "some of it had to go."
         )
+
+    def _follow_clock(self, table: PackTable, now_s: float) -> None:
+        """Move all uses, if the clock seems to have jumped since the last one."""
+        if shift := clock_shift(table.newest_use_s(), now_s):
+            table.move_uses(shift)
+        if shift := clock_shift(self._used_s, now_s):
+            for path in self._others():
+                set_last_used(path, last_used(path) + shift)
+        self._used_s = now_s
 
     def _shrink(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes

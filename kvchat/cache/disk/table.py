@@ -13,6 +13,7 @@ commit over both.
 """
 
 import logging
+import math
 import os
 import sqlite3
 import stat
@@ -432,6 +433,16 @@ class PackTable:
         """Remember that another pack was written behind this one, if there is one."""
         if key is not None and (use := self.use(key)) is not None:
             self._set_use(key, replace(use, num_followed=use.num_followed + 1))
+
+    def newest_use_s(self) -> float:
+        """Return when a pack was last used; minus infinity where there is none."""
+        [(newest,)] = self._execute("SELECT MAX(last_s) FROM Pack")
+        return float(newest) if isinstance(newest, int | float) else -math.inf
+
+    def move_uses(self, seconds: float) -> None:
+        """Have all uses later by so many seconds: which is worth more than which stays."""
+        change = "SET last_s = last_s + ?, credit_s = credit_s + ?"
+        self._execute(f"UPDATE Pack {change}", (seconds, seconds))
 
     def use(self, key: bytes) -> Use | None:
         """Return a pack's uses, None if there is no such pack."""
