@@ -19,19 +19,22 @@ from kvchat.core.text import Sanitizer
 from kvchat.terminal.markdown_blocks import (
     Block,
     Fence,
-    IndentedCode,
     MarkdownTable,
     Paragraph,
     heading,
     is_delimiter_row,
     rule,
 )
+from kvchat.terminal.markdown_verbatim import (
+    CODE_INDENT,
+    DECIDING_CHARS,
+    Verbatim,
+    begins_code,
+    indent_of,
+    verbatim,
+)
 from kvchat.terminal.paint import RenderContext, Row, prefixed
 from kvchat.terminal.theme import Role
-
-# A line whose first characters say that it is running text may be shown before it is complete. A
-# table's header must show a bar within as many, so that this is never regretted.
-DECIDING_CHARS = 40
 
 # Markers deeper than this are text: every level costs Python frames, and rows their columns.
 _MAX_DEPTH = 16
@@ -43,11 +46,8 @@ _RULE_SO_FAR = re.compile(r"([-*_])(?:[ \t]*\1)*[ \t]*$")
 _BULLET = re.compile(r"([-*+])(?:[ \t]+|$)")
 _ORDERED = re.compile(r"(\d{1,9})([.)])(?:[ \t]+|$)")
 _QUOTE = re.compile(r">[ \t]?")
-_SET_APART = (Fence, MarkdownTable, IndentedCode)
-
-
-def indent_of(line: str) -> int:
-    return len(line) - len(line.lstrip(" "))
+_SET_APART = (Fence, MarkdownTable)
+_MIN_INDENT = 2  # one column before a text is none: many models begin an answer with a space
 
 
 @dataclass(slots=True)
@@ -143,9 +143,11 @@ class Flow:
             return False
         if self._child is not None and (inner := self._child.inner(line)) is not None:
             return self._child.inside.is_decided(inner)
-        if isinstance(self._block, MarkdownTable | IndentedCode):
+        if isinstance(self._block, Verbatim) and self._block.takes(line):
             return False
-        return _is_running_text(line, self._block is None, _MAX_DEPTH - self._depth)
+        if isinstance(self._block, MarkdownTable):
+            return False
+        return _is_running_text(line, _MAX_DEPTH - self._depth)
 
     def copy(self) -> "Flow":
         """Return an independent flow in the same state, for a look ahead."""
@@ -192,6 +194,8 @@ class Flow:
             return self._out(block.add(line))
         if not line.strip():
             return self._put_blank(block, ctx)
+        if isinstance(block, Verbatim) and _is_for(block, line):
+            return self._put_verbatim(block, line, ctx)
         if isinstance(block, MarkdownTable) and "|" in line:
             block.lines.append(line)
             return []
@@ -201,23 +205,22 @@ class Flow:
                 self._was_set_apart = True
                 return []
             block.may_be_header = False
-        if indent_of(line) >= 4 and not isinstance(block, Paragraph):
-            return self._put_indented(block, line[4:], ctx)
+        if (begun := verbatim(line)) is not None:
+            rows = self._close_block(ctx)
+            self._begin(begun)
+            return rows + self._out(begun.add(line, ctx))
         return self._put_text(line.lstrip(), indent_of(line), ctx)
 
     def _put_blank(self, block: Block | None, ctx: RenderContext) -> list[Row]:
-        if isinstance(block, IndentedCode):
-            return self._out(block.add("", ctx))
         self._had_blank = True
+        if isinstance(block, Verbatim) and not block.closer:
+            return self._out(block.add("", ctx))
         return self._close_block(ctx)
 
-    def _put_indented(self, block: Block | None, line: str, ctx: RenderContext) -> list[Row]:
-        rows: list[Row] = []
-        if not isinstance(block, IndentedCode):
-            rows = self._close_block(ctx)
-            block = IndentedCode()
-            self._begin(block)
-        return rows + self._out(block.add(line, ctx))
+    def _put_verbatim(self, block: Verbatim, line: str, ctx: RenderContext) -> list[Row]:
+        self._had_blank = False
+        rows = self._out(block.add(line, ctx))
+        return rows + self._close_block(ctx) if block.ends_with(line) else rows
 
     def _put_text(self, text: str, indent: int, ctx: RenderContext) -> list[Row]:
         """Take a line that is neither blank nor code: it may begin a block, or continue one."""
@@ -238,7 +241,8 @@ class Flow:
         container = self._container(text, indent, ctx)
         if container is not None:
             return self._put_container(*container, ctx)
-        return self._put_paragraph(text, ctx)
+        is_indented = indent >= _MIN_INDENT and not self._depth
+        return self._put_paragraph(" " * indent + text if is_indented else text, ctx)
 
     def _put_container(self, child: _Container, rest: str, ctx: RenderContext) -> list[Row]:
         rows = self._close_block(ctx)
@@ -326,12 +330,16 @@ class Flow:
 def _starts_block(line: str) -> bool:
     text = line.strip()
     patterns = (_FENCE, _HEADING, _RULE, _BULLET, _ORDERED, _QUOTE)
-    return any(pattern.match(text) for pattern in patterns)
+    return any(pattern.match(text) for pattern in patterns) or verbatim(text) is not None
 
 
-def _is_running_text(line: str, may_be_code: bool, max_markers: int) -> bool:
+def _is_for(block: Verbatim, line: str) -> bool:
+    return block.takes(line) and (bool(block.closer) or not _FENCE.match(line.lstrip()))
+
+
+def _is_running_text(line: str, max_markers: int) -> bool:
     """Tell whether a line's beginning can only be a paragraph's, after at most so many markers."""
-    if may_be_code and indent_of(line) >= 4:
+    if indent_of(line) >= CODE_INDENT:
         return False
     text = line.lstrip(" ")
     for _ in range(max_markers):
@@ -341,9 +349,11 @@ def _is_running_text(line: str, may_be_code: bool, max_markers: int) -> bool:
         if _RULE_SO_FAR.match(text):
             return False
         text = text[match.end() :]
-        if indent_of(text) >= 4:
+        if indent_of(text) >= CODE_INDENT:
             return False
         text = text.lstrip(" ")
+    if begins_code(text):
+        return False
     if len(text) < DECIDING_CHARS or "|" in text[:DECIDING_CHARS]:
         return False
     is_special = text.startswith(("#", "```", "~~~")) or _RULE_SO_FAR.match(text)

@@ -1,4 +1,4 @@
-"""The blocks that hold text: paragraph, heading, rule, code, table.
+"""The blocks that hold text: paragraph, heading, rule, fenced code, table.
 
 Each block takes source text and returns rows; every row is returned once and is final.
 `markdown.py` finds where blocks begin and end.
@@ -78,8 +78,7 @@ def _row_starts(plain: str, rows: list[Row]) -> list[int]:
     starts = []
     position = 0
     for row in rows:
-        while position < len(plain) and plain[position].isspace():
-            position += 1
+        position = plain.index(row.plain, position)
         starts.append(position)
         position += len(row.plain)
     return starts
@@ -149,30 +148,6 @@ class Fence:
 
     def copy(self) -> "Fence":
         return replace(self, code=self.code.copy() if self.code is not None else None)
-
-
-@dataclass(slots=True)
-class IndentedCode:
-    """Lines set apart by four columns of white space; shown as they are."""
-
-    num_blank: int = 0
-
-    def add(self, line: str, ctx: RenderContext) -> list[Row]:
-        if not line.strip():
-            self.num_blank += 1  # shown only if more code follows
-            return []
-        rows = [Text(end="") for _ in range(self.num_blank)]
-        self.num_blank = 0
-        return [*rows, ctx.painter.text(line, Role.CODE)]
-
-    def settle(self, ctx: RenderContext) -> list[Row]:
-        return []
-
-    def close(self, ctx: RenderContext) -> list[Row]:
-        return []
-
-    def copy(self) -> "IndentedCode":
-        return replace(self)
 
 
 _DELIMITER_ROW = re.compile(r"^\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$")

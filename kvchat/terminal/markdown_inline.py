@@ -20,7 +20,8 @@ from kvchat.terminal.wrap import is_between_ideographs, last_between_ideographs
 _PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 _TOKEN = re.compile(
     r"""
-      (?P<escape>\\[!-/:-@\[-`{-~\n])
+      (?P<tex>\\[()\[\]]|\$\$)
+    | (?P<escape>\\[!-'*-/:-@\\^-`{-~\n])
     | (?P<ticks>`+)
     | (?P<run>\*+|_+|~~+)
     | (?P<autolink><[A-Za-z][A-Za-z0-9+.-]{1,31}:[^\s<>]*>)
@@ -30,6 +31,9 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+# A formula in TeX, by the mark that opens it. Alone, a mark is text, and no escaped bracket: models
+# write formulas far more often.
+_TEX_CLOSERS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
 _URL = r"[^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*"
 _TARGET = re.compile(rf"\(\s*<?({_URL})>?(?:\s+[\"'(][^\n]*?[\"')])?\s*\)")
 _TARGET_SO_FAR = re.compile(rf"\(\s*(?:<?{_URL}(?:\([^\s()]*)?>?(?:\s+(?:[\"'(][^\n]*)?)?)?")
@@ -134,6 +138,8 @@ class _Scanner:
         kind, text, start = match.lastgroup, match.group(), match.start()
         if kind == "ticks":
             return self._take_code(text, start)
+        if kind == "tex":
+            return self._take_tex(text, start)
         if kind == "close":
             return self._take_close(start)
         if kind == "run":
@@ -165,6 +171,19 @@ class _Scanner:
             code = f"`{code}`"
         self._add(code, start, closing.end(), Role.CODE)
         return closing.end()
+
+    def _take_tex(self, mark: str, start: int) -> int:
+        """A formula is shown as it is written, up to the mark that ends it."""
+        begin = start + len(mark)
+        end = begin
+        if (closer := _TEX_CLOSERS.get(mark)) is not None:
+            place = self._source.find(closer, begin)
+            if place < 0:
+                self._unsettle(start)
+            else:
+                end = place + len(closer)
+        self._add(self._source[start:end], start, end)  # not to be cut inside
+        return end
 
     def _unsettle(self, start: int) -> None:
         self._unsettled = min(self._unsettled, start)

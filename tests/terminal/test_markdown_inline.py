@@ -23,6 +23,10 @@ def _styled(source: str) -> list[tuple[str, frozenset[Role]]]:
     ]
 
 
+def _shown(source: str) -> str:
+    return "".join(piece.text for piece in parse_inline(source).pieces)
+
+
 def _oracle(source: str) -> list[tuple[str, frozenset[Role]]]:
     """markdown-it's reading of the same, targets written as we write them."""
     shown: list[tuple[str, frozenset[Role]]] = []
@@ -81,6 +85,7 @@ _ATOMS = [
     *("word ", "two words ", "**", "*", "_", "__", "`", "``", "[", "](", "](http://a.b) ", ")"),
     *("日本語", "天地玄黄", "<http://例え.日本", "，", ">"),
     *("~~", " ", ". ", "\n", "<http://c.d> ", "\\", "&amp; ", "snake_case ", "(x) ", "!", "**b** "),
+    *("\\(", "\\)", "\\[", "\\]", "$$"),
 ]
 
 
@@ -112,6 +117,15 @@ def test_code_keeps_its_backticks_where_nothing_else_marks_it() -> None:
     text = parse_inline("run `ls -l`", keeps_ticks=True).text(_PAINTER)
 
     assert text.plain == "run `ls -l`"
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [r"\(a \ge b\)", r"\(x_1 * y_1 * z\)", r"\[ \frac{a}{b} \]", "$$x^*_i y^*$$", r"\(open"],
+)
+def test_a_formula_is_shown_as_it_is_written(formula: str) -> None:
+    r"""\( lost its backslash, as CommonMark has it: the formula was no formula any more."""
+    assert _shown(f"*Hence* {formula}.") == f"Hence {formula}."
 
 
 def test_a_hidden_target_is_shown() -> None:

@@ -20,6 +20,8 @@ _ATOMS = [
     *("\t", "\r\n", "\x1b[31m", "日本語", "python", "def f():", '"""', "/*", "*/", "a*b*c"),
     *("漢字を読む", "天地玄黄宇宙洪荒日月盈昃辰宿列张，", "한국어 "),
     *("snake_case", "_em_ ", "**bold** ", "`code` ", "| x", "- [ ] "),
+    *("\ndef f(x):\n", "\n    return __x__\n", "\nif (a) {\n", "\n}\n", "\n{\n", "\n  x = 1\n"),
+    *("\\(", "\\)", "\\[", "\\]", "$$", "\n\\[\n", "\n$$\n", "\n  verse"),
 ]
 
 
@@ -223,8 +225,10 @@ def test_a_document_looks_as_it_should() -> None:
         ("in the year\n1986. It was", ["in the year", "1986. It was"]),
         ("- a\nlazy", ["• a", "  lazy"]),
         ("```\nnever closed", ["─" * 48, "never closed", "─" * 48]),
-        ("text\n    not code", ["text", "not code"]),
-        ("    code\n      more\n\ntext", ["code", "  more", "", "text"]),
+        ("text\n    code *or* verse", ["text", "    code *or* verse"]),
+        (".\n\n    code\n      more\n\ntext", [".", "", "    code", "      more", "", "text"]),
+        ("Above\n one goes,\n  two stay", ["Above", "one goes,", "  two stay"]),
+        ("1. one\n    more\n2. two", ["1. one", "   more", "2. two"]),
         ("| not a table\ntext", ["| not a table", "text"]),
         ("#hashtag", ["#hashtag"]),
         ("**bold\n\nnext**", ["**bold", "", "next**"]),
@@ -232,6 +236,34 @@ def test_a_document_looks_as_it_should() -> None:
 )
 def test_small_cases(markdown: str, shown: list[str]) -> None:
     assert _plain(markdown).splitlines() == shown
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(x):\n    y = a_b_ * 2 * x\n\n    # two\n    return y\n\nprint(f(3))",
+        "class A:\n  def __init__(self):\n    self.x = __name__\n\n  def g(self): pass",
+        "function f() {\n  return _x_;\n}",
+        '{\n  "_a_": [\n    1\n  ]\n}',
+        "for i in range(3):\n    print(*i, *j)",
+        'if __name__ == "__main__":\n    main()',
+        "#include <stdio.h>\nint main(void) {\n  return *p * *q;\n}",
+        "\\[\n\\begin{aligned}\na_1 &= b_1 \\\\\n+ c\n\\end{aligned}\n\\]",
+        "$$\n- x^* + y^*\n$$",
+    ],
+)
+def test_code_without_a_fence_and_formulas_are_shown_as_they_are(code: str) -> None:
+    """The lines of a function stood at the left edge, and __init__ was bold without its marks."""
+    shown = _plain(f"As code:\n{code}\n\nIt *works*.").splitlines()
+
+    assert shown == ["As code:", *code.split("\n"), "", "It works."]
+
+
+def test_prose_right_below_code_is_prose() -> None:
+    shown = _plain("def f(x):\n    return x\nThis *is* all.\n1. Then:\nimport os\n2. Next")
+    assert shown.splitlines() == [
+        *("def f(x):", "    return x", "This is all.", "1. Then:", "import os", "2. Next")
+    ]
 
 
 def test_only_styles_of_our_own_reach_the_terminal() -> None:
