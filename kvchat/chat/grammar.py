@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvchat.chat.detokenizer import TextStream
+from kvchat.chat.json_schemas import limits_of
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.core.errors import UsageError
 from kvchat.core.types import TokenConstraint
@@ -27,8 +28,8 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
 
 
 def spaced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema with what its JSON text may have between two parts."""
-    return {**schema, "x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}}
+    """Return what limits a JSON text by a schema, and what it may have between two parts."""
+    return {**limits_of(schema), "x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}}
 
 
 class Grammars:

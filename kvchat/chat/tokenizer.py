@@ -199,11 +199,6 @@ class ChatTokenizer:
         """Compiles grammars for this vocabulary."""
         return Grammars(self._tokenizer.to_str())
 
-    def is_special(self, token_id: int) -> bool:
-        """Return whether the tokenizer treats an id as a special token."""
-        token = self._tokenizer.get_added_tokens_decoder().get(token_id)
-        return token is not None and bool(token.special)
-
     def encode(self, segments: Sequence[Segment]) -> list[int]:
         """Return the ids of a prompt's segments, without adding any special tokens.
 

@@ -225,15 +225,6 @@ _KEY_AND_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_v
 _NAME = re.compile(r"\s*([\w.\-]+)\s*")
 
 
-def _value(text: str, is_text: bool | None) -> Any:
-    """Return an argument that stands without quotes; a text unless its schema says otherwise."""
-    if is_text:
-        return text
-    value = _json(text)
-    is_value = text.strip() == "null" if value is None else not isinstance(value, str)
-    return value if is_value else text
-
-
 def _function_calls(body: str, tools: ToolSet) -> list[ToolCall] | None:
     """Return the calls of elements with one element for each argument."""
     calls = []
@@ -241,8 +232,10 @@ def _function_calls(body: str, tools: ToolSet) -> list[ToolCall] | None:
         arguments = {}
         for key, said, value in _PARAMETER.findall(inside):
             value = value.removeprefix("\n").removesuffix("\n")
-            is_text = said == "true" if said else tools.takes_text(name, key)
-            arguments[key] = _value(value, is_text)
+            if said == "true":
+                arguments[key] = value
+            else:
+                arguments[key] = tools.unquoted_value(name, key, value)
         calls.append(ToolCall(name, arguments))
     is_whole = not _FUNCTION.sub("", body).strip()
     return calls if calls and is_whole else None
@@ -255,7 +248,7 @@ def _pair_call(body: str, tools: ToolSet) -> list[ToolCall] | None:
         return None
     name = named[1]
     pairs = _KEY_AND_VALUE.findall(body)
-    return [ToolCall(name, {k: _value(v, tools.takes_text(name, k)) for k, v in pairs})]
+    return [ToolCall(name, {k: tools.unquoted_value(name, k, v) for k, v in pairs})]
 
 
 def _tagged(opener: str, closer: str) -> CallFormat:

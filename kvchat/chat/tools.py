@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvchat.chat.json_schemas import property_schemas, unquoted_value
 from kvchat.core.errors import UsageError
 
 # The order in which models see the fields of a definition in their training.
@@ -113,13 +114,11 @@ class ToolSet:
         """Return the schema of a tool's arguments; raises KeyError for an unknown tool."""
         return dict(self._by_name[name]["parameters"])
 
-    def takes_text(self, tool: str, argument: str) -> bool | None:
-        """Return whether an argument is a text by the tool's schema; None if that is not said."""
+    def unquoted_value(self, tool: str, argument: str, text: str) -> Any:
+        """Return the value of an argument that a model writes without quotation marks."""
         schema: Any = self._by_name.get(tool, {}).get("parameters")
-        for name in ("properties", argument):
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        return kind == "string" if isinstance(kind, str) else None
+        root = schema if isinstance(schema, Mapping) else {}
+        return unquoted_value(text, property_schemas(root, argument), root)
 
 
 def _in_order(definition: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,13 @@ Reads standard input, writes answers, and handles time limits, signals and exit 
 """
 
 import asyncio
-import json
 import logging
-import math
 import queue
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
@@ -32,6 +30,7 @@ from kvchat.core.errors import (
     UnreadableFile,
     UsageError,
 )
+from kvchat.core.json_text import read_json_text
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
@@ -87,26 +86,13 @@ def read_requests(stdin: BinaryIO, notices: Notices) -> Iterator[JsonRequest | B
 def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
     content = None
     try:
-        content = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
+        content = read_json_text(line)
         return parse_request(content, number)
     except (ValueError, RecursionError):
         problem = UsageError(f"Line {number} of the input is not JSON.")
         return BadRequest(problem, label_of(content, number))
     except KvchatError as error:
         return BadRequest(error, label_of(content, number))
-
-
-def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity: Python reads and writes them, but they are not JSON."""
-    raise ValueError(name)
-
-
-def _finite(text: str) -> float:
-    """Parse a number; refuse one that is too large, as it would be written as Infinity."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return number
 
 
 def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:

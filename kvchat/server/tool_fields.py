@@ -7,7 +7,7 @@ from typing import Any
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.tokenizer import ChatTokenizer
-from kvchat.chat.tool_grammar import call_grammar
+from kvchat.chat.tool_grammar import CallGrammar, call_grammar
 from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.server.api_errors import ApiError, as_api_error
@@ -129,7 +129,7 @@ async def _compiled(
 ) -> Grammar:
     model = service.host.model
 
-    def written() -> str:
+    def written() -> CallGrammar:
         if model.format.tools is None:
             raise UsageError(f"The chat template of {model.name} has no place for tools.")
         assert isinstance(model.tokenizer, ChatTokenizer), "the model is one of this machine"
@@ -138,7 +138,7 @@ async def _compiled(
     try:
         grammar = await service.answering.on_encoder(written)  # it renders a call
         return await service.answering.on_compiler(
-            lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
+            lambda: grammar.compiled(model.tokenizer.grammars, model.stop_token_ids)
         )
     except KvchatError as error:
         raise replace(as_api_error(error), param=param) from error

@@ -93,7 +93,7 @@ def test_a_server_is_used_and_another_that_is_not_there_is_told(
 
     assert [tool.name for tool in toolbox.tools] == ["calc__add", "calc__environment", "calc__wait"]
     assert toolbox.tools[0].description == "Add two numbers."
-    assert toolbox.definitions.takes_text("calc__environment", "name") is True
+    assert toolbox.definitions.unquoted_value("calc__environment", "name", "1") == "1"
     [problem] = toolbox.problems
     reason = "cannot be started: /no/such/program: No such file or directory"
     assert problem == f"The MCP server gone {reason}."
