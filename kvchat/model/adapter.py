@@ -6,15 +6,21 @@ wrong directory is reported at once. `lora.py` merges.
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint_files import check_weights, read_json
 
+if TYPE_CHECKING:
+    from regex import Pattern
+
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# For one pattern and one layer's name, which is short.
+_MATCH_S = 0.5
+_MAX_PATTERN_CHARS = 2000
 _REMEDY = "Merge it into its model with peft, and save that."
 # What these first values are does not matter once training is over; others change the base.
 _HARMLESS_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -25,14 +31,14 @@ class Adapter:
     """The directory of a LoRA adapter, and the scale of each layer's change.
 
     alpha          divided by the rank, or by its root if `is_root`, gives the scale
-    alphas         alphas of layers whose names a pattern matches
+    alphas         alphas of layers whose names a pattern matches; the first that matches holds
     base_name      the model that it was made for, as its author named it; "" if not said
     """
 
     directory: Path
     alpha: float
     is_root: bool = False
-    alphas: dict[str, float] = field(default_factory=dict)
+    alphas: tuple[tuple["Pattern[str]", float], ...] = ()
     base_name: str = ""
 
     @property
@@ -41,10 +47,16 @@ class Adapter:
         return self.directory / SETTINGS, self.directory / WEIGHTS
 
     def scale(self, layer: str, rank: int) -> float:
-        """Return the factor of a layer's change, which has this rank."""
-        for pattern, alpha in self.alphas.items():
-            if layer == pattern or layer.endswith(f".{pattern}"):
-                return alpha / (sqrt(rank) if self.is_root else rank)
+        """Return the factor of a layer's change, which has this rank.
+
+        Raises ModelError if a pattern needs too long for the layer's name.
+        """
+        try:
+            for pattern, alpha in self.alphas:
+                if pattern.match(layer, timeout=_MATCH_S):
+                    return alpha / (sqrt(rank) if self.is_root else rank)
+        except TimeoutError as error:
+            raise ModelError(_bad_pattern(self.directory, "takes too long"), _REMEDY) from error
         return self.alpha / (sqrt(rank) if self.is_root else rank)
 
 
@@ -81,9 +93,34 @@ def read_adapter(directory: Path) -> Adapter:
         directory,
         float(settings["lora_alpha"]),
         settings.get("use_rslora") is True,
-        {str(name): float(alpha) for name, alpha in alphas.items()},
+        _patterns(directory, alphas),
         str(settings.get("base_model_name_or_path") or ""),
     )
+
+
+def _patterns(
+    directory: Path, alphas: dict[str, float]
+) -> tuple[tuple["Pattern[str]", float], ...]:
+    """Compile the keys of alpha_pattern, which peft takes for regular expressions.
+
+    A key matches a layer's name from its start or from behind a dot, and to its end.
+    """
+    if not alphas:
+        return ()
+    import regex  # as `re`, but with a limit of time: an adapter is a stranger's
+
+    try:
+        if max(map(len, alphas)) > _MAX_PATTERN_CHARS:
+            raise ModelError(_bad_pattern(directory, "is too long"), _REMEDY)
+        return tuple(
+            (regex.compile(rf"(.*\.)?({key})$"), float(alpha)) for key, alpha in alphas.items()
+        )
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ModelError(_bad_pattern(directory, "is no regular expression"), _REMEDY) from error
+
+
+def _bad_pattern(directory: Path, fault: str) -> str:
+    return f"A key of alpha_pattern in {directory / SETTINGS} {fault}."
 
 
 def _odd_kind(settings: dict[str, Any]) -> str:
@@ -97,8 +134,6 @@ def _odd_kind(settings: dict[str, Any]) -> str:
     for name in ("layer_replication", "target_parameters", "trainable_token_indices", "lora_bias"):
         if settings.get(name):
             return f"made with {name}"
-    if any("^" in str(p) or "*" in str(p) for p in settings.get("alpha_pattern") or ()):
-        return "made with patterns in alpha_pattern"
     init = settings.get("init_lora_weights")
     return (
         "" if init in _HARMLESS_INITS else f"made with {str(init)[:40]!r}, which changes the base"

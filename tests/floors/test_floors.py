@@ -47,6 +47,7 @@ OWNERS = {
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
     "tokenizers": {"chat", "model/gguf_tokenizer.py", "model/sentencepiece_file.py"},
     "gguf": {"model"},
+    "regex": {"model/adapter.py"},
     "jinja2": {"chat"},
     "llguidance": {"chat/grammar.py"},
     "xxhash": {"cache"},

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
+from kvchat.model.adapter import read_adapter
 from kvchat.model.identity import content_digest, sample_digest
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.source import find_model
@@ -83,6 +84,32 @@ def test_an_adapter_changes_the_layers_it_names_and_no_other(
             torch.testing.assert_close(after[name], changed(before[name], parts, Q, scale))
         else:
             assert torch.equal(before[name], after[name])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_own"),
+    [
+        (r"layers\.[0-9]+\.self_attn\.q_proj", True),
+        ("q_proj|k_proj", True),
+        ("layers.0.self_attn.(q|k)_proj", True),
+        (r"layers\.0\..+", True),
+        (r"layers\.[01]\.self_attn\.q_proj", True),
+        ("q_pro.", True),
+        ("^model.*q_proj", True),
+        (r".*\.0\..*", True),
+        (Q, True),
+        ("proj", False),
+        ("q_proj.", False),
+        ("^layers.0.self_attn.q_proj", False),
+    ],
+)
+def test_keys_of_alpha_pattern_are_regular_expressions(
+    pattern: str, is_own: bool, base: Path, tmp_path: Path
+) -> None:
+    """They were compared as text, so a model with the wrong scale answered without a word."""
+    patterns = {"lm_head": 5, pattern: 64, "q_proj": ALPHA}
+    adapter = read_adapter(write_adapter(tmp_path / "a", pair(Q, 64, 64), alpha_pattern=patterns))
+    assert adapter.scale(Q, RANK) == (64 if is_own else ALPHA) / RANK
 
 
 def test_layers_that_are_stored_turned_are_changed_turned(tmp_path: Path) -> None:
@@ -181,7 +208,8 @@ def test_an_adapter_beside_a_whole_model_is_not_passed_over_in_silence(
         ({"lora_alpha": None}, "lora_alpha"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
         ({"alpha_pattern": {"q_proj": "x"}}, "lora_alpha"),
-        ({"alpha_pattern": {"^model.*": 3}}, "alpha_pattern"),
+        ({"alpha_pattern": {"(": 3}}, "is no regular expression"),
+        ({"alpha_pattern": {"(.*?.*?)" * 12 + "[XY]": 3}}, "takes too long"),
     ],
 )
 def test_an_adapter_that_is_not_plain_is_refused_by_name(
