@@ -72,7 +72,10 @@ class ResentChats:
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)
         else:
-            reply = session.ask(last.text, options, notify, last.results)
+            ready = self._host.ready
+            # The engine would refuse it too, but perhaps after a step that takes a while.
+            most_ids = ready.context_limit - 1 if ready is not None else None
+            reply = session.ask(last.text, options, notify, last.results, most_ids=most_ids)
         return Asked(session, reply, difference, tuple(self._kept_tokens(session, chat)))
 
     def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:

@@ -34,8 +34,12 @@ T = TypeVar("T")
 # What is told of an answer while it is generated.
 Told = ReadingPrompt | ContextScored | AnswerText | AnswerCall | AnswerEnded
 
-# A client may count a connection without a byte as dead: a long prefill sends this often.
-PING_INTERVAL_S = 10.0
+# A client may count a connection without a byte as dead, and some count events only: whatever the
+# engine does meanwhile, a stream has an event this often.
+PING_INTERVAL_S = 1.0
+# A request that is refused before it is encoded gets its own HTTP status. What waits longer for its
+# turn, or takes longer, begins its stream without.
+ENCODING_S = 5.0
 # What is encoded when the server ends has so long; most takes milliseconds.
 CLOSE_S = 5.0
 # Grammars that wait to be compiled.
@@ -87,31 +91,43 @@ class Answer:
         self._metrics = metrics
         self._run = run
         self._has_news = asyncio.Event()
+        self._began: asyncio.Future[Asked] | None = None  # until it is taken
         self._asked: Asked | None = None
         self._difference: Difference | None = None
         self._kept: tuple[tuple[int, float], ...] = ()
         self._first: list[ChatEvent] = []
-        self._heard_s = self._loop.time()
+        self._written_s = self._loop.time()
         self._is_silent = False
         self._is_left = False
         self._silence: asyncio.TimerHandle | None = None
         self.is_complete = False  # all samples have ended, and `events` has told of it
 
     async def start(self) -> None:
-        """Submit the request; raises ApiError if it cannot be answered."""
-        began = self._run(lambda: self._begin(self._notify))
+        """Submit the request; raises ApiError if it cannot be answered.
+
+        Returns within a few seconds also where that is not known yet: then `events` raises.
+        """
+        self._listen_for_silence()
+        self._began = self._run(lambda: self._begin(self._notify))
+        await asyncio.wait((self._began,), timeout=ENCODING_S)
+        if self._began.done():
+            self._take_begun()
+            await self._hear_first()
+
+    def _take_begun(self) -> None:
+        """Take the request that is encoded and submitted; raises ApiError if it is not."""
+        assert self._began is not None, "the answer is not started"
         try:
-            self._asked = await asyncio.shield(began)
-        except asyncio.CancelledError:  # the client has gone while its request was encoded
-            began.add_done_callback(_drop)
-            raise
-        self._difference, self._kept = self._asked.difference, self._asked.kept
+            asked = self._asked = self._began.result()
+        except KvchatError as error:
+            raise as_api_error(error) from error
+        finally:
+            self._began = None
+        self._difference, self._kept = asked.difference, asked.kept
         self._metrics.num_running += 1
-        await self._hear_first()
 
     async def _hear_first(self) -> None:
         """Wait a while for the engine's first event: a refusal still gets its own HTTP status."""
-        self._listen_for_silence()
         await self._has_news.wait()
         if not self._is_silent:  # else `events` tells of the silence first
             self._has_news.clear()  # before the poll: what comes after it sets it again
@@ -128,9 +144,19 @@ class Answer:
     async def events(self) -> AsyncIterator[list[Told]]:
         """Yield all progress, texts, calls and ends of answers that have come since the last time.
 
-        An empty list means that there was nothing for a while. Ends early after `leave`. Raises
+        An empty list means that nothing was written for a while. Ends early after `leave`. Raises
         ApiError if the request fails.
         """
+        if self._began is not None:
+            self._began.add_done_callback(lambda _: self._has_news.set())
+        while self._began is not None:
+            if await self._is_silent_at_news():
+                yield []
+            if self._is_left:
+                return
+            if self._began.done():
+                self._take_begun()
+                self._first = self._require_asked().reply.poll()
         reply, events = self._require_asked().reply, self._first
         while True:
             told, failed = self._heard(events)
@@ -141,24 +167,36 @@ class Answer:
                 raise as_api_error(failed.error)
             if reply.is_finished:
                 return
-            await self._has_news.wait()
+            if await self._is_silent_at_news():
+                yield []
             if self._is_left:
                 return
-            self._has_news.clear()  # before the poll: what comes after it sets it again
-            if self._is_silent:
-                self._is_silent = False
-                yield []
             events = reply.poll()
-            self._heard_s = self._loop.time()
+
+    async def _is_silent_at_news(self) -> bool:
+        """Wait for news; return whether nothing was written for too long."""
+        await self._has_news.wait()
+        self._has_news.clear()  # before the poll: what comes after it sets it again
+        is_silent, self._is_silent = self._is_silent, False
+        return is_silent and not self._is_left
 
     def leave(self) -> None:
         """End `events`: the client has gone."""
         self._is_left = True
         self._has_news.set()
 
+    def note_written(self) -> None:
+        """Note that the client got something now."""
+        self._written_s = self._loop.time()
+        self._is_silent = False
+
     def _listen_for_silence(self) -> None:
-        """Count it as news that there was none: one timer for the answer, not one for each wait."""
-        left_s = self._heard_s + PING_INTERVAL_S - self._loop.time()
+        """Count it as news that nothing was written: one timer for the answer, not one a wait.
+
+        It goes by the clock. That the engine has news does not mean that there is anything to
+        write: a call is written when it is complete.
+        """
+        left_s = self._written_s + PING_INTERVAL_S - self._loop.time()
         if left_s <= 0:
             self._is_silent = True
             self._has_news.set()
@@ -195,10 +233,13 @@ class Answer:
 
     def close(self) -> None:
         """Cancel the request if it is not finished, and let go of it. Idempotent."""
-        if self._asked is None:
-            return
         if self._silence is not None:
             self._silence.cancel()
+        if self._began is not None:  # it is still encoded
+            self._began.add_done_callback(_drop)
+            self._began = None
+        if self._asked is None:
+            return
         self._metrics.num_running -= 1
         if not self._asked.reply.is_finished:
             self._asked.reply.cancel()
@@ -239,8 +280,8 @@ class Answering:
         """Return the number of tokens of a conversation's context."""
         try:
             return await self.on_encoder(lambda: self._chats.count(chat, think))
-        except Exception as error:
-            raise _told(error) from error
+        except KvchatError as error:
+            raise as_api_error(error) from error
 
     async def _started(
         self,
@@ -250,9 +291,9 @@ class Answering:
         answer = Answer(begin, remember, self._metrics, self.on_encoder, self._wakeups)
         try:
             await answer.start()
-        except BaseException as error:
+        except BaseException:
             answer.close()  # also where what waits for it is cancelled
-            raise _told(error) from error
+            raise
         return answer
 
     def _remember(self, asked: Asked, ended: AnswerEnded) -> None:
@@ -280,11 +321,6 @@ class Answering:
         self._encoder.submit(self._chats.close)
         if not self._encoder.close(CLOSE_S):
             _log.warning("a request was still encoded when the server ended")
-
-
-def _told(error: BaseException) -> BaseException:
-    """Return the API's error for one of ours, and any other as it is."""
-    return as_api_error(error) if isinstance(error, KvchatError) else error
 
 
 async def whole_answers(answer: Answer, num_samples: int) -> list[AnswerEnded]:

@@ -271,6 +271,9 @@ class _MessageEvents:
             + _event("message_delta", delta=delta, usage=_usage(event, self._answer))
         )
 
+    def ping(self) -> str:
+        return _event("ping")
+
     def finish(self) -> str:
         return _event("message_stop")
 

@@ -73,6 +73,11 @@ def response_to(error: ApiError, path: str) -> JSONResponse:
     return JSONResponse(form_for(path)(error), error.status, headers)
 
 
+def failed_server() -> ApiError:
+    """Return the error for a fault of the server itself."""
+    return ApiError(500, "The server failed; its log says why.")
+
+
 def as_api_error(error: KvchatError) -> ApiError:
     """Return the API's error for one of ours."""
     if isinstance(error, ContextTooLong):

@@ -13,7 +13,7 @@ from starlette.routing import Route, WebSocketRoute
 from kvchat.core.text import one_line
 from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
-from kvchat.server.api_errors import ApiError, response_to
+from kvchat.server.api_errors import ApiError, failed_server, response_to
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits
 from kvchat.server.metrics import CONTENT_TYPE
@@ -75,7 +75,7 @@ def _counted(handler: Handler, path: str, service: Service) -> Handler:
             response = response_to(error, path)
         except Exception:
             _log.exception("a request failed")
-            response = response_to(ApiError(500, "The server failed; its log says why."), path)
+            response = response_to(failed_server(), path)
         service.metrics.note_response(path, response.status_code)
         return response
 

@@ -54,6 +54,7 @@ _MOST_PROMPTS = 128
 # Of all prompts together: 128 answers to each of 128 prompts kept all others waiting.
 _MOST_ANSWERS = 1024
 _DONE = "data: [DONE]\n\n"
+_PING = ": still at work\n\n"  # a comment: no client takes it for a part of the answer
 # Each would change the answer. What only describes the request, such as "user", is ignored.
 _UNSUPPORTED = (
     "functions",
@@ -459,6 +460,9 @@ class _Chunks:
 
     def call(self, event: AnswerCall) -> str:
         raise AssertionError("only a chat has tools")
+
+    def ping(self) -> str:
+        return _PING
 
     def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> str:
         extra = {"usage": None} if self._includes_usage else {}

@@ -385,10 +385,11 @@ class _ResponseEvents:
         self._logprobs: list[ShownToken] = []
 
     def begin(self) -> str:
-        begun = self._response.begun()
-        return self._event("response.created", response=begun) + self._event(
-            "response.in_progress", response=begun
-        )
+        return self._event("response.created", response=self._response.begun()) + self.ping()
+
+    def ping(self) -> str:
+        """Say again that the response is in progress: Codex counts events, and not comments."""
+        return self._event("response.in_progress", response=self._response.begun())
 
     def text(self, event: AnswerText) -> str:
         opening = ""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from kvchat.server.api_errors import ApiError, response_to
+from kvchat.server.api_errors import ApiError, failed_server, response_to
 from kvchat.server.bodies import Body, read_body
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.service import Service
@@ -132,7 +132,7 @@ class _Connection:
             raise
         except Exception:
             _log.exception("a request over a socket failed")
-            error = ApiError(500, "The server failed; its log says why.")
+            error = failed_server()
         self._metrics.note_response(self._socket.url.path, 200 if error is None else error.status)
         if fields is not None and (self._has_failed or error is not None):
             self._held.drop(fields.raw("previous_response_id"))

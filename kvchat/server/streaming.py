@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -11,9 +12,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScored, ReadingPrompt
 from kvchat.server.answering import Answer, Told
-from kvchat.server.api_errors import ApiError
+from kvchat.server.api_errors import ApiError, failed_server
 
-_PING = ": the prompt is being read\n\n"
+_log = logging.getLogger(__name__)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Stands for a text in the frame around it. No name that comes before a text in an event ends so.
 _MARK = "\0text\0"
@@ -29,6 +30,9 @@ class StreamWriter(Protocol):
     def call(self, event: AnswerCall) -> str: ...
 
     def ended(self, event: AnswerEnded) -> str: ...
+
+    def ping(self) -> str:
+        """Nothing was written for a while: what clients of the interface take for a sign of life."""
 
     def finish(self) -> str:
         """All samples have ended."""
@@ -122,15 +126,22 @@ class _EventStream(Response):
         try:
             if begun := writer.begin():
                 await send(_piece(begun))
+                answer.note_written()
             async with aclosing(answer.events()) as events:  # type: ignore[type-var]
                 async for told in events:
                     written = await self._written(told)
                     if answer.is_complete:
                         written += writer.finish()
-                    if written or not told:
-                        await send(_piece(written or _PING))
+                    if not told:
+                        written = writer.ping()
+                    if written:
+                        await send(_piece(written))
+                        answer.note_written()
         except ApiError as error:
             await send(_piece(writer.fail(error)))
+        except Exception:
+            _log.exception("a request failed")
+            await send(_piece(writer.fail(failed_server())))
 
     async def _written(self, told: list[Told]) -> str:
         """Return events as text; the logprobs of a prompt, which are many, from another thread."""
