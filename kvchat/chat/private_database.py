@@ -5,11 +5,12 @@ either there or not. A file that cannot be used is a loss of reuse, never of an 
 """
 
 import logging
-import os
 import sqlite3
-import stat
 import time
 from pathlib import Path
+
+from kvchat.core.errors import StoreError
+from kvchat.core.paths import private_directory, private_file
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def open_private_database(path: Path | None, table: str) -> sqlite3.Connection:
         try:
             _require_private(path)
             return _connect(str(path), table)
-        except (OSError, sqlite3.Error) as error:
+        except (StoreError, OSError, sqlite3.Error) as error:
             _log.warning("answers are known until the program ends only: %s", error)
     return _connect(_IN_MEMORY, table)
 
@@ -60,15 +61,16 @@ def note_use(db: sqlite3.Connection, table: str, key: object) -> None:
 
 
 def _require_private(path: Path) -> None:
-    """Make the file with mode 0600 if it is not there; raise OSError for a link or another's."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid():
-            raise OSError(f"{path} is no regular file of this user")
-    finally:
-        os.close(descriptor)
+    """Make the file with mode 0600, and take the rights of others from it and from its logs.
+
+    Raises StoreError for a link or another's file.
+    """
+    private_directory(path.parent)
+    private_file(path)
+    for end in ("-wal", "-shm"):
+        beside = path.with_name(path.name + end)
+        if beside.is_symlink() or beside.exists():
+            private_file(beside)
 
 
 def _connect(name: str, table: str) -> sqlite3.Connection:

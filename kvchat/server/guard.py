@@ -6,11 +6,11 @@ header that would let a page of another site read it.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvchat.server.api_errors import ApiError, response_to
 
@@ -22,6 +22,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Health is asked by supervisors that hold no key.
 _OPEN_PATHS = ("/health",)
+# What decides whether a request is let in.
+_CHECKED = frozenset({b"host", b"origin", b"authorization", b"x-api-key"})
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]*)?")
+_ORIGIN = re.compile(rb"[A-Za-z][0-9A-Za-z+.-]*://" + _HOST.pattern)
 # A body of more than so many times the limit is not even read.
 _MOST_DISCARDED = 4
 
@@ -52,7 +56,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
-            headers = {name.lower(): value for name, value in scope["headers"]}
+            headers = _headers(scope["headers"])
             self._check_host(headers)
             if is_socket:
                 _check_same_origin(headers)
@@ -69,11 +73,10 @@ class Guard:
         With a key such requests fail anyway: no page of another site knows it.
         """
         origin = headers.get(b"origin")
-        if origin is not None and not _is_this_machine(_host_of(origin.decode("latin-1"))):
+        if origin is not None and not _is_this_machine(_host_in(_ORIGIN, origin)):
             raise ApiError(403, "Requests of web pages from other machines are refused.")
         if self._key is None:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if not _is_this_machine(_host_of("//" + host)):
+            if not _is_this_machine(_host_in(_HOST, headers.get(b"host", b""))):
                 raise ApiError(403, "The Host header names another machine; use --api-key.")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -146,12 +149,27 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def _host_of(url: str) -> str | None:
-    """Return the host that a URL names, None for what is no URL."""
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+def _headers(given: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """Return headers by lower-case name; raises ApiError where one that is checked comes twice.
+
+    Another program between the client and this one may have looked at the other of both.
+    """
+    headers: dict[bytes, bytes] = {}
+    for name, value in given:
+        name = name.lower()
+        if name in headers and name in _CHECKED:
+            raise ApiError(400, f"The header {name.decode()} comes twice.")
+        headers[name] = value
+    return headers
+
+
+def _host_in(form: re.Pattern[bytes], header: bytes) -> str | None:
+    """Return the host that a header names, without brackets; None for another form.
+
+    A name of a user before the host, such as `evil.example@127.0.0.1`, is another form.
+    """
+    match = form.fullmatch(header)
+    return match[1].decode().strip("[]").lower() if match is not None else None
 
 
 def _is_this_machine(name: str | None) -> bool:

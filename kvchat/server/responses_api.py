@@ -7,7 +7,7 @@ stands for the messages that it was made of wherever a client sends it as input.
 import base64
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,8 @@ from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
-Keep = Callable[[list[dict[str, Any]], dict[str, Any]], None]
+# Keeps the items that a response answers, and the response; returns once they are on the disk.
+Keep = Callable[[list[dict[str, Any]], dict[str, Any]], Awaitable[None]]
 
 _UNSUPPORTED = ("conversation", "background", "prompt", "moderation")
 _TRUNCATIONS = ("auto", "disabled")
@@ -62,14 +63,15 @@ class ResponsesApi:
         fields = await read_body(await request.body())
         answer, response = await self._begun(fields, None)
         if fields.flag("stream"):
-            return stream_response(answer, _ResponseEvents(answer, response))
+            return _stream(answer, response)
         [ended] = await until_gone(request, whole_answers(answer, 1))
-        return JSONResponse(response.complete(ended, answer))
+        complete = response.complete(ended, answer)
+        await response.keep()
+        return JSONResponse(complete)
 
     async def stream(self, fields: Body, held: HeldResponse) -> Response:
         """Begin the response to one message of a connection, which holds its last response."""
-        answer, response = await self._begun(fields, held)
-        return stream_response(answer, _ResponseEvents(answer, response))
+        return _stream(*await self._begun(fields, held))
 
     async def _begun(self, fields: Body, held: HeldResponse | None) -> "tuple[Answer, _Response]":
         """Read a request and submit it; raises ApiError if it cannot be answered."""
@@ -91,9 +93,9 @@ class ResponsesApi:
     def _keep(self, fields: Body, earlier: list[Fields], held: HeldResponse | None) -> Keep:
         """Return what keeps a complete response wherever the client lets it be kept."""
 
-        def keep(given: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        async def keep(given: list[dict[str, Any]], response: dict[str, Any]) -> None:
             if is_stored(fields):
-                self.stored.keep(given, response)
+                await self.stored.keep(given, response)
             if held is not None:
                 before = [item.values for item in earlier]
                 held.hold([*before, *given], response, fields.num_bytes)
@@ -250,12 +252,13 @@ def _tool(tool: Fields) -> Fields:
 class _Response:
     """The response object, before and after the answer.
 
-    `keep` is called with the items that it answers, and with the complete object.
+    Keep a complete one before the client is told of its end: it may continue it after a crash.
     """
 
     def __init__(self, model: str, options: AskOptions, fields: Fields, keep: Keep) -> None:
         self._keep = keep
         self._given = given_items(fields)
+        self._complete: dict[str, Any] | None = None
         self._fields: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -306,8 +309,13 @@ class _Response:
             "output": _items(ended) if items is None else items,
             "usage": _usage(ended, answer),
         }
-        self._keep(self._given, response)
+        self._complete = response
         return response
+
+    async def keep(self) -> None:
+        """Keep the response if it is complete."""
+        if self._complete is not None:
+            await self._keep(self._given, self._complete)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         fault = {"code": error.code or "server_error", "message": error.message}
@@ -369,6 +377,10 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "kvchat": facts(ended, answer.difference),
     }
+
+
+def _stream(answer: Answer, response: _Response) -> Response:
+    return stream_response(answer, _ResponseEvents(answer, response), before_end=response.keep)
 
 
 class _ResponseEvents:

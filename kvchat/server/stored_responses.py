@@ -89,11 +89,11 @@ class StoredResponses:
             wanted = record["response"][_FIELD]
         return chain
 
-    def keep(self, given: list[dict[str, Any]], response: dict[str, Any]) -> None:
-        """Keep a complete response, and the items that it answered."""
+    async def keep(self, given: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        """Keep a complete response, and the items that it answered; return once that is done."""
         record = {"input": given, "response": response}
         put = self._service.responses.put
-        self._service.answering.on_encoder(lambda: put(response["id"], record))
+        await self._service.answering.on_encoder(lambda: put(response["id"], record))
 
     async def get(self, request: Request) -> Response:
         response_id = request.path_params["name"]

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class TextFrame:
 
 Progress = Callable[[ReadingPrompt], str]
 Scored = Callable[[ContextScored], str]
+BeforeEnd = Callable[[], Awaitable[None]]
 
 
 def stream_response(
@@ -71,13 +72,14 @@ def stream_response(
     writer: StreamWriter,
     progress: Progress | None = None,
     scored: Scored | None = None,
+    before_end: BeforeEnd | None = None,
 ) -> Response:
     """Return a response that streams an answer; the answer is closed when the client goes.
 
     `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
-    if the client does not want to know.
+    if the client does not want to know. `before_end` is awaited before the end is told.
     """
-    return _EventStream(answer, writer, progress, scored)
+    return _EventStream(answer, writer, progress, scored, before_end)
 
 
 class _EventStream(Response):
@@ -95,6 +97,7 @@ class _EventStream(Response):
         writer: StreamWriter,
         progress: Progress | None,
         scored: Scored | None,
+        before_end: BeforeEnd | None,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers)
@@ -103,6 +106,7 @@ class _EventStream(Response):
         self._writer = writer
         self._progress = progress
         self._scored = scored
+        self._before_end = before_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.ensure_future(self._watch(receive))
@@ -132,6 +136,7 @@ class _EventStream(Response):
                     written = await self._written(told)
                     if answer.is_complete:
                         written += writer.finish()
+                        await self._settle()
                     if not told:
                         written = writer.ping()
                     if written:
@@ -142,6 +147,10 @@ class _EventStream(Response):
         except Exception:
             _log.exception("a request failed")
             await send(_piece(writer.fail(failed_server())))
+
+    async def _settle(self) -> None:
+        if self._before_end is not None:
+            await self._before_end()
 
     async def _written(self, told: list[Told]) -> str:
         """Return events as text; the logprobs of a prompt, which are many, from another thread."""

@@ -31,7 +31,21 @@ def test_a_key_is_asked_for_in_either_header(serve: Serve) -> None:
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "null"}, 403),
         ({"host": "evil.example:8642"}, 403),
+        ({"host": "evil.example@127.0.0.1"}, 403),
+        ({"host": "127.0.0.1@evil.example"}, 403),
+        ({"host": "127.0.0.1:8642@evil.example:8642"}, 403),
+        ({"host": "127.0.0.1/evil.example"}, 403),
+        ({"host": "127.0.0.1, evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({"origin": "http://evil.example@127.0.0.1"}, 403),
+        ({"origin": "http://127.0.0.1\\@evil.example"}, 403),
+        ({"origin": "http://127.0.0.1 http://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1/"}, 403),
+        ({"origin": "//127.0.0.1"}, 403),
         ({"origin": "http://localhost:3000"}, 200),
+        ({"origin": "http://[::1]:3000"}, 200),
+        ({"host": "LocalHost:8642"}, 200),
+        ({"host": "kvchat.localhost"}, 200),
         ({"host": "127.0.0.1:8642"}, 200),
         ({"host": "[::1]:8642"}, 200),
     ],
@@ -43,6 +57,30 @@ def test_web_pages_of_other_sites_are_refused(
 
     assert got.status == status
     assert not [name for name in got.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("name", ["host", "origin", "authorization", "x-api-key"])
+def test_a_header_that_is_checked_comes_once(name: str) -> None:
+    """Of two Origins the last one counted: whatever a browser's own said, the other let it in."""
+
+    async def never(*_: object) -> None:
+        raise AssertionError("the request reached the application")
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    good = {"host": b"localhost", "origin": b"http://localhost", "x-api-key": b"sesame"}
+    good["authorization"] = b"Bearer sesame"
+    values = {"host": good["host"], name: good[name]}
+    headers = [(given.encode(), value) for given, value in values.items()]
+    headers.append((name.title().encode(), good[name]))
+    scope = {"type": "http", "path": CHAT, "headers": headers, "method": "POST"}
+
+    asyncio.run(Guard(never, "sesame", Limits())(scope, never, send))  # type: ignore[arg-type]
+
+    assert sent[0]["status"] == 400
 
 
 def test_a_body_that_is_too_large_is_refused_announced_or_not(serve: Serve) -> None:

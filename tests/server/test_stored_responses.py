@@ -1,6 +1,9 @@
 """Stored responses: a client sends only what is new, and names the response that it continues."""
 
 import asyncio
+import json
+import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,39 @@ def test_a_response_is_continued_after_a_restart_and_no_file_shows_its_words(
     for file in tmp_path.iterdir():
         assert b"secret" not in file.read_bytes()
         assert file.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_response_is_on_the_disk_before_its_client_hears_of_its_end(
+    serve: Serve,
+    model: ChatModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_streamed: bool,
+) -> None:
+    """A server that was killed just then did not know the response that it had given."""
+    path, put, is_told = tmp_path / "answers.db", ResponseMemory.put, threading.Event()
+
+    def slow_put(memory: ResponseMemory, response_id: str, record: Any) -> None:
+        is_told.wait(0.2)
+        put(memory, response_id, record)
+
+    monkeypatch.setattr(ResponseMemory, "put", slow_put)
+    known: list[bool] = []
+
+    def look(got: Got) -> bool:
+        end = got.body.partition(b"response.completed")[2] if is_streamed else got.body
+        if (named := re.search(rb"resp_\w+", end)) is not None and not known:
+            is_told.set()
+            after_a_crash = ResponseMemory(path, model.tokenizer)
+            known.append(after_a_crash.find(named[0].decode()) is not None)
+            after_a_crash.close()
+        return False
+
+    data = json.dumps(asked("hello", stream=is_streamed)).encode()
+    asyncio.run(call(serve(memory=path), "POST", PATH, data, leaves_after=look))
+
+    assert known == [True]
 
 
 def test_instructions_of_the_earlier_response_do_not_count(serve: Serve) -> None:
