@@ -32,6 +32,12 @@ from kvchat.engine.thread import EngineThread
 _log = logging.getLogger(__name__)
 
 
+_NO_LOCK = (
+    "Conversations are on a file system without locks: open none in two kvchats at once, or one "
+    "overwrites the other."
+)
+
+
 class ChatSession:
     """One conversation, its file (None if nothing is saved), and the engine that answers.
 
@@ -55,6 +61,7 @@ class ChatSession:
         self._log = log
         self._saving_problem: str | None = None
         self._is_problem_told = False
+        self._is_shared = log is not None and not log.is_locked  # until the user knows
         # The name in the file; another name of the same model takes its place too.
         self._has_other_name = answered_by not in ("", model.name)
         is_taken_over = self._has_other_name and not is_same_place(answered_by, model.name)
@@ -612,10 +619,12 @@ class ChatSession:
     def saving_problem(self) -> str | None:
         """Return a sentence if lines are not yet in the file, else None.
 
-        A problem is returned only once, until the file is complete again.
+        A problem is returned only once, until the file is complete again. So is that other
+        processes may write to the file, where the file system has no locks.
         """
         if self._saving_problem is None or self._is_problem_told:
-            return None
+            note, self._is_shared = _NO_LOCK if self._is_shared else None, False
+            return note
         self._is_problem_told = True
         return self._saving_problem
 

@@ -6,7 +6,6 @@ format.
 
 import difflib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 from kvchat.chat import session_file
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
+from kvchat.core.locks import Lock, try_lock
 from kvchat.core.paths import open_private, private_directory
 from kvchat.core.text import one_line
 
@@ -59,10 +59,11 @@ class SessionLog:
 
     A line that cannot be written (full disk) stays in memory, and the next `write` tries again; so
     does a failed fsync. `write` then returns a sentence for the user. Nothing is lost while the
-    process lives.
+    process lives. Where the file system has no locks, `is_locked` is false.
     """
 
-    def __init__(self, descriptor: int, path: Path) -> None:
+    def __init__(self, descriptor: int, path: Path, is_locked: bool = True) -> None:
+        self.is_locked = is_locked
         self._descriptor: int | None = descriptor
         self._path = path
         self._unwritten = b""
@@ -119,7 +120,7 @@ class SessionLog:
             data = change(self._path.read_bytes())
             descriptor = open_private(new_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor)
                 _write_all(descriptor, data)
                 os.fsync(descriptor)
                 os.replace(new_path, self._path)
@@ -246,22 +247,28 @@ class SessionStore:
 
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
-        descriptor = self._open_locked(path, flags)
+        descriptor, is_locked = self._open_locked(path, flags)
         with suppress(OSError):  # left by a process that was killed while it rewrote the file
             path.with_suffix(NEW_SUFFIX).unlink()
-        return SessionLog(descriptor, path)
+        return SessionLog(descriptor, path, is_locked)
 
-    def _open_locked(self, path: Path, flags: int) -> int:
-        """Open the file and lock it; try again if its writer replaced it meanwhile."""
+    def _open_locked(self, path: Path, flags: int) -> tuple[int, bool]:
+        """Open the file and lock it; try again if its writer replaced it meanwhile.
+
+        Returns the descriptor, and false where the file system has no locks.
+        """
         for _ in range(_MAX_OPENINGS):
             descriptor = open_private(path, flags)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                lock = try_lock(descriptor)
+            except OSError as error:
+                os.close(descriptor)
+                raise StoreError(f"{path} cannot be locked: {error.strerror}.") from error
+            if lock is Lock.ANOTHERS:
                 os.close(descriptor)
                 break
             if _is_at(path, descriptor):
-                return descriptor
+                return descriptor, lock is Lock.OURS
             os.close(descriptor)
         raise StoreError(
             f"{self._title_of(path.stem)} is open in another kvchat.",

@@ -24,7 +24,7 @@ from kvchat.cli.settings import (
 )
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.core.paths import from_anywhere, open_private, private_directory, user_path
+from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
 from kvchat.model.source import DEMO, DEMO_DRAFT
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -126,14 +126,9 @@ def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
     changed = sorted(change(read_config(target)).items())
     content = _document(changed, target)
     private_directory(target.parent)
-    temporary = target.with_suffix(".new")
-    descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        temporary.replace(target)
+        replace_private(target, content)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(f"{target} cannot be written: {error.strerror}.") from error
 
 

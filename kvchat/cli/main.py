@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from kvchat.cli.streams import forget_stdout, forget_streams, prepare_streams
 from kvchat.core.errors import ExitCode, KvchatError, UsageError
+from kvchat.core.paths import close_to_others, settle_home
 from kvchat.core.text import one_line, sanitize
 
 _log = logging.getLogger(__name__)
@@ -75,9 +76,13 @@ def _run() -> int:
     from kvchat.cli.log_file import open_log
 
     set_library_environment()
+    settle_home(os.environ)
+    paths = user_paths()
+    for directory in (paths.config.parent, paths.sessions.parent, paths.state, paths.cache):
+        close_to_others(directory)
     arguments = _without_debug(sys.argv[1:])
     is_debug = len(arguments) < len(sys.argv) - 1
-    open_log(user_paths().state, is_debug)
+    open_log(paths.state, is_debug)
     try:
         return _run_command(arguments)
     except BaseException as error:

@@ -9,8 +9,12 @@ import errno
 import json
 import logging
 import os
+import pwd
+import re
 import stat
 import threading
+import time
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +23,9 @@ from kvchat.core.errors import StoreError, UsageError
 _log = logging.getLogger(__name__)
 
 MOST_STATE_BYTES = 1 << 20
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_NO_HOME = "/nonexistent"  # the home that Debian gives to users without one
+_LEFT_S = 60.0  # no file takes as long to write
 
 
 def require_working_directory() -> None:
@@ -57,11 +64,44 @@ def is_same_place(one: str, other: str) -> bool:
     return False
 
 
+def settle_home(environment: MutableMapping[str, str]) -> None:
+    """Set HOME to a directory, if it names none: libraries and child processes read it too.
+
+    The user's entry in the system's list takes its place. Without an entry, as in a container that
+    runs under any number, HOME is a directory that does not exist: what has to be saved is refused
+    in one sentence, and all else works.
+    """
+    if os.path.isabs(environment.get("HOME", "")):
+        return
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        home = ""
+    environment["HOME"] = home if os.path.isabs(home) else _NO_HOME
+
+
+def close_to_others(path: Path) -> None:
+    """Take all rights of other users from a directory of this user, if it is one.
+
+    For the directories that kvchat makes for itself. A link, whose place the user chose, stays as
+    it is.
+    """
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            info = os.fstat(descriptor)
+            if info.st_uid == os.getuid() and info.st_mode & _OTHERS:
+                os.fchmod(descriptor, stat.S_IMODE(info.st_mode) & ~_OTHERS)
+        finally:
+            os.close(descriptor)
+
+
 def private_directory(path: Path) -> Path:
     """Create `path` and its missing parents with mode 0700; return `path`.
 
-    An existing directory keeps its mode, because the user may share it on purpose. Raises
-    StoreError if it cannot be created or belongs to another user.
+    An existing directory keeps its mode, because the user may share it on purpose;
+    `close_to_others` is for kvchat's own. Raises StoreError if it cannot be created or belongs to
+    another user.
     """
     try:
         missing = [directory for directory in (path, *path.parents) if not directory.is_dir()]
@@ -71,6 +111,9 @@ def private_directory(path: Path) -> Path:
         if path.stat().st_uid != os.getuid():
             raise StoreError(f"{path} belongs to another user.", "Choose a directory of your own.")
     except OSError as error:
+        if path.is_relative_to(_NO_HOME):
+            sentence = f"Cannot use the directory {path}: this user has no home directory."
+            raise StoreError(sentence, "Set HOME to a directory of yours.") from error
         raise StoreError(
             f"Cannot use the directory {path}: {error.strerror}.",
             "Free some space."
@@ -163,16 +206,45 @@ def read_state(
 
 def write_state(path: Path, version: int, name: str, content: dict[str, object]) -> bool:
     """Replace a state file; false, and a line in the log, if that is not possible."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    return write_memory(path, {"version": version, name: content})
+
+
+def write_memory(path: Path, content: Mapping[str, object]) -> bool:
+    """Replace a JSON file that may be lost; false, and a line in the log, if that fails."""
     try:
         private_directory(path.parent)
-        descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"version": version, name: content}, file)
-        fresh.replace(path)
+        replace_private(path, json.dumps(content).encode())
     except (StoreError, OSError) as error:
         _log.warning("%s not written: %s", path.name, error)
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
         return False
     return True
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Replace a file with mode 0600 in one piece: a reader sees the old content or the new.
+
+    Any thread of any process may do it at once; the last one stands. Raises StoreError or OSError,
+    and leaves the old file.
+    """
+    _delete_left(path)
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_native_id()}")
+    descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        fresh.replace(path)
+    except OSError:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+
+
+def _delete_left(path: Path) -> None:
+    """Delete the files that killed processes left of replacing `path`: they may hold its text."""
+    left = re.compile(rf"{re.escape(path.name)}\.\d+\.\d+")
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if left.fullmatch(entry.name):
+                with suppress(OSError):
+                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_S:
+                        os.unlink(entry.path)

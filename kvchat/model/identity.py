@@ -9,7 +9,6 @@ reads everything once, and stores each file's digest under its inode, size and c
 import errno
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Iterable
 from importlib import metadata
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import open_private, write_memory
 from kvchat.model.checkpoint_files import MAX_CONFIG_BYTES, mark, read_text, unreadable
 from kvchat.model.gguf_file import weight_header
 from kvchat.model.source import ModelSource
@@ -77,8 +76,6 @@ def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
 _MAX_REMEMBERED = 1000
 _MEMORY_NAME = "weights.json"
 
-_log = logging.getLogger(__name__)
-
 
 def content_digest(source: ModelSource, state_directory: Path | None) -> str:
     """Return 32 hex digits over config.json and the files that are loaded, in loading order.
@@ -99,7 +96,7 @@ def content_digest(source: ModelSource, state_directory: Path | None) -> str:
             raise OSError(errno.ESTALE, "it changed while it was read", str(path))
         whole.update(digests[found].encode())
     if digests.keys() - known.keys():
-        _write_memory(state_directory, known | digests)
+        _remember(state_directory, digests)
     return whole.hexdigest()
 
 
@@ -120,19 +117,11 @@ def _read_memory(directory: Path | None) -> dict[str, str]:
         return {}
 
 
-def _write_memory(directory: Path | None, entries: dict[str, str]) -> None:
-    """Store the newest entries. An unwritable directory is logged: digests are recomputed later."""
-    if directory is None:
-        return
-    fresh = directory / f"{_MEMORY_NAME}.{os.getpid()}"
-    try:
-        private_directory(directory)
-        descriptor = open_private(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(dict(list(entries.items())[-_MAX_REMEMBERED:]), file)
-        fresh.replace(directory / _MEMORY_NAME)
-    except (StoreError, OSError) as error:
-        _log.warning("weight digests not saved: %s", error)
+def _remember(directory: Path | None, digests: dict[str, str]) -> None:
+    """Store digests beside those that other models' loads have stored meanwhile; the oldest go."""
+    if directory is not None:
+        entries = list((_read_memory(directory) | digests).items())
+        write_memory(directory / _MEMORY_NAME, dict(entries[-_MAX_REMEMBERED:]))
 
 
 # transformers computes recurrences by the other packages where they are installed.

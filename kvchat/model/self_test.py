@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,8 +23,8 @@ import torch
 import transformers
 
 from kvchat.core.config import CacheConfig
-from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported, StoreError
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
+from kvchat.core.paths import write_memory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
 from kvchat.model.gemm_autotune import autotune_products, machine_name
@@ -335,12 +334,5 @@ def _read_verdicts(path: Path | None) -> list[str]:
 
 
 def _write_verdicts(path: Path | None, passed: list[str]) -> None:
-    if path is None:
-        return
-    try:
-        private_directory(path.parent)
-        descriptor = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"passed": passed[-200:]}, file)
-    except (OSError, StoreError) as error:
-        _log.warning("self-test verdict not saved: %s", error)
+    if path is not None:
+        write_memory(path, {"passed": passed[-200:]})

@@ -120,3 +120,35 @@ def test_what_was_forgotten_stays_so_after_a_power_loss(
 
     assert synced[-1], "the directory, and after the file"
     assert False in synced
+
+
+def test_a_file_system_without_locks_is_written_to_and_not_taken_for_another_kvchat(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every new chat ended with "is open in another kvchat"."""
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    conversation = branching_conversation()
+    log = store.create(conversation, "demo")
+    log.write(session_file.turn_line(turn(1)))
+    log.rewrite(lambda data: data)
+    log.close()
+    read, log = store.open(conversation.session_id)
+    log.close()
+
+    assert not log.is_locked
+    assert len(read.conversation) == 1
+
+
+def test_a_disk_that_fails_is_not_taken_for_another_kvchat(
+    store: SessionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(StoreError, match="cannot be locked: Input/output error"):
+        store.create(branching_conversation(), "demo")

@@ -1,15 +1,27 @@
 """Private directories and files, whatever the umask; links and strangers' files are refused."""
 
+import errno
 import os
+import pwd
 import stat
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvchat.core import paths
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import from_anywhere, open_private, private_directory, private_file
+from kvchat.core.paths import (
+    close_to_others,
+    from_anywhere,
+    open_private,
+    private_directory,
+    private_file,
+    replace_private,
+    settle_home,
+)
 
 CREATE = os.O_WRONLY | os.O_CREAT
 
@@ -137,3 +149,101 @@ def test_a_relative_path_holds_in_other_directories(
     assert from_anywhere("../model") == from_anywhere("~/model") == str(tmp_path / "model")
     for name in ("org/model", "demo", "a\0b", "../model:Q4_0"):
         assert from_anywhere(name) == name
+
+
+def test_own_directories_are_closed_to_others_and_links_are_left_alone(tmp_path: Path) -> None:
+    """The cache of compiled kernels made ~/.cache/kvchat for all to read."""
+    own, elsewhere = tmp_path / "kvchat", tmp_path / "shared"
+    for directory in (own, elsewhere):
+        directory.mkdir()
+        directory.chmod(0o777)
+    (tmp_path / "link").symlink_to(elsewhere)
+
+    for path in (own, tmp_path / "link", tmp_path / "missing"):
+        close_to_others(path)
+
+    assert (mode(own), mode(elsewhere)) == (0o700, 0o777)
+
+
+@pytest.mark.parametrize("home", [None, "", "relative/home"])
+def test_home_is_that_of_the_users_entry_where_none_is_set(home: str | None) -> None:
+    """Every command ended in a traceback."""
+    environment = {"HOME": home} if home is not None else {}
+
+    settle_home(environment)
+
+    assert environment["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
+
+
+def test_a_user_without_any_home_is_told_so_when_something_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    def refuse(path: Path, mode: int = 0, exist_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    environment: dict[str, str] = {}
+
+    settle_home(environment)
+
+    with pytest.raises(StoreError, match=r"no home directory\. Set HOME"):
+        private_directory(Path(environment["HOME"]) / ".cache" / "kvchat")
+
+
+def test_a_home_that_is_set_stays(tmp_path: Path) -> None:
+    environment = {"HOME": str(tmp_path)}
+
+    settle_home(environment)
+
+    assert environment == {"HOME": str(tmp_path)}
+
+
+def test_threads_of_one_process_replace_a_file_without_losing_it(tmp_path: Path) -> None:
+    """They shared the temporary name: the second found its file gone, and raised."""
+    path = tmp_path / "memory.json"
+    begun = threading.Barrier(8)
+
+    def replace(number: int) -> None:
+        begun.wait()
+        for _ in range(20):
+            replace_private(path, bytes([number]) * 4096)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(replace, range(8)))
+
+    assert len(set(path.read_bytes())) == 1
+    assert os.listdir(tmp_path) == ["memory.json"]
+    assert mode(path) == 0o600
+
+
+def test_a_file_that_cannot_be_replaced_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memory.json"
+    replace_private(path, b"old")
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="No space"):
+        replace_private(path, b"new")
+
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["memory.json"]
+
+
+def test_what_a_killed_process_left_of_a_file_is_deleted(tmp_path: Path) -> None:
+    """It may hold text that the user has deleted since."""
+    left, recent = tmp_path / "history.7.8", tmp_path / "history.9.9"
+    for path in (left, recent):
+        path.write_text("secret")
+    os.utime(left, (1, 1))
+
+    replace_private(tmp_path / "history", b"new")
+
+    assert sorted(os.listdir(tmp_path)) == ["history", "history.9.9"]

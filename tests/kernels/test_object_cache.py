@@ -67,3 +67,16 @@ def test_without_a_place_nothing_is_saved(tmp_path: Path) -> None:
     cache.save("one.o", b"code")
 
     assert cache.load("one.o") is None
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277], ids=oct)
+def test_all_directories_on_the_way_are_closed_to_others(tmp_path: Path, umask: int) -> None:
+    """~/.cache/kvchat was made for all to read, and with a umask of 0 for all to write."""
+    before = os.umask(umask)
+    try:
+        ObjectCache(tmp_path / "kvchat" / "kernels").save("one.o", b"code")
+    finally:
+        os.umask(before)
+
+    modes = {(tmp_path / part).stat().st_mode & 0o777 for part in ("kvchat", "kvchat/kernels")}
+    assert modes == {0o700}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.identity import content_digest, sample_digest
+from kvchat.model.identity import _remember, content_digest, sample_digest
 from kvchat.model.source import ModelSource, find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -183,3 +183,17 @@ def test_the_memory_is_private_and_a_place_that_cannot_be_written_does_no_harm(
 
     assert (tmp_path / "weights.json").stat().st_mode & 0o777 == 0o600
     assert content_digest(source, Path("/proc/nowhere")) == content_digest(source, None)
+
+
+def test_a_digest_stays_beside_that_of_a_model_loaded_meanwhile(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    """A draft model's load had lost that of the model itself: gigabytes were read again."""
+    content_digest(source, tmp_path)
+    [(mark, digest)] = json.loads((tmp_path / "weights.json").read_text()).items()
+    (tmp_path / "weights.json").unlink()
+
+    _remember(tmp_path, {"draft": "d"})  # it ends first
+    _remember(tmp_path, {mark: digest})
+
+    assert json.loads((tmp_path / "weights.json").read_text()) == {"draft": "d", mark: digest}

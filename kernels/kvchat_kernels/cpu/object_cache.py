@@ -43,7 +43,7 @@ class ObjectCache:
         if _SAVES_NOTHING in os.environ:
             return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_private(self.directory)
             if not _is_private(os.lstat(self.directory)):
                 return
             descriptor, path = tempfile.mkstemp(dir=self.directory, prefix=".")
@@ -60,6 +60,18 @@ class ObjectCache:
 def save_nothing() -> None:
     """Let this process and those that it starts save no compiled code: it leaves nothing behind."""
     os.environ[_SAVES_NOTHING] = "1"
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory and its missing parents, closed to all others; raises OSError.
+
+    Python makes missing parents with the rights that the umask leaves to others. An existing
+    directory keeps its rights, because the user may have named it.
+    """
+    for path in reversed((directory, *directory.parents)):
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)
+            path.chmod(0o700)
 
 
 def _is_private(status: os.stat_result) -> bool:

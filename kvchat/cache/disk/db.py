@@ -4,7 +4,6 @@ Other processes may delete the directory, make it again or damage it; PackDb the
 process that takes the lock learns whether an earlier holder was killed. Readers take no lock.
 """
 
-import fcntl
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.model_dirs import DATABASE, file_number
 from kvchat.cache.disk.table import PackTable, is_busy, is_passing
 from kvchat.core.errors import StoreError, StoreInUse
+from kvchat.core.locks import Lock, try_lock
 from kvchat.core.paths import open_private, private_directory, private_file
 
 # The directory may be any that the user names: others have a file called `lock`.
@@ -40,6 +40,7 @@ class StoreLock:
 
     It waits at most `patience_s` for one holder, which may be a process stopped with Ctrl-Z, and a
     few times as long for several holders in turn. `clock` returns seconds; `sleep` takes seconds.
+    On a file system without locks nothing is waited for: SQLite alone orders what processes write.
     """
 
     def __init__(
@@ -98,18 +99,14 @@ class StoreLock:
     def _wait_for(self, descriptor: int) -> None:
         began_s = since_s = self._clock()
         holder = os.pread(descriptor, _MARK_BYTES, 0)
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError as error:
-                now_s = self._clock()
-                if (mark := os.pread(descriptor, _MARK_BYTES, 0)) != holder:
-                    holder, since_s = mark, now_s
-                if now_s > since_s + self._patience_s:
-                    raise StoreHeld("Another process holds the disk cache.") from error
-                if now_s > began_s + _MOST_PATIENCES * self._patience_s:
-                    raise StoreBusy("Other processes are busy with the disk cache.") from error
+        while try_lock(descriptor) is Lock.ANOTHERS:
+            now_s = self._clock()
+            if (mark := os.pread(descriptor, _MARK_BYTES, 0)) != holder:
+                holder, since_s = mark, now_s
+            if now_s > since_s + self._patience_s:
+                raise StoreHeld("Another process holds the disk cache.")
+            if now_s > began_s + _MOST_PATIENCES * self._patience_s:
+                raise StoreBusy("Other processes are busy with the disk cache.")
             self._sleep(_RETRY_S)
 
 

@@ -88,7 +88,9 @@ def read_model_dir(path: Path) -> ModelDir:
     if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
         return ModelDir(path, any_layout, trouble="its table is no file")
     try:
-        with closing(connection_to(table)) as connection:
+        if (opened := connection_to(table)) is None:
+            return ModelDir(path, any_layout)
+        with closing(opened) as connection:
             rows = connection.execute(_HEADS).fetchall()
             records = connection.execute(_PINS).fetchall()
     except (sqlite3.Error, OSError, StoreError) as error:
@@ -115,8 +117,8 @@ def read_model_dir(path: Path) -> ModelDir:
     )
 
 
-def connection_to(table: Path) -> sqlite3.Connection:
-    """Open a table to read from it.
+def connection_to(table: Path) -> sqlite3.Connection | None:
+    """Open a table to read from it; None for one that is not finished, and so has no packs.
 
     If the table has no log, no process is writing, and SQLite opens it without making a log that
     would remain. A process that starts to write meanwhile can make the table look damaged once.
@@ -130,12 +132,26 @@ def connection_to(table: Path) -> sqlite3.Connection:
         if not model_dirs.has_only_files(table.parent):
             raise StoreError(f"{table}, or its log, is no file.")
         [(version,)] = connection.execute("PRAGMA user_version").fetchall()
+        if not version and _is_unfinished(connection, table):
+            connection.close()
+            return None
         if version != SCHEMA_VERSION:
             raise StoreError(f"{table} is of another version of kvchat.")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _is_unfinished(connection: sqlite3.Connection, table: Path) -> bool:
+    """Whether a process that makes the table is not done, or ended before it was.
+
+    Only then does SQLite have a journal beside it: a finished table has a log.
+    """
+    if file_bytes(table.with_name(f"{table.name}-journal")):
+        return True
+    [(num_tables,)] = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchall()
+    return not num_tables
 
 
 def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -> list[KeptPack]:
@@ -253,7 +269,9 @@ def _packs(
         return
     root = root_key(bytes.fromhex(model_dir.name))
     keys = chain_keys(root, encoded, block_size * TOKEN_BYTES)
-    with closing(connection_to(table)) as connection:
+    if (opened := connection_to(table)) is None:
+        return
+    with closing(opened) as connection:
         block = 0
         while block < len(keys):
             row = connection.execute(_PACK, (keys[block],)).fetchone()

@@ -6,7 +6,6 @@ with names of ours in a directory of ours, and follows no links. Imports no torc
 """
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from kvchat.cache.disk.model_dirs import WEIGHTS
 from kvchat.cache.disk.quota import leaves_free
 from kvchat.core.errors import StoreError
+from kvchat.core.locks import Lock, try_lock
 from kvchat.core.paths import open_private, private_directory
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class WeightFiles:
                 return None
             os.ftruncate(descriptor, 0)  # what a process that ended has left
             # A disk that is full is found before anything is rounded.
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            _allocate(descriptor, num_bytes)
             memory = mmap.mmap(descriptor, num_bytes)
         except OSError:  # such as a full disk
             path.unlink(missing_ok=True)
@@ -220,6 +220,17 @@ def _is_deleted(path: Path) -> bool:
         os.close(descriptor)
 
 
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Give an empty file its length and, where the system can, its place on the disk."""
+    os.ftruncate(descriptor, num_bytes)
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # nor have some file systems
+                raise
+
+
 def _is_named(descriptor: int, path: Path) -> bool:
     """Whether an open file still has this name."""
     with suppress(FileNotFoundError):
@@ -228,11 +239,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _is_locked_for_us(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed; return false if another process has."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
+    """Lock a file until its descriptor is closed; return false if another process has, or may have:
+    where there are no locks, nothing is kept.
+    """
+    return try_lock(descriptor) is Lock.OURS
