@@ -125,9 +125,11 @@ class ChatModel:
         if turn.calls and self.format.tools is not None:
             segments = self.format.given_calls(turn.text, turn.calls)
         else:
-            segments = self._given(turn.text, self.starts_thinking(before))
-            if turn.finish is FinishReason.STOP:
-                segments.append(Segment(self.format.answer.closing))
+            is_whole, form = turn.finish is FinishReason.STOP, self.format.answer
+            text = form.spaces.strip(turn.text) if is_whole else turn.text
+            segments = self._given(text, self.starts_thinking(before))
+            if is_whole:
+                segments.append(Segment(form.closing))
         return tuple(self.tokenizer.encode_after(before[-1] if before else None, segments))
 
     def _given(self, text: str, is_open: bool) -> list[Segment]:

@@ -7,12 +7,20 @@ text after the placeholder answer is used.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
+from kvchat.chat.template_messages import (
+    NO_SPACES,
+    PART_ROLES,
+    Spaces,
+    find_spaces,
+    with_parts,
+    writes_parts,
+)
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
 from kvchat.chat.template_tools import (
     StandIns,
@@ -59,6 +67,7 @@ class AnswerForm:
     opener         the mark of thinking that its prompt opens, with the white space after it
     closing        the text after the answer, up to and with its closing token
     closing_id     that token; None if no control token closes an answer
+    spaces         the white space that it strips from such an answer
     """
 
     lead: str = ""
@@ -66,6 +75,7 @@ class AnswerForm:
     opener: str = ""
     closing: str = ""
     closing_id: int | None = None
+    spaces: Spaces = NO_SPACES
 
 
 class TurnFormat(Protocol):
@@ -118,17 +128,6 @@ class TurnFormat(Protocol):
         """How the template writes tools and calls, None if it does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Spaces:
-    """The white space characters that the template strips at each end of a message."""
-
-    leading: str
-    trailing: str
-
-    def strip(self, text: str) -> str:
-        return text.lstrip(self.leading).rstrip(self.trailing)
-
-
 class ChatTemplate:
     """A checkpoint's own template. `variables` are passed to it, such as `enable_thinking`.
 
@@ -148,9 +147,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._variables = {**files.special_tokens, **(variables or {})}
         self._probe_clock = datetime(2026, 1, 2, 3, 4, 5)
-        self._spaces = self._find_spaces()
-        self._refuse_loss()
-        self.takes_system = self._renders([_message("system", _EARLIER), _message("user", _USER)])
+        self._part_roles = self._find_part_roles()
+        self.takes_system = self._find_system()
+        self._spaces = {role: self._find_spaces(role) for role in ("system", "user", "assistant")}
         self.strategy = self._certify()
         self.answer = self._answer_form()
 
@@ -211,10 +210,10 @@ class ChatTemplate:
     ) -> list[Segment]:
         if system is not None and not self.takes_system:
             system, user = None, f"{system}\n\n{user}"
-        content, texts = _stand_in(_USER, user)
+        content, texts = self._stand_in(_USER, user)
         messages = [_message("user", content)]
         if system is not None:
-            content, more = _stand_in(_EARLIER, system)
+            content, more = self._stand_in(_EARLIER, system, "system")
             messages.insert(0, _message("system", content))
             texts |= more
         if is_answered:
@@ -222,7 +221,7 @@ class ChatTemplate:
         stand_ins = StandIns(self._tokenizer.reserved_texts)
         defined = stand_ins.guarded(tools.definitions) if tools else None
         rendered = self._render(messages, clock, think, defined).partition(_NEXT_ANSWER)[0]
-        return self._fill(rendered, texts, stand_ins.texts)
+        return _fill(rendered, texts | stand_ins.texts)
 
     def _following(
         self,
@@ -232,8 +231,8 @@ class ChatTemplate:
         is_answered: bool = False,
         system: str | None = None,
     ) -> list[Segment]:
-        content, texts = _stand_in(_USER, user)
-        return self._fill(self._after_answer(clock, think, is_answered, content, system), texts)
+        content, texts = self._stand_in(_USER, user)
+        return _fill(self._after_answer(clock, think, is_answered, content, system), texts)
 
     def _after_answer(
         self,
@@ -254,6 +253,27 @@ class ChatTemplate:
             messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
         rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
         return rendered.rpartition(_ANSWER)[2]
+
+    def _stand_in(self, name: str, text: str, role: str = "user") -> tuple[str, dict[str, str]]:
+        """Return what the template sees of a message, and the texts that replace its placeholders.
+
+        It sees a placeholder for the text, but words for the template, and white space beside them.
+        The texts are stripped as the template strips messages of the role.
+        """
+        pieces = re.split(f"({_WORD_FOR_TEMPLATE.pattern})", text)
+        if len(pieces) == 1:
+            return name, {name: self._spaces[role].strip(text)}
+        content, texts = "", {}
+        for number, piece in enumerate(pieces):
+            core = piece.strip() if number % 2 == 0 else ""
+            if not core:
+                content += piece
+                continue
+            before, _, after = piece.partition(core)
+            stand_in = f"{name}x{number}x"
+            content += before + stand_in + after
+            texts[stand_in] = core
+        return content, texts
 
     def _words(self, system: str | None) -> list[dict[str, str]]:
         """Return a message with the words for the template in a system prompt: they hold on."""
@@ -288,7 +308,7 @@ class ChatTemplate:
 
     def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
         form, stand_ins = self._require_tools(), StandIns(self._tokenizer.reserved_texts)
-        said = {_NEXT_ANSWER: text} if text else {}
+        said = {_NEXT_ANSWER: self._spaces["assistant"].strip(text)} if text else {}
         message = form.answer(_NEXT_ANSWER if text else "", calls, stand_ins)
         try:
             rendered = self._render_probe([probe_message(), message], is_open=False)
@@ -301,7 +321,7 @@ class ChatTemplate:
             return [*(part for some in first for part in (*some[:-1], Segment("; "))), *last]
         answer, closing = cut_answer(rendered, self._leads, self._tokenizer)
         is_kept = bool(closing) and self._tokenizer.token_id(closing) == self.closing_id
-        return [*self._fill(answer, said, stand_ins.texts), Segment(closing if is_kept else "")]
+        return [*_fill(answer, said | stand_ins.texts), Segment(closing if is_kept else "")]
 
     def _following_calls(
         self,
@@ -313,7 +333,7 @@ class ChatTemplate:
         use: ToolUse,
     ) -> list[Segment]:
         form, stand_ins = self._require_tools(), StandIns(self._tokenizer.reserved_texts)
-        content, texts = _stand_in(_USER, user)
+        content, texts = self._stand_in(_USER, user)
         later = [
             *form.results(use.results, stand_ins),
             *([_message("user", content)] if user or not use.results else []),
@@ -331,7 +351,7 @@ class ChatTemplate:
         except ModelError:  # some templates refuse two calls at once
             whole = rendered(use.calls[-1:])
         rest = form.after(whole.partition(_NEXT_ANSWER)[0], self._tokenizer)
-        return self._fill(rest, texts, stand_ins.texts)
+        return _fill(rest, texts | stand_ins.texts)
 
     # Answers
 
@@ -342,13 +362,13 @@ class ChatTemplate:
             for is_answered in (False, True)
         )
         closing, closing_id = self._closing(self._after_answer(self._probe_clock))
+        form = AnswerForm("", False, "", closing, closing_id, self._spaces["assistant"])
         if told.startswith(asked):
-            return AnswerForm(told[len(asked) :], closing=closing, closing_id=closing_id)
+            return replace(form, lead=told[len(asked) :])
         mark = next((mark for mark in THINKING_MARKS if asked.rstrip().endswith(mark)), None)
         if mark is None:  # the template shortens its own text in the history
-            return AnswerForm(closing=closing, closing_id=closing_id)
-        opener = asked[asked.rindex(mark) :]
-        return AnswerForm("", True, opener, closing, closing_id)
+            return form
+        return replace(form, is_told_apart=True, opener=asked[asked.rindex(mark) :])
 
     def _closing(self, after: str) -> tuple[str, int | None]:
         """Return the text up to the control token that closes an answer, and the token."""
@@ -367,8 +387,9 @@ class ChatTemplate:
         is_open: bool = True,
     ) -> str:
         variables = {**self._variables, **self.switch.variables(think)}
+        formed = with_parts(messages, self._part_roles)
         try:
-            return self._process.render(messages, variables, clock, tools, is_open)
+            return self._process.render(formed, variables, clock, tools, is_open)
         except RenderingFailed as error:
             raise ModelError(
                 f"The checkpoint's chat template cannot be used: {error}.",
@@ -380,44 +401,61 @@ class ChatTemplate:
             rendered = self._render(messages, self._probe_clock)
         except ModelError:
             return False
-        return all(message["content"] in rendered for message in messages)
-
-    def _fill(
-        self, rendered: str, texts: dict[str, str], whole: Mapping[str, str] | None = None
-    ) -> list[Segment]:
-        """Replace placeholders in a rendered conversation by the texts, as inert segments.
-
-        The texts are stripped as the template strips messages, those of `whole` are not.
-        """
-        stripped = {stand_in: self._spaces.strip(text) for stand_in, text in texts.items()}
-        segments = [Segment(rendered)]
-        for stand_in, text in {**stripped, **(whole or {})}.items():
-            inert = Segment(text, is_inert=True)
-            segments = [part for segment in segments for part in _replace(segment, stand_in, inert)]
-        return segments
+        is_whole = all(message["content"] in rendered for message in messages)
+        return is_whole and not writes_parts(rendered)
 
     # The certificate
 
-    def _refuse_loss(self) -> None:
-        """Raise ModelError if the template cannot render two turns or leaves out a message."""
-        turns = (("user", _EARLIER), ("assistant", _ANSWER), ("user", _USER))
-        rendered = self._render([_message(*turn) for turn in turns], self._probe_clock)
-        before, _, after = rendered.partition(_ANSWER)
-        if _EARLIER not in before or _USER not in after or _EARLIER in after:
-            raise ModelError(
-                "The checkpoint's chat template cannot be used: it leaves out or changes messages.",
-                "Use a checkpoint with a working template.",
-            )
+    def _find_part_roles(self) -> frozenset[str]:
+        """Return the roles whose content the template wants as a list of parts.
 
-    def _find_spaces(self) -> _Spaces:
-        """Find the white space that the template strips from a user's message."""
-        leading = trailing = ""
-        for space in (" ", "\n", "\t"):
-            run = 4 * space  # longer than any white space a template itself puts there
-            rendered = self._render([_message("user", f"{run}{_USER}{run}")], self._probe_clock)
-            leading += "" if f"{run}{_USER}" in rendered else space
-            trailing += "" if f"{_USER}{run}" in rendered else space
-        return _Spaces(leading, trailing)
+        Raises ModelError if the template loses a message of two turns both ways.
+        """
+        turns = [
+            _message(*t) for t in (("user", _EARLIER), ("assistant", _ANSWER), ("user", _USER))
+        ]
+        failure: ModelError | None = None
+        for roles in PART_ROLES:
+            self._part_roles = roles
+            try:
+                rendered = self._render(turns, self._probe_clock)
+            except ModelError as error:
+                failure = failure or error
+                continue
+            before, _, after = rendered.partition(_ANSWER)
+            is_whole = _EARLIER in before and _USER in after and _EARLIER not in after
+            if is_whole and not writes_parts(rendered):
+                return roles
+        raise failure or ModelError(
+            "The checkpoint's chat template cannot be used: it leaves out or changes messages.",
+            "Use a checkpoint with a working template.",
+        )
+
+    def _find_system(self) -> bool:
+        """Return whether the template takes a system prompt, as a text or as a list of parts."""
+        messages, roles = [_message("system", _EARLIER), _message("user", _USER)], self._part_roles
+        for tried in (roles, roles ^ {"system"}):
+            self._part_roles = tried
+            if self._renders(messages):
+                return True
+        self._part_roles = roles
+        return False
+
+    def _find_spaces(self, role: str) -> Spaces:
+        """Find the white space that the template strips from the messages of a role."""
+
+        def render(text: str) -> str:
+            messages = [_message(role, text)]
+            if role == "assistant":
+                messages.insert(0, _message("user", _EARLIER))
+            if role != "user":
+                messages.append(_message("user", _LATER))
+            return self._render(messages, self._probe_clock)
+
+        try:
+            return find_spaces(render, _ANSWER)
+        except ModelError:  # such as a template without system prompts
+            return NO_SPACES
 
     def _certify(self) -> Strategy:
         """Compare appending with rendering the whole conversation, on a few short conversations.
@@ -513,33 +551,21 @@ def turn_format(
     )
 
 
-def _stand_in(name: str, text: str) -> tuple[str, dict[str, str]]:
-    """Return what the template sees of a message, and the texts that replace its placeholders.
-
-    It sees a placeholder for the text, but words for the template, and white space beside them.
-    """
-    pieces = re.split(f"({_WORD_FOR_TEMPLATE.pattern})", text)
-    if len(pieces) == 1:
-        return name, {name: text}
-    content, texts = "", {}
-    for number, piece in enumerate(pieces):
-        core = piece.strip() if number % 2 == 0 else ""
-        if not core:
-            content += piece
-            continue
-        before, _, after = piece.partition(core)
-        stand_in = f"{name}x{number}x"
-        content += before + stand_in + after
-        texts[stand_in] = core
-    return content, texts
-
-
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 def _text(segments: Sequence[Segment]) -> str:
     return "".join(segment.text for segment in segments)
+
+
+def _fill(rendered: str, texts: Mapping[str, str]) -> list[Segment]:
+    """Replace placeholders in a rendered conversation by the texts, as inert segments."""
+    segments = [Segment(rendered)]
+    for stand_in, text in texts.items():
+        inert = Segment(text, is_inert=True)
+        segments = [part for segment in segments for part in _replace(segment, stand_in, inert)]
+    return segments
 
 
 def _replace(segment: Segment, stand_in: str, inert: Segment) -> list[Segment]:

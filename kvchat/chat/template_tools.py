@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvchat.chat.template_messages import NO_SPACES, Spaces, find_spaces
 from kvchat.chat.thinking import split_thinking
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import (
@@ -80,12 +81,14 @@ class ToolForm:
     has_text_arguments   whether the template takes a call's arguments as JSON text
     escapes_results      whether it writes results as JSON texts
     closing              the token's text that ends an answer with calls; empty if none does
+    spaces               the white space that it strips from results
     """
 
     calls: CallFormat
     has_text_arguments: bool
     escapes_results: bool
     closing: str
+    spaces: Spaces = NO_SPACES
 
     def answer(
         self, text: str, calls: Sequence[ToolCall], stand_ins: StandIns
@@ -95,7 +98,8 @@ class ToolForm:
 
     def results(self, results: Sequence[ToolResult], stand_ins: StandIns) -> list[dict[str, Any]]:
         """Return the messages of results, as the template takes them."""
-        texts = (_escaped(r.text) if self.escapes_results else r.text for r in results)
+        stripped = (self.spaces.strip(result.text) for result in results)
+        texts = (_escaped(text) if self.escapes_results else text for text in stripped)
         return [
             _result(number, stand_ins.guarded(result.name), stand_ins.whole(_RESULT, text))
             for number, (result, text) in enumerate(zip(results, texts, strict=True))
@@ -147,7 +151,10 @@ def _form_with(
     rest = render([asked, called, result]).rpartition(_VALUE)[2]
     if read is None or _RESULT not in rest:
         return None
-    return ToolForm(read, has_text_arguments, f'{_RESULT}\\"{_RESULT}' in rest, closing)
+    spaces = find_spaces(lambda text: render([asked, called, _result(0, _TOOL, text)]), _RESULT)
+    escapes = f'{_RESULT}\\"{_RESULT}' in rest
+    # Escaped white space stands in other characters, so it would look stripped.
+    return ToolForm(read, has_text_arguments, escapes, closing, NO_SPACES if escapes else spaces)
 
 
 def _reads(form: CallFormat, region: str) -> bool:

@@ -102,6 +102,16 @@ def test_an_imported_conversation_is_fed_as_the_template_renders_it(family: str,
     assert conversation.context_ids() == whole
 
 
+def test_a_given_answer_is_stripped_as_the_template_strips_it() -> None:
+    """White space at its ends was fed."""
+    talk = (*TALK[:1], ("assistant", "\u3000A cat.\xa0\r\n"), *TALK[2:3])
+    model, conversation = model_of(zoo.TRIMMING), imported(*talk)
+    readopt(conversation, model)
+
+    whole = model.tokenizer.encode([Segment(rendered(zoo.TRIMMING, *talk))])
+    assert conversation.context_ids() == whole
+
+
 SYSTEMS = (
     "/no_think",
     "Be brief. /no_think",

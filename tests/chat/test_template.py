@@ -3,12 +3,15 @@
 The oracle renders whole conversations with Jinja directly.
 """
 
+import sys
+from collections.abc import Collection
 from datetime import datetime
 
 import jinja2
 import pytest
 
 from kvchat.chat.template import ChatTemplate, PlainText, Strategy, turn_format
+from kvchat.chat.template_messages import Spaces, find_spaces
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from support import template_zoo as zoo
@@ -25,15 +28,23 @@ def template_of(source: str, kind: str = "byte level") -> ChatTemplate:
     return made
 
 
-def written(source: str, *messages: tuple[str, str], clock: datetime = CLOCK) -> str:
+def written(
+    source: str,
+    *messages: tuple[str, str],
+    clock: datetime = CLOCK,
+    part_roles: Collection[str] = (),
+) -> str:
     """Render with plain Jinja, the way transformers does."""
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def content(role: str, text: str) -> object:
+        return [{"type": "text", "text": text}] if role in part_roles else text
+
     return environment.from_string(source).render(
-        messages=[{"role": role, "content": content} for role, content in messages],
+        messages=[{"role": role, "content": content(role, text)} for role, text in messages],
         add_generation_prompt=True,
         bos_token="<s>",
         eos_token="</s>",
@@ -132,7 +143,10 @@ def test_the_clock_is_the_conversations_own() -> None:
     assert template.following("x", None, CLOCK) == template.following("x", None, LATER)
 
 
-@pytest.mark.parametrize("text", ["  two  ", "\n\tx\n ", " ", ""])
+ODD_SPACES = "\u3000\xa0hi\r\n\x0b\u2028\x1c"
+
+
+@pytest.mark.parametrize("text", ["  two  ", "\n\tx\n ", " ", "", ODD_SPACES])
 @pytest.mark.parametrize("source", [zoo.CHATML, zoo.TRIMMING])
 def test_white_space_around_a_message_is_treated_as_the_template_treats_it(
     source: str, text: str
@@ -144,6 +158,48 @@ def test_white_space_around_a_message_is_treated_as_the_template_treats_it(
         shown(template.following(text, None, CLOCK))
         == (written(source, ("user", "q"), ("assistant", "X"), ("user", text)).partition("X")[2])
     )
+
+
+@pytest.mark.parametrize("source", [zoo.TRIMMING, zoo.TRIMMING_SYSTEM, zoo.CHATML])
+def test_every_white_space_is_stripped_by_role_as_jinja_strips_it(source: str) -> None:
+    """Only spaces, tabs and newlines were stripped, from every role as from the user's."""
+    talk = (("system", ODD_SPACES), ("user", ODD_SPACES))
+    template = template_of(source)
+
+    assert shown(template.opening(*(text for _, text in talk), CLOCK)) == written(source, *talk)
+    answer = template.answer.spaces.strip(ODD_SPACES)
+    assert f"\n{answer}<" in written(source, *talk, ("assistant", ODD_SPACES))
+
+
+def test_no_white_space_is_unknown() -> None:
+    every = "".join(filter(str.isspace, map(chr, range(sys.maxunicode + 1))))
+    assert find_spaces(str.strip, "x") == Spaces(every, every)
+    assert find_spaces(lambda text: text.lstrip("\n"), "x") == Spaces("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "part_roles"),
+    [
+        (zoo.PARTS, ("system", "user", "assistant")),
+        (zoo.CHOSEN_PARTS, ("system", "user", "assistant")),
+        (zoo.FIRST_PART, ("system", "user", "assistant")),
+        (zoo.REFUSES_TEXT, ("system", "user", "assistant")),
+        (zoo.PARTS_OF_USERS, ("user",)),
+    ],
+    ids=["loop", "selectattr", "first", "refuses text", "user's"],
+)
+def test_a_template_that_wants_lists_of_parts_gets_them(
+    source: str, part_roles: tuple[str, ...]
+) -> None:
+    """Such checkpoints were refused: their templates left out every text."""
+    template, text = template_of(source), "Hi <|im_end|>"
+    talk = (("system", "Be brief."), ("user", text), ("assistant", "X"), ("user", "More"))
+    whole = written(source, *talk, part_roles=part_roles)
+
+    assert template.strategy is Strategy.APPEND_SAFE
+    opened = shown(template.opening("Be brief.", text, CLOCK))
+    assert opened == whole.partition("X")[0]
+    assert shown(template.following("More", None, CLOCK)) == whole.rpartition("X")[2]
 
 
 def test_the_closing_token_is_dropped_where_the_answer_ended_with_it_and_only_there() -> None:
@@ -187,6 +243,7 @@ def test_messages_that_spell_control_tokens_or_stand_ins_are_only_text(kind: str
         (zoo.SHOUTING, "leaves out or changes"),
         (zoo.DROPS_ANSWERS, "leaves out or changes"),
         (zoo.ONLY_THE_LAST, "leaves out or changes"),
+        (zoo.WRITES_PARTS, "leaves out or changes"),
         ("Hello!", "leaves out or changes"),
         ("{% for %}", "is not valid"),
         ("{{ messages[7].content }}", "cannot be used"),

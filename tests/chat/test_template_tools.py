@@ -19,7 +19,7 @@ from support.tokenizer_zoo import END, START, byte_level, text_files
 
 TOOLS = ToolSet([{"name": "find", "description": "Finds.", "parameters": {"type": "object"}}])
 CALLS = (ToolCall("find", {"q": 'a "cat"', "n": 3}),)
-RESULTS = (ToolResult("find", 'It said "miau".\nTwice.'),)
+RESULTS = (ToolResult("find", 'It said "miau".\nTwice.\xa0\r\n'),)
 ANSWER = "Twice."
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|channel|>", "<|message|>")
 

@@ -23,6 +23,29 @@ THINK_STRIPPING = (
 # White space around messages is dropped, as Llama 3's and Gemma's.
 TRIMMING = CHATML.replace("m.content", "m.content | trim")
 
+# Only the system prompt is trimmed, and only at its end, as SmolLM3's.
+TRIMMING_SYSTEM = CHATML.replace(
+    "m.content", "(m.content.rstrip() if m.role == 'system' else m.content)"
+)
+
+# Messages are lists of parts, as SmolVLM's, LLaVA's, and those of one part.
+PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}",
+)
+CHOSEN_PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p['text'] }}{% endfor %}",
+)
+FIRST_PART = CHATML.replace("m.content", "m.content[0]['text']")
+REFUSES_TEXT = "{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}"
+REFUSES_TEXT += FIRST_PART
+PARTS_OF_USERS = CHATML.replace(
+    "m.content", "(m.content[0]['text'] if m.role == 'user' else m.content)"
+)
+# It writes a list of parts as it is.
+WRITES_PARTS = CHATML.replace("m.content", "'' if m.content is string else m.content")
+
 # The system prompt stands in front of the last user turn, as Mistral's.
 SYSTEM_GLUED = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
@@ -172,13 +195,13 @@ TOOLS_AS_JSON = _with_tools(
     "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n",
 )
 
-# An element for each argument, as Qwen 3 Coder's.
+# An element for each argument, as Qwen 3 Coder's; results are stripped.
 TOOLS_AS_ELEMENTS = _with_tools(
     "<|im_start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}\n<tool_call>\n"
     "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>{% endfor %}<|im_end|>\n",
-    "<|im_start|>user\n{{ m.content }}<|im_end|>\n",
+    "<|im_start|>user\n{{ m.content | trim }}<|im_end|>\n",
 )
 
 # Pairs of keys and values, and no token that closes an answer, as GLM 4.5's.
