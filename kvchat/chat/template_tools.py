@@ -158,7 +158,7 @@ def _form_with(
 
 
 def _reads(form: CallFormat, region: str) -> bool:
-    splitter = CallSplitter(form, _PROBE_TOOLS)
+    splitter = CallSplitter(form, _PROBE_TOOLS, takes_habits=False)
     found = [*splitter.feed(region), *splitter.flush()]
     texts = "".join(part.text for part in found if isinstance(part, TextBesideCalls))
     calls = [part for part in found if isinstance(part, ToolCall)]

@@ -3,16 +3,27 @@
 A call that cannot be read stays text: the user sees what the model wrote, and nothing is called.
 """
 
-import ast
-import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from kvchat.chat.tools import ToolCall, ToolSet, is_too_deep
-
-Reader = Callable[[str, ToolSet], list[ToolCall] | None]
+from kvchat.chat.call_readers import (
+    MISTRAL,
+    NO_CALLS,
+    QUOTE,
+    Elements,
+    Reader,
+    Reading,
+    braced_call,
+    channel_call,
+    is_writable,
+    json_calls,
+    mistral_calls,
+    pair_call,
+    python_calls,
+)
+from kvchat.chat.fenced_calls import FencedCall, begins_fenced_call, could_begin_fenced_call
+from kvchat.chat.tools import ToolCall, ToolSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +32,10 @@ class CallFormat:
 
     openers      the texts that begin calls; the first that occurs counts
     closer       the text that ends them; empty if the end of the answer does
-    read         reads the calls from opener to closer, both included; None if they are none
+    read         reads the calls from opener to closer, both included
     is_first     whether calls can only stand at the beginning of an answer
     is_channel   whether openers are control tokens, which count in the model's thinking too
+    elements     how a call looks whose opener the model left out; None if that cannot be seen
     """
 
     name: str
@@ -32,6 +44,7 @@ class CallFormat:
     read: Reader
     is_first: bool = False
     is_channel: bool = False
+    elements: Elements | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +58,43 @@ class TextBesideCalls:
 Part = TextBesideCalls | ToolCall
 
 
+class _Region(Protocol):
+    """A part of an answer that may be calls. It begins with the text that is held."""
+
+    def step(self, held: str, is_last: bool) -> tuple[int, tuple[ToolCall, ...]] | None:
+        """Return how much of the text belongs to the region, and its calls, none if it is text.
+
+        None to wait for more text, which is never the case with `is_last`.
+        """
+
+
 class CallSplitter:
     """Takes the calls out of the text of one answer, as it arrives.
 
-    White space beside calls belongs to no text. What `feed` returns does not depend on how the text
-    is cut into pieces. At most `most` calls are returned; `num_dropped` counts the others.
+    White space beside calls belongs to no text. What the parts are does not depend on how the text
+    is cut into pieces. At most `most` calls are returned; `num_dropped` counts the others. With
+    `takes_habits` calls count that a model writes otherwise than its format has it.
     """
 
-    def __init__(self, format_: CallFormat, tools: ToolSet, most: int | None = None) -> None:
+    def __init__(
+        self,
+        format_: CallFormat,
+        tools: ToolSet,
+        most: int | None = None,
+        takes_habits: bool = True,
+    ) -> None:
         self._format = format_
         self._tools = tools
         self._most = most
         self._held = ""
         self._start = 0  # the place of what is held in all that was fed
-        self._is_in_calls = False
+        self._region: _Region | None = None
+        self._space = 0  # the white space that is held before the region
         self._has_text = False
         self._num_calls = 0
+        self._tail = ""  # of the text that was released
+        self._elements = format_.elements if takes_habits else None
+        self._may_be_fenced = takes_habits and not format_.is_channel
         self.num_dropped = 0
 
     @property
@@ -70,21 +104,22 @@ class CallSplitter:
     def feed(self, text: str) -> list[Part]:
         """Take more text; return the texts and calls that it completes, in order."""
         self._held += text
-        found: list[Part] = []
-        while True:
-            step = self._calls() if self._is_in_calls else self._text()
-            if step is None:
-                return found
-            found += step
+        return self._parts(is_last=False)
 
     def flush(self) -> list[Part]:
         """Return what was held back, at the end of the answer."""
-        is_in_calls = self._is_in_calls
-        held = self._cut(len(self._held))
-        if is_in_calls:
-            return self._read(held)
-        text = held.text.rstrip() if self._num_calls else held.text
-        return [TextBesideCalls(text, held.start)] if text else []
+        parts = self._parts(is_last=True)
+        rest = self._cut(len(self._held))
+        text = rest.text.rstrip() if self._num_calls else rest.text
+        return parts + self._released(replace(rest, text=text))
+
+    def _parts(self, is_last: bool) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            step = self._text() if self._region is None else self._calls(self._region, is_last)
+            if step is None:
+                return parts
+            parts += step
 
     def _cut(self, length: int) -> TextBesideCalls:
         """Return the beginning of what is held, and hold the rest."""
@@ -97,31 +132,60 @@ class CallSplitter:
         """Release text up to an opener, or up to what could become one; None to wait for more."""
         if self._num_calls and not self._has_text:
             self._cut(len(self._held) - len(self._held.lstrip()))
-        place = self._opening()
-        if place is not None:
-            before = self._cut(place)
-            self._is_in_calls = True
-            return self._released(TextBesideCalls(before.text.rstrip(), before.start))
-        cut = len(self._held)
-        if self._can_begin:  # white space before calls is no text
-            cut = len(self._held[: cut - self._overlap()].rstrip())
-        if not cut:
-            return None
-        return self._released(self._cut(cut))
+        opening = self._opening()
+        place = opening[0] if opening is not None else self._undecided()
+        can_begin = place < len(self._held) or self._can_begin or self._is_fence_possible
+        cut = len(self._held[:place].rstrip()) if can_begin else place  # space before calls
+        if opening is not None:
+            before = self._cut(cut)
+            self._region, self._space = opening[1], place - cut
+            return self._released(before)
+        return self._released(self._cut(cut)) if cut else None
 
     @property
     def _can_begin(self) -> bool:
         return not (self._format.is_first and self._has_text)
 
-    def _opening(self) -> int | None:
-        """Return where the calls begin in the held text, None if they do not."""
+    def _opening(self) -> tuple[int, _Region] | None:
+        """Return where a region begins in the held text, and the region; None if none does."""
+        found: list[tuple[int, _Region]] = []
+        for place in self._marks():
+            found.append((place, _Marked(self._format, self._tools)))
+        if self._elements is not None:
+            for place in _begins(self._elements, self._held, self._tools):
+                found.append((place, _Unmarked(self._format.closer, self._elements, self._tools)))
+        if self._is_fence_possible:
+            place = begins_fenced_call(self._held, not self._has_text, self._tools)
+            if place is not None:
+                found.append((place, FencedCall(self._tools, self._ends_fenced)))
+        return min(found, key=lambda opening: opening[0], default=None)
+
+    def _marks(self) -> list[int]:
+        """Return where openers of the format stand in the held text."""
         if not self._can_begin:
-            return None
+            return []
         if self._format.is_first:
             start = len(self._held) - len(self._held.lstrip())
-            return start if self._held.startswith(self._format.openers, start) else None
+            return [start] if self._held.startswith(self._format.openers, start) else []
         places = (self._held.find(opener) for opener in self._format.openers)
-        return min((place for place in places if place >= 0), default=None)
+        return [place for place in places if place >= 0]
+
+    @property
+    def _is_fence_possible(self) -> bool:
+        return self._may_be_fenced and not self._num_calls and "```" not in self._tail
+
+    def _ends_fenced(self, text: str) -> bool:
+        """Whether a text has what begins a call, so that a call before it is an example."""
+        return any(opener in text for opener in self._format.openers if len(opener) > 1)
+
+    def _undecided(self) -> int:
+        """Return from where on the held text could become an opening; its length for nowhere."""
+        places = [len(self._held) - self._overlap()]
+        if self._elements is not None:
+            places.append(_could_begin(self._elements, self._held, self._tools))
+        if self._is_fence_possible:
+            places.append(could_begin_fenced_call(self._held, not self._has_text, self._tools))
+        return min(places)
 
     def _overlap(self) -> int:
         """Return how many characters at the end of the held text could begin an opener."""
@@ -137,18 +201,18 @@ class CallSplitter:
                 return length
         return 0
 
-    def _calls(self) -> list[Part] | None:
-        closer = self._format.closer
-        end = self._held.find(closer) if closer else -1
-        if end < 0:
+    def _calls(self, region: _Region, is_last: bool) -> list[Part] | None:
+        step = region.step(self._held[self._space :], is_last)
+        if step is None:
             return None
-        return self._read(self._cut(end + len(closer)))
-
-    def _read(self, region: TextBesideCalls) -> list[Part]:
-        self._is_in_calls = False
-        calls = self._format.read(region.text, self._tools)
-        if not calls or not all(map(_is_writable, calls)):
-            return self._released(region)
+        length, calls = step
+        self._region = None
+        if isinstance(region, FencedCall) and not calls:
+            self._may_be_fenced = False
+        part = self._cut(self._space + length)
+        self._space = 0
+        if not calls or not all(map(is_writable, calls)):
+            return self._released(part)
         room = len(calls) if self._most is None else max(0, self._most - self._num_calls)
         self._num_calls += len(calls)
         self._has_text = False
@@ -157,216 +221,182 @@ class CallSplitter:
 
     def _released(self, piece: TextBesideCalls) -> list[Part]:
         self._has_text = self._has_text or bool(piece.text.strip())
+        if "```" not in self._tail:
+            seen = self._tail + piece.text
+            self._tail = "```" if "```" in seen else seen[-2:]
         return [piece] if piece.text else []
 
 
-# Reading. Each reader gets the whole region and returns None for what it cannot read.
+class _Marked:
+    """A region from an opener to a closer, which may also be written within an argument."""
+
+    def __init__(self, format_: CallFormat, tools: ToolSet) -> None:
+        self._format = format_
+        self._tools = tools
+        self._first = 0  # the end of the first closer
+        self._tried = 0  # the end of the last one that was tried
+        self._if_short = NO_CALLS  # what the region is if it ends at its first closer
+
+    def step(self, held: str, is_last: bool) -> tuple[int, tuple[ToolCall, ...]] | None:
+        closer = self._format.closer
+        while closer and (place := held.find(closer, self._tried)) >= 0:
+            end = self._tried = place + len(closer)
+            reading = self._format.read(held[:end], self._tools)
+            if self._first == 0:
+                self._first, self._if_short = end, reading
+            if not reading.is_open:
+                return (end, reading.calls) if reading.calls else (self._first, self._short_calls)
+        return self._at_the_end(held) if is_last else None
+
+    @property
+    def _short_calls(self) -> tuple[ToolCall, ...]:
+        return self._if_short.calls if self._if_short.is_open else ()
+
+    def _at_the_end(self, held: str) -> tuple[int, tuple[ToolCall, ...]]:
+        if self._first:
+            return self._first, self._short_calls
+        whole = held[: len(held) - _begun_closer(held, self._format.closer)]
+        return len(held), self._format.read(whole, self._tools).calls
 
 
-def _call(value: Any) -> ToolCall | None:
-    """Return the call of a JSON object in one of its usual forms."""
-    if not isinstance(value, dict):
-        return None
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    return ToolCall(name, arguments)
+class _Unmarked:
+    """A call as elements without the opener of its region, which some models leave out."""
 
+    def __init__(self, closer: str, elements: Elements, tools: ToolSet) -> None:
+        self._closer = closer
+        self._elements = elements
+        self._tools = tools
+        self._tried = 0
 
-def _is_writable(call: ToolCall) -> bool:
-    """Whether a call can be written as JSON in UTF-8: NaN and halves of characters cannot.
+    def step(self, held: str, is_last: bool) -> tuple[int, tuple[ToolCall, ...]] | None:
+        while ended := self._elements.end.search(held, self._tried):
+            reading = self._elements.read(held[: ended.end()], self._tools)
+            if not reading.is_open:
+                return self._whole(held, ended.end(), reading, is_last)
+            self._tried = ended.end()
+        return (1, ()) if is_last else None
 
-    What is nested too deeply for a template counts as such too.
-    """
-    if is_too_deep(call.arguments):
-        return False
-    try:
-        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _json_calls(text: str) -> list[ToolCall] | None:
-    """Return the calls of JSON objects, one after another, or in a list."""
-    decoder, calls, place = json.JSONDecoder(), [], 0
-    while text[place:].strip(" \n\r\t;"):
-        place = len(text) - len(text[place:].lstrip(" \n\r\t;"))
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
+    def _whole(
+        self, held: str, end: int, reading: Reading, is_last: bool
+    ) -> tuple[int, tuple[ToolCall, ...]] | None:
+        """Return the call with the closer behind it, which stands there without an opener."""
+        if not reading.calls:
+            return 1, ()
+        rest = held[end:].lstrip()
+        if rest.startswith(self._closer):
+            return held.index(self._closer, end) + len(self._closer), reading.calls
+        if self._closer.startswith(rest) and not is_last:
             return None
-        for item in value if isinstance(value, list) else [value]:
-            call = _call(item)
-            if call is None:
-                return None
-            calls.append(call)
-    return calls
+        return (len(held) if self._closer.startswith(rest) else end), reading.calls
 
 
-_FUNCTION = re.compile(
-    r'<(?:function=|invoke name=")([^">\s]+)"?>(.*?)</(?:function|invoke)>', re.S
-)
-_PARAMETER = re.compile(
-    r'<parameter(?:=| name=")([^">]+?)"?(?: string="(true|false)")?>(.*?)</parameter>', re.S
-)
-_KEY_AND_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
-_NAME = re.compile(r"\s*([\w.\-]+)\s*")
+_REST_OF_BEGIN = re.compile(r"\s*(?=<(?:/function|/invoke|parameter))")
+_REST_SO_FAR = re.compile(r"\s*(?:<[/a-z]{0,10})?\Z")
+_MOST_BEGUN = 300  # characters of an element's beginning: its name, and white space
 
 
-def _function_calls(body: str, tools: ToolSet) -> list[ToolCall] | None:
-    """Return the calls of elements with one element for each argument."""
-    calls = []
-    for name, inside in _FUNCTION.findall(body):
-        arguments = {}
-        for key, said, value in _PARAMETER.findall(inside):
-            value = value.removeprefix("\n").removesuffix("\n")
-            if said == "true":
-                arguments[key] = value
-            else:
-                arguments[key] = tools.unquoted_value(name, key, value)
-        calls.append(ToolCall(name, arguments))
-    is_whole = not _FUNCTION.sub("", body).strip()
-    return calls if calls and is_whole else None
+def _begins(elements: Elements, text: str, tools: ToolSet) -> list[int]:
+    """Return where the element of an offered tool begins; prose about one is none."""
+    begun = elements.begin.finditer(text)
+    return [
+        match.start()
+        for match in begun
+        if match[1] in tools.names and _REST_OF_BEGIN.match(text, match.end())
+    ][:1]
 
 
-def _pair_call(body: str, tools: ToolSet) -> list[ToolCall] | None:
-    """Return the call of a name followed by pairs of keys and values."""
-    named = _NAME.match(body)
-    if named is None or _KEY_AND_VALUE.sub("", body[named.end() :]).strip():
-        return None
-    name = named[1]
-    pairs = _KEY_AND_VALUE.findall(body)
-    return [ToolCall(name, {k: tools.unquoted_value(name, k, v) for k, v in pairs})]
+def _could_begin(elements: Elements, text: str, tools: ToolSet) -> int:
+    """Return from where on a text could become such an element; its length for nowhere."""
+    for place in range(max(0, len(text) - _MOST_BEGUN), len(text)):
+        if text[place] != "<":
+            continue
+        rest = text[place:]
+        whole = elements.begin.match(rest)
+        if whole is not None:
+            is_possible = whole[1] in tools.names and _REST_SO_FAR.match(rest, whole.end())
+        else:
+            is_possible = any(
+                start.startswith(rest) for name in tools.names for start in _starts(name)
+            )
+        if is_possible:
+            return place
+    return len(text)
 
 
-def _tagged(opener: str, closer: str) -> CallFormat:
+def _starts(name: str) -> tuple[str, ...]:
+    return f"<function={name}>", f'<invoke name="{name}">'
+
+
+def _begun_closer(text: str, closer: str) -> int:
+    """Return how many characters at the end of a text are the beginning of a closer."""
+    lengths = range(min(len(closer) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if text.endswith(closer[:n])), 0)
+
+
+def _tagged(opener: str, closer: str, mark: str = "") -> CallFormat:
     """Return the format of calls between two tags, in any of three forms."""
+    elements = Elements(mark)
 
-    def read(region: str, tools: ToolSet) -> list[ToolCall] | None:
-        body = region.removeprefix(opener).removesuffix(closer).replace("｜DSML｜", "")
-        if body.lstrip().startswith(("{", "[")):
-            return _json_calls(body)
-        if body.lstrip().startswith(("<function", "<invoke")):
-            return _function_calls(body, tools)
-        return _pair_call(body, tools)
+    def read(region: str, tools: ToolSet) -> Reading:
+        body = region.removeprefix(opener).removesuffix(closer)
+        start = body.lstrip()
+        if start.startswith(("{", "[")):
+            return json_calls(body)
+        if elements.begin.match(start):
+            return elements.read(body, tools)
+        return pair_call(body, tools)
 
-    return CallFormat(opener, (opener,), closer, read)
-
-
-_QUOTE = '<|"|>'
-_BARE_KEY = re.compile(r"([\w.\-]+)\s*:")
-_BRACED_CALL = re.compile(r"\s*call:([\w.\-]+)(\{.*\})\s*", re.S)
+    return CallFormat(opener, (opener,), closer, read, elements=None if mark else elements)
 
 
-def _braced_calls(region: str, tools: ToolSet) -> list[ToolCall] | None:
-    """Return a call in braces, with bare keys and a token of its own as quotation mark."""
-    match = _BRACED_CALL.fullmatch(region.removeprefix("<|tool_call>").removesuffix("<tool_call|>"))
-    if match is None:
-        return None
-    parts = match[2].split(_QUOTE)
-    parts[::2] = [_BARE_KEY.sub(r'"\1":', part) for part in parts[::2]]
-    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    arguments = _json("".join(parts))
-    return [ToolCall(match[1], arguments)] if isinstance(arguments, dict) else None
+def _braced(region: str, tools: ToolSet) -> Reading:
+    return braced_call(region.removeprefix("<|tool_call>").removesuffix("<tool_call|>"))
 
 
-def _python_calls(region: str, tools: ToolSet) -> list[ToolCall] | None:
-    """Return the calls of a list in Python's syntax, with arguments by name."""
+def _python(region: str, tools: ToolSet) -> Reading:
     body = region.removeprefix("<|tool_call_start|>").removesuffix("<|tool_call_end|>")
-    try:
-        written = ast.parse(body.strip(), mode="eval").body
-        items = written.elts if isinstance(written, ast.List) else [written]
-        return [_python_call(item) for item in items]
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def _python_call(item: ast.expr) -> ToolCall:
-    """Return the call of an expression; raises ValueError if it is something else."""
-    if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
-        raise ValueError("no call with named arguments")
-    arguments = {str(k.arg): ast.literal_eval(k.value) for k in item.keywords}
-    json.dumps(arguments)  # a set or bytes are no arguments: TypeError
-    return ToolCall(ast.unparse(item.func), arguments)
-
-
-_MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w*)?\[ARGS\](.*)", re.S)
-
-
-def _mistral_calls(region: str, tools: ToolSet) -> list[ToolCall] | None:
-    """Return the calls of a list, or of names each followed by its arguments."""
-    body = region.removeprefix(_MISTRAL)
-    if body.lstrip().startswith("["):
-        return _json_calls(body)
-    calls = []
-    for part in body.split(_MISTRAL):
-        match = _MISTRAL_CALL.fullmatch(part)
-        arguments = _json(match[2]) if match is not None else None
-        if match is None or not isinstance(arguments, dict):
-            return None
-        calls.append(ToolCall(match[1], arguments))
-    return calls
+    return python_calls(body)
 
 
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _bare_calls(region: str, tools: ToolSet) -> list[ToolCall] | None:
-    return _json_calls(region.lstrip().removeprefix(_PYTHON_TAG))
+def _bare(region: str, tools: ToolSet) -> Reading:
+    return json_calls(region.lstrip().removeprefix(_PYTHON_TAG))
 
 
-_CHANNEL_CALL = re.compile(r".*? to=functions\.([\w.\-]+)[^{]*<\|message\|>\s*(\{.*\})\s*", re.S)
+_DSML = "｜DSML｜"
 _NEXT = "<|end|><|start|>assistant"
-_TO = ("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.", " to=functions.")
-
-
-def _channel_calls(region: str, tools: ToolSet) -> list[ToolCall] | None:
-    match = _CHANNEL_CALL.fullmatch(region)
-    arguments = _json(match[2]) if match is not None else None
-    if match is None or not isinstance(arguments, dict):
-        return None
-    return [ToolCall(match[1], arguments)]
-
+_CHANNELS = ("<|channel|>commentary to=", "<|channel|>analysis to=")
+_TO = (*_CHANNELS, " to=functions.")
 
 CALL_FORMATS = (
     *(
         _tagged(f"<{name}>", f"</{name}>")
-        for name in (
-            *("tool_call", "tool_calls", "seed:tool_call", "minimax:tool_call", "TOOLCALL"),
-            *("｜DSML｜function_calls", "｜DSML｜tool_calls"),
-        )
+        for name in ("tool_call", "tool_calls", "seed:tool_call", "minimax:tool_call", "TOOLCALL")
     ),
-    CallFormat("gemma", ("<|tool_call>",), "<tool_call|>", _braced_calls),
-    CallFormat("python", ("<|tool_call_start|>",), "<|tool_call_end|>", _python_calls),
-    CallFormat("mistral", (_MISTRAL,), "", _mistral_calls),
+    *(
+        _tagged(f"<{_DSML}{name}>", f"</{_DSML}{name}>", _DSML)
+        for name in ("function_calls", "tool_calls")
+    ),
+    CallFormat("gemma", ("<|tool_call>",), "<tool_call|>", _braced),
+    CallFormat("python", ("<|tool_call_start|>",), "<|tool_call_end|>", _python),
+    CallFormat("mistral", (MISTRAL,), "", mistral_calls),
     CallFormat(
         "harmony",
-        (*(f"{_NEXT}{to}" for to in _TO), f"<|start|>assistant{_TO[2]}", *_TO),
+        (*(f"{_NEXT}{to}" for to in _TO), "<|start|>assistant to=", *_TO),
         "",
-        _channel_calls,
+        channel_call,
         is_channel=True,
     ),
-    CallFormat("llama", (_PYTHON_TAG, "{"), "", _bare_calls, is_first=True),
+    CallFormat("llama", (_PYTHON_TAG, "{"), "", _bare, is_first=True),
 )
 
 # Tokens that belong to calls: they stay in the text that is read, though they are special.
 CALL_TOKENS = frozenset(
     {
         *(mark for f in CALL_FORMATS if f.closer for mark in (*f.openers, f.closer)),
-        *(_MISTRAL, "[CALL_ID]", "[ARGS]", _PYTHON_TAG),
-        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜", _QUOTE),
+        *(MISTRAL, "[CALL_ID]", "[ARGS]", _PYTHON_TAG),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", _DSML, QUOTE),
     }
 )

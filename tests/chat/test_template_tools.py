@@ -134,7 +134,7 @@ def test_two_calls_are_fed_also_where_the_template_knows_one() -> None:
     after = tokenizer.decode(template.following("", None, CLOCK, use=ToolUse(calls, results)))
 
     assert template.tools is not None
-    assert template.tools.calls.read(given.removesuffix(END), TOOLS) == list(calls)
+    assert template.tools.calls.read(given.removesuffix(END), TOOLS).calls == calls
     assert after.count("miau") == 2
 
 

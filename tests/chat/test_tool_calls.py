@@ -115,7 +115,7 @@ def test_each_text_says_where_it_stood() -> None:
     found = [*(part for c in text for part in splitter.feed(c)), *splitter.flush()]
 
     pieces = [part for part in found if isinstance(part, TextBesideCalls)]
-    assert "".join(piece.text for piece in pieces) == "abb<tool_call>[no</tool_call> c"
+    assert "".join(piece.text for piece in pieces) == "abb <tool_call>[no</tool_call> c"
     assert all(text.startswith(piece.text, piece.start) for piece in pieces)
     assert [piece.start for piece in pieces] == sorted({piece.start for piece in pieces})
 

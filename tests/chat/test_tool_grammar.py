@@ -1,4 +1,4 @@
-"""A call that has to be made: as the template writes it, whatever its marks are to the tokenizer."""
+"""A call that has to be made: as the template writes it, whatever kind of tokens its marks are."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,334 @@
+"""Reads the calls of a region of an answer, in the forms in which known templates write them.
+
+A region goes from what begins a call to what ends one. The end may also be written in the value of
+an argument: a reader then says that the region is open, and is asked again with more text. A value
+is never cut: where a region can be read in two ways, it is no call.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvchat.chat.tools import ToolCall, ToolSet, is_too_deep
+from kvchat.core.json_text import read_json_text
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The calls in a region; without any it is text.
+
+    is_open   whether the region ends within a call, as far as can be seen. `calls` are then those
+              of a region after which no other end comes.
+    """
+
+    calls: tuple[ToolCall, ...] = ()
+    is_open: bool = False
+
+
+NO_CALLS = Reading()
+Reader = Callable[[str, ToolSet], Reading]
+
+
+def is_writable(call: ToolCall) -> bool:
+    """Whether a call can be written as JSON in UTF-8: NaN and halves of characters cannot.
+
+    What is nested too deeply for a template counts as such too.
+    """
+    if is_too_deep(call.arguments):
+        return False
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# JSON
+
+_SEPARATORS = " \n\r\t;"
+
+
+def call_of(value: Any) -> ToolCall | None:
+    """Return the call of a JSON object in one of its usual forms."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _arguments(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, arguments)
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    try:
+        value = read_json_text(text, has_raw_controls=True)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def decoded(text: str, place: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at `place`, and where it ends.
+
+    Line ends and tabs may stand within its strings. Raises ValueError, or RecursionError.
+    """
+    return json.JSONDecoder(strict=False).raw_decode(text, place)
+
+
+def ends_within_string(error: Exception) -> bool:
+    """Whether a text was no JSON because it ended within a string."""
+    return isinstance(error, json.JSONDecodeError) and error.msg.startswith("Unterminated string")
+
+
+def json_calls(text: str) -> Reading:
+    """Return the calls of JSON objects, one after another, or in a list."""
+    calls, place = [], 0
+    while text[place:].strip(_SEPARATORS):
+        place = len(text) - len(text[place:].lstrip(_SEPARATORS))
+        try:
+            value, place = decoded(text, place)
+        except (ValueError, RecursionError) as error:
+            return Reading(is_open=ends_within_string(error))
+        for item in value if isinstance(value, list) else [value]:
+            call = call_of(item)
+            if call is None:
+                return NO_CALLS
+            calls.append(call)
+    return Reading(tuple(calls))
+
+
+# Values without quotation marks
+
+
+class _Values:
+    """Finds the ends of values that stand between two tags without quotation marks.
+
+    A value may hold such tags in pairs. Its closing tag is the first outside a pair behind which
+    the call can go on.
+    """
+
+    def __init__(self, opener: str, closer: str, goes_on: str) -> None:
+        """Take three expressions: the tags, and what may follow the closing one."""
+        self._tag = re.compile(f"({opener})|{closer}")
+        self._goes_on = re.compile(rf"\s*(?:{goes_on}|\Z)")
+
+    def end(self, text: str, start: int) -> tuple[int, int] | None:
+        """Return where the value ends that begins at `start`, and its tag; None if neither does."""
+        depth = 0
+        for tag in self._tag.finditer(text, start):
+            if tag[1] is not None:
+                depth += 1
+            elif depth:
+                depth -= 1
+            elif self._goes_on.match(text, tag.end()):
+                return tag.start(), tag.end()
+        return None
+
+    def has_tag(self, text: str) -> bool:
+        return self._tag.search(text) is not None
+
+
+class Elements:
+    """Calls as elements, with one element for each argument. Their tags may begin with a mark."""
+
+    def __init__(self, mark: str = "") -> None:
+        parameter = f'<{mark}parameter(?:=| name=")[^">]+"?(?: string="(?:true|false)")?>'
+        end = f"</{mark}(?:function|invoke)>"
+        self.begin = re.compile(f'<{mark}(?:function=|invoke name=")([^">\\s]+)"?>')
+        self.end = re.compile(end)
+        self.parameter = re.compile(
+            f'<{mark}parameter(?:=| name=")([^">]+?)"?(?: string="(true|false)")?>'
+        )
+        self.values = _Values(parameter, f"</{mark}parameter>", f"{parameter}|{end}")
+
+    def read(self, body: str, tools: ToolSet) -> Reading:
+        """Return the calls of elements, one after another."""
+        calls: list[ToolCall] = []
+        place, is_open = _after_space(body, 0), False
+        while place < len(body):
+            begun = self.begin.match(body, place)
+            if begun is None or is_open:
+                return NO_CALLS
+            one = _OneElement(self, begun[1], tools)
+            place = one.read(body, begun.end())
+            if one.arguments is None:
+                return Reading(is_open=one.is_open)
+            calls.append(ToolCall(begun[1], one.arguments))
+            is_open = one.is_open
+        return Reading(tuple(calls), is_open)
+
+
+class _OneElement:
+    """Reads the arguments of one element; `arguments` is None if they cannot be read."""
+
+    def __init__(self, tags: Elements, name: str, tools: ToolSet) -> None:
+        self._tags = tags
+        self._name = name
+        self._tools = tools
+        self.arguments: dict[str, Any] | None = {}
+        self.is_open = False
+
+    def read(self, body: str, place: int) -> int:
+        """Read from behind the first tag; return the place behind the element."""
+        while True:
+            place = _after_space(body, place)
+            if ended := self._tags.end.match(body, place):
+                return _after_space(body, ended.end())
+            if place == len(body):  # its closing tag is missing, or the region ends in a value
+                self.is_open = True
+                return place
+            begun = self._tags.parameter.match(body, place)
+            if begun is None:
+                self.arguments = None
+                return place
+            place = self._argument(body, begun)
+            if self.arguments is None or self.is_open:
+                return place
+
+    def _argument(self, body: str, begun: re.Match[str]) -> int:
+        found = self._tags.values.end(body, begun.end())
+        if found is None:
+            self.is_open = True
+            return self._unclosed(body, begun)
+        self._keep(begun, body[begun.end() : found[0]])
+        return found[1]
+
+    def _unclosed(self, body: str, begun: re.Match[str]) -> int:
+        """Take a value whose closing tag is missing, if the element ends behind it."""
+        ended = self._tags.end.search(body, begun.end())
+        value = body[begun.end() : ended.start()] if ended is not None else ""
+        if ended is None or body[ended.end() :].strip() or self._tags.values.has_tag(value):
+            self.arguments = None
+        else:
+            self._keep(begun, value)
+        return len(body)
+
+    def _keep(self, begun: re.Match[str], value: str) -> None:
+        name, said = begun.groups()
+        if self.arguments is None or name in self.arguments:  # perhaps a value that holds tags
+            self.arguments = None
+            return
+        value = value.removeprefix("\n").removesuffix("\n")
+        is_text = said == "true"
+        read = value if is_text else self._tools.unquoted_value(self._name, name, value)
+        self.arguments[name] = read
+
+
+_NAME = re.compile(r"\s*([\w.\-]+)\s*")
+_KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.S)
+_PAIR_VALUES = _Values("<arg_value>", "</arg_value>", "<arg_key>")
+
+
+def pair_call(body: str, tools: ToolSet) -> Reading:
+    """Return the call of a name followed by pairs of keys and values."""
+    named = _NAME.match(body)
+    if named is None:
+        return NO_CALLS
+    arguments: dict[str, Any] = {}
+    place = named.end()
+    while body[place:].strip():
+        key = _KEY.match(body, place)
+        if key is None or key[1] in arguments:
+            return NO_CALLS
+        found = _PAIR_VALUES.end(body, key.end())
+        if found is None:
+            return Reading(is_open=True)
+        arguments[key[1]] = tools.unquoted_value(named[1], key[1], body[key.end() : found[0]])
+        place = found[1]
+    return Reading((ToolCall(named[1], arguments),))
+
+
+def _after_space(text: str, place: int) -> int:
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place
+
+
+# Other forms
+
+QUOTE = '<|"|>'
+_BARE_KEY = re.compile(r"([\w.\-]+)\s*:")
+_BRACED_CALL = re.compile(r"\s*call:([\w.\-]+)(\{.*\})\s*", re.S)
+
+
+def braced_call(body: str) -> Reading:
+    """Return a call in braces, with bare keys and a token of its own as quotation mark."""
+    if body.count(QUOTE) % 2:
+        return Reading(is_open=True)
+    match = _BRACED_CALL.fullmatch(body)
+    if match is None:
+        return NO_CALLS
+    parts = match[2].split(QUOTE)
+    parts[::2] = [_BARE_KEY.sub(r'"\1":', part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    arguments = _arguments("".join(parts))
+    return _one(match[1], arguments)
+
+
+def python_calls(body: str) -> Reading:
+    """Return the calls of a list in Python's syntax, with arguments by name."""
+    try:
+        written = ast.parse(body.strip(), mode="eval").body
+        items = written.elts if isinstance(written, ast.List) else [written]
+        return Reading(tuple(_python_call(item) for item in items))
+    except SyntaxError as error:
+        return Reading(is_open="unterminated" in str(error.msg))
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return NO_CALLS
+
+
+def _python_call(item: ast.expr) -> ToolCall:
+    """Return the call of an expression; raises ValueError if it is something else."""
+    if not isinstance(item, ast.Call) or item.args or any(k.arg is None for k in item.keywords):
+        raise ValueError("no call with named arguments")
+    arguments = {str(k.arg): ast.literal_eval(k.value) for k in item.keywords}
+    json.dumps(arguments)  # a set or bytes are no arguments: TypeError
+    return ToolCall(ast.unparse(item.func), arguments)
+
+
+MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_CALL = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*")
+_MISTRAL_NEXT = re.compile(rf"\s*(?:{re.escape(MISTRAL)}|\Z)")
+
+
+def mistral_calls(region: str, tools: ToolSet) -> Reading:
+    """Return the calls of a list, or of names each followed by its arguments."""
+    body = region.removeprefix(MISTRAL)
+    if body.lstrip().startswith("["):
+        return json_calls(body)
+    calls, place = [], 0
+    while place < len(body):
+        named = _MISTRAL_CALL.match(body, place)
+        try:
+            arguments, place = decoded(body, named.end()) if named is not None else (None, place)
+        except (ValueError, RecursionError):
+            return NO_CALLS
+        follows = _MISTRAL_NEXT.match(body, place)
+        if named is None or follows is None or not isinstance(arguments, dict):
+            return NO_CALLS
+        calls.append(ToolCall(named[1], arguments))
+        place = follows.end()
+    return Reading(tuple(calls))
+
+
+_CHANNEL_CALL = re.compile(
+    r".*? to=(functions\.)?([\w.\-]+)[^{]*<\|message\|>\s*(\{.*\})\s*(?:<\|call\|>)?\s*", re.S
+)
+
+
+def channel_call(region: str, tools: ToolSet) -> Reading:
+    """Return the call of a message to a function; a name alone has to be that of a tool."""
+    match = _CHANNEL_CALL.fullmatch(region)
+    if match is None or not (match[1] or match[2] in tools.names):
+        return NO_CALLS
+    return _one(match[2], _arguments(match[3]))
+
+
+def _one(name: str, arguments: dict[str, Any] | None) -> Reading:
+    return Reading((ToolCall(name, arguments),)) if arguments is not None else NO_CALLS
