@@ -113,7 +113,16 @@ class StopFilter:
         assert all(stops), "an empty stop string stops everything"
         self._stops = tuple(stops)
         self._held = ""
-        self.has_stopped = False
+        self.stop: str | None = None  # the stop string that was complete first
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def num_held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
 
     def feed(self, text: str) -> str:
         """Take more text; return the text that cannot belong to a stop string."""
@@ -123,13 +132,13 @@ class StopFilter:
             return text
         self._held += text
         found = [
-            (start + len(stop), start)
+            (start + len(stop), start, stop)
             for stop in self._stops
             if (start := self._held.find(stop)) >= 0
         ]
         if found:
-            self.has_stopped = True
-            released, self._held = self._held[: min(found)[1]], ""
+            _, start, self.stop = min(found)
+            released, self._held = self._held[:start], ""
             return released
         keep = self._longest_beginning()
         cut = len(self._held) - keep
@@ -149,16 +158,3 @@ class StopFilter:
             if any(stop.startswith(end) for stop in self._stops):
                 return length
         return 0
-
-
-class StopStringWatcher:
-    """Detects a stop string in a completion's text, for the engine."""
-
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
-        self._stream = stream
-        self._filter = StopFilter(stops)
-
-    def feed(self, token_id: int) -> bool:
-        """Take the next token id; true once a stop string is complete."""
-        self._filter.feed(self._stream.feed(token_id))
-        return self._filter.has_stopped

@@ -72,6 +72,9 @@ class AnswerEnded:
     Where those of the context were asked for, `scored_context` are its ids, and `scored` has the
     logprobs of all but the first, then of all that was generated, a stop token included.
     `num_dropped_calls` counts calls beyond the limit of the request.
+    `ends_in_thinking` if it has not come to the end of its thinking: there is no answer, however it
+    ended.
+    `stop_text` is the stop text of the request that ended it, None if none did.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
 
@@ -90,6 +93,13 @@ class AnswerEnded:
     token_ids: tuple[int, ...] = ()
     scored_context: tuple[int, ...] = ()
     scored: tuple[TokenLogprobs, ...] = ()
+    stop_text: str | None = None
+    ends_in_thinking: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model came to the end of its answer."""
+        return self.reason is FinishReason.STOP and not self.ends_in_thinking
 
 
 @dataclass(frozen=True, slots=True)

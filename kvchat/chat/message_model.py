@@ -92,6 +92,9 @@ class MessageTokenizer:
     def new_stream(self, context_ids: Sequence[int]) -> MessageStream:
         return MessageStream()
 
+    def token_id(self, token: str) -> None:
+        """No text is a token here: the server makes its own."""
+
     def is_hidden(self, token_id: int) -> bool:
         return not id_text(token_id)
 

@@ -7,14 +7,16 @@ they arrive.
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from kvchat.chat import session_file
+from kvchat.chat.answer_parts import AnswerPart, AnswerParts
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.detokenizer import StopFilter, TextStream
+from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.events import (
     AnswerCall,
     AnswerEnded,
@@ -26,8 +28,8 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
-from kvchat.chat.thinking import THINKING_MARKS, Passage, ThinkingSplitter
-from kvchat.chat.tool_calls import CallSplitter, Part
+from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import (
@@ -68,43 +70,37 @@ class AnswerLedger(Protocol):
 class Decoding(NamedTuple):
     """How the tokens of one sample become text, thinking and calls; one answer owns its parts.
 
-    `track` is for answers whose logprobs are told. Those whose calls are channels have none.
-    `tells_ids` if events have the tokens' ids.
+    `starts_thinking` is None where no thinking is separated. `track` is for answers whose logprobs
+    are told. Those whose calls are channels have none. `tells_ids` if events have the tokens' ids.
+    `stop_tokens` are the stop texts that are tokens without a text of their own, by id.
     """
 
     stream: TextStream
     stops: tuple[str, ...]
-    starts_thinking: bool
+    starts_thinking: bool | None
     calls: CallSplitter | None = None
     track: LogprobTrack | None = None
     tells_ids: bool = False
+    stop_tokens: Mapping[int, str] = MappingProxyType({})
 
 
 class _Answer:
     """The text of one sample while it is generated."""
 
-    def __init__(
-        self,
-        stream: TextStream,
-        stops: tuple[str, ...],
-        starts_thinking: bool,
-        calls: CallSplitter | None = None,
-        track: LogprobTrack | None = None,
-        tells_ids: bool = False,
-    ) -> None:
-        assert track is None or calls is None or not calls.is_channel
-        self._track = track
-        self._tells_ids = tells_ids
+    def __init__(self, how: Decoding) -> None:
+        assert how.track is None or how.calls is None or not how.calls.is_channel
+        self._track = how.track
+        self._tells_ids = how.tells_ids
         self.scored: list[TokenLogprobs] = []
         self.told_ids: list[int] = []
         self.logprobs: dict[bool, list[ShownToken]] = {False: [], True: []}  # by is_thinking
-        self._stream = stream
-        self._filter = StopFilter(stops)
-        self._splitter = ThinkingSplitter(starts_thinking)
-        self._calls = calls
-        self._start: int | None = None  # the place of what goes to the calls in the whole text
+        self._stream = how.stream
+        self._parts = AnswerParts(how.stops, how.starts_thinking, how.calls)
+        self._stop_tokens = how.stop_tokens
+        self._last_token: int | None = None
         self.calls: list[ToolCall] = []
         self._whole = ""
+        self._num_saved = 0  # characters of it
         self.text = ""
         self.thinking = ""
         self.has_begun = False
@@ -122,28 +118,18 @@ class _Answer:
         if self._track is not None:
             for token, piece in zip(generated.logprobs, pieces, strict=True):
                 self._track.add(token, piece)
-        return told + self._show(sample, self._filter.feed("".join(pieces)))
+        self._last_token = generated.token_ids[-1] if generated.token_ids else self._last_token
+        text = "".join(pieces)
+        self._whole += text
+        return told + self._events(sample, self._parts.feed(text))
 
-    def flush(self, sample: int, is_stopped_by_text: bool) -> list[ChatEvent]:
+    def flush(self, sample: int) -> list[ChatEvent]:
         end = self._stream.flush()
         if self._track is not None:
             self._track.complete(end)
-        tail = self._filter.feed(end)
-        events = self._show(sample, tail)
-        if not is_stopped_by_text:
-            events += self._show(sample, self._filter.flush())
-        return events + self._flush_parts(sample)
-
-    def _flush_parts(self, sample: int) -> list[ChatEvent]:
-        """Return what thinking and calls held back."""
-        calls = self._calls
-        if calls is None:
-            return self._passages(sample, self._splitter.flush())
-        if calls.is_channel:
-            events = self._parts(sample, calls.flush())
-            return events + self._passages(sample, self._splitter.flush())
-        events = self._passages(sample, self._splitter.flush())
-        return events + self._parts(sample, calls.flush())
+        self._whole += end
+        events = self._events(sample, self._parts.feed(end))
+        return events + self._events(sample, self._parts.flush())
 
     @property
     def text_without_calls(self) -> str:
@@ -156,53 +142,39 @@ class _Answer:
 
     @property
     def num_dropped_calls(self) -> int:
-        return self._calls.num_dropped if self._calls is not None else 0
+        return self._parts.num_dropped_calls
 
     @property
-    def was_stopped(self) -> bool:
-        return self._filter.has_stopped
+    def is_thinking(self) -> bool:
+        """Whether it has not come to the end of its thinking."""
+        return self._parts.is_thinking
 
-    def _show(self, sample: int, text: str) -> list[ChatEvent]:
-        self.unsaved_text += text
-        self._whole += text
-        if self._calls is not None and self._calls.is_channel:
-            return self._parts(sample, self._calls.feed(text))
-        return self._passages(sample, self._splitter.feed(text))
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text that it ended with, None if it goes on or ended otherwise."""
+        if self._parts.stop is not None or self.is_thinking or self._last_token is None:
+            return self._parts.stop
+        return self._stop_tokens.get(self._last_token)
 
-    def _passages(self, sample: int, passages: list[Passage]) -> list[ChatEvent]:
-        events: list[ChatEvent] = []
-        for passage in passages:
-            if passage.is_thinking or self._calls is None or self._calls.is_channel:
-                events.append(self._said(sample, passage))
-            else:
-                self._start = passage.start if self._start is None else self._start
-                events += self._parts(sample, self._calls.feed(passage.text))
-        return events
+    def _events(self, sample: int, parts: list[AnswerPart]) -> list[ChatEvent]:
+        """Return the events for parts; note what is to be saved of the whole text."""
+        self.unsaved_text += self._whole[self._num_saved : self._parts.num_certain]
+        self._num_saved = max(self._num_saved, self._parts.num_certain)
+        return [self._event(sample, part) for part in parts]
 
-    def _parts(self, sample: int, parts: list[Part]) -> list[ChatEvent]:
-        """Return the events for calls, and for the text around them."""
-        events: list[ChatEvent] = []
-        for part in parts:
-            if isinstance(part, ToolCall):
-                self.calls.append(part)
-                events.append(AnswerCall(sample, part))
-            elif self._calls is not None and self._calls.is_channel:
-                events += self._passages(sample, self._splitter.feed(part.text))
-            else:
-                start = (self._start or 0) + part.start
-                events.append(self._said(sample, Passage(part.text, False, start)))
-        return events
-
-    def _said(self, sample: int, passage: Passage) -> AnswerText:
-        if passage.is_thinking:
-            self.thinking += passage.text
+    def _event(self, sample: int, part: AnswerPart) -> ChatEvent:
+        if isinstance(part, ToolCall):
+            self.calls.append(part)
+            return AnswerCall(sample, part)
+        if part.is_thinking:
+            self.thinking += part.text
         else:
-            self.text += passage.text
+            self.text += part.text
         if self._track is None:
-            return AnswerText(sample, passage.text, passage.is_thinking)
-        tokens = self._track.take(passage.start, passage.end)
-        self.logprobs[passage.is_thinking] += tokens
-        return AnswerText(sample, passage.text, passage.is_thinking, tokens)
+            return AnswerText(sample, part.text, part.is_thinking)
+        tokens = self._track.take(part.start, part.end)
+        self.logprobs[part.is_thinking] += tokens
+        return AnswerText(sample, part.text, part.is_thinking, tokens)
 
 
 class Reply:
@@ -222,7 +194,7 @@ class Reply:
         scored_context: tuple[int, ...] = (),
     ) -> None:
         self._ledger = ledger
-        self._answers = [_Answer(*parts) for parts in answers]
+        self._answers = [_Answer(Decoding(*how)) for how in answers]
         self._notify = notify
         self._clock = clock
         self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
@@ -303,7 +275,7 @@ class Reply:
         events: list[ChatEvent] = []
         if event.reason is FinishReason.STOP or answer.unsaved_ids or answer.has_begun:
             events += self._begin(event.sample)
-        events += answer.flush(event.sample, answer.was_stopped)
+        events += answer.flush(event.sample)
         if answer.has_begun:
             events += self._save(event.sample)
         if answer.calls:
@@ -326,6 +298,8 @@ class Reply:
             token_ids=tuple(answer.told_ids),
             scored_context=self._scored_context,
             scored=self._all_scored(answer, event),
+            stop_text=answer.stop_text,
+            ends_in_thinking=answer.is_thinking,
         )
         return [*events, *_complaint(problem), ended]
 
@@ -340,7 +314,7 @@ class Reply:
         events: list[ChatEvent] = []
         for sample, answer in enumerate(self._answers):
             if answer.has_begun:
-                events += answer.flush(sample, answer.was_stopped) + self._save(sample)
+                events += answer.flush(sample) + self._save(sample)
         self._num_open = 0
         return [*events, *_complaint(self._ledger.abandon(event)), AnswerFailed(event.error)]
 

@@ -6,16 +6,16 @@ Joins conversation, text model, engine and session file; start reading this pack
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from kvchat.chat import session_file
+from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.compaction import OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.detokenizer import StopStringWatcher
 from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Decoding, Ledger, Reply, UnsavedLedger
 from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
@@ -291,7 +291,7 @@ class ChatSession:
         if min(ids) < 0 or self.model.is_stranger(turn):
             raise UsageError("The prompt has token ids that the model does not have.")
         self.conversation.add(turn)
-        return self._generate(turn.turn_id, Ledger(self, turn), False, options, notify)
+        return self._generate(turn.turn_id, Ledger(self, turn), None, options, notify)
 
     def retry(self, options: AskOptions, notify: Callable[[], None] | None = None) -> Reply:
         """Answer the last user turn again; earlier answers stay as siblings.
@@ -398,7 +398,7 @@ class ChatSession:
         self,
         turn_id: int,
         ledger: AnswerLedger,
-        starts_thinking: bool,
+        starts_thinking: bool | None,
         options: AskOptions,
         notify: Callable[[], None] | None,
     ) -> Reply:
@@ -412,13 +412,19 @@ class ChatSession:
         self,
         context: tuple[int, ...],
         ledger: AnswerLedger,
-        starts_thinking: bool,
+        starts_thinking: bool | None,
         options: AskOptions,
         notify: Callable[[], None] | None,
         is_kept: bool = True,
     ) -> Reply:
         stops, grammar = options.stops, options.grammar
         new_stream = partial(self.model.tokenizer.new_stream, context)
+        stop_tokens = self._stop_tokens(stops)
+
+        def new_watcher() -> AnswerWatcher:
+            parts = AnswerParts(stops, starts_thinking, self._calls(options))
+            return AnswerWatcher(new_stream(), parts, stop_tokens)
+
         answers = [
             Decoding(
                 new_stream(),
@@ -427,6 +433,7 @@ class ChatSession:
                 self._calls(options),
                 self._track(options),
                 options.tells_ids,
+                stop_tokens,
             )
             for _ in range(options.num_samples)
         ]
@@ -437,7 +444,7 @@ class ChatSession:
             sampling=options.resolved_sampling(),
             max_tokens=options.max_tokens,
             stop_token_ids=self.model.stop_token_ids,
-            new_stop_watcher=((lambda: StopStringWatcher(new_stream(), stops)) if stops else None),
+            new_stop_watcher=new_watcher if stops else None,
             num_samples=options.num_samples,
             is_one_shot=options.is_one_shot,
             is_kept=is_kept,
@@ -453,6 +460,12 @@ class ChatSession:
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
+
+    def _stop_tokens(self, stops: Sequence[str]) -> dict[int, str]:
+        """Return the stop texts that are tokens which no text shows, by id."""
+        tokenizer = self.model.tokenizer
+        ids = ((tokenizer.token_id(stop), stop) for stop in stops)
+        return {i: stop for i, stop in ids if i is not None and tokenizer.is_hidden(i)}
 
     def _calls(self, options: AskOptions) -> CallSplitter | None:
         """Return what finds the tool calls in one answer, None if none are looked for."""

@@ -12,7 +12,7 @@ from typing import Protocol, TextIO
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent, ReadingPrompt
 from kvchat.cli.streams import can_write_at_once
-from kvchat.core.errors import KvchatError
+from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import Sanitizer, sanitize
 from kvchat.core.types import FinishReason, MissReason
@@ -243,6 +243,21 @@ def ending_notice(ended: AnswerEnded, context_limit: int) -> str | None:
         length = ended.usage.prompt_tokens + ended.usage.completion_tokens
         limit = "the end of the context" if length >= context_limit else "--max-tokens"
         return f"the answer was cut off at {limit}."
+    if ended.reason is FinishReason.STOP and not (ended.text or ended.thinking or ended.calls):
+        return "the answer is empty."
+    return None
+
+
+def missing_answer(ended: AnswerEnded) -> GenerationError | None:
+    """Return the error for an answer of which there is nothing but thinking, else None."""
+    if not ended.ends_in_thinking:
+        return None
+    if ended.reason is FinishReason.STOP:
+        hint = "Ask again, or with --think off."
+        return GenerationError("The model ended within its thinking and gave no answer.", hint)
+    if ended.reason is FinishReason.LENGTH:
+        hint = "Allow it more tokens, or ask with --think off."
+        return GenerationError("The model was still thinking when its tokens were used up.", hint)
     return None
 
 

@@ -19,7 +19,7 @@ from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_r
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.tools import ToolCall, ToolResult
-from kvchat.cli.output import Exchange, Notices, Writer, ending_notice
+from kvchat.cli.output import Exchange, Notices, Writer, ending_notice, missing_answer
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import (
     ContextTooLong,
@@ -367,6 +367,8 @@ class Script:
             if notice is not None and notice not in exchange.told:  # once for many samples
                 exchange.told.add(notice)
                 self._setup.notices.tell(notice)
+            if (missing := missing_answer(event)) is not None:
+                self._fail(missing)
             if event.reason is FinishReason.TIMEOUT:
                 self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
                 self._note(ExitCode.TIMEOUT)

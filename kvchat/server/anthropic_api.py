@@ -14,7 +14,7 @@ from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, is_too_deep
-from kvchat.core.types import FinishReason, Usage
+from kvchat.core.types import Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_body
@@ -196,7 +196,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 
 def _stop_reason(ended: AnswerEnded) -> str:
-    if ended.reason is not FinishReason.STOP:
+    if not ended.is_whole:
         return "max_tokens"
     return "tool_use" if ended.calls else "end_turn"
 

@@ -75,9 +75,9 @@ class Guard:
         origin = headers.get(b"origin")
         if origin is not None and not _is_this_machine(_host_in(_ORIGIN, origin)):
             raise ApiError(403, "Requests of web pages from other machines are refused.")
-        if self._key is None:
-            if not _is_this_machine(_host_in(_HOST, headers.get(b"host", b""))):
-                raise ApiError(403, "The Host header names another machine; use --api-key.")
+        host = _host_in(_HOST, headers.get(b"host", b""))
+        if self._key is None and not _is_this_machine(host):
+            raise ApiError(403, "The Host header names another machine; use --api-key.")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in _OPEN_PATHS:

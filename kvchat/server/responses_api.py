@@ -299,7 +299,7 @@ class _Response:
         self, ended: AnswerEnded, answer: Answer, items: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         """Return the object with its outcome; `items` are the outputs that were streamed."""
-        is_whole = ended.reason is FinishReason.STOP
+        is_whole = ended.is_whole
         cause = {"reason": "max_output_tokens"}
         response = {
             **self._fields,

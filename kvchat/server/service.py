@@ -12,7 +12,6 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
 from kvchat.chat.response_memory import ResponseMemory
-from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answering
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields, shortened
@@ -99,8 +98,8 @@ async def _gone(request: Request) -> None:
 
 
 def finish_word(ended: AnswerEnded) -> str:
-    """Return OpenAI's word for the end of an answer."""
-    if ended.reason is not FinishReason.STOP:
+    """Return OpenAI's word for the end of an answer; one that is no answer yet is cut off."""
+    if not ended.is_whole:
         return "length"
     return "tool_calls" if ended.calls else "stop"
 
@@ -110,12 +109,14 @@ def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str,
 
     `miss_reason` names a MissReason: why a slower tier did not have more; null if it was not asked.
     `changed` says which earlier message the client changed, so that all after it was computed; null
-    if it changed none.
+    if it changed none. `ends_in_thinking` tells an answer that was never begun from one that was
+    cut off.
     """
     return {
         "cached_tokens": ended.usage.cached.as_dict(),
         "prefilled_tokens": ended.usage.prefilled_tokens,
         "miss_reason": ended.miss_reason.name.lower() if ended.miss_reason is not None else None,
         "changed": difference.as_dict() if difference is not None else None,
+        "ends_in_thinking": ended.ends_in_thinking,
         "ttft_s": round(ended.timing.ttft_s, 4),
     }

@@ -32,7 +32,7 @@ class StreamWriter(Protocol):
     def ended(self, event: AnswerEnded) -> str: ...
 
     def ping(self) -> str:
-        """Nothing was written for a while: what clients of the interface take for a sign of life."""
+        """Nothing was written for a while: return what clients take for a sign of life."""
 
     def finish(self) -> str:
         """All samples have ended."""

@@ -250,7 +250,7 @@ class AnswerView:
         """Return the rows after an answer: how it ended, and the figures if they are on."""
         painter, width = self._view.painter, self._view.render_context.width
         look = painter.look
-        lines = [_ending_words(event.reason)]
+        lines = [_ending_words(event)]
         if self._stats_level:
             room = None if look.is_spoken else width
             lines = [stats_line(event, self._context_limit(), look.glyphs, room)]
@@ -300,7 +300,10 @@ def error_in_words(error: KvchatError) -> str:
     return str(error)
 
 
-def _ending_words(reason: FinishReason) -> str:
+def _ending_words(ended: AnswerEnded) -> str:
+    reason = ended.reason
+    if ended.ends_in_thinking and reason is FinishReason.STOP:
+        return "The model ended within its thinking. /retry asks again, /think off without it."
     if reason is FinishReason.CANCELLED:
         return "Stopped."
     if reason is FinishReason.LENGTH:

@@ -103,7 +103,7 @@ def stats_line(
     is_told = ended.miss_reason is not MissReason.NOT_TOLD and is_begun
     cached = f"cached {usage.cached.total:,}/{usage.prompt_tokens:,}" if is_told else ""
     full = [
-        _ending(ended.reason),
+        _ending(ended),
         f"loaded in {format_seconds(load_s)}" if load_s is not None else "",
         f"{cached} ({tiers})" if cached and tiers else cached,
         f"first token {format_seconds(timing.ttft_s)}" if usage.completion_tokens else "",
@@ -141,13 +141,15 @@ def _joined(parts: list[str], glyphs: Glyphs) -> str:
     return glyphs.separator.join(part for part in parts if part)
 
 
-def _ending(reason: FinishReason) -> str:
+def _ending(ended: AnswerEnded) -> str:
+    if ended.ends_in_thinking and ended.reason is FinishReason.STOP:
+        return "ended within its thinking"
     words = {
         FinishReason.CANCELLED: "stopped",
         FinishReason.LENGTH: "cut off at the limit",
         FinishReason.TIMEOUT: "out of time",
     }
-    return words.get(reason, "")
+    return words.get(ended.reason, "")
 
 
 def _tiers(cached: CachedTokens) -> str:

@@ -1,4 +1,4 @@
-"""AnswerMemory: its limit of bytes holds between two looks at all that it keeps; who may read it."""
+"""AnswerMemory: its limit of bytes holds between two looks; who may read it."""
 
 from pathlib import Path
 

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from kvchat.chat.detokenizer import StopFilter, StopStringWatcher
+from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
+from kvchat.chat.detokenizer import StopFilter
 from kvchat.chat.tokenizer import ChatTokenizer
 from support.tokenizer_zoo import ZOO, text_files
 
@@ -145,7 +146,7 @@ def test_a_watcher_sees_a_stop_string_across_tokens_and_never_before_it() -> Non
     raw = ZOO["byte fallback"]()
     tokenizer = ChatTokenizer(text_files(raw))
     ids = raw.encode("the 好 a", add_special_tokens=False).ids
-    watcher = StopStringWatcher(tokenizer.new_stream([]), ["好 "])
+    watcher = AnswerWatcher(tokenizer.new_stream([]), AnswerParts(["好 "], False), {})
 
     seen = [watcher.feed(token) for token in ids]
 

@@ -125,4 +125,3 @@ def test_a_request_that_waits_for_its_turn_to_be_encoded(
     assert got.status == 200
     assert (b"Too long." in got.body) == is_refused
     assert (b"done" in got.body) != is_refused
-

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvchat.chat.detokenizer import StopStringWatcher, TokenStream
+from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
+from kvchat.chat.detokenizer import TokenStream
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.engine import Engine
@@ -164,8 +165,9 @@ class Life:
         assert ending.usage.completion_tokens == len(answer) + (ending.stop_token is not None)
 
 
-def new_watcher(prompt: list[int], stop: str) -> StopStringWatcher:
-    return StopStringWatcher(TokenStream(byte_tokenizer(), prompt, frozenset()), [stop])
+def new_watcher(prompt: list[int], stop: str) -> AnswerWatcher:
+    stream = TokenStream(byte_tokenizer(), prompt, frozenset())
+    return AnswerWatcher(stream, AnswerParts([stop], False), {})
 
 
 @torch.inference_mode()
