@@ -214,7 +214,7 @@ def test_the_bos_flag_of_the_file_wins() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("deepseek-llm", ["Zo", "ë", " said:", " ", "中文", "1", "2", "\n"]),
+        ("deepseek-llm", ["Zo", "ë", " said", ":", " ", "中文", "1", "2", "\n"]),
         ("bloom", ["Say", " hello", ",", " twice", "!"]),
         ("kimi-k2", ["中文", "And", "Some", " text", " ", "123", "45"]),
         ("afmoe", ["1", "234", "567", " is", "一二", "more"]),
