@@ -186,6 +186,8 @@ class ChatModel:
                 f"The text has {len(text):,} characters, which are more than twice the "
                 f"{self.max_context:,} tokens that the context holds.",
                 "Shorten it.",
+                self.max_context + 1,
+                self.max_context,
             )
 
     def is_stranger(self, turn: Turn) -> bool:

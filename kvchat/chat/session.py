@@ -217,6 +217,8 @@ class ChatSession:
             raise ContextTooLong(
                 f"The prompt has {num_ids:,} tokens, and the context holds {most_ids + 1:,}.",
                 "Shorten it or start a new conversation.",
+                num_ids,
+                most_ids + 1,
             )
         conversation.add(turn)
         self.save(session_file.turn_line(turn), durable=True)

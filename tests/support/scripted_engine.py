@@ -164,6 +164,17 @@ class _Speculation:
         return SpeculationStatus("off", ("ngram",), DraftUse())
 
 
+class Reader:
+    """An author that keeps the whole prompt that was read last, and answers with one text."""
+
+    def __init__(self, answer: str = "ok") -> None:
+        self.read = ""
+        self.answer = answer
+
+    def __call__(self, question: str, sample: int) -> Script:
+        return Script(self.answer)
+
+
 class ScriptedEngine:
     """Has of an Engine what an EngineThread asks of it."""
 
@@ -212,9 +223,13 @@ class ScriptedEngine:
                 f"The prompt has {len(spec.prompt_ids)} tokens, "
                 f"and the context holds {self._max_context}.",
                 "Shorten it.",
+                len(spec.prompt_ids),
+                self._max_context,
             )
         self._num_requests += 1
         prompt = list(spec.prompt_ids)
+        if isinstance(self._author, Reader):
+            self._author.read = self._model.tokenizer.decode(prompt)
         question, said = self._exchange(prompt)
         cached = self.cache.num_cached_tokens(prompt)
         for sample in range(spec.num_samples):
