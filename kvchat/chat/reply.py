@@ -207,6 +207,10 @@ class Reply:
     def is_finished(self) -> bool:
         return self._num_open == 0
 
+    @property
+    def num_samples(self) -> int:
+        return len(self._answers)
+
     def listen(self, event: RequestEvent) -> None:
         """Queue an event. Called on the engine's thread."""
         self._queue.put(event)

@@ -106,9 +106,9 @@ class ResponsesApi:
         earlier = await self.stored.earlier_items(fields)
         # The tools stand before the conversation: without them nothing of it would be cached.
         given, offered = await fields.read(lambda body: read_items(body, earlier), len(earlier))
-        given.ask(request_text(""))
         ready = self._service.host.ready
         limit = ready.context_limit if ready is not None else self._service.host.model.max_context
+        given.ask(request_text("", limit))
         options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
         answer = await self._service.answering.chat(given.chat(offered.tools), options)
         [ended] = await until_gone(request, whole_answers(answer, 1))

@@ -324,10 +324,10 @@ class ScriptedEngine:
         end = min(sample.num_said + sample.script.tokens_per_step, len(sample.ids))
         if end > len(sample.ids) // 2 and sample.script.is_half:
             end = max(sample.num_said, len(sample.ids) // 2)
-        limit = sample.spec.max_tokens
-        reached = limit is not None and end >= limit
-        if limit is not None:
-            end = min(end, limit)
+        limit = self._max_context - len(sample.spec.prompt_ids)
+        if sample.spec.max_tokens is not None:
+            limit = min(limit, sample.spec.max_tokens)
+        reached, end = end >= limit, min(end, limit)
         tokens = tuple(sample.ids[sample.num_said : end])
         sample.num_said = end
         self._num_tokens += len(tokens)
