@@ -84,7 +84,8 @@ class Conversation:
 
     Turns are removed only when the user asks to forget them. `tools` stand at the beginning of
     every context, as the system prompt does. `waiting` are messages that the user had typed ahead
-    when the process that had the conversation open ended; they are no turns.
+    when the process that had the conversation open ended; they are no turns. `adopted` has the
+    turns whose ids of another tokenizer the file has too, with the tokenizer.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Conversation:
         self.tools = tools
         self.title = ""
         self.waiting: tuple[str, ...] = ()
+        self.adopted: set[tuple[int, str]] = set()
         self.tip_id = ROOT
         self._last_id = ROOT
         self._turns: dict[int, Turn] = {}

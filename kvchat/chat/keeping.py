@@ -5,16 +5,17 @@ KV that other saved conversations share with a removed one stays.
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.deletion import Deleted, DropFromMemory
 from kvchat.chat.why import common_len
-from kvchat.core.errors import KvchatError, StoreError, StoreInUse, UsageError
-from kvchat.core.text import one_line
+from kvchat.core.errors import SessionNotFound, UsageError
 
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
@@ -67,36 +68,27 @@ def opening_ids(model: ChatModel, conversation: Conversation, text: str = "") ->
     return list(one[: common_len(one, other)])
 
 
-@dataclass(frozen=True, slots=True)
-class ForgottenKv:
-    """The number of blocks removed from disk; `trouble` is a sentence on why none was."""
+async def delete_conversation(controller: "ChatController", session_id: str) -> Deleted:
+    """Delete a conversation everywhere, the open one or another; raises as SavedPlaces does.
 
-    num_blocks: int = 0
-    trouble: str = ""
-
-
-async def forget_conversation(controller: "ChatController") -> ForgottenKv:
-    """Remove the open conversation's KV, then its text.
-
-    In this order, an interruption leaves the text, and the removal can be repeated.
+    An interruption leaves the text, and the removal can be repeated.
     """
-    session = controller.session
-    assert session is not None
-    store, session_id = controller.host.store, session.session_id
-    contexts = session.conversation.contexts()
-    if store is not None:
-        contexts += store.read(session_id).conversation.contexts()  # as another model wrote them
-    shared = await asyncio.to_thread(_others, controller, session_id)
-    gone = await _forget_kv(controller, contexts, shared, session_id)
+    places, conversation = controller.places, controller.conversation
+    if conversation is None or conversation.session_id != session_id:
+        return await asyncio.to_thread(places.delete, [session_id], _drop(controller))
+    deleted = await asyncio.to_thread(
+        places.delete_traces, [session_id], _drop(controller), conversation
+    )
     controller.close_deleted()
-    if store is not None:
-        store.remove(session_id)
-    return gone
+    if places.store is not None:
+        with suppress(SessionNotFound):  # closing deletes a file without its first line
+            places.store.remove(session_id)
+    return deleted
 
 
-async def forget_last_turn(controller: "ChatController") -> ForgottenKv:
+async def delete_last_turn(controller: "ChatController") -> Deleted:
     """Remove the last message and its answers; raises UsageError if there is no message."""
-    session = controller.require_session()
+    session, places = controller.require_session(), controller.places
     conversation = session.conversation
     asked = [turn for turn in conversation.path() if turn.role is Role.USER]
     if not asked:
@@ -105,50 +97,24 @@ async def forget_last_turn(controller: "ChatController") -> ForgottenKv:
     below = conversation.contexts(last.turn_id)
     beside = [ids for ids in conversation.contexts() if ids not in below]
     before = conversation.context_ids(last.parent_id)
-    others = await asyncio.to_thread(_others, controller, session.session_id)
-    gone = await _forget_kv(controller, below, [*others, *beside, before], "")
+    others = await asyncio.to_thread(places.other_contexts, [session.session_id])
+    shared = [*others, *beside, before]
+    gone = await asyncio.to_thread(places.delete_kv, below, shared, _drop(controller))
+    trouble = places.delete_typed({last.text})
     controller.place.forget(last.turn_id)
-    return gone
+    return replace(gone, texts=frozenset((last.text,)), trouble=gone.trouble or trouble)
 
 
-async def _forget_kv(
-    controller: "ChatController", contexts: list[list[int]], shared: list[list[int]], label: str
-) -> ForgottenKv:
-    """Remove the KV of contexts that is not shared with other contexts.
+def _drop(controller: "ChatController") -> DropFromMemory | None:
+    """Return what has the engine let go of KV, and waits for that; None while the model loads."""
+    host = controller.host
+    if host.ready is None:
+        return None
 
-    Raises StoreInUse while another process uses the store: the caller then keeps the text, so that
-    the user can try again. Other store errors are permanent: they are returned as `trouble`, and
-    the caller removes the text.
-    """
-    kept_lengths = [
-        max((common_len(ids, other) for other in shared), default=0) for ids in contexts
-    ]
-    if controller.host.ready is not None:
-        asked = controller.host.forget(list(zip(contexts, kept_lengths, strict=True)))
+    def drop(contexts: list[tuple[list[int], int]]) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await asyncio.wrap_future(asked)
+            host.forget(contexts).result(_PATIENCE_S)
         except TimeoutError:
             raise UsageError("The disk cache does not answer.", "Try again.") from None
-    if controller.kept is None:
-        return ForgottenKv()
-    try:
-        return ForgottenKv(await asyncio.to_thread(controller.kept.forget, contexts, shared, label))
-    except StoreInUse:
-        raise
-    except StoreError as error:
-        return ForgottenKv(trouble=one_line(error.message, 4096))
 
-
-def _others(controller: "ChatController", session_id: str) -> list[list[int]]:
-    """Return the contexts of all other saved conversations."""
-    store = controller.host.store
-    contexts = []
-    for other in store.ids() if store is not None else ():
-        if other == session_id:
-            continue
-        try:
-            contexts += store.read(other).conversation.contexts() if store is not None else []
-        except KvchatError:  # the contexts of a damaged file are not known
-            continue
-    return contexts
+    return drop

@@ -1,6 +1,6 @@
 """KeptKv: what the chat asks of the KV store on disk, besides KV; `cache/disk/admin.py` has it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -64,9 +64,12 @@ class KeptKv(Protocol):
         """Remove the pins with this label; return their number."""
 
     def forget(
-        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+        self,
+        contexts: Iterable[Sequence[int]],
+        shared: Iterable[Sequence[int]],
+        labels: Collection[str] = (),
     ) -> int:
-        """Remove the KV of contexts, and the pin `label`; keep what `shared` contexts use.
+        """Remove the KV of contexts, and pins by labels; keep what `shared` contexts use.
 
         Contexts are token ids. Returns the number of blocks removed.
         """

@@ -7,6 +7,7 @@ Writes a conversation's lines and reads them back, also after an incomplete last
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -22,7 +23,10 @@ MAGIC = "session"
 # answer's turn line contains.
 _OPENING = b'{"type":"'
 _KINDS = frozenset(
-    (b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model", b"waiting")
+    (
+        *(b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model", b"waiting"),
+        b"adopted",
+    )
 )
 _ANSWER = b'"role":"assistant"'
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
@@ -110,6 +114,15 @@ def more_line(
     if tokenizer is not None:
         event["tokenizer"] = tokenizer
     return _line(event)
+
+
+def adopted_line(turn: Turn) -> str:
+    """Return the line that says which ids another model's turn has with the present tokenizer.
+
+    The turn keeps its own ids: KV of both is found by them when the conversation is deleted.
+    """
+    event = {"id": turn.turn_id, "ids": list(turn.token_ids), "tokenizer": turn.tokenizer}
+    return _line({"type": "adopted", **event})
 
 
 def end_line(
@@ -283,9 +296,40 @@ def without_waiting(data: bytes) -> bytes:
     return b"".join(line for line in lines if not line.startswith(_OPENING + b'waiting"'))
 
 
+def earlier_contexts(data: bytes) -> list[list[int]]:
+    """Return the contexts of a session file that had other ids than its turns have now.
+
+    These are contexts before a turn got other ids, and those of other tokenizers.
+    """
+    header, *lines = data.split(b"\n")
+    found: list[list[int]] = []
+    ids: dict[str, dict[int, tuple[int, ...]]] = {}  # by tokenizer and turn
+    conversation, _ = _begin(_event(header), "")
+    for line in lines:
+        with suppress(KeyError, TypeError, ValueError, ArithmeticError):
+            event = _event(line) or {"type": "damaged"}
+            if event["type"] == "more" and "tokenizer" in event:
+                turn = conversation.turn(_number(event["id"]))
+                ids.setdefault(turn.tokenizer, {})[turn.turn_id] = turn.token_ids
+                found.append(conversation.context_ids(turn.turn_id))
+            _apply(conversation, event)
+            if event["type"] == "adopted":
+                ids.setdefault(str(event["tokenizer"]), {})[_number(event["id"])] = _ids(event)
+    for tokenizer, known in ids.items():
+        for leaf in conversation.leaves():
+            context: list[int] = []
+            for turn in conversation.path(leaf.turn_id):
+                own = turn.token_ids if turn.tokenizer == tokenizer else None
+                if (added := known.get(turn.turn_id, own)) is None:
+                    break
+                context += added
+            found.append(context)
+    return found
+
+
 def _stays(event: dict[str, Any], gone: set[int], keeps_title: bool) -> bool:
     kind = event.get("type")
-    if kind in ("turn", "more", "end", "tip"):
+    if kind in ("turn", "more", "end", "tip", "adopted"):
         return event.get("id") not in gone
     # An unreadable line may belong to a removed turn, so it is removed as well; what was typed
     # ahead may be the text of one, and what waits still is written anew.
@@ -351,6 +395,8 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
         conversation.tools = _tools(event)
     elif kind == "waiting":
         conversation.waiting = _texts(event)
+    elif kind == "adopted":
+        conversation.adopted.add((_number(event["id"]), str(event["tokenizer"])))
     elif kind == "damaged":
         raise ValueError
     # Other kinds come from later releases with the same format version, and are ignored.

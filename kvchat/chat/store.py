@@ -10,8 +10,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -391,9 +391,19 @@ class SessionStore:
 
     def remove(self, session_id: str) -> None:
         """Delete a session's file; raises StoreError while a process has it open."""
+        with self.removing(session_id):
+            pass
+
+    @contextmanager
+    def removing(self, session_id: str) -> Iterator[None]:
+        """Hold a session's file, and delete it at the end of the block, unless that raises.
+
+        Raises SessionNotFound, or StoreError while a process has it open.
+        """
         self._existing(session_id)
         log = self._open(session_id, os.O_WRONLY | os.O_APPEND)
         try:
+            yield
             self._path(session_id).unlink()
         except OSError as error:
             raise StoreError(f"Cannot delete {session_id}: {error.strerror}.") from error

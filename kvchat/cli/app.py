@@ -384,7 +384,9 @@ def sessions_remove(
     """Delete conversations permanently."""
     from kvchat.cli import sessions
 
-    sessions.remove(sessions.open_store(context.obj), session)
+    given = context.find_root().params
+    of_kv = {name: given.get(name) for name in OF_KV}
+    sessions.remove(sessions.open_places(context.obj, of_kv), session)
 
 
 @models_app.callback()

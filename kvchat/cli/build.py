@@ -19,6 +19,7 @@ from kvchat_kernels.cpu.object_cache import save_nothing
 if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.chat.answer_settings import AskOptions
+    from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
@@ -69,6 +70,21 @@ def store_admin(settings: Settings) -> "StoreAdmin":
     state = None if settings["incognito"] else user_paths().state
     wanted = KvSettings(config.block_size, config.kv_dtype, model.dtype, model.weights)
     return StoreAdmin(cache_directory(settings), config.disk_bytes, state, wanted)
+
+
+def saved_places(settings: Settings) -> "SavedPlaces":
+    """Return every place that has something of saved conversations; none for an incognito chat."""
+    from kvchat.chat.deletion import SavedPlaces
+    from kvchat.chat.typed_lines import TypedLines
+
+    if settings["incognito"]:
+        return SavedPlaces(None)
+    return SavedPlaces(session_store(settings), store_admin(settings), TypedLines(history_path()))
+
+
+def history_path() -> Path:
+    """Return the file of what was typed at the prompt."""
+    return user_paths().state / "history"
 
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":

@@ -15,8 +15,10 @@ from kvchat.cli.build import (
     ask_options,
     check,
     has_endpoint,
+    history_path,
     open_host,
     open_toolbox,
+    saved_places,
     session_store,
     store_admin,
     user_paths,
@@ -218,6 +220,7 @@ def _open_controller(
         _kept_kv(settings, host),
         toolbox.definitions if toolbox is not None else None,
         pins,
+        saved_places(settings),
     )
     return controller, toolbox
 
@@ -383,7 +386,7 @@ def _chat_interactively(settings: Settings, request: ChatRequest, child: "Render
         controller=controller,
         toolbox=toolbox,
         relay=relay,
-        history_path=None if settings["incognito"] else user_paths().state / "history",
+        history_path=None if settings["incognito"] else history_path(),
         look=Look.choose(
             settings["color"], settings["accessible"], os.environ, sys.stdout.encoding
         ),

@@ -9,11 +9,12 @@ from typing import Any
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
+from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
-from kvchat.cli.build import session_store, store_admin, user_paths
+from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import shown
 from kvchat.core.cost import Cost
@@ -33,6 +34,12 @@ def open_kept_kv(sessions_dir: str | None, of_kv: dict[str, Any]) -> StoreAdmin:
     return store_admin(
         resolve({"sessions_dir": sessions_dir, **of_kv}, os.environ, user_paths().config)
     )
+
+
+def open_places(sessions_dir: str | None, of_kv: dict[str, Any]) -> SavedPlaces:
+    """Return every place that has something of the conversations that the settings name."""
+    flags = {"sessions_dir": sessions_dir, **of_kv, "incognito": False}
+    return saved_places(resolve(flags, os.environ, user_paths().config))
 
 
 def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
@@ -106,11 +113,15 @@ def rename(store: SessionStore, text: str, title: str) -> None:
         raise StoreError(problem.partition(";")[0] + ".")
 
 
-def remove(store: SessionStore, texts: list[str]) -> None:
-    """Delete conversations permanently."""
-    for session_id in [store.find(text) for text in texts]:
-        store.remove(session_id)
+def remove(places: SavedPlaces, texts: list[str]) -> None:
+    """Delete conversations permanently, everywhere."""
+    store = places.store
+    assert store is not None, "the command saves"
+    session_ids = list(dict.fromkeys(store.find(text) for text in texts))
+    gone = places.delete(session_ids)
+    for session_id in session_ids:
         _print(f"deleted {session_id}")
+    gone.require_all("Deleted", "`kvchat cache clear` deletes all KV, once it can be reached.")
 
 
 def _print(line: str) -> None:

@@ -2,11 +2,11 @@
 
 import asyncio
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from kvchat.chat import documents
 from kvchat.chat.documents import import_file
+from kvchat.chat.keeping import delete_conversation
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ExitCode, SessionNotFound, StoreError, UsageError
 from kvchat.core.paths import user_path
@@ -93,12 +93,11 @@ async def delete(context: "CommandContext", arguments: str) -> None:
     if not await context.confirm(f"Delete “{label}” for good?"):
         context.say(f"Kept: {label}")
         return
-    if session_id == current:
-        controller.close_deleted()
-    with suppress(SessionNotFound):  # closing deletes a file without its first line
-        store.remove(session_id)
-    context.say(f"Deleted: {label}")
+    gone = await delete_conversation(controller, session_id)
+    context.page.unlearn((session_id,), gone.texts)
     context.conversation_changed()
+    gone.require_all(f"Deleted: {label}", "/cache clear deletes all KV, once it can be reached.")
+    context.say(f"Deleted: {label}")
 
 
 def _label(store: SessionStore, session_id: str) -> str:

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 from kvchat.chat.attachment import matching_paths
 from kvchat.chat.controller import ChatController
-from kvchat.chat.conversation import Conversation, Role
-from kvchat.chat.keeping import file_context, forget_conversation, forget_last_turn, pin_context
+from kvchat.chat.keeping import delete_conversation, delete_last_turn, file_context, pin_context
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.saved_chats import named_contexts, titles
-from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 from kvchat.terminal import cache_lines
@@ -207,25 +206,16 @@ async def forget(context: "CommandContext", arguments: str) -> None:
     if not is_sure and not await _confirm(context, question):
         context.say("Nothing is forgotten.")
         return
-    texts = _texts(controller.session.conversation, is_last)
-    gone = await (forget_last_turn(controller) if is_last else forget_conversation(controller))
-    context.page.unlearn(texts)
+    session_id = controller.session.session_id
+    gone = await (
+        delete_last_turn(controller) if is_last else delete_conversation(controller, session_id)
+    )
+    context.page.unlearn(() if is_last else (session_id,), gone.texts)
     context.conversation_changed()
     forgotten = f"Forgotten: {'the last turn' if is_last else 'the conversation'}"
-    if gone.trouble:
-        raise StoreError(
-            f"{forgotten}, but not what may be kept of its KV. {gone.trouble}",
-            "/cache clear deletes all KV, once it can be reached.",
-        )
+    gone.require_all(forgotten, "/cache clear deletes all KV, once it can be reached.")
     told = f", and {plural(gone.num_blocks, 'block')} of KV on disk" if controller.kept else ""
     context.say(f"{forgotten}{told}.")
-
-
-def _texts(conversation: Conversation, is_last: bool) -> set[str]:
-    """Return the texts of the user messages that /forget will remove."""
-    turns = [turn.text for turn in conversation.turns() if turn.role is Role.USER]
-    last = [turn.text for turn in conversation.path() if turn.role is Role.USER][-1:]
-    return set(last if is_last else turns)
 
 
 async def _confirm(context: "CommandContext", question: str) -> bool:

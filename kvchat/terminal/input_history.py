@@ -1,114 +1,73 @@
-"""PrivateHistory: the input history, in a file with mode 0600.
+"""PrivateHistory: what Up brings back, kept in a file by `chat/typed_lines.py`."""
 
-One JSON string a line, appended in one write, so that lines of two processes do not mix. A damaged
-line is skipped.
-"""
-
-import json
-import logging
-import os
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 
 from prompt_toolkit.history import History
 
-from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, private_directory
-from kvchat.terminal.multiline import without_block_marks
+from kvchat.chat.typed_lines import MAX_LINE_CHARS, TypedLine, TypedLines
 
-_MAX_ENTRIES = 5000
-_MAX_FILE_BYTES = 4 * 2**20
-_MAX_ENTRY_CHARS = 20_000
-
-_log = logging.getLogger(__name__)
+Place = Callable[[], str | None]
 
 
 class PrivateHistory(History):
-    """History in `path`, which is created on first use.
+    """History in a file; None, or an unusable file, keeps it until exit only.
 
-    With `path` None or an unusable file, the history lasts until exit only. `is_complete` is
-    whether the file has every entry so far.
+    `place` returns the id of the open conversation. While it returns None, what is typed waits for
+    the conversation that begins with it, for the file says where each line was typed: it is deleted
+    with its conversation. `is_complete` is whether the file has, or will have, every entry so far.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, lines: TypedLines | None, place: Place = lambda: "") -> None:
         super().__init__()
-        self._path = path
-        self.is_complete = path is not None
+        self._lines = lines
+        self._place = place
+        self._waiting: list[str] = []
+        self._known: list[TypedLine] = []
+        self._cleared: list[str] = []  # until exit
+        self.is_complete = lines is not None
 
     def load_history_strings(self) -> Iterable[str]:
         """Yield the entries, the newest first."""
-        lines = self._lines()
-        if len(lines) > 2 * _MAX_ENTRIES:
-            self._shorten(lines[-_MAX_ENTRIES:])
-        for line in reversed(lines[-_MAX_ENTRIES:]):
-            entry = _entry(line)
-            if entry is not None:
-                yield entry
+        self._known = self._lines.read() if self._lines is not None else []
+        for line in reversed(self._known):
+            yield line.text
 
     def store_string(self, string: str) -> None:
-        """Append an entry."""
-        if self._path is None or len(string) > _MAX_ENTRY_CHARS:
+        """Append an entry to the file, or have it wait for its conversation."""
+        if self._lines is None or len(string) > MAX_LINE_CHARS:
             self.is_complete = False
-            return
-        try:
-            private_directory(self._path.parent)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            descriptor = open_private(self._path, flags)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(json.dumps(string).encode() + b"\n")
-        except (OSError, StoreError) as error:
-            self.is_complete = False
-            _log.info("the history cannot be kept: %s", error)
+        else:
+            self._waiting.append(string)
+            self.settle()
 
-    def forget(self, texts: Collection[str]) -> None:
-        """Remove the entries of these messages, also from the file.
-
-        A message may have attached files before the typed text.
+    def store_cleared(self, string: str) -> None:
+        """Add a text that is not sent. It is written only where it can be deleted with a
+        conversation: Up brings others back until exit.
         """
-        self._loaded_strings = [s for s in self._loaded_strings if not _is_part(s, texts)]
-        lines = self._lines()
-        kept = [line for line in lines if not _is_part(_entry(line), texts)]
-        if len(kept) < len(lines):
-            self._shorten(kept)
+        if self._place() is None:
+            self._loaded_strings.insert(0, string)
+            self._cleared.append(string)
+        else:
+            self.append_string(string)
 
-    def _lines(self) -> list[bytes]:
-        """Return the file's lines, the newest last; none if it cannot be read."""
-        if self._path is None:
-            return []
-        try:
-            with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - _MAX_FILE_BYTES))
-                return file.read().split(b"\n")
-        except (OSError, StoreError) as error:
-            _log.info("no history: %s", error)
-            return []
+    def settle(self, is_end: bool = False) -> None:
+        """Write what waits, once it is known to which conversation it belongs, or at the end."""
+        session_id = self._place()
+        if self._lines is None or not self._waiting or (session_id is None and not is_end):
+            return
+        typed = [TypedLine(text, session_id or "") for text in self._waiting]
+        self._waiting = []
+        self._known += typed
+        self.is_complete &= self._lines.add(typed)
 
-    def _shorten(self, lines: list[bytes]) -> None:
-        """Keep only some of the entries; the file is replaced atomically."""
-        assert self._path is not None
-        shorter = self._path.with_suffix(".new")
-        try:
-            descriptor = open_private(shorter, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(b"\n".join(lines))
-            os.replace(shorter, self._path)
-        except (OSError, StoreError) as error:
-            _log.info("the history cannot be shortened: %s", error)
-
-
-def _is_part(entry: str | None, texts: Collection[str]) -> bool:
-    """Whether an entry is one of the messages, or the text of one after its attached files.
-
-    An entry is the typed text; it may have a block's quotation marks, which the message lacks.
-    """
-    typed = {entry, without_block_marks(entry)} - {""} if entry is not None else ()
-    return any(text == each or text.endswith(f"\n{each}") for text in texts for each in typed)
-
-
-def _entry(line: bytes) -> str | None:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, str) else None
+    def forget(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        """Let go of what belongs to conversations or messages; the file is changed elsewhere."""
+        known = [line for line in self._known if line.belongs_to(session_ids, texts)]
+        gone = {line.text for line in known}.union(self._cleared if session_ids else ())
+        self._known = [line for line in self._known if line not in known]
+        self._waiting = [text for text in self._waiting if text not in gone]
+        self._loaded_strings = [
+            text
+            for text in self._loaded_strings
+            if text not in gone and not TypedLine(text).belongs_to((), texts)
+        ]

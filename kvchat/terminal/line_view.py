@@ -185,7 +185,7 @@ class LineView:
             self._listener.accept(edited)
         return ""
 
-    def unlearn(self, texts: Collection[str]) -> None:
+    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
         """Do nothing: this view has no input history."""
 
     def copy(self, text: str) -> None:

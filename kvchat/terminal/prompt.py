@@ -31,12 +31,12 @@ from rich.text import Text
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.messages import MessageNumbers
+from kvchat.chat.typed_lines import TypedLines
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
-from kvchat.terminal.key_parser import parse_keys
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import (
     ROWS_BELOW_ANSWER,
@@ -155,7 +155,6 @@ _MAX_TEXT_COLUMNS = 100
 # that reflows then makes of them stays in its scrollback, so there must be few.
 _MAX_TAIL_ROWS = 2
 _MAX_ECHOED_ROWS = 12
-_MAX_ECHOED_CHARS = 20_000  # wrapping megabytes takes seconds
 # What was typed stands above what a command says; below, an empty row, the prompt, the toolbar.
 _ROWS_AROUND = 4
 _MAX_COPIED_BYTES = 200_000
@@ -207,7 +206,6 @@ class LivePrompt:
         )
         self.buffer.on_text_changed += lambda buffer: self._tell_draft(buffer.text)
         look = painter.look
-        parse_keys(terminal.stdin)
         self._app = LiveApplication(
             reflows=look.reflows,
             held_output=self._output,
@@ -292,23 +290,21 @@ class LivePrompt:
         glyph = self.painter.look.glyphs.prompt
         marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
         below = Text(" " * marker.cell_len, end="")
-        shown = text.strip("\n")[:_MAX_ECHOED_CHARS]
-        wrapped = self.painter.wrapped(shown, self.render_context.width - 2, Role.USER)
+        wrapped = self.painter.wrapped(text.strip("\n"), self.render_context.width - 2, Role.USER)
         rows = [
             prefixed(row, below if number else marker)
             for number, row in enumerate(wrapped[:_MAX_ECHOED_ROWS])
         ]
-        more = f"{len(wrapped) - len(rows)} more lines"
-        if len(text) > _MAX_ECHOED_CHARS:
-            more = f"{len(text):,} characters in all"
-        if len(wrapped) > len(rows):
-            rows.append(self.painter.text(f"  … {more}", Role.DIM))
+        more = len(wrapped) - len(rows)
+        if more > 0:
+            rows.append(self.painter.text(f"  … {more} more lines", Role.DIM))
         if not is_said_now:
             rows.append(Text(end=""))
         self.write(rows)
 
     def show(self, state: LiveState) -> None:
         self.region.state = state
+        self._settle_history()
         if not state.is_open:
             self._write_held()
         self._app.invalidate()
@@ -392,10 +388,10 @@ class LivePrompt:
 
         self._app.create_background_task(edit())
 
-    def unlearn(self, texts: Collection[str]) -> None:
-        """Remove these messages from the input history."""
+    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        """Bring back nothing of these conversations, and none of these messages."""
         if isinstance(self.buffer.history, PrivateHistory):
-            self.buffer.history.forget(texts)
+            self.buffer.history.forget(session_ids, texts)
             self.buffer.reset()
 
     def copy(self, text: str) -> None:
@@ -417,8 +413,21 @@ class LivePrompt:
         except EOFError:
             listener.input_ended()
         finally:
+            self._settle_history(is_end=True)
             self._write_held()  # of an answer that has not ended in time
             self._write_waiting(at_end=True)
+
+    def _settle_history(self, is_end: bool = False) -> None:
+        if isinstance(self.buffer.history, PrivateHistory):
+            self.buffer.history.settle(is_end)
+
+    def keep_cleared(self) -> None:
+        """Put the prompt's text into the history, so that Up restores it: it is not sent."""
+        history = self.buffer.history
+        if isinstance(history, PrivateHistory):
+            history.store_cleared(self.buffer.text)
+        else:
+            self.buffer.append_to_history()
 
     @property
     def keeps_history(self) -> bool:
@@ -441,7 +450,7 @@ class LivePrompt:
         self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))
 
     def _take_typed_ahead(self, listener: Listener) -> None:
-        lines, rest = typed_ahead(self._app.input)
+        lines, rest = typed_ahead(self._app.input.fileno())
         for line in lines:
             listener.accept(line)
         if rest:
@@ -489,7 +498,8 @@ def new_live_prompt(
 ) -> LivePrompt:
     """Return the prompt, with the history and the completions of this chat."""
     terminal = Terminal(create_input(), sys.stdout, _terminal_size)
-    history = PrivateHistory(history_path)
+    lines = TypedLines(history_path) if history_path is not None else None
+    history = PrivateHistory(lines, lambda: _open_session(controller))
     completer = LineCompleter(
         build_registry(),
         lambda: _sessions(controller),
@@ -497,6 +507,10 @@ def new_live_prompt(
         lambda: _pins(controller),
     )
     return LivePrompt(terminal, painter, completer, history, editor)
+
+
+def _open_session(controller: ChatController) -> str | None:
+    return controller.session.session_id if controller.session is not None else None
 
 
 def _terminal_size() -> Size:

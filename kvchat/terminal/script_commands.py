@@ -89,7 +89,7 @@ class ScriptPage:
     async def edit(self, text: str) -> str:
         raise UsageError("An editor needs a terminal.", "In a script, a line is the message.")
 
-    def unlearn(self, texts: Collection[str]) -> None:
+    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
         """Do nothing: a script has no input history."""
 
     def copy(self, text: str) -> None:
@@ -145,9 +145,7 @@ class ScriptCommands(CommandContext):
         """Wait: a script has no keys."""
         return await work
 
-    async def confirm(self, question: str, for_scripts: bool | None = None) -> bool:
-        if for_scripts is not None:
-            return for_scripts
+    async def confirm(self, question: str) -> bool:
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
     async def confirm_cost(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvchat.chat.keeping import delete_conversation
 from kvchat.chat.saved_chats import SavedChat, read_chats
 from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore, SessionSummary
@@ -57,6 +58,7 @@ class SessionPicker:
             _choice(chat, not all_hidden, chat.summary.session_id in elsewhere) for chat in chats
         ]
         self._prefetching: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Task[None]] = set()
 
     async def choose(self, title: str) -> str | None:
         """Show the list; return the id of the chat that is picked, None if none is."""
@@ -64,6 +66,7 @@ class SessionPicker:
         try:
             index = await self._context.page.choose(title, self._choices, 0, self)
         finally:
+            await asyncio.gather(*self._deleting)
             if self._prefetching is not None:
                 self._prefetching.cancel()
                 if index is None:
@@ -110,8 +113,21 @@ class SessionPicker:
         session = self._context.controller.session
         if session is not None and session.session_id == session_id:
             self._context.notice("This conversation is open: /delete deletes it.")
-        elif self._changed(lambda: self._store.remove(session_id)):
-            self._choices[index] = replace(self._choices[index], is_gone=True)
+        else:
+            self._deleting.add(asyncio.get_running_loop().create_task(self._delete(index)))
+
+    async def _delete(self, index: int) -> None:
+        session_id = self._chats[index].summary.session_id
+        try:
+            gone = await delete_conversation(self._context.controller, session_id)
+        except KvchatError as error:
+            self._context.notice(str(error))
+            return
+        self._context.page.unlearn((session_id,), gone.texts)
+        self._choices[index] = replace(self._choices[index], is_gone=True)
+        self._context.page.choices_changed()
+        if gone.trouble:
+            self._context.notice(gone.trouble)
 
     def _changed(self, change: Callable[[], None]) -> bool:
         """Make a change; tell the user why, and return false, if the store refuses it."""

@@ -125,8 +125,8 @@ class Page(Protocol):
     async def edit(self, text: str) -> str:
         """Let the user edit a text in their editor; return the edited text."""
 
-    def unlearn(self, texts: Collection[str]) -> None:
-        """Remove these messages from the input history, if there is one."""
+    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        """Bring back nothing that was typed in these conversations, and none of these messages."""
 
     def copy(self, text: str) -> None:
         """Ask the user's terminal to put a text on its clipboard; UsageError if not possible."""

@@ -398,3 +398,23 @@ def test_what_cannot_be_read_keeps_nothing_else_from_being_forgotten(
     readable = OTHER if unreadable is LAYOUT else LAYOUT
     tier = open_tier(store.directory, layout=readable)
     assert not restored(tier, context, readable)
+
+
+def test_a_block_with_tokens_that_were_not_saved_goes_with_those_before_it(
+    tmp_path: Path,
+) -> None:
+    """A process is killed before the session has the last token. The block began with tokens of the
+    conversation, and was under no key of it; the block before it was another conversation's too.
+    """
+    tier = open_tier(tmp_path)
+    for ids in ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9]):
+        save(tier, ids)
+    tier.close()
+    admin = StoreAdmin(tmp_path, UNLIMITED)
+
+    assert admin.forget([[1, 2, 3, 4, 5]], [[1, 2, 3, 4, 9, 9]]) == 2
+
+    tier = open_tier(tmp_path)
+    assert num_found(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 2
+    assert num_found(tier, [1, 2, 3, 4, 9, 9]) == 3
+    tier.close()

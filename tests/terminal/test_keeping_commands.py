@@ -315,7 +315,7 @@ def test_the_words_go_where_the_kv_cannot_be_reached(
     chat.ask(SECRET)
     assert is_anywhere(tmp_path, SECRET.encode())
 
-    with pytest.raises(StoreError, match=r"but not what .* of its KV\. Cannot use") as told:
+    with pytest.raises(StoreError, match=r"but not all .* kept of it\. Cannot use") as told:
         chat.do(f"/forget {what}yes")
 
     assert told.value.message.startswith("Forgotten: the ")

@@ -12,6 +12,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import mentioned_files, split_attached
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.conversation import Role as TurnRole
+from kvchat.chat.typed_lines import TypedLines
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal.history_view import tree_rows
@@ -254,11 +255,15 @@ def test_without_colours_no_style_has_one() -> None:
 
 def test_history_is_private_and_newest_first(tmp_path: Path) -> None:
     path = tmp_path / "state" / "history"
-    history = PrivateHistory(path)
+    history = PrivateHistory(TypedLines(path))
     for text in ("first", "two\nlines", "é\x1b[31m"):
         history.store_string(text)
 
-    assert list(PrivateHistory(path).load_history_strings()) == ["é\x1b[31m", "two\nlines", "first"]
+    assert list(PrivateHistory(TypedLines(path)).load_history_strings()) == [
+        "é\x1b[31m",
+        "two\nlines",
+        "first",
+    ]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
@@ -267,14 +272,14 @@ def test_a_damaged_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_bytes(b'"one"\n{torn\n\xff\n17\n"two"\n"torn at the e')
 
-    assert list(PrivateHistory(path).load_history_strings()) == ["two", "one"]
+    assert list(PrivateHistory(TypedLines(path)).load_history_strings()) == ["two", "one"]
 
 
 def test_a_long_history_is_shortened_to_its_newest_entries(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_text("".join(f"{json.dumps(str(number))}\n" for number in range(12_000)))
 
-    entries = list(PrivateHistory(path).load_history_strings())
+    entries = list(PrivateHistory(TypedLines(path)).load_history_strings())
 
     assert entries[0] == "11999"
     assert len(path.read_text().splitlines()) <= 5000
@@ -287,7 +292,7 @@ def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, 
         path.symlink_to("/etc/passwd")
     elif kind == "directory":
         path.mkdir()
-    history = PrivateHistory(path)
+    history = PrivateHistory(TypedLines(path))
 
     assert list(history.load_history_strings()) == []
     if kind != "missing":
@@ -296,18 +301,24 @@ def test_without_a_usable_file_there_is_no_history_and_no_error(tmp_path: Path, 
 
 
 def test_what_is_forgotten_is_not_recalled(tmp_path: Path) -> None:
-    history = PrivateHistory(tmp_path / "history")
+    lines = TypedLines(tmp_path / "history")
+    history = PrivateHistory(lines)
     for text in ("keep this", "a secret", "about the file", "keep that"):
         history.append_string(text)
+    texts = {"a secret", "notes.txt:\n```\nwords\n```\n\nabout the file", "never typed"}
 
-    history.forget({"a secret", "notes.txt:\n```\nwords\n```\n\nabout the file", "never typed"})
+    lines.remove((), texts)
+    history.forget((), texts)
 
-    again = PrivateHistory(tmp_path / "history")
+    again = PrivateHistory(TypedLines(tmp_path / "history"))
     assert list(again.load_history_strings()) == ["keep that", "keep this"]
     assert set(history.get_strings()) == {"keep this", "keep that"}
     assert b"secret" not in (tmp_path / "history").read_bytes()
     again.append_string("more")
-    assert next(iter(PrivateHistory(tmp_path / "history").load_history_strings())) == "more"
+    assert (
+        next(iter(PrivateHistory(TypedLines(tmp_path / "history")).load_history_strings()))
+        == "more"
+    )
 
 
 @pytest.mark.parametrize(

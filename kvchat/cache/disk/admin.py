@@ -8,7 +8,7 @@ import math
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -170,24 +170,32 @@ class StoreAdmin:
         return sum(pin.label == label for pin in found.pins)
 
     def forget(
-        self, contexts: Iterable[Sequence[int]], shared: Iterable[Sequence[int]], label: str = ""
+        self,
+        contexts: Iterable[Sequence[int]],
+        shared: Iterable[Sequence[int]],
+        labels: Collection[str] = (),
     ) -> int:
         """Remove the KV of contexts, given by their token ids, except what is `shared` with others.
 
-        Of all identities. A pin called `label` goes first; what other pins hold stays. Returns how
+        Of all identities. Pins of these labels go first; what other pins hold stays. Returns how
         many blocks went.
         """
         encoded, others = [encode_ids(ids) for ids in contexts], [encode_ids(ids) for ids in shared]
-        return sum(self._in_each(lambda path: self._forget_in(path, encoded, others, label)))
+        return sum(self._in_each(lambda path: self._forget_in(path, encoded, others, labels)))
 
-    def _forget_in(self, path: Path, encoded: list[bytes], others: list[bytes], label: str) -> int:
+    def _forget_in(
+        self, path: Path, encoded: list[bytes], others: list[bytes], labels: Collection[str]
+    ) -> int:
         """Forget contexts of one identity, except what `others` share; return how many blocks."""
         with self._opened(path, _NO_LIMIT, lambda: -math.inf) as (tier, model_dir):
-            stays = _keys(model_dir.layout, others)
-            stays.update(key for p in model_dir.pins if p.label != label for key in p.keys)
-            if label:
+            layout = model_dir.layout
+            stays = _keys(layout, others)
+            stays.update(key for p in model_dir.pins if p.label not in labels for key in p.keys)
+            for label in labels:
                 tier.unpin(label)
-            num_blocks = tier.forget(_keys(model_dir.layout, encoded) - stays)
+            gone = _keys(layout, encoded)
+            gone.update(_continued(model_dir, encoded))
+            num_blocks = tier.forget(gone - stays)
             left = read_model_dir(path)
         if model_dir.trouble and not tier.is_begun_anew:
             error = StoreHeld if model_dir.is_held else StoreError
@@ -327,8 +335,34 @@ def _last_used(path: Path) -> float:
 
 def _keys(layout: Layout, contexts: Iterable[bytes]) -> set[bytes]:
     """Return the chain keys of all full blocks of contexts."""
-    root = root_key(layout.identity)
-    return {key for encoded in contexts for key in chain_keys(root, encoded, layout.ids_bytes)}
+    return {key for encoded in contexts for key in _chain(layout, encoded)}
+
+
+def _chain(layout: Layout, encoded: bytes) -> list[bytes]:
+    return chain_keys(root_key(layout.identity), encoded, layout.ids_bytes)
+
+
+def _continued(model_dir: ModelDir, contexts: Iterable[bytes]) -> set[bytes]:
+    """Return the keys of blocks that begin with the incomplete last block of contexts.
+
+    Such a block has a token more than a context is known to have, as a killed process leaves it.
+    """
+    layout = model_dir.layout
+    ends: dict[bytes, list[bytes]] = {}
+    for encoded in contexts:
+        if end := encoded[len(encoded) // layout.ids_bytes * layout.ids_bytes :]:
+            keys = [root_key(layout.identity), *_chain(layout, encoded)]
+            ends.setdefault(keys[-1], []).append(end)
+    found = set()
+    for stored in model_dir.heads:
+        keys = stored.head.keys(layout)
+        for number, (before, key) in enumerate(
+            zip([stored.head.parent, *keys], keys, strict=False)
+        ):
+            start = number * layout.ids_bytes
+            if any(stored.head.ids.startswith(end, start) for end in ends.get(before, ())):
+                found.add(key)
+    return found
 
 
 def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:

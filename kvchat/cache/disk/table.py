@@ -57,6 +57,8 @@ _FILE_SETTINGS = (f"PRAGMA page_size = {PAGE_BYTES}", "PRAGMA auto_vacuum = FULL
 _CONNECTION_SETTINGS = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = NORMAL",
+    # What is evicted is text that the user may delete later: no page keeps it.
+    "PRAGMA secure_delete = ON",
     "PRAGMA mmap_size = 0",
     f"PRAGMA wal_autocheckpoint = {LOG_PAGES}",
 )
@@ -94,6 +96,12 @@ def is_passing(error: Exception) -> bool:
 
 def _code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _held_error() -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("others read the log")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,17 +416,21 @@ class PackTable:
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
-        """While entered, what is removed is overwritten; afterwards the log has nothing of it."""
-        self._execute("PRAGMA secure_delete = ON")
+        """Afterwards the log has nothing of what is removed meanwhile; the table overwrites it.
+
+        Raises an error of a busy table if others read the log until the timeout.
+        """
         try:
             yield
         finally:
-            self._execute("PRAGMA secure_delete = OFF")
-            self.shorten_log()
+            is_held = self.shorten_log()
+        if is_held:
+            raise _held_error()
 
-    def shorten_log(self) -> None:
-        """Have all that is in the log in the table alone, unless others are reading it."""
-        self._execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    def shorten_log(self) -> bool:
+        """Have all that is in the log in the table alone; return whether others read it."""
+        [(is_held, *_)] = self._execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return bool(is_held)
 
     # Uses
 

@@ -1,0 +1,147 @@
+"""Deletes conversations from every place that has something of them, however they are deleted.
+
+The places, in this order: KV in memory, KV on the disk under every model's identity with its pins,
+the lines that were typed, the session file with its unsent messages. An interruption leaves the
+file, by which it can be done again. Nothing else has a conversation's text or ids: names and logs
+hold none.
+
+What stays: KV that another saved conversation has too, up to the last token that both have, and KV
+under a pin of another name. A conversation's own KV goes with all that continues it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from kvchat.chat import session_file
+from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.store import SessionStore
+from kvchat.chat.typed_lines import TypedLines
+from kvchat.chat.why import common_len
+from kvchat.core.errors import KvchatError, StoreError, StoreInUse
+from kvchat.core.text import one_line
+
+Contexts = Sequence[list[int]]
+# Drops the KV of contexts from memory; each keeps its given number of leading tokens.
+DropFromMemory = Callable[[list[tuple[list[int], int]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What was deleted: blocks of KV on disk, and the user's messages.
+
+    `trouble` is a sentence on what may be left, "" if all of it is gone.
+    """
+
+    num_blocks: int = 0
+    texts: frozenset[str] = frozenset()
+    trouble: str = ""
+
+    def require_all(self, done: str, hint: str) -> None:
+        """Raise StoreError if something may be left; `done` says in a clause what is gone."""
+        if self.trouble:
+            sentence = f"{done}, but not all that may be kept of it. {self.trouble}"
+            raise StoreError(sentence, hint)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlaces:
+    """Where saved conversations leave something.
+
+    store   the session files; None saves none
+    kept    the KV on disk; None where none was ever kept
+    typed   the lines that were typed; None where they are not saved
+    """
+
+    store: SessionStore | None
+    kept: KeptKv | None = None
+    typed: TypedLines | None = None
+
+    def delete(self, session_ids: Collection[str], drop: DropFromMemory | None = None) -> Deleted:
+        """Delete conversations that this process has not open, for good. Any thread may call it.
+
+        `drop` has the engine that runs here let go of their KV. Raises SessionNotFound, StoreError
+        for a conversation that another process has open, and StoreInUse while another process holds
+        the KV: then the text stays, and the user can try again. Other troubles are permanent: they
+        are returned, and the text goes.
+        """
+        with ExitStack() as files:
+            if self.store is not None:
+                for session_id in session_ids:
+                    files.enter_context(self.store.removing(session_id))
+            return self.delete_traces(session_ids, drop)
+
+    def delete_traces(
+        self,
+        session_ids: Collection[str],
+        drop: DropFromMemory | None = None,
+        is_open: Conversation | None = None,
+    ) -> Deleted:
+        """Do the same, but leave the session files: this process has one open, or holds them."""
+        gone = [each for name in session_ids if (each := self._read(name)) is not None]
+        contexts = [ids for name in session_ids for ids in self._contexts(name)]
+        if is_open is not None:
+            gone.append(is_open)
+            contexts += is_open.contexts()
+        deleted = self.delete_kv(contexts, self.other_contexts(session_ids), drop, session_ids)
+        texts = {turn.text for each in gone for turn in each.turns() if turn.role is Role.USER}
+        texts.update(text for each in gone for text in each.waiting)
+        trouble = self.delete_typed(texts, session_ids)
+        return Deleted(deleted.num_blocks, frozenset(texts), deleted.trouble or trouble)
+
+    def delete_kv(
+        self,
+        contexts: Contexts,
+        shared: Contexts,
+        drop: DropFromMemory | None = None,
+        labels: Collection[str] = (),
+    ) -> Deleted:
+        """Remove the KV of contexts, and pins by their labels; raises and returns as `delete`.
+
+        What `shared` contexts have too stays.
+        """
+        if drop is not None and contexts:
+            kept = [max((common_len(ids, each) for each in shared), default=0) for ids in contexts]
+            drop(list(zip(contexts, kept, strict=True)))
+        if self.kept is None or not contexts:
+            return Deleted()
+        try:
+            return Deleted(self.kept.forget(contexts, shared, labels))
+        except StoreInUse:
+            raise
+        except StoreError as error:
+            return Deleted(trouble=one_line(error.message, 4096))
+
+    def other_contexts(self, session_ids: Collection[str]) -> Contexts:
+        """Return the contexts of all saved conversations but these."""
+        ids = self.store.ids() if self.store is not None else []
+        others = (session_id for session_id in ids if session_id not in session_ids)
+        return [context for session_id in others for context in self._contexts(session_id)]
+
+    def _read(self, session_id: str) -> Conversation | None:
+        """Return a conversation as it is saved; None if its file is missing or damaged."""
+        with suppress(KvchatError):
+            return self.store.read(session_id).conversation if self.store is not None else None
+        return None
+
+    def _contexts(self, session_id: str) -> Contexts:
+        """Return all contexts that a session file knows of."""
+        conversation = self._read(session_id)
+        if conversation is None or self.store is None:
+            return []
+        with suppress(KvchatError):
+            data = self.store.read_bytes(session_id)
+            return [*conversation.contexts(), *session_file.earlier_contexts(data)]
+        return conversation.contexts()
+
+    def delete_typed(self, texts: Collection[str], session_ids: Collection[str] = ()) -> str:
+        """Remove typed lines of messages, and of conversations; return a sentence on why that
+        failed, "" if it did not.
+        """
+        try:
+            if self.typed is not None:
+                self.typed.remove(session_ids, texts)
+        except StoreError as error:
+            return one_line(error.message, 4096)
+        return ""

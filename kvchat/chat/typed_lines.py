@@ -1,0 +1,170 @@
+"""TypedLines: the file of what was typed at the prompt, each line with the conversation it was for.
+
+One JSON object a line, appended in one write, so that lines of two processes do not mix. A damaged
+line is skipped. Earlier versions wrote the text alone.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvchat.core.errors import StoreError
+from kvchat.core.locks import Lock, try_lock
+from kvchat.core.paths import open_private, private_directory, replace_private
+
+MAX_LINES = 5000
+MAX_LINE_CHARS = 20_000
+MAX_FILE_BYTES = 4 * 2**20
+_BLOCK_MARK = '"""'
+# A process holds the file for milliseconds.
+_LOCK_TRIES, _RETRY_S = 100, 0.005
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TypedLine:
+    """A text as it was typed; `session_id` is "" where none was open, or none is known."""
+
+    text: str
+    session_id: str = ""
+
+    def belongs_to(self, session_ids: Collection[str], texts: Collection[str]) -> bool:
+        """Whether it was typed in one of these conversations, or is one of these messages.
+
+        A message may have attached files before the typed text, and lacks a block's marks.
+        """
+        typed = {self.text, self.text.strip(), _without_marks(self.text)} - {""}
+        return self.session_id in session_ids or any(
+            text == each or text.strip() == each or text.endswith(f"\n{each}")
+            for text in texts
+            for each in typed
+        )
+
+
+class TypedLines:
+    """The lines in the file `path`, which is created with mode 0600 at the first.
+
+    The file never has much more than 4 MiB: the oldest lines go.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> list[TypedLine]:
+        """Return the newest lines, the newest last; none if the file cannot be read."""
+        try:
+            if self._path.stat().st_size > MAX_FILE_BYTES:  # as earlier versions left it
+                with self._locked():
+                    self._replace(_newest(self._lines()))
+            lines = self._lines()
+            if len(lines) > 2 * MAX_LINES:
+                with self._locked():
+                    self._replace(self._lines()[-MAX_LINES:])
+        except (OSError, StoreError) as error:
+            _log.info("no history: %s", error)
+            return []
+        known = (_typed_line(line) for line in lines[-MAX_LINES:])
+        return [line for line in known if line is not None]
+
+    def add(self, lines: Sequence[TypedLine]) -> bool:
+        """Append lines; false if that is not possible."""
+        try:
+            private_directory(self._path.parent)
+            with self._locked() as descriptor:
+                data = b"".join(map(_encoded, lines))
+                while data:
+                    data = data[os.write(descriptor, data) :]
+                if os.fstat(descriptor).st_size > MAX_FILE_BYTES:
+                    self._replace(_newest(self._lines()))
+        except (OSError, StoreError) as error:
+            _log.info("the history cannot be kept: %s", error)
+            return False
+        return True
+
+    def remove(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        """Remove the lines of conversations and of messages, for good. Raises StoreError."""
+        if not self._path.exists():
+            return
+        try:
+            with self._locked():
+                lines = self._lines()
+                kept = [line for line in lines if not _is_of(line, session_ids, texts)]
+                if len(kept) < len(lines):
+                    self._replace(kept)
+        except OSError as error:
+            raise StoreError(f"{self._path} cannot be changed: {error.strerror}.") from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Hold the file, which others replace as well; yields a descriptor to append with."""
+        for left in reversed(range(_LOCK_TRIES)):
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+            descriptor = open_private(self._path, flags)
+            try:
+                is_ours = try_lock(descriptor) is not Lock.ANOTHERS
+                if not left or (is_ours and _is_at(self._path, descriptor)):
+                    yield descriptor
+                    return
+            finally:
+                os.close(descriptor)
+            time.sleep(_RETRY_S)
+
+    def _lines(self) -> list[bytes]:
+        with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
+            return file.read().splitlines(keepends=True)
+
+    def _replace(self, lines: Sequence[bytes]) -> None:
+        replace_private(self._path, b"".join(lines))
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    return False
+
+
+def _newest(lines: Sequence[bytes]) -> list[bytes]:
+    """Return the newest lines that take half of the limit."""
+    kept, room = [], MAX_FILE_BYTES // 2
+    for line in reversed(lines):
+        room -= len(line)
+        if room < 0:
+            break
+        kept.append(line)
+    return kept[::-1]
+
+
+def _is_of(line: bytes, session_ids: Collection[str], texts: Collection[str]) -> bool:
+    typed = _typed_line(line)
+    return typed is not None and typed.belongs_to(session_ids, texts)
+
+
+def _encoded(line: TypedLine) -> bytes:
+    value = {"text": line.text, "in": line.session_id} if line.session_id else line.text
+    return json.dumps(value).encode() + b"\n"
+
+
+def _typed_line(line: bytes) -> TypedLine | None:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, str):
+        return TypedLine(value)
+    if not isinstance(value, dict):
+        return None
+    text, session_id = value.get("text"), value.get("in")
+    if not isinstance(text, str) or not isinstance(session_id, str):
+        return None
+    return TypedLine(text, session_id)
+
+
+def _without_marks(text: str) -> str:
+    plain = text.strip()
+    return plain.removeprefix(_BLOCK_MARK).removesuffix(_BLOCK_MARK).strip("\n")

@@ -1,0 +1,285 @@
+"""A deleted conversation is nowhere: every byte of every directory is searched for it.
+
+`kvchat sessions rm` and /delete left the token ids of the text in cache.db, and the message in the
+input history.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.controller import ChatController
+from kvchat.chat.deletion import SavedPlaces
+from kvchat.chat.host import ChatHost
+from kvchat.chat.keeping import delete_conversation
+from kvchat.chat.saved_chats import read_chats
+from kvchat.chat.session import ChatSession
+from kvchat.chat.store import SessionStore
+from kvchat.chat.typed_lines import TypedLines
+from kvchat.chat.why import common_len
+from kvchat.cli import sessions
+from kvchat.core.errors import StoreError, StoreInUse
+from kvchat.terminal.commands import Invocation
+from kvchat.terminal.input_history import PrivateHistory
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.session_picker import SessionPicker
+from kvchat.terminal.status import StatsLevel
+from kvchat.terminal.theme import Look
+from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.template_zoo import CHATML
+from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
+from support.tokenizer_zoo import byte_fallback
+from support.traces import traces
+
+SECRET = "Grimstad is empty on Sundays, says the naïve café owner."
+DRAFT = "not even half of that was sent"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), tiny_model("llama"))
+
+
+@dataclass
+class Home:
+    """The directories of one user, and the places in them."""
+
+    root: Path
+    places: SavedPlaces
+
+    def chat(self, host: ChatHost, session: ChatSession | None = None) -> ChatController:
+        return ChatController(
+            host, lambda *_: host, session, answer_options(), kept=self.kv, places=self.places
+        )
+
+    @property
+    def store(self) -> SessionStore:
+        assert self.places.store is not None
+        return self.places.store
+
+    @property
+    def kv(self) -> StoreAdmin:
+        assert isinstance(self.places.kept, StoreAdmin)
+        return self.places.kept
+
+    def typed(self) -> list[str]:
+        assert self.places.typed is not None
+        return [line.text for line in self.places.typed.read()]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    places = SavedPlaces(
+        SessionStore(tmp_path / "data" / "sessions"),
+        StoreAdmin(tmp_path / "cache" / "kv"),
+        TypedLines(tmp_path / "state" / "history"),
+    )
+    return Home(tmp_path, places)
+
+
+Start = Callable[..., ChatHost]
+
+
+@pytest.fixture
+def start(tiny: Path, home: Home) -> Iterator[Start]:
+    hosts: list[ChatHost] = []
+
+    def begin(model: Path = tiny) -> ChatHost:
+        for before in hosts:
+            before.close()
+        host = tiny_host(model, home.store, kept=home.kv.directory, state=home.root / "state")
+        hosts.append(host)
+        host.wait_until_ready()
+        return host
+
+    yield begin
+    for host in hosts:
+        host.close()
+
+
+class Sure(ScriptCommands):
+    """A user at a terminal who says yes."""
+
+    async def confirm(self, question: str) -> bool:
+        return True
+
+
+def command(controller: ChatController, line: str) -> None:
+    page = ScriptPage(lambda text: None, Painter(Look(False, True)), 200)
+    commands = Sure(controller, page, build_registry(), StatsLevel.OFF)
+    parsed = commands.registry.parse(line)
+    assert isinstance(parsed, Invocation), line
+    commands.carry_out(parsed)
+
+
+def pick_and_delete(controller: ChatController, session_id: str) -> None:
+    async def delete() -> None:
+        page = ScriptPage(lambda text: None, Painter(Look(False, True)), 200)
+        context = Sure(controller, page, build_registry(), StatsLevel.OFF)
+        store = controller.places.store
+        assert store is not None
+        chats = read_chats(store, store.summaries())
+        picker = SessionPicker(context, store, chats)
+        [index] = [n for n, chat in enumerate(chats) if chat.summary.session_id == session_id]
+        picker.delete(index)
+        await asyncio.gather(*picker._deleting)
+
+    asyncio.run(delete())
+
+
+def remove_in_shell(controller: ChatController, session_id: str) -> None:
+    controller.close_session()
+    controller.host.close()
+    sessions.remove(controller.places, [session_id])
+
+
+def forget(controller: ChatController, session_id: str) -> None:
+    command(controller, "/forget yes")
+
+
+def delete_open(controller: ChatController, session_id: str) -> None:
+    command(controller, "/delete")
+
+
+def delete_another(controller: ChatController, session_id: str) -> None:
+    controller.begin_new()
+    finish(controller.ask("Hello."))
+    command(controller, f"/delete {session_id}")
+
+
+def delete_in_the_picker(controller: ChatController, session_id: str) -> None:
+    controller.begin_new()
+    pick_and_delete(controller, session_id)
+
+
+WAYS = (forget, delete_open, delete_another, delete_in_the_picker, remove_in_shell)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_deleted_conversation_is_nowhere(
+    home: Home, start: Start, way: Callable[[ChatController, str], None]
+) -> None:
+    controller = home.chat(start())
+    finish(controller.ask("I like ships."))
+    shared = controller.context_ids
+    controller.begin_new()
+    history = PrivateHistory(
+        home.places.typed, lambda: controller.session.session_id if controller.session else None
+    )
+    history.append_string(SECRET)
+    finish(controller.ask(SECRET))
+    history.append_string(f"/btw {SECRET}")
+    history.store_cleared(DRAFT)
+    controller.keep_waiting([DRAFT])
+    session_id = controller.require_session().session_id
+    command(controller, "/pin")
+    command(controller, "/rename The naïve café owner")
+    ids = controller.require_conversation().path()[0].token_ids
+    start_of_secret = common_len(ids, shared)
+    secret_ids = ids[start_of_secret : start_of_secret + 30]
+    found = traces(home.root, SECRET, secret_ids)
+    assert {"data", "cache", "state"} <= {line.split("/")[0] for line in found}
+    assert len(secret_ids) > 2 * BLOCK_SIZE
+
+    way(controller, session_id)
+
+    assert traces(home.root, SECRET, secret_ids) == []
+    assert traces(home.root, DRAFT, ()) == []
+    assert session_id not in home.store.ids()
+    assert home.kv.verify().is_sound
+    assert home.kv.status().num_tokens >= len(shared) - BLOCK_SIZE, "the other chat stays warm"
+
+
+def test_what_was_evicted_before_it_was_deleted_is_nowhere(home: Home, start: Start) -> None:
+    """SQLite leaves what is deleted in its pages, and no row says later that it is there."""
+    controller = home.chat(start())
+    finish(controller.ask("I like ships."))
+    controller.begin_new()
+    finish(controller.ask(SECRET))
+    command(controller, "/pin")
+    command(controller, "/unpin")
+    ids = controller.require_conversation().path()[0].token_ids[8:-8]
+    controller.close_session()
+    controller.host.close()
+    for status, _ in home.kv.tree():
+        evict_all(home.kv.directory / status.identity)
+
+    assert traces(home.kv.directory, SECRET, ids) == []
+
+
+def evict_all(model_dir: Path) -> None:
+    from kvchat.cache.disk.table import PackTable
+
+    table = PackTable(model_dir, 1.0)
+    table.remove(*[row.key for row in table.rows()])
+    table.shorten_log()
+    table.close()
+
+
+def test_the_kv_of_all_models_that_went_on_with_it_is_deleted(
+    home: Home, start: Start, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Another tokenizer's ids of the text are nowhere in the session's turns."""
+    other = tmp_path_factory.mktemp("other")
+    save_checkpoint(other, never_stopping(tiny_model("llama", seed=5, vocab_size=400)), CHATML)
+    byte_fallback().save(str(other / "tokenizer.json"))
+    controller = home.chat(start())
+    finish(controller.ask(SECRET))
+    session_id = controller.require_session().session_id
+    first_ids = controller.require_conversation().path()[0].token_ids[8:-8]
+    controller.close_session()
+    host = start(other)
+    controller = home.chat(host, host.open_session(session_id))
+    finish(controller.ask("And on Mondays?"))
+    adopted_ids = controller.require_conversation().path()[0].token_ids[8:-8]
+    assert adopted_ids != first_ids
+    command(controller, "/pin")
+    kv = home.kv.directory
+    assert traces(kv, SECRET, first_ids)
+    assert traces(kv, SECRET, adopted_ids)
+
+    remove_in_shell(controller, session_id)
+
+    assert traces(home.root, SECRET, first_ids) == []
+    assert traces(home.root, SECRET, adopted_ids) == []
+
+
+def test_a_conversation_that_is_open_elsewhere_loses_nothing(home: Home, start: Start) -> None:
+    controller = home.chat(start())
+    finish(controller.ask(SECRET))
+    session_id = controller.require_session().session_id
+    command(controller, "/pin")
+    before = home.kv.status().num_tokens
+
+    with pytest.raises(StoreError, match="open in another kvchat"):
+        sessions.remove(home.places, [session_id])
+
+    assert home.kv.status().num_tokens == before
+    assert home.store.ids() == [session_id]
+
+
+def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(
+    home: Home, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = home.chat(start())
+    finish(controller.ask(SECRET))
+    session_id = controller.require_session().session_id
+    controller.close_session()
+
+    def held(*_: object) -> int:
+        raise StoreInUse("Another process holds the disk cache.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreAdmin, "forget", held)
+        with pytest.raises(StoreInUse):
+            asyncio.run(delete_conversation(controller, session_id))
+    assert home.store.ids() == [session_id]
+
+    asyncio.run(delete_conversation(controller, session_id))
+    assert home.store.ids() == []
