@@ -46,8 +46,8 @@ class Asked:
 class ResentChats:
     """Opens resent conversations on one host. One thread at a time uses it.
 
-    `stabiliser` moves lines that change to the end; None leaves every prompt as it is. Owns the
-    memory until `close`.
+    `stabiliser` moves lines that change to the end; None leaves every prompt as it is. Owns both
+    until `close`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ResentChats:
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
         session = self._opened(chat, options.think, num_contexts=1)
-        difference = self._seen.note(chat.system, chat.messages, chat.tools)
+        difference = self._seen.note(chat.system, chat.messages, chat.tools, chat.moved)
         if difference is not None:
             difference = difference.as_sent(chat)
         last = chat.messages[-1]
@@ -156,6 +156,8 @@ class ResentChats:
 
     def close(self) -> None:
         self._memory.close()
+        if self._stabiliser is not None:
+            self._stabiliser.close()
 
     def _digest(self) -> ContextDigest:
         return ContextDigest(self._host.model.tokenizer.digest)

@@ -7,14 +7,19 @@ that follows. SeenChats finds that message, and the server says which it was.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, takewhile
+from itertools import accumulate, groupby, takewhile, zip_longest
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import UsageError
+from kvchat.core.text import one_line
 
 _MAX_CHATS = 64
-_SHOWN_CHARS = 40
+_SHOWN_CHARS, _LINE_CHARS = 40, 100
+# The share of two system prompts that has to be equal to call one a change of the other.
+_LEAST_SHARE = 0.75
+
+_Lines = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ class ResentChat:
     """A system prompt, tools, and messages that alternate, the user's first.
 
     If the last message is the assistant's, the answer continues it. `sent` are, for each message,
-    those of the client that it joins.
+    those of the client that it joins. `moved` are lines of the client's system prompt that do not
+    stand in `system`.
     """
 
     system: str | None
@@ -80,6 +86,7 @@ class ResentChat:
     tools: ToolSet | None = None
     kept: tuple[KeptPart, ...] = ()
     sent: tuple[tuple[SentMessage, ...], ...] = ()
+    moved: _Lines = ()
 
     @property
     def is_continuation(self) -> bool:
@@ -130,12 +137,15 @@ class Difference:
                `system`, or `tools`
     character  index of the first other character in it
     was, now   what stood there and what stands there now, shortened
+    is_moved   whether it is in a line of the system prompt that does not stand there for the model:
+               nothing behind it had to be read again. Then `was` and `now` are the lines
     """
 
     place: int | str
     character: int
     was: str
     now: str
+    is_moved: bool = False
 
     def as_sent(self, chat: ResentChat) -> "Difference":
         """Return the same with a place in the list of the client that has sent the chat."""
@@ -151,6 +161,7 @@ class Difference:
             "character": self.character,
             "was": self.was,
             "now": self.now,
+            **({"is_moved": True} if self.is_moved else {}),
         }
 
 
@@ -180,13 +191,18 @@ class SeenChats:
         self._chats: deque[_Chat] = deque(maxlen=_MAX_CHATS)
 
     def note(
-        self, system: str | None, messages: tuple[Message, ...], tools: ToolSet | None = None
+        self,
+        system: str | None,
+        messages: tuple[Message, ...],
+        tools: ToolSet | None = None,
+        moved: _Lines = (),
     ) -> Difference | None:
         """Keep a conversation; return how it differs from the one before that is most like it.
 
-        None if it continues or repeats that one, or if nothing like it was seen.
+        None if it continues or repeats that one, or if nothing like it was seen. `moved` are lines
+        of the system prompt that stand elsewhere.
         """
-        chat = _Chat(system or "", tools.text if tools is not None else "", messages)
+        chat = _Chat(system or "", tools.text if tools is not None else "", messages, moved)
         difference = self._difference(chat)
         for known in self._chats:
             if known.opening == chat.opening and messages[: len(known.messages)] == known.messages:
@@ -201,19 +217,28 @@ class SeenChats:
             length = _num_equal(known.messages, chat.messages)
             is_within = length == min(len(known.messages), len(chat.messages))
             if known.opening == chat.opening and is_within:
-                return None
+                return _moved_since(known, chat)
             if length > best_length:
                 best, best_length = known, length
+        if best is None:
+            best = self._begun_alike(chat)
         if best is None:
             return None
         if best.system != chat.system:
             return _located("system", best.system, chat.system)
         if best.tools != chat.tools:
             return _located("tools", best.tools, chat.tools)
-        if best_length + 1 >= len(best.messages):
-            return None  # another last message: nothing after it was fed
+        if best_length + 1 >= len(best.messages) or not best_length:
+            return _moved_since(best, chat)  # another last message: nothing after it was fed
         was, now = best.messages[best_length], chat.messages[best_length]
         return _located(best_length, was.whole, now.whole)
+
+    def _begun_alike(self, chat: "_Chat") -> "_Chat | None":
+        """Return the latest conversation with this opening, or else with one that is like it."""
+        latest = list(reversed(self._chats))
+        same = (known for known in latest if known.opening == chat.opening)
+        alike = (known for known in latest if known.system and known.is_like(chat))
+        return next(same, None) or next(alike, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +246,15 @@ class _Chat:
     system: str
     tools: str
     messages: tuple[Message, ...]
+    moved: _Lines
+
+    def is_like(self, other: "_Chat") -> bool:
+        """Whether the system prompt or the tools are the same, and most of the system prompt."""
+        if self.system == other.system or self.tools != other.tools:
+            return self.system == other.system
+        lines, others = set(self.system.split("\n")), set(other.system.split("\n"))
+        num_equal = sum(map(len, lines & others))
+        return num_equal >= _LEAST_SHARE * max(sum(map(len, lines)), sum(map(len, others)))
 
     @property
     def opening(self) -> tuple[str, str]:
@@ -237,3 +271,13 @@ def _located(where: int | str, was: str, now: str) -> Difference:
     place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     end = place + _SHOWN_CHARS
     return Difference(where, place, was[place:end], now[place:end])
+
+
+def _moved_since(before: _Chat, now: _Chat) -> Difference | None:
+    """Return the first line that was moved and differs, None if none does."""
+    for was, line in zip_longest(before.moved, now.moved, fillvalue=""):
+        if was != line:
+            found = _located("system", was, line)
+            was, line = one_line(was, _LINE_CHARS), one_line(line, _LINE_CHARS)
+            return replace(found, was=was, now=line, is_moved=True)
+    return None

@@ -2,6 +2,7 @@
 
 A record is JSON: what the client gave and what it got. It is kept as token ids, as the answers in
 the same file are, so the file shows no words to a search; who has the tokenizer can decode them.
+The records of a stabiliser are kept in the same way, in a table of their own.
 """
 
 import hashlib
@@ -20,11 +21,7 @@ from kvchat.core.errors import KvchatError, StoreError
 
 _log = logging.getLogger(__name__)
 
-_NAME = "responses"
-_TABLE = (
-    f"CREATE TABLE IF NOT EXISTS {_NAME} "
-    "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"
-)
+_COLUMNS = "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"
 _DEFAULT_MAX_BYTES = 64 << 20
 _PIECE_CHARACTERS = 1 << 16
 # Making ids of a million characters takes most of a second, in which no other request is encoded.
@@ -35,7 +32,7 @@ class ResponseMemory:
     """Records by id, the least recently used dropped first. One thread uses it.
 
     `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records,
-    `max_characters` the JSON of one.
+    `max_characters` the JSON of one. `table` is a name of this program's own, never input.
     """
 
     def __init__(
@@ -44,47 +41,50 @@ class ResponseMemory:
         tokenizer: TextCodec,
         max_bytes: int = _DEFAULT_MAX_BYTES,
         max_characters: int = _DEFAULT_MAX_CHARACTERS,
+        table: str = "responses",
     ) -> None:
+        self._table = table
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._max_characters = max_characters
-        self._db = open_private_database(path, _TABLE)
+        self._db = open_private_database(path, f"CREATE TABLE IF NOT EXISTS {table} {_COLUMNS}")
 
-    def put(self, response_id: str, record: Mapping[str, Any]) -> None:
+    def put(self, name: str, record: Mapping[str, Any]) -> None:
         """Keep a record of JSON's types; what is too long or cannot be written is dropped."""
         text = json.dumps(record, separators=(",", ":"))
         if len(text) > self._max_characters:
-            _log.warning("a response of %d characters is too long to be kept", len(text))
+            _log.warning("a record of %d characters is too long to be kept", len(text))
             return
         try:
             ids = self._ids(text)
             if ids is None:
                 return
-            row = (self._key(response_id), ids, time.time())
-            self._db.execute(f"INSERT OR REPLACE INTO {_NAME} VALUES (?, ?, ?)", row)
-            drop_oldest(self._db, _NAME, "ids", self._max_bytes)
+            row = (self._key(name), ids, time.time())
+            self._db.execute(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?)", row)
+            drop_oldest(self._db, self._table, "ids", self._max_bytes)
         except (sqlite3.Error, KvchatError) as error:
-            _log.warning("a response cannot be kept: %s", error)
+            _log.warning("a record cannot be kept: %s", error)
 
-    def find(self, response_id: str) -> dict[str, Any] | None:
+    def find(self, name: str) -> dict[str, Any] | None:
         """Return a record, or None where it is not known or cannot be read."""
-        key = self._key(response_id)
+        key = self._key(name)
         try:
-            found = self._db.execute(f"SELECT ids FROM {_NAME} WHERE key = ?", (key,)).fetchone()
+            row = self._db.execute(f"SELECT ids FROM {self._table} WHERE key = ?", (key,))
+            found = row.fetchone()
             if found is None:
                 return None
-            note_use(self._db, _NAME, key)
+            note_use(self._db, self._table, key)
             record = json.loads(self._text(found[0]))
             return record if isinstance(record, dict) else None
         except (sqlite3.Error, KvchatError, ValueError, TypeError, RecursionError) as error:
-            _log.warning("a kept response cannot be read: %s", type(error).__name__)
+            _log.warning("a record cannot be read: %s", type(error).__name__)
             return None
 
-    def remove(self, response_id: str) -> bool:
+    def remove(self, name: str) -> bool:
         """Remove a record for good; return whether it was there. Raises StoreError."""
-        delete = f"DELETE FROM {_NAME} WHERE key = ?"
+        delete = f"DELETE FROM {self._table} WHERE key = ?"
         try:
-            removed = self._db.execute(delete, (self._key(response_id),)).rowcount
+            removed = self._db.execute(delete, (self._key(name),)).rowcount
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log would hold it for a while
         except sqlite3.Error as error:
             raise StoreError(f"The response cannot be deleted: {error}.") from error
@@ -93,10 +93,10 @@ class ResponseMemory:
     def close(self) -> None:
         self._db.close()
 
-    def _key(self, response_id: str) -> bytes:
+    def _key(self, name: str) -> bytes:
         """Return what a record is found by: the ids mean something with this tokenizer alone."""
-        name = f"{self._tokenizer.digest}\0{response_id}"
-        return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).digest()
+        whole = f"{self._tokenizer.digest}\0{name}"
+        return hashlib.blake2b(whole.encode(errors="replace"), digest_size=16).digest()
 
     def _ids(self, text: str) -> bytes | None:
         """Return the token ids of a text as bytes, None if they would not give it back.
@@ -112,7 +112,7 @@ class ResponseMemory:
                 return None
         kept = ids.tobytes()
         if self._text(kept) != text:
-            _log.warning("this tokenizer does not give texts back: responses are not kept")
+            _log.warning("this tokenizer does not give texts back: no records are kept")
             return None
         return kept
 

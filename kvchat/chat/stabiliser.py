@@ -1,21 +1,25 @@
 """Stabiliser: moves lines of a system prompt that change between requests to the end.
 
-A client that writes the time or a billing number near the top of its prompt loses the KV of all
-that follows, at every request. With `--stabilise` such lines are given to the model in a note at
-the end of the user's last message instead. Messages keep the notes that they were sent to the model
-with, so a conversation that goes on is read from its first new token.
+A client that writes the time, a directory or a billing number near the top of its prompt loses the
+KV of all that follows, which are the tools too with most templates. Such lines are given to the
+model in a note at the end of the user's last message instead. Some are known (`volatile_lines`),
+others are found where two prompts are compared. Messages keep the notes that they were sent to the
+model with, so a conversation that goes on is read from its first new token.
 """
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import takewhile
+from typing import Any, Protocol
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.resent_chat import Message, ResentChat
+from kvchat.chat.volatile_lines import is_volatile, without_billing
 
-_MAX_PROMPTS = 16
-_MAX_CHATS = 64
+_MAX_PROMPTS = 8  # with the same tools
+_MAX_TOOL_SETS = 64
+_MAX_RECORDS = 1024
 # Comparing two prompts takes time with the product of their lines.
 _MAX_LINES = 4096
 # The share of two prompts that has to be equal: others are of different programs.
@@ -25,101 +29,168 @@ NOTE = "[System note]\n{}\n[End of the system note]"
 _Lines = tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A system prompt with these tools; `stable` are its lines that have not changed so far."""
+class Records(Protocol):
+    """Where prompts and notes are kept; `ResponseMemory` does so on the disk."""
 
-    tools: str
+    def find(self, name: str) -> dict[str, Any] | None: ...
+
+    def put(self, name: str, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RecordsInMemory:
+    """Records until the program ends, the oldest dropped first."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, dict[str, Any]] = {}
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        return self._records.get(name)
+
+    def put(self, name: str, record: Mapping[str, Any]) -> None:
+        self._records.pop(name, None)
+        self._records[name] = dict(record)
+        if len(self._records) > _MAX_RECORDS:
+            del self._records[next(iter(self._records))]
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A system prompt; `stable` are its lines that have not changed so far."""
+
     stable: _Lines
     has_changed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """A conversation as the client sent it, and the notes by the index of their message."""
-
-    tools: str
-    system: str
-    messages: tuple[Message, ...]
-    notes: dict[int, str] = field(default_factory=dict)
-
-
 class Stabiliser:
-    """Knows the latest prompts and conversations, as texts in memory. One thread uses it."""
+    """Knows the latest prompts, and the notes of conversations. One thread uses it.
 
-    def __init__(self) -> None:
-        self._prompts: deque[_Prompt] = deque(maxlen=_MAX_PROMPTS)
-        self._chats: deque[_Noted] = deque(maxlen=_MAX_CHATS)
+    Owns its records until `close`.
+
+    records       where they are kept
+    is_for_all    whether it changes the prompts of all chats, or of those with tools alone, which
+                  are agents'. Lines for the billing of other servers are left out of all
+    """
+
+    def __init__(self, records: Records | None = None, is_for_all: bool = True) -> None:
+        self._records = records if records is not None else RecordsInMemory()
+        self._is_for_all = is_for_all
+        # By the digest of the tools, the latest first: reading them is slower than using them.
+        self._prompts: dict[str, list[_Prompt]] = {}
 
     def stabilised(self, chat: ResentChat, is_kept: bool = True) -> ResentChat:
         """Return a conversation with the lines that change in notes.
 
         With `is_kept` false nothing is remembered: the conversation is only counted.
         """
-        lines = tuple((chat.system or "").split("\n"))
-        tools = chat.tools.text if chat.tools is not None else ""
-        if not chat.system or len(lines) > _MAX_LINES:
-            return chat
-        stable = self._stable_lines(tools, lines, is_kept)
-        if stable is None:
-            return chat
-        system = "\n".join(stable)
-        noted = self._noted(tools, system, chat.messages, "\n".join(_beside(stable, lines)))
-        if is_kept:
-            self._keep(noted)
-        return replace(chat, system=system, messages=tuple(_with_notes(noted)))
+        system, billing = without_billing(chat.system or "")
+        lines = tuple(system.split("\n"))
+        is_changed = self._is_for_all or bool(chat.tools)
+        if not system or len(lines) > _MAX_LINES or not is_changed:
+            return replace(chat, system=system or None, moved=tuple(billing))
+        tools = _digest(chat.tools.text if chat.tools is not None else "")
+        known = tuple(line for line in lines if not is_volatile(line))
+        stable = self._stable_lines(tools, known, is_kept)
+        moved = _beside(stable, lines)
+        text = "\n".join(stable)
+        messages = self._noted(f"{tools}\0{text}", chat.messages, "\n".join(moved), is_kept)
+        moved = (*billing, *moved)
+        return replace(chat, system=text or None, messages=messages, moved=moved)
 
-    def _stable_lines(self, tools: str, lines: _Lines, is_kept: bool) -> _Lines | None:
-        """Return the lines of a prompt that do not change, None if none of it is known to."""
-        for prompt in reversed(self._prompts):
-            if prompt.tools != tools:
-                continue
+    def close(self) -> None:
+        self._records.close()
+
+    def _stable_lines(self, tools: str, lines: _Lines, is_kept: bool) -> _Lines:
+        """Return the lines of a prompt that are not known to change."""
+        prompts = self._known_prompts(tools)
+        for prompt in prompts:
             common = _common(prompt.stable, lines)
             if not _is_most(common, lines) or not _is_most(common, prompt.stable):
                 continue
             has_changed = prompt.has_changed or common != prompt.stable or common != lines
             if is_kept:
-                prompt.stable, prompt.has_changed = common, has_changed
-            return common if has_changed else None
+                others = [known for known in prompts if known is not prompt]
+                now = _Prompt(common, has_changed)
+                self._keep(tools, [now, *others], is_new=now != prompt)
+            return common if has_changed else lines
         if is_kept:
-            self._prompts.append(_Prompt(tools, lines))
-        return None
+            self._keep(tools, [_Prompt(lines), *prompts], is_new=True)
+        return lines
 
-    def _noted(self, tools: str, system: str, messages: tuple[Message, ...], note: str) -> _Noted:
-        """Return a conversation with the notes that it had, and one for its last question.
+    def _known_prompts(self, tools: str) -> list[_Prompt]:
+        """Return the prompts that are known with these tools, the latest first."""
+        if tools not in self._prompts:
+            return _prompts_in(self._records.find(f"prompts {tools}"))
+        return self._prompts[tools]
+
+    def _keep(self, tools: str, prompts: list[_Prompt], is_new: bool) -> None:
+        """Keep the prompts with these tools; on the disk only where one is new."""
+        self._prompts.pop(tools, None)
+        self._prompts[tools] = prompts[:_MAX_PROMPTS]
+        if len(self._prompts) > _MAX_TOOL_SETS:
+            del self._prompts[next(iter(self._prompts))]
+        if is_new:
+            told = [(prompt.stable, prompt.has_changed) for prompt in prompts[:_MAX_PROMPTS]]
+            self._records.put(f"prompts {tools}", {"prompts": told})
+
+    def _noted(
+        self, opening: str, messages: tuple[Message, ...], note: str, is_kept: bool
+    ) -> tuple[Message, ...]:
+        """Return the messages with the notes that they had, and one for the last question.
 
         A note that says the same as the one before it is not needed.
         """
-        notes: dict[int, str] = {}
-        num_equal = 0
-        for known in reversed(self._chats):
-            length = _num_equal(known.messages, messages)
-            if (known.tools, known.system) == (tools, system) and length > num_equal:
-                num_equal = length
-                notes = {i: text for i, text in known.notes.items() if i < length}
+        noted, before = list(messages), ""
         last = max(i for i, message in enumerate(messages) if message.role is Role.USER)
-        before = [notes[i] for i in sorted(notes) if i < last]
-        notes = {i: text for i, text in notes.items() if i < last}
-        if note and before[-1:] != [note]:
-            notes[last] = note
-        return _Noted(tools, system, messages, notes)
+        for index, name in enumerate(_names(opening, messages[: last + 1])):
+            if messages[index].role is not Role.USER:
+                continue
+            if index < last:
+                found = _note_in(self._records.find(name))
+            else:
+                found = note if note != before else ""
+                if found and is_kept:
+                    self._records.put(name, {"note": found})
+            if found:
+                before = found
+                noted[index] = _with_note(messages[index], found)
+        return tuple(noted)
 
-    def _keep(self, noted: _Noted) -> None:
-        for known in self._chats:
-            is_same = (known.tools, known.system) == (noted.tools, noted.system)
-            if is_same and noted.messages[: len(known.messages)] == known.messages:
-                self._chats.remove(known)  # this one continues it
-                break
-        self._chats.append(noted)
+
+def _prompts_in(record: dict[str, Any] | None) -> list[_Prompt]:
+    """Return the prompts in a record, none of one that this program did not write."""
+    try:
+        found = [(list(lines), is_changed) for lines, is_changed in (record or {})["prompts"]]
+    except (LookupError, TypeError, ValueError):
+        return []
+    is_good = all(isinstance(line, str) for lines, _ in found for line in lines)
+    return [_Prompt(tuple(lines), bool(is_changed)) for lines, is_changed in found if is_good]
 
 
-def _with_notes(noted: _Noted) -> list[Message]:
-    messages = list(noted.messages)
-    for index, note in noted.notes.items():
-        texts = (messages[index].text, NOTE.format(note))
-        text = "\n\n".join(text for text in texts if text)
-        messages[index] = replace(messages[index], text=text)
-    return messages
+def _note_in(record: dict[str, Any] | None) -> str:
+    note = (record or {}).get("note")
+    return note if isinstance(note, str) else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _names(opening: str, messages: tuple[Message, ...]) -> Iterator[str]:
+    """Yield the name of each message's note: it stands for all up to the message."""
+    hash_ = hashlib.blake2b(opening.encode(errors="surrogatepass"), digest_size=16)
+    for message in messages:
+        hash_.update(f"\0{message.role}\0{message.whole}".encode(errors="surrogatepass"))
+        yield f"note {hash_.hexdigest()}"
+
+
+def _with_note(message: Message, note: str) -> Message:
+    texts = (message.text, NOTE.format(note))
+    return replace(message, text="\n\n".join(text for text in texts if text))
 
 
 def _common(one: _Lines, other: _Lines) -> _Lines:
@@ -131,22 +202,16 @@ def _common(one: _Lines, other: _Lines) -> _Lines:
     return tuple(line for block in blocks for line in one[block.a : block.a + block.size])
 
 
-def _beside(stable: _Lines, lines: _Lines) -> list[str]:
+def _beside(stable: _Lines, lines: _Lines) -> _Lines:
     """Return the lines that are not stable; white space alone is not told."""
-    left = list(stable)
-    others = []
+    place, others = 0, []
     for line in lines:
-        if left and left[0] == line:
-            left.pop(0)
+        if place < len(stable) and stable[place] == line:
+            place += 1
         elif line.strip():
             others.append(line)
-    return others
+    return tuple(others)
 
 
 def _is_most(some: _Lines, lines: _Lines) -> bool:
     return sum(map(len, some)) >= _LEAST_SHARE * sum(map(len, lines)) > 0
-
-
-def _num_equal(before: tuple[Message, ...], now: tuple[Message, ...]) -> int:
-    pairs = zip(before, now, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

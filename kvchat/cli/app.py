@@ -259,11 +259,13 @@ def serve(
         typer.Option(help="another name for the model (repeat)", metavar="NAME"),
     ] = None,
     stabilise: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--stabilise", help="move lines of system prompts that change to the end: docs/serve.md"
+            "--stabilise/--no-stabilise",
+            help="move lines of system prompts that change to the end, else only agents' (those of "
+            "requests with tools): docs/serve.md",
         ),
-    ] = False,
+    ] = None,
     model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
     draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
     spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,

@@ -18,7 +18,10 @@ from kvchat.core.paths import require_working_directory
 
 if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
+    from kvchat.chat.stabiliser import Stabiliser
     from kvchat.server.service import Service
+
+_MOST_STABILISED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +30,15 @@ class ServeRequest:
 
     api_key      None takes the environment's, or none on a loopback address
     names        further names that requests may give the model
-    stabilises   whether lines of system prompts that change are moved to the end
+    stabilises   whether lines of system prompts that change are moved to the end; None for those
+                 of agents, which offer tools
     """
 
     host: str
     port: int
     api_key: str | None
     names: tuple[str, ...]
-    stabilises: bool
+    stabilises: bool | None = None
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
@@ -82,7 +86,6 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     from kvchat.chat.answer_memory import AnswerMemory
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
-    from kvchat.chat.stabiliser import Stabiliser
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -90,8 +93,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     is_kept = not settings["incognito"] and settings["cache"]
     path = cache_directory(settings).parent / "answers.db" if is_kept else None
     metrics = Metrics()
-    stabiliser = Stabiliser() if request.stabilises else None
-    chats = ResentChats(host, AnswerMemory(path), stabiliser)
+    chats = ResentChats(host, AnswerMemory(path), _new_stabiliser(host, path, request.stabilises))
     options = ask_options(settings, host.model.sampling_defaults, 1)
     name = host.model.name
     return Service(
@@ -103,6 +105,19 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
     )
+
+
+def _new_stabiliser(
+    host: "ChatHost", path: Path | None, stabilises: bool | None
+) -> "Stabiliser | None":
+    from kvchat.chat.response_memory import ResponseMemory
+    from kvchat.chat.stabiliser import Stabiliser
+
+    if stabilises is False:
+        return None
+    codec = host.model.tokenizer
+    records = ResponseMemory(path, codec, _MOST_STABILISED_BYTES, table="stabilised")
+    return Stabiliser(records, is_for_all=bool(stabilises))
 
 
 def _tell(event: LoadEvent) -> None:

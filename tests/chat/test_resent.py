@@ -14,7 +14,7 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats, resent_chat
-from kvchat.chat.tools import ToolCall
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from kvchat.server.conversations import RequestChat
@@ -175,6 +175,27 @@ def test_a_changed_system_prompt_is_found() -> None:
         "was": "Monday.",
         "now": "Tuesday.",
     }
+
+
+@pytest.mark.parametrize(
+    ("system", "tools", "place"),
+    [
+        (f"Number 2.\n{'Be good. ' * 9}", "f", "system"),
+        (f"Number 1.\n{'Be good. ' * 9}", "g", "tools"),
+        (f"Number 1.\n{'Be good. ' * 9}", "f", None),
+        ("You are another agent.", "f", None),
+    ],
+)
+def test_what_changed_before_another_first_message_is_found(
+    system: str, tools: str, place: str | None
+) -> None:
+    """A new session begins with another message: nothing was said of what it read anew."""
+    seen = SeenChats()
+    seen.note(f"Number 1.\n{'Be good. ' * 9}", (U("a"),), ToolSet([{"name": "f"}]))
+
+    found = seen.note(system, (U("b"),), ToolSet([{"name": tools}]))
+
+    assert (found.place if found is not None else None) == place
 
 
 def test_a_changed_earlier_message_is_found() -> None:

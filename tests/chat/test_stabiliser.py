@@ -1,5 +1,6 @@
 """Lines of a system prompt that change go to the end, and what was sent before stays as it was."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,23 +11,26 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
-from kvchat.chat.stabiliser import NOTE, Stabiliser
+from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.stabiliser import NOTE, RecordsInMemory, Stabiliser
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tools import ToolResult, ToolSet
 from support.tiny_host import answer_options, finish
+from support.tokenizer_zoo import byte_level, text_files
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
 RULES = "\n".join(f"Rule {number}: be good in way {number}." for number in range(8))
 
 
 def dated(day: object, rules: str = RULES) -> str:
-    return f"You are an agent.\nToday is day {day}.\n{rules}"
+    return f"You are an agent.\nThe number is {day}.\n{rules}"
 
 
 STABLE = f"You are an agent.\n{RULES}"
 
 
 def note(day: object) -> str:
-    return NOTE.format(f"Today is day {day}.")
+    return NOTE.format(f"The number is {day}.")
 
 
 def texts(chat: ResentChat) -> list[str]:
@@ -72,13 +76,13 @@ def test_a_question_that_is_asked_again_gets_the_newest_note() -> None:
 
 def test_lines_that_come_and_go_and_several_that_change_are_found() -> None:
     stabiliser = Stabiliser()
-    stabiliser.stabilised(resent_chat(f"cch=aa\n{STABLE}\ncwd: /a", [U("a")]))
-    stabiliser.stabilised(resent_chat(f"cch=bb\n{STABLE}\ncwd: /a", [U("a")]))
+    stabiliser.stabilised(resent_chat(f"cch=aa\n{STABLE}\nfiles: /a", [U("a")]))
+    stabiliser.stabilised(resent_chat(f"cch=bb\n{STABLE}\nfiles: /a", [U("a")]))
 
-    chat = stabiliser.stabilised(resent_chat(f"cch=cc\n{STABLE}\n\ncwd: /b\n1 file", [U("a")]))
+    chat = stabiliser.stabilised(resent_chat(f"cch=cc\n{STABLE}\n\nfiles: /b\n1 file", [U("a")]))
 
     assert chat.system == STABLE
-    assert texts(chat) == ["a\n\n" + NOTE.format("cch=cc\ncwd: /b\n1 file")]
+    assert texts(chat) == ["a\n\n" + NOTE.format("cch=cc\nfiles: /b\n1 file")]
 
 
 def test_counting_remembers_nothing() -> None:
@@ -123,6 +127,100 @@ def test_a_result_of_a_tool_is_followed_by_the_note() -> None:
 
     assert last.results == result.results
     assert last.text == note(2)
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli;"
+TOOLS = ToolSet([{"name": "f", "description": "A tool of the agent. " * 40}])
+
+
+def of_agent(day: int, directory: str) -> str:
+    where = f"<env>\n  Working directory: {directory}\n  Platform: linux\n</env>"
+    date = f"Today's date: 2026-11-{day:02}"
+    return f"{BILLING.format(day)}\nYou are an agent.\n{date}\n{where}\n{RULES}"
+
+
+def test_known_lines_are_moved_from_the_first_request_on() -> None:
+    """Nothing was known until a second prompt, which was read anew, tools and all."""
+    first = Stabiliser().stabilised(resent_chat(of_agent(1, "/a"), [U("a")], TOOLS))
+    other = Stabiliser().stabilised(resent_chat(of_agent(2, "/b"), [U("a")], TOOLS))
+
+    assert first.system == other.system
+    assert "billing" not in (first.system or "")
+    lines = "Today's date: 2026-11-01\n  Working directory: /a"
+    assert texts(first) == ["a\n\n" + NOTE.format(lines)]
+    assert first.moved == (BILLING.format(1), *lines.split("\n"))
+
+
+def test_of_chats_without_tools_only_the_billing_is_left_out_by_default() -> None:
+    stabiliser = Stabiliser(is_for_all=False)
+    plain = resent_chat(of_agent(1, "/a"), [U("a")])
+
+    found = stabiliser.stabilised(plain)
+
+    assert found.system == (plain.system or "").partition("\n")[2]
+    assert texts(found) == ["a"]
+    assert "Working" not in (stabiliser.stabilised(replace(plain, tools=TOOLS)).system or "")
+
+
+def test_what_is_known_outlives_the_server(tmp_path: Path) -> None:
+    """The notes of a conversation were lost with it, and all behind them was read again."""
+    codec = ChatTokenizer(text_files(byte_level()))
+    path = tmp_path / "answers.db"
+
+    def stabilised(*asked: tuple[int, list[Message]]) -> list[ResentChat]:
+        stabiliser = Stabiliser(ResponseMemory(path, codec, table="stabilised"))
+        found = [stabiliser.stabilised(resent_chat(dated(day), said)) for day, said in asked]
+        stabiliser.close()
+        return found
+
+    stabilised((1, [U("a")]))
+    [second] = stabilised((2, [U("b")]))
+    assert (second.system, texts(second)) == (STABLE, [f"b\n\n{note(2)}"])
+
+    [third] = stabilised((3, [U("b"), A("x"), U("c")]))
+    [last] = stabilised((3, [U("b"), A("x"), U("c"), A("y"), U("d")]))
+
+    asked = [f"b\n\n{note(2)}", "x", f"c\n\n{note(3)}"]
+    assert texts(third) == asked
+    assert texts(last) == [*asked, "y", "d"]
+    assert b"number" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("record", [{}, {"prompts": 1, "note": 1}, {"prompts": [[1], ["a"]]}])
+def test_a_record_of_another_form_is_a_miss(record: dict[str, object]) -> None:
+    class Others(RecordsInMemory):
+        def find(self, name: str) -> dict[str, object]:
+            return record
+
+    chat = resent_chat(dated(1), [U("a"), A("b"), U("c")])
+
+    assert Stabiliser(Others()).stabilised(chat) == chat
+
+
+def test_usage_says_which_line_changed_though_nothing_was_read_again(
+    host: ChatHost, tmp_path: Path
+) -> None:
+    chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"), Stabiliser(is_for_all=False))
+    read, found = [], []
+    for day in (1, 2, 2):
+        system = f"{BILLING.format(day)}\nYou are an agent.\n{RULES}"
+        asked = chats.ask(resent_chat(system, [U("go on")]), answer_options(3))
+        read.append(finish(asked.reply).usage.prefilled_tokens)
+        found.append(asked.difference.as_dict() if asked.difference is not None else None)
+    chats.close()
+
+    assert found == [
+        None,
+        {
+            "message": "system",
+            "character": BILLING.index("{}"),
+            "was": BILLING.format(1),
+            "now": BILLING.format(2),
+            "is_moved": True,
+        },
+        None,
+    ]
+    assert max(read[1:]) < 20 < read[0]
 
 
 @pytest.mark.parametrize("is_stabilised", [False, True])
