@@ -6,8 +6,9 @@ a blank line there would end an answer that has not begun, or leave half a call.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvchat.chat.channels import Passage
 from kvchat.chat.detokenizer import StopFilter, TextStream
-from kvchat.chat.thinking import Passage, ThinkingSplitter
+from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.chat.tool_calls import CallSplitter, Part
 from kvchat.chat.tools import ToolCall
 
@@ -123,7 +124,7 @@ class AnswerParts:
             text = self._filter.feed(part.text)
             self._end = start + len(text)
             if text:
-                yield Passage(text, False, start)
+                yield part if text == part.text else Passage(text, False, start)
 
     def _released(self) -> list[Passage]:
         """Return the text that could have been the beginning of a stop text."""

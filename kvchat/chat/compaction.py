@@ -1,12 +1,15 @@
 """Compacting: chooses the messages that a summary takes the place of, and words the request for it.
 
 The summary is asked for below the last of these messages, so that all but the request is cached.
-The new branch begins with the summary and continues with copies of the newest messages.
+Where the context has no room for that, fewer messages are summarised; where one message fills it,
+an excerpt is. The new branch begins with the summary and continues with copies of the newest
+messages. If the model writes no summary, a note takes its place: the oldest messages are left out.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.core.errors import UsageError
@@ -15,12 +18,26 @@ from kvchat.core.types import FinishReason
 # The newest messages are kept word by word, unless they take more than this share of the context.
 _MAX_KEPT_MESSAGES = 2
 _MAX_KEPT_SHARE = 0.25
+# In a full context more may be kept: as much as leaves room to go on.
+_MOST_KEPT_SHARE = 0.6
+# The oldest messages are left out, where there is no summary, until this share remains.
+_LEFT_SHARE = 0.5
 
 _REQUEST = (
     "Summarise our conversation so far, so that it can be continued from the summary alone. "
     "Keep names, numbers, facts, decisions and open questions, and leave out pleasantries. "
-    "Write only the summary, in at most 200 words."
+    "Write only the summary, in at most {} words."
 )
+_MOST_WORDS, _LEAST_WORDS = 200, 30
+_WORDS_PER_TOKEN = 0.5
+_EXCERPT_OPENING = "Here is an excerpt of our conversation so far.\n\n"
+_CUT = "\n[...]\n"
+# The share of an excerpt that is its beginning, which may be an earlier summary.
+_HEAD_SHARE = 0.25
+# The tokens that a template puts around a message, and those of an excerpt's opening.
+_AROUND_MESSAGE = 48
+_LEAST_EXCERPT = 64
+_SENTENCE_END = re.compile(r"[.!?…。！？](?=\s|$)|[。！？]|\n")
 # A summary of fewer tokens is refused: one for so many that it replaces, up to so many in all.
 _MAX_SHRINKING = 64
 _ENOUGH_TOKENS = 40
@@ -28,6 +45,7 @@ _ENOUGH_TOKENS = 40
 _MIN_KNOWN_SHARE = 1 / 3
 _LONG_WORD = 5
 _WORD = re.compile(r"\w+")
+_NUMBER = re.compile(r"\d+")
 _REFUSAL = re.compile(
     r"\W*(?:(?:i['’]m |i am )?(?:very )?sorry|i can(?:not|['’]?t)\b|i (?:do not|don['’]t) know|"
     r"i (?:am|['’]m) (?:not able|unable)|unfortunately|as an ai\b|es tut mir leid|ich kann|leider|"
@@ -40,14 +58,24 @@ _WAYS_OUT = (
     "/new begins afresh."
 )
 REPLY = "Thank you. I will continue from this summary."
+LEFT_OUT = "The older messages of our conversation were left out here, to make room."
+LEFT_OUT_REPLY = "I see. I will continue from what is left."
+
+
+class NoSummary(UsageError):
+    """The model wrote no summary that could take the place of messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """What will be compacted: `older` is the beginning of the path to the tip, `kept` its rest."""
+    """What will be compacted: `older` is the beginning of the path to the tip, `kept` its rest.
+
+    `is_excerpt` if `older` leaves no room for a request below it: its text is sent in part.
+    """
 
     older: tuple[Turn, ...]
     kept: tuple[Turn, ...]
+    is_excerpt: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -55,13 +83,27 @@ class CompactionPlan:
         return sum(len(turn.token_ids) for turn in self.older)
 
     @property
+    def left_out(self) -> str | None:
+        """What stands for the older turns without a summary of all: an earlier one, or None."""
+        first = self.older[0]
+        if first.summary_of is None or not first.text.startswith(OPENING):
+            return None
+        earlier = first.text.removeprefix(OPENING).removesuffix(LEFT_OUT).rstrip()
+        return f"{earlier}\n\n{LEFT_OUT}"
+
+    @property
     def messages(self) -> list[Turn]:
         """The user's messages that will be summarised."""
         return [turn for turn in self.older if turn.is_message]
 
 
-def plan_compaction(conversation: Conversation, context_limit: int) -> CompactionPlan:
-    """Return what to compact of the path to the tip; raises UsageError if that is nothing."""
+def plan_compaction(
+    conversation: Conversation, context_limit: int, num_asking: int = 0
+) -> CompactionPlan:
+    """Return what to compact of the path to the tip; raises UsageError if that is nothing.
+
+    `num_asking` are the tokens of the request and of the summary, which stand below `older`.
+    """
     path = conversation.path()
     begins = [index for index, turn in enumerate(path) if turn.is_message]
     if not begins:
@@ -70,9 +112,32 @@ def plan_compaction(conversation: Conversation, context_limit: int) -> Compactio
         raise UsageError(
             "The last message has no answer.", "/continue answers it, /undo removes it."
         )
-    room = context_limit * _MAX_KEPT_SHARE
+    ends = [0, *accumulate(len(turn.token_ids) for turn in path)]
+    num_tokens = ends[-1]
     candidates = begins[max(1, len(begins) - _MAX_KEPT_MESSAGES) :]
-    fitting = (index for index in candidates if _num_tokens(path[index:]) <= room)
+    room = context_limit * _MAX_KEPT_SHARE
+    fitting = (index for index in candidates if num_tokens - ends[index] <= room)
+    cut = next(fitting, len(path))
+    most = context_limit - num_asking
+    is_excerpt = ends[cut] > most
+    if is_excerpt:
+        least = num_tokens - context_limit * _MOST_KEPT_SHARE
+        lower = [index for index in begins[1:] if least <= ends[index] <= most]
+        cut, is_excerpt = (lower[-1], False) if lower else (cut, True)
+    return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]), is_excerpt)
+
+
+def plan_leaving_out(conversation: Conversation, context_limit: int) -> CompactionPlan | None:
+    """Return which of the oldest messages to leave out without a summary, perhaps all of them.
+
+    None if the context has room enough for the conversation to go on as it is.
+    """
+    path = conversation.path()
+    room = context_limit * _LEFT_SHARE
+    if _num_tokens(path) <= room:
+        return None
+    begins = [index for index, turn in enumerate(path) if turn.is_message]
+    fitting = (index for index in begins[1:] if _num_tokens(path[index:]) <= room)
     cut = next(fitting, len(path))
     return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]))
 
@@ -81,34 +146,74 @@ def _num_tokens(turns: Sequence[Turn]) -> int:
     return sum(len(turn.token_ids) for turn in turns)
 
 
-def request_text(focus: str) -> str:
+def request_text(focus: str, context_limit: int) -> str:
     """Return the message that asks for a summary; `focus` says what matters most, "" nothing."""
-    return f"{_REQUEST} Above all keep this: {focus}" if focus else _REQUEST
+    num_words = int(max_summary_tokens(context_limit) * _WORDS_PER_TOKEN)
+    request = _REQUEST.format(max(_LEAST_WORDS, min(_MOST_WORDS, num_words)))
+    return f"{request} Above all keep this: {focus}" if focus else request
+
+
+def num_asking_tokens(num_request: int, context_limit: int) -> int:
+    """Return what a request of so many tokens takes below a conversation, with the summary."""
+    return num_request + _AROUND_MESSAGE + max_summary_tokens(context_limit)
+
+
+def excerpt_request(
+    turns: Sequence[Turn], request: str, room: int, num_tokens: Callable[[str], int]
+) -> str:
+    """Return one message with as much of the turns' text as `room` tokens hold, and a request.
+
+    What is left out is in the middle. Raises NoSummary where there is no room for any of it.
+    """
+    room -= num_tokens(request) + _AROUND_MESSAGE
+    if room < _LEAST_EXCERPT:
+        raise NoSummary("The context has no room for a summary.", _WAYS_OUT)
+    text = "\n\n".join(f"{turn.role.value.title()}: {_whole_text(turn)}" for turn in turns)
+    num_chars = len(text)
+    while (num_now := num_tokens(excerpt := _shortened(text, num_chars))) > room:
+        num_chars = min(num_chars - 1, int(num_chars * room / num_now * 0.95))
+    return f"{_EXCERPT_OPENING}{excerpt}\n\n{request}"
+
+
+def _whole_text(turn: Turn) -> str:
+    return "\n".join([*(result.text for result in turn.results), turn.text])
+
+
+def _shortened(text: str, num_chars: int) -> str:
+    """Return the beginning and the end of a text, in about so many characters."""
+    if num_chars >= len(text):
+        return text
+    num_head = int(num_chars * _HEAD_SHARE)
+    return f"{text[:num_head]}{_CUT}{text[len(text) - (num_chars - num_head) :]}"
 
 
 def checked_summary(text: str, reason: FinishReason) -> str:
     """Return the summary in a model's answer to `request_text`; `text` is without thinking.
 
-    Raises UsageError for an empty text, for one that was cut off (its end may hold the newest
-    facts), and for one that repeats the request or begins with it. `require_substance` refuses what
-    says too little.
+    Of one that was cut off at its limit, the whole sentences. Raises NoSummary for an empty text,
+    and for one that repeats the request or begins with it. `require_substance` refuses what says
+    too little.
     """
-    summary = text.strip()
-    if reason is not FinishReason.STOP:
-        raise UsageError("The summary was cut off, so nothing is compacted.", _WAYS_OUT)
+    summary = text.strip() if reason is FinishReason.STOP else _whole_sentences(text.strip())
     if not summary:
-        raise UsageError("The model wrote no summary, so nothing is compacted.", _WAYS_OUT)
-    said = " ".join(summary.split())
+        raise NoSummary("The model wrote no summary, so nothing is compacted.", _WAYS_OUT)
+    said = _NUMBER.sub("{}", " ".join(summary.split()))
     if said in _REQUEST or said.startswith(_REQUEST):
-        raise UsageError(
+        raise NoSummary(
             "The model repeated the request instead of a summary, so nothing is compacted.",
             _WAYS_OUT,
         )
     return summary
 
 
+def _whole_sentences(text: str) -> str:
+    """Return a text that was cut off without its last sentence, unless that is all there is."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    return text[: ends[-1]].rstrip() if ends else f"{text} ..." if text else ""
+
+
 def require_substance(summary: str, num_tokens: int, plan: CompactionPlan) -> None:
-    """Raise UsageError for a summary that is far too short for what it replaces, and for a refusal.
+    """Raise NoSummary for a summary that is far too short for what it replaces, and for a refusal.
 
     A summary of `_ENOUGH_TOKENS` is taken as it is. A shorter one is a refusal if it begins as one,
     or if hardly any of its telling words is in the messages: so it is found in other languages too.
@@ -116,7 +221,7 @@ def require_substance(summary: str, num_tokens: int, plan: CompactionPlan) -> No
     if num_tokens >= _ENOUGH_TOKENS:
         return
     if num_tokens < min(plan.num_tokens // _MAX_SHRINKING, _ENOUGH_TOKENS):
-        raise UsageError(
+        raise NoSummary(
             f"The summary has {num_tokens:,} tokens for {plan.num_tokens:,}, which is far too "
             "short, so nothing is compacted.",
             _WAYS_OUT,
@@ -125,7 +230,7 @@ def require_substance(summary: str, num_tokens: int, plan: CompactionPlan) -> No
     said = _stems(_WORD.findall(" ".join(turn.text for turn in plan.older)))
     num_known = sum(word in said for word in telling)
     if _REFUSAL.match(summary) or num_known < _MIN_KNOWN_SHARE * len(telling):
-        raise UsageError(
+        raise NoSummary(
             "The model's answer says nothing of the conversation, so nothing is compacted.",
             _WAYS_OUT,
         )

@@ -19,8 +19,11 @@ from kvchat.chat.compaction import (
     OPENING,
     REPLY,
     CompactionPlan,
+    excerpt_request,
     max_summary_tokens,
+    num_asking_tokens,
     plan_compaction,
+    plan_leaving_out,
     request_text,
 )
 from kvchat.chat.conversation import ROOT, Conversation, Role
@@ -320,20 +323,40 @@ class ChatController:
         """Answer a message in the conversation's context; neither joins the conversation."""
         return self.require_session().ask_aside(text, self.options, notify)
 
-    def plan_compaction(self) -> CompactionPlan:
+    def plan_compaction(self, focus: str = "") -> CompactionPlan:
         """Return what /compact would summarise; raises UsageError if that is nothing."""
-        return plan_compaction(self.require_conversation(), self._context_limit)
+        limit = self._context_limit
+        num_asking = num_asking_tokens(self.num_tokens(request_text(focus, limit)), limit)
+        return plan_compaction(self.require_conversation(), limit, num_asking)
+
+    def plan_leaving_out(self, was_refused: bool = False) -> CompactionPlan | None:
+        """Return which of the oldest messages to leave out where there is no summary.
+
+        None if the conversation can go on as it is; not if it `was_refused` as too long, by a
+        server that may hold less than it tells.
+        """
+        limit = self._context_limit
+        if was_refused:
+            limit = min(limit, len(self.context_ids))
+        return plan_leaving_out(self.require_conversation(), limit)
 
     def summarise(
         self, plan: CompactionPlan, focus: str = "", notify: Callable[[], None] | None = None
     ) -> Reply:
-        """Let the model summarise a plan's older turns; the answer joins no conversation."""
+        """Let the model summarise a plan's older turns; the answer joins no conversation.
+
+        Raises NoSummary where the context has no room for one.
+        """
         sampling = replace(self.options.sampling, temperature=0.0)
         limit = max_summary_tokens(self._context_limit)
         think = Think.AUTO if self.host.model.think_problem(Think.OFF) else Think.OFF
         options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
-        below = plan.older[-1].turn_id
-        return self.require_session().ask_aside(request_text(focus), options, notify, below)
+        request, session = request_text(focus, self._context_limit), self.require_session()
+        if plan.is_excerpt:
+            room = self._context_limit - limit
+            text = excerpt_request(plan.older, request, room, self.num_tokens)
+            return session.ask_apart(text, options, notify)
+        return session.ask_aside(request, options, notify, plan.older[-1].turn_id)
 
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text as it stands."""
@@ -357,6 +380,11 @@ class ChatController:
         session.compact(plan, summary)
         self.place.reset()
         return before - len(self.context_ids)
+
+    def leave_out(self, plan: CompactionPlan) -> None:
+        """Continue without the plan's older turns, but for an earlier summary among them."""
+        self.require_session().compact(plan, plan.left_out)
+        self.place.reset()
 
     @property
     def _context_limit(self) -> int:

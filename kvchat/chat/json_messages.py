@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, is_too_deep
+from kvchat.chat.open_calls import OpenCalls
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, read_arguments
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 
@@ -101,12 +102,11 @@ def parse_messages(messages: list[Any], tools: object = None) -> GivenMessages:
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read; `results` wait for the message that follows them."""
+    """What has been read; results wait in `calls` for the message that follows them."""
 
     system: str | None = None
     turns: list[GivenMessage] = field(default_factory=list)
-    results: list[ToolResult] = field(default_factory=list)
-    calls_by_id: dict[str, ToolCall] = field(default_factory=dict)
+    calls: OpenCalls = field(default_factory=OpenCalls)
 
     def take(self, message: object, number: int) -> None:
         """Add one message; raises UsageError for a bad one."""
@@ -120,16 +120,19 @@ class _Reading:
         if role == "system" and number == 1:
             self.system = text
         elif role == _TOOL:
-            self.results.append(ToolResult(self._called(fields, number), text))
+            if not self.calls.add_result(str(fields.get("tool_call_id")), text):
+                sentence = f"Message {number} is the result of no call in the answer before it."
+                raise UsageError(sentence)
         elif role in (Role.USER.value, Role.ASSISTANT.value):
             self._add(Role(role), text, tuple(call for _, call in calls), number)
-            self.calls_by_id = dict(calls)
+            for call_id, call in calls:
+                self.calls.add(call_id, call)
         else:
             raise UsageError(f"Message {number} has the role {shown(role)}.")
 
     def _add(self, role: Role, text: str, calls: tuple[ToolCall, ...], number: int) -> None:
         if role is Role.USER:
-            self.turns.append(GivenMessage(role, text, results=tuple(self._taken())))
+            self.turns.append(GivenMessage(role, text, results=self._taken()))
             return
         if not self.turns:  # templates require a user message first
             raise UsageError(
@@ -138,21 +141,13 @@ class _Reading:
         self._end_results()
         self.turns.append(GivenMessage(role, text, calls))
 
-    def _called(self, fields: dict[str, Any], number: int) -> str:
-        """Return the name of the tool that a result is of."""
-        call = self.calls_by_id.get(str(fields.get("tool_call_id")))
-        if call is None:
-            raise UsageError(f"Message {number} is the result of no call in the answer before it.")
-        return call.name
-
-    def _taken(self) -> list[ToolResult]:
-        taken, self.results = self.results, []
-        return taken
+    def _taken(self) -> tuple[ToolResult, ...]:
+        return tuple(result for _, result in self.calls.take_results())
 
     def _end_results(self) -> None:
         """Results that no user's text follows are a turn of their own."""
-        if self.results:
-            self.turns.append(GivenMessage(Role.USER, "", results=tuple(self._taken())))
+        if results := self._taken():
+            self.turns.append(GivenMessage(Role.USER, "", results=results))
 
     def ended(self) -> list[GivenMessage]:
         """Return all turns, once the last message has been taken."""
@@ -168,13 +163,11 @@ def _calls(fields: dict[str, Any], number: int) -> Iterator[tuple[str, ToolCall]
     try:
         for call in given:
             function = call["function"]
-            arguments = json.loads(function["arguments"] or "{}")
-            if not isinstance(arguments, dict) or is_too_deep(arguments):
-                raise TypeError
+            arguments = read_arguments(function["arguments"])
             if not isinstance(function["name"], str):
                 raise TypeError
             yield str(call["id"]), ToolCall(function["name"], arguments)
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise UsageError(
             f"Message {number} has a tool call that cannot be read.",
             "A call has an id, and a function with a name and with arguments as a JSON text.",

@@ -28,7 +28,7 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
-from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.thinking import joined
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import ContextTooLong
@@ -136,9 +136,7 @@ class _Answer:
         """The text to save: thinking with its marks, and the answer."""
         if not self.thinking:
             return self.text
-        ends = [(self._whole.find(mark), mark) for mark in THINKING_MARKS.values()]
-        end, mark = min(((e, m) for e, m in ends if e >= 0), default=(len(self.thinking), ""))
-        return f"{self._whole[:end]}{mark}\n\n{self.text}" if mark else self._whole[:end]
+        return joined(self.thinking, self.text, self._whole)
 
     @property
     def num_dropped_calls(self) -> int:
@@ -208,6 +206,10 @@ class Reply:
     @property
     def is_finished(self) -> bool:
         return self._num_open == 0
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._answers)
 
     def listen(self, event: RequestEvent) -> None:
         """Queue an event. Called on the engine's thread."""

@@ -169,6 +169,8 @@ class ResentChats:
                 f"The tools have {len(tools.text):,} characters, and the context holds {limit:,} "
                 "tokens.",
                 "Offer fewer tools, or describe them in fewer words.",
+                limit + 1,
+                limit,
             )
 
     def _opened(self, chat: ResentChat, think: Think, num_contexts: int) -> ChatSession:
@@ -217,6 +219,8 @@ class ResentChats:
                     f"The first {number} of {len(chat.messages)} messages have {num_tokens:,} "
                     f"tokens, and the context holds {limit:,}.",
                     "Shorten it or start a new conversation.",
+                    num_tokens,
+                    int(limit),
                 )
         return session
 

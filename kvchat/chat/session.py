@@ -14,7 +14,7 @@ from kvchat.chat import session_file
 from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel, readopt
-from kvchat.chat.compaction import OPENING, REPLY, CompactionPlan
+from kvchat.chat.compaction import LEFT_OUT, LEFT_OUT_REPLY, OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Decoding, Ledger, Reply, UnsavedLedger
 from kvchat.chat.shown_logprobs import LogprobTrack
@@ -217,6 +217,8 @@ class ChatSession:
             raise ContextTooLong(
                 f"The prompt has {num_ids:,} tokens, and the context holds {most_ids + 1:,}.",
                 "Shorten it or start a new conversation.",
+                num_ids,
+                most_ids + 1,
             )
         conversation.add(turn)
         self.save(session_file.turn_line(turn), durable=True)
@@ -361,19 +363,33 @@ class ChatSession:
         asked = self.model.user_ids(conversation, parent, text, system, options.think)
         if not asked:
             raise UsageError("The message is empty.", "Type something.")
+        return self._ask_unsaved((*context, *asked), options, notify)
+
+    def ask_apart(
+        self, text: str, options: AskOptions, notify: Callable[[], None] | None = None
+    ) -> Reply:
+        """Answer a message without the conversation, and store neither of them."""
+        empty = Conversation("", self.conversation.created_s)
+        asked = self.model.user_ids(empty, ROOT, text, None, options.think)
+        return self._ask_unsaved(tuple(asked), options, notify)
+
+    def _ask_unsaved(
+        self, prompt: tuple[int, ...], options: AskOptions, notify: Callable[[], None] | None
+    ) -> Reply:
         options = replace(options, num_samples=1)
-        starts_thinking = self.model.starts_thinking(asked)
-        prompt = (*context, *asked)
+        starts_thinking = self.model.starts_thinking(prompt)
         return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
 
-    def compact(self, plan: CompactionPlan, summary: str) -> None:
+    def compact(self, plan: CompactionPlan, summary: str | None) -> None:
         """Continue on a new branch: a summary of the plan's older turns, then copies of the others.
 
-        The old branch stays.
+        Without a summary a note says that they were left out. The old branch stays.
         """
         first, summarised = plan.older[0], plan.older[-1].turn_id
-        self._add_user_turn(f"{OPENING}{summary}", ROOT, first.system, summary_of=summarised)
-        parent = self.add_answer(REPLY, summary_of=summarised).turn_id
+        said = LEFT_OUT if summary is None else f"{OPENING}{summary}"
+        self._add_user_turn(said, ROOT, first.system, summary_of=summarised)
+        reply = LEFT_OUT_REPLY if summary is None else REPLY
+        parent = self.add_answer(reply, summary_of=summarised).turn_id
         for number, turn in enumerate(plan.kept):
             parent = self._copy_below(turn, parent, None, is_rendered=not number)
         self.move_tip(parent)

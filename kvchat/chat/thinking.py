@@ -6,9 +6,16 @@ is separated by the marks around thinking, for display only; the ledger stores t
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
+from kvchat.chat.channels import (
+    MESSAGE_BEGINS,
+    NEXT_MESSAGE,
+    ChannelSplitter,
+    Passage,
+    overlap,
+)
 from kvchat.core.errors import UsageError
 
 THINKING_MARKS = {
@@ -18,30 +25,20 @@ THINKING_MARKS = {
     # Models with channels close one channel and open the next; their marks are these tokens.
     "<|channel|>analysis<|message|>": "<|end|><|start|>assistant<|channel|>final<|message|>",
 }
-CHANNEL_TOKEN = "<|channel|>"
-CHANNEL_TOKENS = frozenset({CHANNEL_TOKEN, "<|start|>", "<|message|>", "<|end|>"})
-_ANSWER_MARK = "<|channel|>final<|message|>"
-_MARKS = (*THINKING_MARKS, *THINKING_MARKS.values())
-_ANY_MARK = re.compile(f"(?<!`)(?:{'|'.join(map(re.escape, _MARKS))})")
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A run of text that is either thinking or answer; `start` is its place in the whole text."""
-
-    text: str
-    is_thinking: bool
-    start: int = field(default=0, compare=False)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.text)
+_OPENERS = "|".join(map(re.escape, THINKING_MARKS))
+_CLOSERS = "|".join(map(re.escape, THINKING_MARKS.values()))
+# A closing mark between two backticks is quoted, as is an opening one after a backtick. Quoted
+# marks do not count.
+_CLOSING = f"(?<!`)(?:{_CLOSERS})|(?:{_CLOSERS})(?!`)"
+_ANY_CLOSER = re.compile(_CLOSING)
+_ANY_MARK = re.compile(f"(?<!`)(?:{_OPENERS})|{_CLOSING}")
 
 
 class _Stage(Enum):
     """The part of an answer that the text has reached."""
 
     OPENING = auto()
+    CHANNELS = auto()
     THINKING = auto()
     BETWEEN = auto()
     ANSWER = auto()
@@ -56,13 +53,17 @@ class ThinkingSplitter:
 
     def __init__(self, starts_thinking: bool = False) -> None:
         self._stage = _Stage.THINKING if starts_thinking else _Stage.OPENING
-        self._closers = tuple(THINKING_MARKS.values())
+        self._closers: tuple[str, ...] = (NEXT_MESSAGE, *THINKING_MARKS.values())
+        self._before = ""  # the last character of the thinking that was returned
+        self._channels: ChannelSplitter | None = None
         self._has_thought = False
         self._held = ""
         self._start = 0  # the place of what is held in the whole text
 
     @property
     def is_thinking(self) -> bool:
+        if self._channels is not None:
+            return self._channels.is_thinking
         return self._stage is _Stage.THINKING
 
     def feed(self, text: str) -> list[Passage]:
@@ -70,12 +71,16 @@ class ThinkingSplitter:
         if self._stage is _Stage.ANSWER and text and not self._held:  # nearly every token
             self._start += len(text)
             return [Passage(text, False, self._start - len(text))]
+        if self._channels is not None:
+            return self._channels.feed(text)
         self._held += text
         passages: list[Passage] = []
         if self._stage is _Stage.OPENING:
             self._open()
         if self._stage is _Stage.THINKING:
             passages += self._think()
+        if self._stage is _Stage.CHANNELS:
+            return passages + self._open_channels()
         if self._stage is _Stage.BETWEEN:
             self._keep(self._held.lstrip("\n"))
             if self._held:
@@ -86,7 +91,16 @@ class ThinkingSplitter:
 
     def flush(self) -> list[Passage]:
         """Return the text that was held back, at the end of the stream."""
-        return self._take(self._held, "")
+        if self._channels is not None:
+            return self._channels.flush()
+        found = self._closer(is_last=True) if self.is_thinking else None
+        return self._take(self._held[: found[0]] if found is not None else self._held, "")
+
+    def _open_channels(self) -> list[Passage]:
+        """Leave all that is held, and what follows, to the splitter of channels."""
+        self._channels = ChannelSplitter(self._start, has_thought=self._has_thought)
+        held, self._held = self._held, ""
+        return self._channels.feed(held)
 
     def _keep(self, rest: str) -> None:
         """Drop the beginning of what is held."""
@@ -97,38 +111,54 @@ class ThinkingSplitter:
     def _take(self, text: str, rest: str) -> list[Passage]:
         """Return the passage of `text`, the beginning of what is held; hold only `rest`."""
         passages = [Passage(text, self.is_thinking, self._start)] if text else []
+        self._before = text[-1:] or self._before
         self._keep(rest)
         return passages
 
     def _open(self) -> None:
         """Leave the opening stage once the beginning is a mark or cannot become one."""
         start = self._held.lstrip()
+        if start.startswith(MESSAGE_BEGINS):
+            self._keep(start)
+            self._stage = _Stage.CHANNELS
+            return
         for opener, closer in THINKING_MARKS.items():
             if start.startswith(opener):
                 self._stage = _Stage.THINKING
                 self._closers = (closer,)
                 self._keep(start[len(opener) :])
                 return
-        if start.startswith(_ANSWER_MARK):
-            self._keep(start[len(_ANSWER_MARK) :])
-            self._stage = _Stage.ANSWER
-        elif not any(mark.startswith(start) for mark in (*THINKING_MARKS, _ANSWER_MARK)):
+        if not any(mark.startswith(start) for mark in (*THINKING_MARKS, *MESSAGE_BEGINS)):
             self._stage = _Stage.ANSWER
 
     def _think(self) -> list[Passage]:
         if not self._has_thought:
             self._keep(self._held.lstrip("\n"))
-        ends = [(end, mark) for mark in self._closers if (end := self._held.find(mark)) >= 0]
-        if ends:
-            end, mark = min(ends)
-            thinking = self._take(self._held[:end].rstrip("\n"), self._held[end + len(mark) :])
-            self._stage = _Stage.BETWEEN
+        found = self._closer(is_last=False)
+        if found is not None:
+            end, mark = found
+            rest = end if mark == NEXT_MESSAGE else end + len(mark)
+            thinking = self._take(self._held[:end].rstrip("\n"), self._held[rest:])
+            self._has_thought = self._has_thought or bool(thinking)
+            self._stage = _Stage.CHANNELS if mark == NEXT_MESSAGE else _Stage.BETWEEN
             return thinking
-        cut = len(self._held) - _overlap(self._held, self._closers)
+        whole = next((mark for mark in self._closers if self._held.endswith(mark)), "")
+        cut = len(self._held) - max(len(whole), overlap(self._held, self._closers))
         cut = len(self._held[:cut].rstrip("\n"))
         thinking = self._take(self._held[:cut], self._held[cut:])
         self._has_thought = self._has_thought or bool(thinking)
         return thinking
+
+    def _closer(self, is_last: bool) -> tuple[int, str] | None:
+        """Return the first closing mark that is not quoted, and its place; None to wait."""
+        for found in re.finditer("|".join(map(re.escape, self._closers)), self._held):
+            before = self._held[found.start() - 1] if found.start() else self._before
+            if before != "`":
+                return found.start(), found[0]
+            after = self._held[found.end() : found.end() + 1]
+            if after != "`":
+                return (found.start(), found[0]) if after or is_last else None
+        return None
 
 
 def whole_passages(text: str, starts_thinking: bool | None = None) -> list[Passage]:
@@ -171,18 +201,30 @@ def cut_at_marks(text: str) -> list[tuple[str, bool]]:
         return [(text[: match.start()], False), (match[0], True), (text[match.end() :], False)]
     if text[: match.start()].strip():
         return [(text, False)]
-    thinking, found, answer = text[match.end() :].partition(closer)
-    pieces = [(text[: match.start()], False), (match[0], True), (thinking, False)]
-    return [*pieces, (found, True), (answer, False)] if found else pieces
+    before = [(text[: match.start()], False), (match[0], True)]
+    found = next((m for m in _ANY_CLOSER.finditer(text, match.end()) if m[0] == closer), None)
+    if found is None:
+        return [*before, (text[match.end() :], False)]
+    return [
+        *before,
+        (text[match.end() : found.start()], False),
+        (found[0], True),
+        (text[found.end() :], False),
+    ]
 
 
-def _overlap(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end of `text` could begin one of `marks`."""
-    longest = max(len(mark) for mark in marks) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return length
-    return 0
+def joined(thinking: str, answer: str, written: str) -> str:
+    """Return thinking and answer as one text, with the marks with which an answer was written.
+
+    written   the whole text of that answer, whose mark of thinking the prompt may have opened
+    """
+    if written.lstrip().startswith(MESSAGE_BEGINS) or NEXT_MESSAGE in written:
+        opener, closer = next((o, c) for o, c in THINKING_MARKS.items() if NEXT_MESSAGE in c)
+        return f"{opener}{thinking}{closer}{answer}" if answer else f"{opener}{thinking}"
+    found = _ANY_CLOSER.search(written)
+    if found is None:
+        return answer or thinking
+    return f"{written[: found.start()]}{found[0]}\n\n{answer}"
 
 
 # The names of real templates: Qwen, GLM and SmolLM read the first, Granite and DeepSeek the second.

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
+from kvchat.chat.channels import CHANNEL_TOKEN, CHANNEL_TOKENS
 from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
-from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
+from kvchat.chat.thinking import THINKING_MARKS
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.source import TextFiles
 

@@ -149,11 +149,11 @@ class CallSplitter:
     def _opening(self) -> tuple[int, _Region] | None:
         """Return where a region begins in the held text, and the region; None if none does."""
         found: list[tuple[int, _Region]] = []
-        for place in self._marks():
-            found.append((place, _Marked(self._format, self._tools)))
+        for mark in self._marks():
+            found.append((mark, _Marked(self._format, self._tools)))
         if self._elements is not None:
-            for place in _begins(self._elements, self._held, self._tools):
-                found.append((place, _Unmarked(self._format.closer, self._elements, self._tools)))
+            for begin in _begins(self._elements, self._held, self._tools):
+                found.append((begin, _Unmarked(self._format.closer, self._elements, self._tools)))
         if self._is_fence_possible:
             place = begins_fenced_call(self._held, not self._has_text, self._tools)
             if place is not None:
@@ -313,7 +313,8 @@ def _could_begin(elements: Elements, text: str, tools: ToolSet) -> int:
         rest = text[place:]
         whole = elements.begin.match(rest)
         if whole is not None:
-            is_possible = whole[1] in tools.names and _REST_SO_FAR.match(rest, whole.end())
+            is_open = _REST_SO_FAR.match(rest, whole.end()) is not None
+            is_possible = is_open and whole[1] in tools.names
         else:
             is_possible = any(
                 start.startswith(rest) for name in tools.names for start in _starts(name)

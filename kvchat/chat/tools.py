@@ -1,7 +1,7 @@
 """Tools that a model may call: their definitions, a model's calls, and the results of calls."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from kvchat.core.errors import UsageError
 _FIELDS = ("name", "description", "parameters")
 # Deeper values are refused: what reads them calls itself, in templates of checkpoints too.
 _MOST_DEPTH = 100
+# The name under which arguments that are no JSON object stand.
+_UNREADABLE = "unreadable_arguments"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -29,6 +31,30 @@ def _items(holder: object) -> Iterable[object]:
     if isinstance(holder, Mapping):
         return holder.values()
     return holder if isinstance(holder, list) else ()
+
+
+def read_arguments(given: object) -> dict[str, Any]:
+    """Return the arguments of an earlier call: JSON text, or the object that it says.
+
+    A call that was cut off stays in a conversation for ever. Arguments that are no object are one
+    text, so that the model sees what it wrote, and the conversation goes on.
+    """
+    try:
+        value = _parsed(given) if isinstance(given, str) else given
+        if isinstance(value, Mapping) and not is_too_deep(value):
+            return dict(value)
+        text = given if isinstance(given, str) else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        text = given if isinstance(given, str) else "(nested too deeply)"
+    return {} if text.strip() in ("", "null") else {_UNREADABLE: text}
+
+
+def _parsed(text: str) -> object:
+    """Return what JSON says, None for text that is none. Line ends may stand in its texts."""
+    try:
+        return json.loads(text, strict=False, parse_constant=str)
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +101,12 @@ class ToolSet:
     whatever the order of its fields: a definition that is added costs only what follows it.
     """
 
-    def __init__(self, definitions: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, definitions: Iterable[Mapping[str, Any]], hidden: Collection[str] = ()
+    ) -> None:
         """Take functions, each with `name` and perhaps `description` and `parameters`.
+
+        Templates do not write those whose names are `hidden`: a later message defines them.
 
         Raises UsageError for two of one name, and for parameters that are nested too deeply.
         """
@@ -87,14 +117,15 @@ class ToolSet:
         self._by_name = {function["name"]: function for function in functions}
         if len(self._by_name) < len(functions):
             raise UsageError("Two tools have the same name.")
+        self._hidden = frozenset(hidden)
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The functions, in the form that this class takes."""
-        return list(self._by_name.values())
+        """The functions but for hidden ones, in the form that this class takes."""
+        return [each for name, each in self._by_name.items() if name not in self._hidden]
 
     @property
     def definitions(self) -> list[dict[str, Any]]:

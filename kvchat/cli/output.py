@@ -16,6 +16,7 @@ from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import Sanitizer, sanitize
 from kvchat.core.types import FinishReason, MissReason
+from kvchat.terminal.status import NEARLY_FULL
 
 Facts = Callable[[], ModelReady | None]
 
@@ -234,17 +235,21 @@ class Notices:
         self._stderr.flush()
 
 
-def ending_notice(ended: AnswerEnded, context_limit: int) -> str | None:
+def ending_notice(ended: AnswerEnded, context_limit: int, ways_out: str = "") -> str | None:
     """Return a notice about the end of an answer, None if it needs none.
 
     An answer is cut off at the end of the context, `context_limit` tokens, or at its own limit.
+    `ways_out` says what to do about a context that is full or nearly full, "" nothing.
     """
+    length = ended.usage.prompt_tokens + ended.usage.completion_tokens
+    if ended.reason is FinishReason.LENGTH and length < context_limit:
+        return "the answer was cut off at --max-tokens."
     if ended.reason is FinishReason.LENGTH:
-        length = ended.usage.prompt_tokens + ended.usage.completion_tokens
-        limit = "the end of the context" if length >= context_limit else "--max-tokens"
-        return f"the answer was cut off at {limit}."
+        return f"the answer was cut off at the end of the context. {ways_out}".rstrip()
     if ended.reason is FinishReason.STOP and not (ended.text or ended.thinking or ended.calls):
         return "the answer is empty."
+    if ways_out and length >= NEARLY_FULL * context_limit:
+        return f"the context is {length / context_limit:.0%} full. {ways_out}"
     return None
 
 

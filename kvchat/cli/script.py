@@ -134,6 +134,8 @@ def with_prompt(piped: str, prompt: str | None) -> str:
 _log = logging.getLogger(__name__)
 
 _MOST_ROUNDS = 50
+# Of a full context, in an input that takes commands.
+_WAYS_OUT = "/compact makes room, /new begins another conversation."
 # The first characters of `/help`, `?` and `:q`. Any other line is a message.
 _COMMANDS_BEGIN = ("/", "?", ":")
 # JSON requests in flight at once: enough to fill a batch, below the limit of open files.
@@ -176,6 +178,7 @@ class Script:
         self._shows_stats = setup.shows_stats
         self._has_told_load = False
         self._has_told_unsaved = False
+        self._takes_commands = False
         self.exit_code = ExitCode.OK
 
     def answer(self, text: str) -> None:
@@ -198,6 +201,7 @@ class Script:
         A line stands after its number. Slash commands are run. A signal cuts off the current answer
         and ends the run.
         """
+        self._takes_commands = True
         self._controller.options = replace(self._controller.options, num_samples=1)
         for number, text in lines:
             if text.lstrip()[:1] in _COMMANDS_BEGIN:
@@ -318,6 +322,8 @@ class Script:
         self._fail(error)
 
     def _fail(self, error: KvchatError) -> None:
+        if self._takes_commands and isinstance(error, ContextTooLong):
+            error = ContextTooLong(error.message, _WAYS_OUT)
         self._setup.notices.error(error)
         self._note(error.exit_code)
 
@@ -363,7 +369,9 @@ class Script:
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
             ready = self._controller.host.ready
-            notice = ending_notice(event, ready.context_limit) if ready is not None else None
+            ways_out = _WAYS_OUT if self._takes_commands else ""
+            limit = ready.context_limit if ready is not None else None
+            notice = ending_notice(event, limit, ways_out) if limit is not None else None
             if notice is not None and notice not in exchange.told:  # once for many samples
                 exchange.told.add(notice)
                 self._setup.notices.tell(notice)

@@ -69,9 +69,24 @@ class ModelUnsupported(ModelError):
 
 
 class ContextTooLong(KvchatError):
-    """The prompt does not fit in the context, or in the device cache."""
+    """The prompt does not fit in the context, or in the device cache.
+
+    num_tokens   what the prompt has, or more than which it certainly has; None if not known
+    limit        how many tokens the context holds; None if not known
+    """
 
     exit_code = ExitCode.CONTEXT
+
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        num_tokens: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        super().__init__(message, hint)
+        self.num_tokens = num_tokens
+        self.limit = limit
 
 
 class SessionNotFound(KvchatError):

@@ -169,6 +169,8 @@ class Engine:
                 f"The prompt has {length:,} tokens, and the context holds {self.max_context:,}.",
                 "Shorten it or start a new conversation"
                 + (", or raise --device-cache." if self._is_cache_the_limit else "."),
+                length,
+                self.max_context,
             )
         unknown_ids = [token for token in spec.prompt_ids if not 0 <= token < self._vocab_size]
         if unknown_ids:

@@ -6,6 +6,7 @@
 import math
 from typing import Any
 
+from kvchat.core.config import shown
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.gguf_architectures import ARCHITECTURES, Architecture
 from kvchat.model.gguf_families import Config
@@ -23,6 +24,8 @@ _COMMON = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+_LENGTH = "max_position_embeddings"
+_COUNTS = (_LENGTH, "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
 _SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 _LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -89,6 +92,13 @@ def _config(gguf: GgufModel, name: str, architecture: Architecture) -> Config:
     missing = [setting for setting in wanted if not config.get(setting)]
     if missing:
         raise ModelError(f"{name} lacks {missing[0]} in its metadata.", "Is the file complete?")
+    for setting in _COUNTS:
+        value = config.get(setting, 1)
+        if isinstance(value, str) or (type(value) is int and value < (setting == _LENGTH)):
+            raise ModelError(
+                f"{name} has {keys[setting]} {shown(value)} in its metadata.",
+                "Is the file complete?",
+            )
     for setting in _SIZES:
         if setting in config and not isinstance(config[setting], list):
             config[setting] = _one_size(config[setting], setting, name)
@@ -135,9 +145,13 @@ def _rope_scaling(config: Config, gguf: GgufModel, name: str) -> Config | None:
         if config["model_type"] == "phimoe":  # its class reads a factor for each set
             scaling["long_mscale"] = scaling["short_mscale"] = factor
         return _without_none(scaling)
-    kind, factor = gguf.get("rope.scaling.type", "none"), gguf.get("rope.scaling.factor")
-    if kind in ("none", "longrope") or factor is None:
+    # As in llama.cpp: a factor without a kind is linear, 0 is none, and older files spell it so.
+    factor = gguf.get("rope.scaling.factor", gguf.get("rope.scale_linear", 0))
+    kind = gguf.get("rope.scaling.type", "linear")
+    if kind in ("none", "longrope") or factor == 0:
         return None
+    if not 0 < factor < math.inf:
+        raise ModelError(f"{name} has rope scaling by {factor}.", "Is the file complete?")
     if kind not in ("linear", "yarn"):
         raise ModelUnsupported(f"{name} has rope scaling of the unknown kind {kind}.")
     scaling = {"rope_type": kind, "factor": factor}

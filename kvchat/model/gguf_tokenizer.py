@@ -50,7 +50,22 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_CJK = "[一-龥ࠀ-一가-\ud7ff]+"
+# Letters with a case, of the Unicode version that its authors had.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-"
+    "ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-"
+    "ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED}]+",
+    "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+    r"\s+$",
+    _CJK,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
@@ -97,6 +112,7 @@ _RULES: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
+    "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-coder": _DEEPSEEK_CODER,
     "falcon": _FALCON,
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_BLOOM,)),
@@ -159,7 +175,7 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
         raise ModelError(f"{name} has a damaged vocabulary.", "Is the file complete?")
     template = metadata.get("tokenizer.chat_template")
     roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
-    embedding = gguf.tensors.get("token_embd.weight")
+    embedding, length = gguf.tensors.get("token_embd.weight"), gguf.get("context_length")
     return TextFiles(
         tokenizer_json=_tokenizer(gguf, name, tokens, kinds).to_str(),
         chat_template=template if isinstance(template, str) else None,
@@ -167,7 +183,7 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
         stop_token_ids=_stop_ids(metadata, tokens, kinds),
         sampling_defaults=_sampling_defaults(metadata),
         adds_bos=_adds_bos(metadata),
-        max_context=gguf.get("context_length"),
+        max_context=length if type(length) is int and length > 0 else None,
         vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else None,
     )
 
@@ -207,7 +223,7 @@ def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) 
         tokenizer = _byte_level(gguf.metadata, name, tokens, kinds)
     elif model in ("llama", "gemma4"):  # the second has its merges in the file
         tokens = _respelt(tokens, kinds)
-        tokenizer = _pieces(gguf, tokens, kinds)
+        tokenizer = _pieces(gguf, name, tokens, kinds)
     else:
         raise ModelUnsupported(
             f"{name} has a tokenizer of the kind {model}, which kvchat does not build.",
@@ -241,7 +257,12 @@ def _byte_level(
     count = len(tokens)
     while count and kinds[count - 1] != NORMAL:
         count -= 1
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = _stored_merges(metadata, name)
+    if not merges and any(len(token) > 1 for token in tokens[:count]):
+        raise ModelError(
+            f"{name} has no merges, so its tokens cannot be made of a text.",
+            "Convert the model again, or use its safetensors.",
+        )
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens[:count])},
@@ -258,9 +279,16 @@ def _byte_level(
     return tokenizer
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+def _stored_merges(metadata: dict[str, Any], name: str) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that the file merges, the first first; none if it has none.
+
+    An entry without a space names no pair: as in llama.cpp it merges nothing.
+    """
+    stored = metadata.get("tokenizer.ggml.merges") or []
+    if not isinstance(stored, list):
+        raise ModelError(f"{name} has damaged merges.", "Is the file complete?")
+    pairs = (merge.partition(" ") for merge in stored)
+    return [(left, right) for left, _, right in pairs if left and right]
 
 
 def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
@@ -268,11 +296,10 @@ def _respelt(tokens: list[str], kinds: list[int]) -> list[str]:
     return [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
 
 
-def _pieces(gguf: GgufModel, tokens: list[str], kinds: list[int]) -> Tokenizer:
+def _pieces(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) -> Tokenizer:
     metadata = gguf.metadata
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    stored = metadata.get("tokenizer.ggml.merges")
-    merges = [_pair(m) for m in stored] if stored is not None else _merges(gguf, tokens, kinds)
+    merges = _stored_merges(metadata, name) or _merges(gguf, tokens, kinds)
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},

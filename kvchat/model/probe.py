@@ -427,12 +427,13 @@ def _model_spec(
     state: tuple[StateTensor, ...] = (),
 ) -> ModelSpec:
     text_config = config.get_text_config()
+    length = getattr(text_config, "max_position_embeddings", None) or 0
     return ModelSpec(
         architecture=_name(config).split()[0],
         model_type=config.model_type,
         layers=tuple(layers),
         vocab_size=text_config.vocab_size,
-        max_context=getattr(text_config, "max_position_embeddings", None) or _DEFAULT_CONTEXT,
+        max_context=length if length > 0 else _DEFAULT_CONTEXT,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         gathered=gathered,
         state=state,

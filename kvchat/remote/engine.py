@@ -185,6 +185,8 @@ class RemoteEngine:
                 f"The prompt has {len(spec.prompt_ids):,} tokens, and the server's context holds "
                 f"{limit:,}.",
                 "Shorten it.",
+                len(spec.prompt_ids),
+                limit,
             )
         self._num_requests += 1
         now_s = time.perf_counter()

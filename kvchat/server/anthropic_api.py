@@ -13,19 +13,19 @@ from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall, is_too_deep
+from kvchat.chat.tools import ToolCall
 from kvchat.core.types import Usage
 from kvchat.server.answering import Answer, whole_answers
+from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_body
-from kvchat.server.cache_control import CacheMarks
-from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, sampling_options, stops
 from kvchat.server.generation_fields import AnswerFormat, answer_format
+from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_thinking
-from kvchat.server.tool_fields import anthropic_choice, read_tools, with_calls
+from kvchat.server.tool_fields import anthropic_choice, with_calls
 
 _SHORT_TTL_S = 300.0
 _UNSUPPORTED = ("mcp_servers", "container")
@@ -36,21 +36,24 @@ class AnthropicApi:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._left_out = LeftOutNotes()
 
     async def messages(self, request: Request) -> Response:
         fields = await read_body(await request.body())
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
-        chat = await fields.read(_chat)
+        chat, offered = await fields.read(read_chat)
         options = self._options(fields, chat)
         choice = anthropic_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            return stream_response(answer, _MessageEvents(answer, self._service.name))
+            streamed = stream_response(answer, _MessageEvents(answer, self._service.name))
+            return self._left_out.tell(streamed, offered.left_out)
         [ended] = await until_gone(request, whole_answers(answer, 1))
-        return JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})
+        whole = JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})
+        return self._left_out.tell(whole, offered.left_out)
 
     async def count_tokens(self, request: Request) -> Response:
         fields = await read_body(await request.body())
@@ -58,8 +61,10 @@ class AnthropicApi:
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
         think = self._think(fields)
-        num_tokens = await self._service.answering.count(await fields.read(_chat), think)
-        return JSONResponse({"input_tokens": num_tokens})
+        chat, offered = await fields.read(read_chat)
+        num_tokens = await self._service.answering.count(chat, think)
+        counted = JSONResponse({"input_tokens": num_tokens})
+        return self._left_out.tell(counted, offered.left_out)
 
     def _think(self, fields: Fields) -> Think:
         switch, base = self._service.host.model.format.switch, self._service.options.think
@@ -90,76 +95,6 @@ def _format(fields: Fields) -> AnswerFormat | None:
     return next((wanted for wanted in found if wanted is not None), None)
 
 
-def _chat(fields: Fields) -> ResentChat:
-    chat = RequestChat()
-    marks = CacheMarks(chat)
-    marks.read_all(fields, "tools")
-    chat.instruct(_text(fields, "system"))
-    marks.read_all(fields, "system")
-    for message in fields.objects("messages"):
-        chat.next_item()
-        role = message.text("role")
-        if role == "assistant":
-            chat.answer(_text(message, "content", "tool_use"), _calls(message))
-        elif role == "user":
-            results = _blocks(message, "content", "tool_result")
-            for block in results:
-                chat.add_result(block, "tool_use_id", _text(block, "content"))
-            text = _text(message, "content", "tool_result")
-            if text or not results:
-                chat.ask(text)
-        else:
-            raise message.fault("role", "must be user or assistant")
-        marks.read_message(message, "content")
-    marks.read(fields)
-    return chat.chat(read_tools(map(_tool, fields.objects_if_any("tools")), "input_schema"))
-
-
-def _tool(tool: Fields) -> Fields:
-    if tool.text("type", "custom") != "custom":
-        raise tool.fault("type", "must be custom; kvchat runs no tools of its own")
-    return tool
-
-
-def _blocks(holder: Fields, name: str, kind: str) -> list[Fields]:
-    if isinstance(holder.raw(name), str | None):
-        return []
-    return [block for block in holder.objects(name) if block.text("type") == kind]
-
-
-def _calls(message: Fields) -> list[tuple[str, ToolCall]]:
-    calls = []
-    for block in _blocks(message, "content", "tool_use"):
-        if not block.text("name"):
-            raise block.fault("name", "is missing")
-        arguments = block.nested("input").values
-        if is_too_deep(arguments):
-            raise block.fault("input", "must not be nested so deeply")
-        call = ToolCall(block.text("name") or "", arguments)
-        calls.append((block.text("id") or "", call))
-    return calls
-
-
-def _text(holder: Fields, name: str, besides: str = "") -> str:
-    """Return the text of a field that is a text or a list of blocks; thinking is left out.
-
-    Blocks of the type `besides` may be there too.
-    """
-    value = holder.raw(name)
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    texts = []
-    for block in holder.objects(name):
-        kind = block.text("type")
-        if kind == "text":
-            texts.append(block.text("text", "") or "")
-        elif kind not in ("thinking", "redacted_thinking", besides):
-            raise block.fault("type", "must be text; the model reads nothing else")
-    return "".join(texts)
-
-
 # Responses
 
 
@@ -184,7 +119,7 @@ def _outcome(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     content += [{**_tool_use(call), "input": call.arguments} for call in ended.calls]
     return {
         "content": content,
-        "stop_reason": _stop_reason(ended),
+        **_ending(ended),
         "usage": _usage(ended, answer),
     }
 
@@ -195,10 +130,21 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{token}", "name": call.name, "input": {}}
 
 
+def _ending(ended: AnswerEnded) -> dict[str, Any]:
+    """Return why an answer ended, and at which stop text."""
+    reason = _stop_reason(ended)
+    return {
+        "stop_reason": reason,
+        "stop_sequence": ended.stop_text if reason == "stop_sequence" else None,
+    }
+
+
 def _stop_reason(ended: AnswerEnded) -> str:
     if not ended.is_whole:
         return "max_tokens"
-    return "tool_use" if ended.calls else "end_turn"
+    if ended.calls:
+        return "tool_use"
+    return "end_turn" if ended.stop_text is None else "stop_sequence"
 
 
 def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
@@ -264,12 +210,8 @@ class _MessageEvents:
 
     def ended(self, event: AnswerEnded) -> str:
         opening = self._open_text(is_thinking=False) if self._index < 0 else ""
-        delta = {"stop_reason": _stop_reason(event), "stop_sequence": None}
-        return (
-            opening
-            + self._close()
-            + _event("message_delta", delta=delta, usage=_usage(event, self._answer))
-        )
+        usage = _usage(event, self._answer)
+        return opening + self._close() + _event("message_delta", delta=_ending(event), usage=usage)
 
     def ping(self) -> str:
         return _event("ping")

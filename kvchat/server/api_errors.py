@@ -12,14 +12,16 @@ from kvchat.core.errors import ContextTooLong, KvchatError, ModelError, UsageErr
 class ApiError(Exception):
     """One sentence for the client, with the HTTP status.
 
-    param   the field at fault, None if no single one is
-    code    a word that programs may test, None for none
+    param     the field at fault, None if no single one is
+    code      a word that programs may test, None for none
+    too_long  the prompt that does not fit: clients know such an error by its interface's words
     """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    too_long: ContextTooLong | None = None
 
     @property
     def openai_type(self) -> str:
@@ -46,7 +48,7 @@ def openai_form(error: ApiError) -> dict[str, object]:
     """Return OpenAI's error object."""
     return {
         "error": {
-            "message": error.message,
+            "message": _openai_words(error),
             "type": error.openai_type,
             "param": error.param,
             "code": error.code,
@@ -58,8 +60,27 @@ def anthropic_form(error: ApiError) -> dict[str, object]:
     """Return Anthropic's error object."""
     return {
         "type": "error",
-        "error": {"type": error.anthropic_type, "message": error.message},
+        "error": {"type": error.anthropic_type, "message": _anthropic_words(error)},
     }
+
+
+def _openai_words(error: ApiError) -> str:
+    """Return the sentence; LiteLLM and LangChain look for these words about a long prompt."""
+    if error.too_long is None:
+        return error.message
+    limit = error.too_long.limit
+    least = f"This model's maximum context length is {limit} tokens. " if limit else ""
+    return f"{error.message} {least}Please reduce the length of the messages."
+
+
+def _anthropic_words(error: ApiError) -> str:
+    """Return the sentence; Claude Code compacts a conversation that is refused with these words."""
+    if error.too_long is None:
+        return error.message
+    num_tokens, limit = error.too_long.num_tokens, error.too_long.limit
+    if num_tokens is None or limit is None:
+        return f"prompt is too long: {error.message}"
+    return f"prompt is too long: {max(num_tokens, limit + 1)} tokens > {limit} maximum"
 
 
 def form_for(path: str) -> ErrorForm:
@@ -81,7 +102,7 @@ def failed_server() -> ApiError:
 def as_api_error(error: KvchatError) -> ApiError:
     """Return the API's error for one of ours."""
     if isinstance(error, ContextTooLong):
-        return ApiError(400, str(error), "messages", "context_length_exceeded")
+        return ApiError(400, str(error), "messages", "context_length_exceeded", error)
     if isinstance(error, UsageError):
         return ApiError(400, str(error))
     if isinstance(error, ModelError):

@@ -8,8 +8,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvchat.chat.conversation import Role
+from kvchat.chat.open_calls import OpenCalls
 from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, joined, resent_chat
-from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields
@@ -23,8 +24,7 @@ class RequestChat:
         self._messages: list[Message] = []
         self._indexes: list[int] = []
         self._num_items = 0
-        self._open_calls: dict[str, ToolCall] = {}
-        self._results: dict[str, tuple[int, ToolResult]] = {}
+        self._open_calls = OpenCalls()
         self._kept: list[tuple[int, float, str | None]] = []
 
     def next_item(self) -> None:
@@ -48,28 +48,27 @@ class RequestChat:
 
     def answer(self, text: str, calls: Iterable[tuple[str, ToolCall]] = ()) -> None:
         """Add an answer, with calls by the ids that the client gave them."""
-        if self._results:
+        if self._open_calls.have_results:
             self._end_calls()
         if not self._messages:  # templates want a message of the user before it: an empty one
             self.ask("")
-        named = dict(calls)
-        self._open_calls |= named
-        self._add(Message(Role.ASSISTANT, text, tuple(named.values())))
+        named = list(calls)
+        for call_id, call in named:
+            self._open_calls.add(call_id, call)
+        self._add(Message(Role.ASSISTANT, text, tuple(call for _, call in named)))
 
     def add_result(self, item: Fields, id_field: str, text: str) -> None:
         """Add the result of a call; raises ApiError if the item's id names no call before it."""
         call_id = item.text(id_field)
-        call = self._open_calls.get(call_id or "")
-        if call is None or call_id is None:
+        if call_id is None or not self._open_calls.add_result(call_id, text, self._index):
             raise item.fault(id_field, "names no call of the answer before it")
-        self._results[call_id] = self._index, ToolResult(call.name, text)
 
     def keep_so_far(self, ttl_s: float, text: str | None = None) -> None:
         """Keep the KV of all that was added for so many seconds.
 
         text   the beginning of the last message's text to which it reaches; None for its end
         """
-        self._kept.append((len(self._messages) + bool(self._results), ttl_s, text))
+        self._kept.append((len(self._messages) + self._open_calls.have_results, ttl_s, text))
 
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
         """Return the conversation, or raise ApiError for one that cannot be answered."""
@@ -104,10 +103,8 @@ class RequestChat:
         """Add the results of the last calls, in the order of the calls."""
         if not self._open_calls:
             return
-        for call_id, call in self._open_calls.items():
-            if call_id not in self._results:
-                sentence = f"The call of {call.name!r} has no result."
-                raise ApiError(400, sentence, "messages", "invalid_value")
-        for index, result in (self._results[call_id] for call_id in self._open_calls):
+        if (call := self._open_calls.without_result()) is not None:
+            sentence = f"The call of {call.name!r} has no result."
+            raise ApiError(400, sentence, "messages", "invalid_value")
+        for index, result in self._open_calls.take_results():
             self._add(Message(Role.USER, "", results=(result,)), index)
-        self._open_calls, self._results = {}, {}

@@ -1,7 +1,6 @@
 """OpenAI's interface: /v1/models, /v1/chat/completions and /v1/completions."""
 
 import asyncio
-import json
 import random
 import secrets
 import time
@@ -26,12 +25,11 @@ from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
-from kvchat.chat.tools import ToolCall, is_too_deep
+from kvchat.chat.tools import ToolCall
 from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_body
-from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, num_samples, sampling_options, stops
 from kvchat.server.generation_fields import (
     answer_format,
@@ -42,11 +40,14 @@ from kvchat.server.generation_fields import (
     with_format,
     with_penalties,
 )
+from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
+from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
+from kvchat.server.openai_messages import read_chat
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
-from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
+from kvchat.server.tool_fields import openai_choice, with_calls
 
 Prompt = str | tuple[int, ...]
 
@@ -63,7 +64,6 @@ _UNSUPPORTED = (
     "web_search_options",
 )
 _SCHEMA_PATH = ("json_schema", "schema")
-_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class OpenAiApi:
@@ -75,6 +75,7 @@ class OpenAiApi:
         # An id is no secret. Asking the system for each would let the engine's thread take the
         # interpreter, and all other answers would wait for it.
         self._ids = random.Random()
+        self._left_out = LeftOutNotes()
 
     async def models(self, request: Request) -> Response:
         names = self._service.names
@@ -96,7 +97,7 @@ class OpenAiApi:
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
-        chat = await fields.read(_chat)
+        chat, offered = await fields.read(read_chat)
         limits = ("max_completion_tokens", "max_tokens")
         num_top = chat_logprobs(fields)
         num_of_prompt = prompt_logprobs(fields, num_top)
@@ -114,18 +115,21 @@ class OpenAiApi:
         head = self._head("chatcmpl", "chat.completion")
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            chunks = _ChatChunks(answer, head, _includes_usage(fields), options.num_samples)
-            return stream_response(answer, chunks, _progress_of(chunks, fields))
+            includes_usage = _includes_usage(fields)
+            chunks = _ChatChunks(answer, head, includes_usage, options.num_samples, offered)
+            streamed = stream_response(answer, chunks, _progress_of(chunks, fields))
+            return self._left_out.tell(streamed, offered.left_out)
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        choices = [_chat_choice(ended, num_top is not None) for ended in answers]
+        choices = [_chat_choice(ended, num_top is not None, offered) for ended in answers]
         usage = usage_of(answers, answer.difference)
         whole = {**head.as_dict(), "choices": choices, "usage": usage}
         if not options.scores_prompt:
-            return JSONResponse(whole)
+            return self._left_out.tell(JSONResponse(whole), offered.left_out)
         codec = self._service.host.model.tokenizer
-        return await asyncio.to_thread(
+        response = await asyncio.to_thread(
             lambda: JSONResponse({**whole, "prompt_logprobs": of_prompt(answers[0], codec)})
         )
+        return self._left_out.tell(response, offered.left_out)
 
     async def completions(self, request: Request) -> Response:
         fields = await read_body(await request.body())
@@ -242,69 +246,6 @@ def _usage_of_all(answered: Sequence[list[AnswerEnded]]) -> dict[str, Any]:
 # Requests
 
 
-def _chat(fields: Fields) -> ResentChat:
-    """Return the conversation of a request."""
-    chat = RequestChat()
-    for message in fields.objects("messages"):
-        chat.next_item()
-        message.refuse("function_call", "audio")
-        role, text = message.text("role"), message_text(message)
-        if role in ("system", "developer"):
-            chat.instruct(text)
-        elif role == "user":
-            chat.ask(text)
-        elif role == "assistant":
-            chat.answer(text, map(_given_call, message.objects_if_any("tool_calls")))
-        elif role == "tool":
-            chat.add_result(message, "tool_call_id", text)
-        else:
-            raise message.fault("role", "must be system, developer, user, assistant or tool")
-    return chat.chat(read_tools(map(_function, fields.objects_if_any("tools"))))
-
-
-def _function(item: Fields) -> Fields:
-    """Return the function of a tool, or of a call."""
-    if item.text("type", "function") != "function":
-        raise item.fault("type", "must be function")
-    return item.nested("function")
-
-
-def _given_call(item: Fields) -> tuple[str, ToolCall]:
-    function = _function(item)
-    return item.text("id") or "", given_call(function)
-
-
-def given_call(function: Fields) -> ToolCall:
-    """Return a call from its name and its arguments, which are JSON text."""
-    name = function.text("name")
-    if not name:
-        raise function.fault("name", "is missing")
-    try:
-        arguments = json.loads(function.text("arguments") or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise function.fault("arguments", "must be the text of a JSON object")
-    if is_too_deep(arguments):
-        raise function.fault("arguments", "must not be nested so deeply")
-    return ToolCall(name, arguments)
-
-
-def message_text(message: Fields, name: str = "content") -> str:
-    """Return the text of a message: a text, or a list of parts that are text."""
-    content = message.raw(name)
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in message.objects(name):
-        if part.text("type") not in _TEXT_PARTS:
-            raise part.fault("type", "must be text; the model reads nothing else")
-        texts.append(part.text("text", "") or "")
-    return "".join(texts)
-
-
 def _prompts(fields: Fields) -> list[Prompt]:
     """Return the prompts of a plain completion: a text, a list of ids, or a list of either."""
     given = fields.raw("prompt")
@@ -361,13 +302,13 @@ class _Head:
         }
 
 
-def _chat_choice(ended: AnswerEnded, has_logprobs: bool) -> dict[str, Any]:
+def _chat_choice(ended: AnswerEnded, has_logprobs: bool, offered: OfferedTools) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ended.text, "refusal": None}
     if ended.thinking:
         message["reasoning_content"] = ended.thinking
     if ended.calls:
         message["content"] = ended.text or None
-        message["tool_calls"] = [_call(call) for call in ended.calls]
+        message["tool_calls"] = [_call(call, offered) for call in ended.calls]
     return {
         "index": ended.sample,
         "message": message,
@@ -380,9 +321,14 @@ def _chat_logprobs(tokens: Sequence[ShownToken]) -> dict[str, Any]:
     return {"content": listed(tokens), "refusal": None}
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments_text}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _call(call: ToolCall, offered: OfferedTools) -> dict[str, Any]:
+    """Return a call in the form of its tool."""
+    call_id, tool = f"call_{secrets.token_hex(12)}", offered.client_tool(call.name)
+    if tool.kind is ToolKind.CUSTOM:
+        custom = {"name": tool.name, "input": custom_input(call)}
+        return {"id": call_id, "type": "custom", "custom": custom}
+    function = {"name": tool.name, "arguments": call.arguments_text}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,8 +429,16 @@ class _Chunks:
 class _ChatChunks(_Chunks):
     kind = "chat.completion.chunk"
 
-    def __init__(self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        head: _Head,
+        includes_usage: bool,
+        num_samples: int,
+        offered: OfferedTools,
+    ) -> None:
         super().__init__(answer, head, includes_usage, num_samples)
+        self._offered = offered
         self._num_calls: Counter[int] = Counter()
 
     def begin(self) -> str:
@@ -505,7 +459,7 @@ class _ChatChunks(_Chunks):
     def call(self, event: AnswerCall) -> str:
         index = self._num_calls[event.sample]
         self._num_calls[event.sample] += 1
-        call = {"index": index, **_call(event.call)}
+        call = {"index": index, **_call(event.call, self._offered)}
         return self._delta(event.sample, {"tool_calls": [call]})
 
     def ended(self, event: AnswerEnded) -> str:

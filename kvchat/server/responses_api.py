@@ -1,10 +1,5 @@
-"""OpenAI's Responses interface: /v1/responses, and /v1/responses/compact.
+"""OpenAI's Responses interface: /v1/responses, and /v1/responses/compact."""
 
-A compacted conversation is one item: the model's summary, in base64 and not encrypted. The item
-stands for the messages that it was made of wherever a client sends it as input.
-"""
-
-import base64
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.compaction import OPENING, REPLY, max_summary_tokens, request_text
+from kvchat.chat.compaction import max_summary_tokens, request_text
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
-from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import Body, read_body
-from kvchat.server.conversations import RequestChat
 from kvchat.server.fields import Fields, sampling_options
 from kvchat.server.generation_fields import (
     answer_format,
@@ -32,13 +25,16 @@ from kvchat.server.generation_fields import (
     response_logprobs,
     with_penalties,
 )
+from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.logprob_forms import listed
-from kvchat.server.openai_api import given_call, message_text
+from kvchat.server.offered_tools import OfferedTools
+from kvchat.server.response_calls import call_item, streamed_call
+from kvchat.server.response_items import compacted, read_chat, read_items
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.stored_responses import HeldResponse, StoredResponses, given_items, is_stored
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
-from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
+from kvchat.server.tool_fields import openai_choice, with_calls
 
 # Keeps the items that a response answers, and the response; returns once they are on the disk.
 Keep = Callable[[list[dict[str, Any]], dict[str, Any]], Awaitable[None]]
@@ -49,7 +45,6 @@ _TRUNCATIONS = ("auto", "disabled")
 _DESCRIPTIONS = ("user", "safety_identifier", "prompt_cache_key")
 _MOST_METADATA = 16
 _MOST_NAME, _MOST_TEXT = 64, 512  # characters
-_COMPACTED = b"kvchat summary\n"  # begins what a compaction item holds
 
 
 class ResponsesApi:
@@ -58,16 +53,17 @@ class ResponsesApi:
     def __init__(self, service: Service) -> None:
         self._service = service
         self.stored = StoredResponses(service)
+        self._left_out = LeftOutNotes()
 
     async def respond(self, request: Request) -> Response:
         fields = await read_body(await request.body())
         answer, response = await self._begun(fields, None)
         if fields.flag("stream"):
-            return _stream(answer, response)
+            return self._left_out.tell(_stream(answer, response), response.offered.left_out)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         complete = response.complete(ended, answer)
         await response.keep()
-        return JSONResponse(complete)
+        return self._left_out.tell(JSONResponse(complete), response.offered.left_out)
 
     async def stream(self, fields: Body, held: HeldResponse) -> Response:
         """Begin the response to one message of a connection, which holds its last response."""
@@ -80,14 +76,14 @@ class ResponsesApi:
         _check_others(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields, held)
-        chat = await fields.read(lambda body: _chat(body, earlier), len(earlier))
+        chat, offered = await fields.read(lambda body: read_chat(body, earlier), len(earlier))
         options = self._options(fields, chat)
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields.nested("text"), "format", ("schema",))
         choice = openai_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, wanted)
         keep = self._keep(fields, earlier, held)
-        response = _Response(self._service.name, options, fields, keep)
+        response = _Response(self._service.name, options, fields, keep, offered)
         return await self._service.answering.chat(chat, options), response
 
     def _keep(self, fields: Body, earlier: list[Fields], held: HeldResponse | None) -> Keep:
@@ -109,14 +105,12 @@ class ResponsesApi:
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields)
         # The tools stand before the conversation: without them nothing of it would be cached.
-        given, tools = await fields.read(
-            lambda body: (_request_chat(body, earlier), _tools(body)), len(earlier)
-        )
-        given.ask(request_text(""))
+        given, offered = await fields.read(lambda body: read_items(body, earlier), len(earlier))
         ready = self._service.host.ready
         limit = ready.context_limit if ready is not None else self._service.host.model.max_context
+        given.ask(request_text("", limit))
         options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
-        answer = await self._service.answering.chat(given.chat(tools), options)
+        answer = await self._service.answering.chat(given.chat(offered.tools), options)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         if ended.reason is not FinishReason.STOP or not ended.text.strip():
             sentence = "The model wrote no complete summary; nothing is compacted."
@@ -125,7 +119,7 @@ class ResponsesApi:
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [_compacted(ended.text.strip())],
+            "output": [compacted(ended.text.strip())],
             "usage": _usage(ended, answer),
         }
         return JSONResponse(compaction)
@@ -173,90 +167,18 @@ def _check_short(fields: Fields, name: str) -> None:
         raise fields.fault(name, f"must be a text of at most {_MOST_TEXT} characters")
 
 
-def _chat(fields: Fields, earlier: Sequence[Fields]) -> ResentChat:
-    """Return the conversation of a request, whose first items are those of earlier responses."""
-    return _request_chat(fields, earlier).chat(_tools(fields))
-
-
-def _tools(fields: Fields) -> ToolSet | None:
-    return read_tools(map(_tool, fields.objects_if_any("tools")))
-
-
-def _request_chat(fields: Fields, earlier: Sequence[Fields]) -> RequestChat:
-    chat = RequestChat()
-    chat.instruct(fields.text("instructions") or "")
-    given = fields.raw("input")
-    for item in earlier:
-        _add_item(chat, item)
-    if isinstance(given, str):
-        chat.next_item()
-        chat.ask(given)
-    else:
-        for item in fields.objects("input"):
-            _add_item(chat, item)
-    return chat
-
-
-def _add_item(chat: RequestChat, item: Fields) -> None:
-    chat.next_item()
-    kind = item.text("type", "message")
-    if kind == "message":
-        _add_message(chat, item)
-    elif kind == "function_call":
-        chat.answer("", [(item.text("call_id") or "", given_call(item))])
-    elif kind == "function_call_output":
-        chat.add_result(item, "call_id", message_text(item, "output"))
-    elif kind == "compaction":
-        chat.ask(OPENING + _summary(item))
-        chat.answer(REPLY)
-    elif kind != "reasoning":  # its ids are known with the answer's
-        allowed = "must be message, reasoning, compaction or a function's call or output"
-        raise item.fault("type", allowed)
-
-
-def _compacted(summary: str) -> dict[str, Any]:
-    """Return the item that stands for a conversation."""
-    held = base64.b64encode(_COMPACTED + summary.encode()).decode()
-    return {"id": f"cmp_{secrets.token_hex(12)}", "type": "compaction", "encrypted_content": held}
-
-
-def _summary(item: Fields) -> str:
-    """Return the summary in a compaction item; raises ApiError for one of another server."""
-    try:
-        held = base64.b64decode(item.text("encrypted_content") or "", validate=True)
-        if held.startswith(_COMPACTED):
-            return held.removeprefix(_COMPACTED).decode()
-    except ValueError:  # no base64, or no UTF-8
-        pass
-    raise item.fault("encrypted_content", "is not what kvchat's /v1/responses/compact gave")
-
-
-def _add_message(chat: RequestChat, item: Fields) -> None:
-    role, text = item.text("role"), message_text(item)
-    if role in ("system", "developer"):
-        chat.instruct(text)
-    elif role == "user":
-        chat.ask(text)
-    elif role == "assistant":
-        chat.answer(text)
-    else:
-        raise item.fault("role", "must be system, developer, user or assistant")
-
-
-def _tool(tool: Fields) -> Fields:
-    if tool.text("type", "function") != "function":
-        raise tool.fault("type", "must be function; kvchat runs no tools of its own")
-    return tool
-
-
 class _Response:
     """The response object, before and after the answer.
 
     Keep a complete one before the client is told of its end: it may continue it after a crash.
+    `offered` are the tools that may be called.
     """
 
-    def __init__(self, model: str, options: AskOptions, fields: Fields, keep: Keep) -> None:
+    def __init__(
+        self, model: str, options: AskOptions, fields: Fields, keep: Keep, offered: OfferedTools
+    ) -> None:
         self._keep = keep
+        self.offered = offered
         self._given = given_items(fields)
         self._complete: dict[str, Any] | None = None
         self._fields: dict[str, Any] = {
@@ -306,7 +228,7 @@ class _Response:
             "status": "completed" if is_whole else "incomplete",
             "completed_at": int(time.time()) if is_whole else None,
             "incomplete_details": None if is_whole else cause,
-            "output": _items(ended) if items is None else items,
+            "output": _items(ended, self.offered) if items is None else items,
             "usage": _usage(ended, answer),
         }
         self._complete = response
@@ -322,22 +244,11 @@ class _Response:
         return {**self._fields, "status": "failed", "error": fault}
 
 
-def _items(ended: AnswerEnded) -> list[dict[str, Any]]:
+def _items(ended: AnswerEnded, offered: OfferedTools) -> list[dict[str, Any]]:
     reasoning = [_item(True, ended.thinking, "completed")] if ended.thinking else []
     said = ended.text or not ended.calls
     message = [_item(False, ended.text, "completed", None, ended.logprobs)] if said else []
-    return [*reasoning, *message, *(_call_item(call) for call in ended.calls)]
-
-
-def _call_item(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}",
-        "type": "function_call",
-        "status": "completed",
-        "call_id": f"call_{secrets.token_hex(12)}",
-        "name": call.name,
-        "arguments": call.arguments_text,
-    }
+    return [*reasoning, *message, *(call_item(call, offered) for call in ended.calls)]
 
 
 def _item(
@@ -417,13 +328,12 @@ class _ResponseEvents:
         return {} if self._is_thinking else {"logprobs": listed(logprobs)}
 
     def call(self, event: AnswerCall) -> str:
-        said, item, index = self._close(), _call_item(event.call), len(self._items)
-        begun = {**item, "status": "in_progress", "arguments": ""}
+        said, index = self._close(), len(self._items)
+        item = call_item(event.call, self._response.offered)
+        begun, parts = streamed_call(item)
         said += self._event("response.output_item.added", output_index=index, item=begun)
-        kind, arguments = "response.function_call_arguments", item["arguments"]
         place = {"item_id": item["id"], "output_index": index}
-        said += self._event(f"{kind}.delta", **place, delta=arguments)
-        said += self._event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+        said += "".join(self._event(kind, **place, **told) for kind, told in parts)
         self._items.append(item)
         return said + self._event("response.output_item.done", output_index=index, item=item)
 

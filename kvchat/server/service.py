@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -12,8 +12,9 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
 from kvchat.chat.response_memory import ResponseMemory
+from kvchat.core.errors import ContextTooLong
 from kvchat.server.answering import Answering
-from kvchat.server.api_errors import ApiError
+from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields, shortened
 from kvchat.server.metrics import Metrics
 
@@ -74,7 +75,8 @@ class Service:
             sentence = (
                 f"There are {len(messages):,} messages, and the context holds {limit:,} tokens."
             )
-            raise ApiError(400, sentence, fields.name_of(name), "context_length_exceeded")
+            too_long = ContextTooLong(sentence, "", len(messages), limit)
+            raise replace(as_api_error(too_long), param=fields.name_of(name))
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

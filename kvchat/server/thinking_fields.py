@@ -15,6 +15,7 @@ _EFFORTS: dict[str, tuple[Think, ...]] = {
     "medium": (Think.MEDIUM, Think.ON),
     "high": (Think.HIGH, Think.ON),
     "xhigh": (Think.HIGH, Think.ON),
+    "max": (Think.HIGH, Think.ON),
 }
 _KINDS: dict[str, tuple[Think, ...]] = {
     "enabled": (Think.ON, Think.MEDIUM),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from rich.text import Text
 
+from kvchat.chat.conversation import ROOT
 from kvchat.chat.events import (
     AnswerCall,
     AnswerEnded,
@@ -266,7 +267,9 @@ class AnswerView:
     def _has_filled_context(self, event: AnswerEnded) -> bool:
         used = event.usage.prompt_tokens + event.usage.completion_tokens
         limit = self._context_limit()
-        return event.reason is FinishReason.LENGTH and limit is not None and used >= limit
+        is_aside = event.turn_id == ROOT  # its end is not the conversation's
+        is_cut = event.reason is FinishReason.LENGTH and not is_aside
+        return is_cut and limit is not None and used >= limit
 
     def _problem(self, message: str) -> list[Row]:
         rows = self._view.painter.wrapped(message, self._view.render_context.width, Role.ERROR)

@@ -37,11 +37,12 @@ _Ask = Callable[[Callable[[], None]], Reply]
 
 @dataclass(slots=True)
 class _Current:
-    """The reply in progress."""
+    """The reply in progress; `num_before` tokens are before it, None for one that is aside."""
 
     reply: Reply
     stream: ReplyStream
     answer_view: AnswerView
+    num_before: int | None
     is_stopping: bool = False
 
 
@@ -103,6 +104,14 @@ class Answering:
         words = some + plural(tokens, "token") if tokens else "reading"
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        """The tokens of the context with the answer so far; None if no answer joins it now."""
+        if self._current is None or self._current.num_before is None:
+            return None
+        reply = self._current.reply
+        return self._current.num_before + reply.num_tokens // reply.num_samples
 
     def model_is_ready(self) -> None:
         """Show the time of an answer that has waited for the model from now on."""
@@ -227,7 +236,9 @@ class Answering:
         """Show the answer to a question that does not join the conversation."""
         tell(self._view, "aside, not part of the conversation:", Role.TITLE, gap=False)
         try:
-            await self._follow(lambda n: self._controller.ask_aside(question, n), stats_level)
+            await self._follow(
+                lambda n: self._controller.ask_aside(question, n), stats_level, joins=False
+            )
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
 
@@ -238,7 +249,7 @@ class Answering:
         self._name = "the summary"
         try:
             answer_view = await self._follow(
-                lambda n: self._controller.summarise(plan, focus, n), stats_level
+                lambda n: self._controller.summarise(plan, focus, n), stats_level, joins=False
             )
         finally:
             self._name = "the answer"
@@ -252,16 +263,18 @@ class Answering:
         return ready.told_context_limit if ready is not None else None
 
     async def _follow(
-        self, ask: _Ask, stats_level: StatsLevel, said_before: str = ""
+        self, ask: _Ask, stats_level: StatsLevel, said_before: str = "", joins: bool = True
     ) -> AnswerView:
-        """Start a reply, and show it until it ends."""
+        """Start a reply, which `joins` the conversation or not, and show it until it ends."""
         answer_view = AnswerView(
             self._view, self._context_limit, stats_level, said_before, self.hides_thinking
         )
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)
         )
-        self._current = _Current(ask(stream.notify), stream, answer_view)
+        reply = ask(stream.notify)
+        num_before = len(self._controller.context_ids) if joins else None
+        self._current = _Current(reply, stream, answer_view, num_before)
         try:
             await stream.run(self._current.reply)
             self._note_ended(answer_view)

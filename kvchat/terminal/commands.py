@@ -215,8 +215,8 @@ class CommandContext(ABC):
         Esc cancels it and raises Stopped with the words `if_stopped`, which end the command.
         """
 
-    async def confirm(self, question: str) -> bool:
-        """Ask a question whose safe answer is no."""
+    async def confirm(self, question: str, for_scripts: bool | None = None) -> bool:
+        """Ask a question whose safe answer is no; a script answers `for_scripts`, or fails."""
         index = await self.page.choose(question, [Choice("no"), Choice("yes")])
         return index == 1
 

@@ -3,12 +3,12 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat.compaction import checked_summary, require_substance
+from kvchat.chat.compaction import CompactionPlan, NoSummary, checked_summary, require_substance
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import turn_costs
 from kvchat.chat.messages import MessageNumbers, find_place
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 from kvchat.core.text import one_line, whole_number
 from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
@@ -133,12 +133,11 @@ async def btw(context: "CommandContext", arguments: str) -> None:
 
 async def compact(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    plan = controller.plan_compaction()
+    plan = controller.plan_compaction(arguments)
     before = len(controller.context_ids)
     cost = await controller.engine.cost(controller.context_ids[: plan.num_tokens])
     if not await context.confirm_cost(cost, "/compact"):
         return
-    old_branch = MessageNumbers(controller.require_conversation()).of(plan.messages[-1])
     kept = sum(turn.is_message for turn in plan.kept)
     some = about(controller.host.model)
     last = "the last one stays as it is" if kept == 1 else f"the last {kept} stay as they are"
@@ -146,12 +145,17 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         f"Summarising {plural(len(plan.messages), 'message')}, {some}{plan.num_tokens:,} of "
         f"{before:,} tokens; {last if kept else 'none stays'}.",
     )
-    ended = await context.show_summary(plan, arguments)
-    if ended.reason is FinishReason.CANCELLED:
-        context.say("Stopped: nothing is compacted.")
+    try:
+        ended = await context.show_summary(plan, arguments)
+        if ended.reason is FinishReason.CANCELLED:
+            context.say("Stopped: nothing is compacted.")
+            return
+        summary = checked_summary(ended.text, ended.reason)
+        require_substance(summary, controller.num_tokens(summary), plan)
+    except (NoSummary, ContextTooLong) as error:
+        await _leave_out(context, error)
         return
-    summary = checked_summary(ended.text, ended.reason)
-    require_substance(summary, controller.num_tokens(summary), plan)
+    old_branch = _old_branch(context, plan)
     saved = controller.compact(plan, summary)
     after = before - saved
     context.say(
@@ -160,6 +164,33 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         f"/switch {old_branch} goes back."
     )
     context.conversation_changed()
+
+
+async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
+    """Leave out the oldest messages, if that is needed and wanted; else raise the error."""
+    controller = context.controller
+    plan = controller.plan_leaving_out(isinstance(error, ContextTooLong))
+    if plan is None:
+        raise error
+    context.say(error.message)
+    count = len(plan.messages)
+    oldest = "the oldest message" if count == 1 else f"the oldest {count:,} messages"
+    if not await context.confirm(f"Leave out {oldest} instead?", for_scripts=True):
+        context.say("Nothing is changed. /new begins another conversation, /rewind goes back.")
+        return
+    old_branch, before = _old_branch(context, plan), len(controller.context_ids)
+    controller.leave_out(plan)
+    some, after = about(controller.host.model), len(controller.context_ids)
+    context.say(
+        f"Left out {oldest}: {some}{before:,} tokens became {after:,}. All messages are kept: "
+        f"/undo or /switch {old_branch} goes back."
+    )
+    context.conversation_changed()
+
+
+def _old_branch(context: "CommandContext", plan: CompactionPlan) -> int:
+    """Return the message that names the branch of a plan's older turns."""
+    return MessageNumbers(context.controller.require_conversation()).of(plan.messages[-1])
 
 
 def _reading(ended: AnswerEnded) -> str:

@@ -564,7 +564,7 @@ class Dialogue(CommandContext):
             model=model_label(controller.host.model.name),
             title=simple_emoji(one_line(controller.label, 48)),
             branch=controller.place.branch,
-            context_tokens=self._num_context_tokens,
+            context_tokens=self._answering.num_context_tokens or self._num_context_tokens,
             about=about(controller.host.model),
             context_limit=ready.told_context_limit if ready is not None else None,
             warmth=self._warmth,

@@ -14,7 +14,6 @@ from prompt_toolkit.filters import (
     is_searching,
     shift_selection_mode,
 )
-from prompt_toolkit.input.ansi_escape_sequences import ANSI_SEQUENCES
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 from prompt_toolkit.key_binding.bindings.auto_suggest import load_auto_suggest_bindings
 from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
@@ -54,18 +53,11 @@ class DoublePress:
 
 def build_keys(prompt: "LivePrompt") -> KeyBindingsBase:
     """Return all bindings in addition to prompt_toolkit's own editing keys."""
-    _teach_shift_enter()
     bindings = KeyBindings()
     _bind_lines(bindings, prompt)
     _bind_stopping(bindings, prompt)
     _bind_moving(bindings, prompt)
     return merge_key_bindings([load_auto_suggest_bindings(), bindings, _picker_keys(prompt)])
-
-
-def _teach_shift_enter() -> None:
-    """Make prompt_toolkit read the two Shift-Enter sequences of terminals as Ctrl-J."""
-    ANSI_SEQUENCES["\x1b[13;2u"] = Keys.ControlJ
-    ANSI_SEQUENCES["\x1b[27;2;13~"] = Keys.ControlJ
 
 
 def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:

@@ -37,6 +37,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.input_history import PrivateHistory
+from kvchat.terminal.key_parser import parse_keys
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import (
     ROWS_BELOW_ANSWER,
@@ -155,6 +156,7 @@ _MAX_TEXT_COLUMNS = 100
 # that reflows then makes of them stays in its scrollback, so there must be few.
 _MAX_TAIL_ROWS = 2
 _MAX_ECHOED_ROWS = 12
+_MAX_ECHOED_CHARS = 20_000  # wrapping megabytes takes seconds
 # What was typed stands above what a command says; below, an empty row, the prompt, the toolbar.
 _ROWS_AROUND = 4
 _MAX_COPIED_BYTES = 200_000
@@ -206,6 +208,7 @@ class LivePrompt:
         )
         self.buffer.on_text_changed += lambda buffer: self._tell_draft(buffer.text)
         look = painter.look
+        parse_keys(terminal.stdin)
         self._app = LiveApplication(
             reflows=look.reflows,
             held_output=self._output,
@@ -290,14 +293,17 @@ class LivePrompt:
         glyph = self.painter.look.glyphs.prompt
         marker = Text(end="").append(f"{glyph} ", self.painter.style(Role.HEADING))
         below = Text(" " * marker.cell_len, end="")
-        wrapped = self.painter.wrapped(text.strip("\n"), self.render_context.width - 2, Role.USER)
+        shown = text.strip("\n")[:_MAX_ECHOED_CHARS]
+        wrapped = self.painter.wrapped(shown, self.render_context.width - 2, Role.USER)
         rows = [
             prefixed(row, below if number else marker)
             for number, row in enumerate(wrapped[:_MAX_ECHOED_ROWS])
         ]
-        more = len(wrapped) - len(rows)
-        if more > 0:
-            rows.append(self.painter.text(f"  … {more} more lines", Role.DIM))
+        more = f"{len(wrapped) - len(rows)} more lines"
+        if len(text) > _MAX_ECHOED_CHARS:
+            more = f"{len(text):,} characters in all"
+        if len(wrapped) > len(rows):
+            rows.append(self.painter.text(f"  … {more}", Role.DIM))
         if not is_said_now:
             rows.append(Text(end=""))
         self.write(rows)
@@ -450,7 +456,7 @@ class LivePrompt:
         self.write(self.painter.wrapped(line, self.render_context.width, Role.DIM))
 
     def _take_typed_ahead(self, listener: Listener) -> None:
-        lines, rest = typed_ahead(self._app.input.fileno())
+        lines, rest = typed_ahead(self._app.input)
         for line in lines:
             listener.accept(line)
         if rest:

@@ -145,7 +145,9 @@ class ScriptCommands(CommandContext):
         """Wait: a script has no keys."""
         return await work
 
-    async def confirm(self, question: str) -> bool:
+    async def confirm(self, question: str, for_scripts: bool | None = None) -> bool:
+        if for_scripts is not None:
+            return for_scripts
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
 
     async def confirm_cost(

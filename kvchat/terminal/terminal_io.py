@@ -8,13 +8,15 @@ terminal turned its Enter into a line feed, which is another key to the prompt.
 import asyncio
 import logging
 import os
-import re
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from prompt_toolkit.data_structures import Size
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyPress
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from kvchat.core.text import sanitize_characters
@@ -160,20 +162,28 @@ class StrayOutput:
         self._show(line[-_MAX_LINE_BYTES:].decode(errors="replace"))
 
 
-_KEY = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)?")
+def typed_ahead(source: Input) -> tuple[list[str], str]:
+    """Return the complete lines waiting in a terminal, and the incomplete text after them.
 
-
-def typed_ahead(descriptor: int) -> tuple[list[str], str]:
-    """Return the complete lines waiting in a terminal, and the incomplete text after them."""
-    if not os.isatty(descriptor):
+    A paste is part of its line, whatever line ends it has. Of keys only text counts: others, such
+    as the arrows, mean nothing yet. The beginning of a paste or of a key stays with the input.
+    """
+    if not os.isatty(source.fileno()):
         return [], ""
-    data = b""
-    while select.select([descriptor], [], [], 0)[0]:
-        piece = os.read(descriptor, _READ_BYTES)
-        data += piece
-        if not piece:
-            break
-    # Keys such as Esc and the arrows mean nothing yet, and are no text.
-    text = _KEY.sub("", data.decode(errors="replace"))
-    *lines, rest = re.split(r"\r\n|\r|\n", text)
-    return lines, "".join(character for character in rest if character.isprintable())
+    keys: list[KeyPress] = []
+    while not source.closed and select.select([source.fileno()], [], [], 0)[0]:
+        keys += source.read_keys()
+    keys += source.flush_keys()
+    lines, rest, last = [], "", None
+    for press in keys:
+        if press.key is Keys.BracketedPaste:
+            rest += press.data.replace("\r\n", "\n").replace("\r", "\n")
+        elif press.key is Keys.ControlM or (
+            press.key is Keys.ControlJ and last is not Keys.ControlM
+        ):
+            lines.append(rest)
+            rest = ""
+        elif not isinstance(press.key, Keys) and press.data.isprintable():
+            rest += press.data
+        last = press.key
+    return lines, rest

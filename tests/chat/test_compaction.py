@@ -8,10 +8,16 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import (
+    LEFT_OUT,
     OPENING,
     CompactionPlan,
+    NoSummary,
     checked_summary,
+    excerpt_request,
+    max_summary_tokens,
+    num_asking_tokens,
     plan_compaction,
+    plan_leaving_out,
     request_text,
     require_substance,
 )
@@ -314,11 +320,10 @@ def test_asking_aside_leaves_no_trace(controller: ChatController) -> None:
     ("text", "reason", "why"),
     [
         (" \n", FinishReason.STOP, "wrote no summary"),
-        ("Ada has a", FinishReason.LENGTH, "cut off"),
-        ("Ada has a", FinishReason.TIMEOUT, "cut off"),
-        (request_text("the dog"), FinishReason.STOP, "repeated the request"),
-        (request_text("").replace(" ", "\n"), FinishReason.STOP, "repeated the request"),
-        (request_text("") + " Summarise", FinishReason.STOP, "repeated the request"),
+        ("", FinishReason.LENGTH, "wrote no summary"),
+        (request_text("the dog", 4096), FinishReason.STOP, "repeated the request"),
+        (request_text("", 900).replace(" ", "\n"), FinishReason.STOP, "repeated the request"),
+        (request_text("", 900) + " Summarise", FinishReason.STOP, "repeated the request"),
         ("Write only the summary, in at most 200 words.", FinishReason.STOP, "repeated"),
     ],
 )
@@ -330,5 +335,118 @@ def test_what_is_no_summary_is_refused_in_one_sentence(
     assert "nothing is compacted" in refused.value.message
 
 
-def test_a_summary_is_taken_without_the_space_around_it() -> None:
-    assert checked_summary("\nAda has a dog.\n", FinishReason.STOP) == "Ada has a dog."
+@pytest.mark.parametrize(
+    ("text", "reason", "summary"),
+    [
+        ("\nAda has a dog.\n", FinishReason.STOP, "Ada has a dog."),
+        ("Ada has 1.5 dogs. Rex is a", FinishReason.LENGTH, "Ada has 1.5 dogs."),
+        ("- Ada has a dog\n- Rex is", FinishReason.TIMEOUT, "- Ada has a dog"),
+        ("艾达有一只狗。他叫", FinishReason.LENGTH, "艾达有一只狗。"),
+        ("Ada has a", FinishReason.LENGTH, "Ada has a ..."),
+    ],
+)
+def test_of_a_summary_the_whole_sentences_are_taken(
+    text: str, reason: FinishReason, summary: str
+) -> None:
+    """One that was cut off at its limit compacted nothing, and a full context was a dead end."""
+    assert checked_summary(text, reason) == summary
+
+
+# A full context
+
+_LIMIT = 1000
+_ASKING = num_asking_tokens(100, _LIMIT)
+
+
+def _chat(*num_tokens: int) -> Conversation:
+    """A conversation of exchanges of so many tokens."""
+    conversation = Conversation("", 0.0)
+    for number, count in enumerate(num_tokens):
+        question, answer = 2 * number + 1, 2 * number + 2
+        text = f"message {number}"
+        conversation.add(turn(question, question - 1, text=text, ids=(1,) * 10))
+        said = turn(answer, question, Role.ASSISTANT, ids=(2,) * (count - 10))
+        conversation.add(said)
+    return conversation
+
+
+@pytest.mark.parametrize(
+    "num_tokens", [(10 * (100,)), (30, 400, 300, 270), (500, 500), (400, 300, 300), (90 * (11,))]
+)
+def test_a_full_context_is_summarised_as_far_as_the_request_fits(
+    num_tokens: tuple[int, ...],
+) -> None:
+    """The request was put below all but the last messages: there was no room for it."""
+    plan = plan_compaction(_chat(*num_tokens), _LIMIT, _ASKING)
+
+    assert not plan.is_excerpt
+    assert 0 < plan.num_tokens <= _LIMIT - _ASKING
+    num_kept = sum(len(each.token_ids) for each in plan.kept)
+    assert num_kept + max_summary_tokens(_LIMIT) < 0.8 * _LIMIT, "it can go on"
+
+
+@pytest.mark.parametrize("num_tokens", [(1000,), (20, 980), (980, 20), (30, 950, 20)])
+def test_of_one_message_that_fills_the_context_an_excerpt_is_summarised(
+    num_tokens: tuple[int, ...],
+) -> None:
+    plan = plan_compaction(_chat(*num_tokens), _LIMIT, _ASKING)
+
+    assert plan.is_excerpt
+    assert sum(len(each.token_ids) for each in plan.kept) <= 250
+
+
+def test_an_excerpt_has_the_beginning_and_the_end_and_fits() -> None:
+    turns = [
+        turn(1, text="My dog is Rex."),
+        turn(2, 1, Role.ASSISTANT, text="word " * 900 + "Bye."),
+    ]
+
+    asked = excerpt_request(turns, "Summarise.", 400, len)
+
+    assert len(asked) <= 400
+    assert "User: My dog is Rex." in asked
+    assert asked.endswith("Bye.\n\nSummarise.")
+    assert "word" in excerpt_request(turns, "Summarise.", 10_000, len).partition("Rex.")[2]
+    with pytest.raises(NoSummary, match="no room"):
+        excerpt_request(turns, "Summarise.", 60, len)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "kept"),
+    [
+        ((100, 100), None),
+        (10 * (100,), ["message 5", "message 6", "message 7", "message 8", "message 9"]),
+        ((20, 900), []),
+        ((900, 20), ["message 1"]),
+    ],
+)
+def test_without_a_summary_the_oldest_messages_are_left_out(
+    num_tokens: tuple[int, ...], kept: list[str] | None
+) -> None:
+    plan = plan_leaving_out(_chat(*num_tokens), _LIMIT)
+
+    assert (plan and [each.text for each in plan.kept if each.is_message]) == kept
+
+
+def test_leaving_out_is_a_branch_that_undo_goes_back_from(controller: ChatController) -> None:
+    _say(controller, "Rex " * 100, "two", "three")
+    before = controller.context_ids
+    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    _say(controller, "four " * 60)
+    compacted = controller.context_ids
+    plan = plan_leaving_out(_conversation(controller), len(compacted))
+    assert plan is not None
+    controller.leave_out(plan)
+
+    path = _conversation(controller).path()
+
+    assert path[0].text == f"{OPENING}Rex is a dog.\n\n{LEFT_OUT}", "the earlier summary stays"
+    assert len(controller.context_ids) < len(compacted)
+    controller.place.undo()
+    assert controller.context_ids == compacted
+    controller.place.move(6)
+    assert controller.context_ids == before
+    plan = plan_leaving_out(_conversation(controller), len(before))
+    assert plan is not None
+    controller.leave_out(plan)
+    assert _conversation(controller).path()[0].text == LEFT_OUT

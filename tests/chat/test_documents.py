@@ -174,7 +174,7 @@ def test_results_before_a_users_text_are_of_its_turn_and_null_is_no_text() -> No
 
 
 @pytest.mark.parametrize(
-    "calls", [5, [5], [{}], [{"id": "1", "function": {"name": "a", "arguments": "[]"}}]]
+    "calls", [5, [5], [{}], [{"id": "1", "function": {"name": 5, "arguments": "{}"}}]]
 )
 def test_a_call_that_cannot_be_read_is_named_by_its_message(calls: object) -> None:
     messages = [
@@ -183,6 +183,24 @@ def test_a_call_that_cannot_be_read_is_named_by_its_message(calls: object) -> No
     ]
     with pytest.raises(UsageError, match="Message 2 has a tool call"):
         parse_messages(messages)
+
+
+def test_arguments_that_were_cut_off_are_read_as_a_text() -> None:
+    """A document could not be imported for one call that its model had written badly."""
+    calls = [
+        {"id": "1", "function": {"name": "a", "arguments": text}} for text in ('{"q": ', "[1]")
+    ]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "tool", "tool_call_id": "1", "content": "two"},
+    ]
+
+    given = parse_messages(messages)
+
+    assert [list(call.arguments.values()) for call in given.turns[1].calls] == [['{"q": '], ["[1]"]]
+    assert [result.text for result in given.turns[2].results] == ["one", "two"]
 
 
 def test_a_result_of_no_call_and_odd_tools_are_refused() -> None:

@@ -15,7 +15,8 @@ def cut(text: str, cuts: list[int], starts_thinking: bool) -> tuple[str, str]:
     for start, end in itertools.pairwise(edges):
         passages += splitter.feed(text[start:end])
     passages += splitter.flush()
-    assert all(text[p.start : p.end] == p.text for p in passages), "a passage has its place"
+    placed = [p for p in passages if not p.is_gap]
+    assert all(text[p.start : p.end] == p.text for p in placed), "a passage has its place"
     thinking = "".join(p.text for p in passages if p.is_thinking)
     return thinking, "".join(p.text for p in passages if not p.is_thinking)
 
@@ -38,6 +39,12 @@ CASES = [
     ("a\n\nb</thin", True, ("a\n\nb</thin", "")),
     ("a\n\n</think", True, ("a\n\n</think", "")),
     ("", False, ("", "")),
+    # A closing mark between two backticks is quoted.
+    ("<think>not `</think>` yet</think>\n\nyes", False, ("not `</think>` yet", "yes")),
+    ("not `</think>` yet\n</think>\n\nyes", True, ("not `</think>` yet", "yes")),
+    ("<think>run `ls`</think>\n\nyes", False, ("run `ls`", "yes")),
+    ("<think>run `ls`</think>", False, ("run `ls`", "")),
+    ("<think>`</think>`", False, ("`</think>`", "")),
 ]
 
 
@@ -96,17 +103,52 @@ CHANNELS = (
 )
 
 
-def test_a_model_that_speaks_in_channels_thinks_in_one_and_answers_in_another() -> None:
-    assert split_thinking(CHANNELS) == ("Let me see.", "It is 4.")
-    assert split_thinking("<|channel|>final<|message|>Hi") == ("", "Hi")
+_NEXT = "<|end|><|start|>assistant"
+_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+_COMMENTARY = "<|channel|>commentary<|message|>"
+_CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{no"
+IN_CHANNELS = [
+    (CHANNELS, False, ("Let me see.", "It is 4.")),
+    (f"{_FINAL}Hi", False, ("", "Hi")),
+    (f"{_COMMENTARY}I look.{_NEXT}{_FINAL}done", False, ("", "I look.\n\ndone")),
+    (f"hm{_NEXT}{_COMMENTARY}I will look.", True, ("hm", "I will look.")),
+    (f"hm{_NEXT}{_ANALYSIS}so{_NEXT}{_FINAL}x", True, ("hm\n\nso", "x")),
+    (f"{_ANALYSIS}a{_NEXT}{_ANALYSIS}b{_NEXT}{_FINAL}c", False, ("a\n\nb", "c")),
+    ("<|channel|>final <|constrain|>json<|message|>{}", False, ("", "{}")),
+    ("<|channel|>final json<|message|>{}", False, ("", "{}")),
+    ("<|channel|>commentary?<|message|>x", False, ("", "x")),
+    (f"<|start|>assistant{_FINAL}x", False, ("", "x")),
+    ("<|start|>assistant<|message|>x", False, ("", "x")),
+    (f"{_ANALYSIS}a{_NEXT}", False, ("a", "")),
+    (f"{_ANALYSIS}a{_NEXT}<|channel|>fin", False, ("a", "")),
+    (f"{_ANALYSIS}a < b <| c{_NEXT}{_FINAL}d < e <|", False, ("a < b <| c", "d < e <|")),
+    (f"{_ANALYSIS}a{_NEXT}{_CALL}", False, ("a", f"{_NEXT}{_CALL}")),
+    (f"{_ANALYSIS}a<|end|>more", False, ("a", "<|end|>more")),
+]
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 20])
-def test_channels_are_told_apart_however_the_text_is_cut(size: int) -> None:
-    splitter = ThinkingSplitter()
-    pieces = [CHANNELS[i : i + size] for i in range(0, len(CHANNELS), size)]
+@pytest.mark.parametrize(("text", "starts", "expected"), IN_CHANNELS)
+def test_a_model_that_speaks_in_channels_thinks_in_one_and_answers_in_the_others(
+    text: str, starts: bool, expected: tuple[str, str]
+) -> None:
+    """What stood before a call, in the channel `commentary`, was thinking with raw marks in it."""
+    rng = random.Random(5)
+    every = list(range(1, len(text)))
 
-    passages = [p for piece in pieces for p in splitter.feed(piece)] + splitter.flush()
+    for cuts in ([], every, *(rng.sample(every, rng.randint(0, len(every))) for _ in range(20))):
+        assert cut(text, cuts, starts) == expected
 
-    assert "".join(p.text for p in passages if p.is_thinking) == "Let me see."
-    assert "".join(p.text for p in passages if not p.is_thinking) == "It is 4."
+
+ODD = [
+    *("<think>", "</think>", "`", "\n", "a", "analysis", "final", "assistant"),
+    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>"),
+]
+
+
+def test_random_texts_of_channels_and_quotes_are_cut_alike() -> None:
+    rng = random.Random(11)
+    for _ in range(1500):
+        text = "".join(rng.choices(ODD, k=rng.randint(0, 9)))
+        starts = rng.random() < 0.3
+        cuts = [i for i in range(1, len(text)) if rng.random() < 0.5]
+        assert cut(text, cuts, starts) == split_thinking(text, starts), (text, cuts)

@@ -57,6 +57,11 @@ RunLines = Callable[..., Ran]
 def _author(question: str, sample: int) -> Answer:
     if question.startswith("trouble "):
         return Answer("All the same.", trouble=question.removeprefix("trouble "))
+    if "Summarise our conversation" in question:
+        is_refused = question.endswith("a refusal")
+        return Answer("" if is_refused else "Rex is a dog. " * 40, tokens_per_step=64)
+    if question.startswith("fill"):
+        return Answer("Rex is a dog. " * 1000, tokens_per_step=64)
     return Answer(f"You said {question!r} ({sample}).", tokens_per_step=64)
 
 
@@ -89,6 +94,7 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         quiet: bool = False,
         last: str = "",
         kept: KeptKv | None = None,
+        max_context: int = 32768,
     ) -> Ran:
         store = SessionStore(tmp_path / "sessions")
 
@@ -97,7 +103,8 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
                 raise ModelError("There is no model missing.")
             if name == "endless":
                 return ChatHost(model, interrupted_while_loading, store, hear)
-            return ChatHost(model, scripted_build(model, _author), store, hear)  # type: ignore[arg-type]
+            build = scripted_build(model, _author, max_context=max_context)
+            return ChatHost(model, build, store, hear)  # type: ignore[arg-type]
 
         controller = ChatController(
             new_host("scripted", None), new_host, None, AskOptions(), kept=kept
@@ -140,6 +147,47 @@ def test_a_changed_system_prompt_is_why_all_of_it_is_read(run_lines: RunLines) -
     assert second["read_again"] == "system prompt changed"
     told = [line for line in ran.stderr.splitlines() if line.startswith("prefill")]
     assert ["read again: system prompt changed" in line for line in told] == [False, True]
+
+
+@pytest.mark.parametrize("first", ["fill", "one"])
+def test_a_full_context_is_compacted_and_goes_on(run_lines: RunLines, first: str) -> None:
+    """/compact, which was advised, needed more room than there was; so did a summary cut off."""
+    ran = run_lines(first, "fill", "x" * 900, "/compact", "Rex?", max_context=1500)
+
+    assert ran.code == 4, "the long message did not fit"
+    assert "end of the context. /compact makes room" in ran.stderr
+    assert "holds 1500. /compact makes room, /new begins" in ran.stderr
+    assert "Compacted: 1,500 tokens became " in ran.stderr
+    assert ran.stdout.endswith("You said 'Rex?' (0).\n")
+
+
+@pytest.mark.parametrize("max_context", [1500, 320])
+def test_without_a_summary_the_oldest_messages_are_left_out_and_it_is_said(
+    run_lines: RunLines, max_context: int
+) -> None:
+    ran = run_lines("one", "fill", "/compact a refusal", "Rex?", max_context=max_context)
+
+    why = "wrote no summary" if max_context == 1500 else "no room for a summary"
+    assert why in ran.stderr
+    assert f"Left out the oldest 2 messages: {max_context:,} tokens became " in ran.stderr
+    assert ran.stdout.endswith("You said 'Rex?' (0).\n")
+    assert ran.code == 0
+
+
+def test_a_conversation_that_can_go_on_is_not_cut_for_want_of_a_summary(
+    run_lines: RunLines,
+) -> None:
+    ran = run_lines("one", "/compact a refusal", "Rex?")
+
+    assert ran.code == 2
+    assert "wrote no summary, so nothing is compacted" in ran.stderr
+    assert "left out" not in ran.stderr
+
+
+def test_a_nearly_full_context_is_said_while_a_summary_still_fits(run_lines: RunLines) -> None:
+    ran = run_lines("ships " * 100, max_context=1500)
+
+    assert "the context is 82% full. /compact makes room" in ran.stderr
 
 
 def test_drafts_are_switched_and_told_of(run_lines: RunLines) -> None:

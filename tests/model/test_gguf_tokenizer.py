@@ -214,6 +214,7 @@ def test_the_bos_flag_of_the_file_wins() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
+        ("deepseek-llm", ["Zo", "ë", " said", ":", " ", "中文", "1", "2", "\n"]),
         ("bloom", ["Say", " hello", ",", " twice", "!"]),
         ("kimi-k2", ["中文", "And", "Some", " text", " ", "123", "45"]),
         ("afmoe", ["1", "234", "567", " is", "一二", "more"]),
@@ -236,6 +237,29 @@ def test_a_rule_that_is_not_known_is_refused_by_name() -> None:
         read_gguf_text(model_of({**metadata, "model": "bert"}), "m")
 
 
+def test_a_merge_without_a_space_merges_nothing() -> None:
+    """llama.cpp reads such files; they were refused with the name of a Python class."""
+    original = byte_level("gpt-2")
+    metadata = byte_level_metadata(original, "gpt-2")
+    metadata["merges"].insert(7, "nospace")
+    built = Tokenizer.from_str(read_gguf_text(model_of(metadata), "m").tokenizer_json)
+    assert_equal_ids(built, original, GOLDEN)
+
+
+def test_a_file_without_merges_is_refused_and_not_read_byte_by_byte() -> None:
+    metadata = byte_level_metadata(byte_level("gpt-2"), "gpt-2")
+    del metadata["merges"]
+    with pytest.raises(ModelError, match="has no merges"):
+        read_gguf_text(model_of(metadata), "m")
+
+
+def test_a_context_length_that_is_no_length_is_not_stated() -> None:
+    model = model_of(byte_level_metadata(byte_level("gpt-2"), "gpt-2"))
+    for stated, expected in ((512, 512), (-1, None), (0, None), ("long", None)):
+        model.metadata["llama.context_length"] = stated
+        assert read_gguf_text(model, "m").max_context == expected
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -244,6 +268,9 @@ def test_a_rule_that_is_not_known_is_refused_by_name() -> None:
         {"token_type": array("i", [1])},
         {"merges": ["zzz qqq"]},
         {"merges": ["nospace"]},
+        {"merges": []},
+        {"merges": None},
+        {"merges": "a b"},
         {"tokens": ["a"], "token_type": None},
     ],
 )

@@ -1,5 +1,6 @@
 """Anthropic's interface: messages, their events in order, and counting."""
 
+import re
 from typing import Any
 
 import pytest
@@ -96,3 +97,47 @@ def test_errors_have_anthropics_form(serve: Serve, body: Any, status: int, kind:
     assert got.status == status
     assert got.json["type"] == "error"
     assert got.json["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("stops", "text", "stop"),
+    [(["X", "STOP"], "say A ", "STOP"), (["B", "A"], "say ", "A"), (["Q"], None, None)],
+)
+def test_the_stop_sequence_that_ended_the_answer_is_told(
+    serve: Serve, stops: list[str], text: str | None, stop: str | None, is_streamed: bool
+) -> None:
+    """It was told as the end of the turn, so programs took a cut answer for a whole one."""
+    app = serve(lambda question, sample: Script("say A STOP B"))
+
+    got = post(app, MESSAGES, asked("x", stop_sequences=stops, stream=is_streamed))
+
+    if is_streamed:
+        [ending] = [data["delta"] for name, data in got.events if name == "message_delta"]
+    else:
+        ending = got.json
+        assert ending["content"][0]["text"] == (text or "say A STOP B")
+    assert ending["stop_sequence"] == stop
+    assert ending["stop_reason"] == ("stop_sequence" if stop else "end_turn")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x" * 500}],
+        [{"role": ("user", "assistant")[n % 2], "content": "x"} for n in range(201)],
+    ],
+    ids=["one long message", "many messages"],
+)
+def test_a_prompt_that_is_too_long_is_refused_in_words_at_which_clients_compact(
+    serve: Serve, messages: list[dict[str, str]]
+) -> None:
+    """Claude Code gave up: it looks for Anthropic's sentence and for both numbers in it."""
+    got = post(serve(max_context=200), MESSAGES, asked("x") | {"messages": messages})
+
+    found = re.fullmatch(
+        r"prompt is too long: (\d+) tokens > 200 maximum", got.json["error"]["message"]
+    )
+    assert got.status == 400
+    assert found is not None
+    assert int(found[1]) > 200

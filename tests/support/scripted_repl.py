@@ -102,7 +102,7 @@ def author(question: str, sample: int) -> Script:
         return Script(f"Let me see.\n<tool_call>\n{called}\n</tool_call>")
     if word == "<tool_response>":
         return Script(f"I got {question.removeprefix(word).removesuffix('</tool_response>')}")
-    if word == "Summarise":
+    if "Summarise our conversation" in question:
         if question.endswith("an echo"):
             return Script(question, tokens_per_step=20)
         if question.endswith("slowly"):

@@ -1,5 +1,6 @@
 """/compact and /btw on the screen, and what a full context says."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def test_a_full_context_names_the_ways_out(start_chat: StartChat, columns: int) 
     ways_out = "/compact lets a summary take the place of older messages"
     chat.wait_for(lambda text: ways_out in " ".join(text.split()))
     assert "The prompt has " in chat.text
+
+
+def test_a_full_context_goes_on_without_a_summary_after_a_question(start_chat: StartChat) -> None:
+    """/compact could only refuse there; and the size shown was the prompt's, to the end."""
+    chat = start_chat("--context", "700", columns=120, rows=40)
+    is_live = re.compile(r"full: /compact, .* tokens.* Esc stops").search
+    chat.enter("slow 40").wait_for(lambda _: is_live(chat.shown) is not None)
+    chat.wait_for("The context is full").enter("/compact a refusal").wait_for("far too short")
+    chat.wait_for("Leave out the oldest message instead?").type("\r")
+    chat.wait_for("Nothing is changed.").enter("/compact a refusal")
+    chat.wait_for_shown("Leave out the oldest message instead?")
+    chat.type("yes\r").wait_for("700 tokens became").enter("two").wait_for("You said 'two' (0).")
+    chat.enter("/undo 2").wait_for("Back before: /compact")
 
 
 def test_what_waits_for_a_summary_says_so(start_chat: StartChat) -> None:

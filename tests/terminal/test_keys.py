@@ -179,6 +179,41 @@ def test_a_paste_is_not_sent_by_the_line_ends_in_it() -> None:
     assert (heard, text) == ([], "one\ntwo\nthree\n")
 
 
+def test_a_long_line_is_edited_where_the_cursor_is() -> None:
+    """A key took 1.5 s in a pasted line of a megabyte: all of it was laid out each time."""
+    rows: list[str] = []
+
+    def paste(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.buffer.insert_text("".join(f"word{number} " for number in range(100_000)))
+        view._app.after_render += lambda _: rows.append(_row_of_cursor(view))
+
+    heard, text = _press("end", "\x01", "begin ", before=paste)
+
+    assert heard == []
+    assert (text[:12], text[-13:]) == ("begin word0 ", "word99999 end")
+    assert any(row.endswith(" end") for row in rows)
+    assert any("begin word0 word1 " in row for row in rows)
+
+
+def _row_of_cursor(view: LivePrompt) -> str:
+    screen = view._app.renderer.last_rendered_screen
+    if screen is None:
+        return ""
+    row = screen.data_buffer[screen.get_cursor_position(view._app.layout.current_window).y]
+    return "".join(row[column].char for column in range(80)).rstrip()
+
+
+def test_the_echo_of_a_very_long_message_is_short() -> None:
+    def send(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.write_turn("some words\n" * 100_000)
+        written.append(view._output.stdout.getvalue())
+
+    written: list[str] = []
+    _press("", before=send)
+    assert "1,100,000 characters in all" in written[0]
+    assert written[0].count("\n") < 20
+
+
 def test_escape_stops_an_answer_and_keeps_what_is_typed() -> None:
     assert _press("half", "\x1b", answering=True) == (["stop"], "half")
 

@@ -1,0 +1,50 @@
+"""Reads the messages and the tools of a chat completion."""
+
+from kvchat.chat.resent_chat import ResentChat
+from kvchat.chat.tools import ToolCall, read_arguments
+from kvchat.server.content import message_text, returned_text
+from kvchat.server.conversations import RequestChat
+from kvchat.server.fields import Fields
+from kvchat.server.offered_tools import OfferedTools, custom_call, required_name
+from kvchat.server.tool_fields import openai_choice, read_tools
+
+
+def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
+    """Return the conversation of a request, and its tools."""
+    chat = RequestChat()
+    for message in fields.objects("messages"):
+        chat.next_item()
+        _add_message(chat, message)
+    offered = read_tools(fields, is_nested=True).offered(openai_choice(fields).offered)
+    return chat.chat(offered.tools), offered
+
+
+def _add_message(chat: RequestChat, message: Fields) -> None:
+    message.refuse("function_call", "audio")
+    role = message.text("role")
+    if role in ("system", "developer"):
+        chat.instruct(message_text(message))
+    elif role == "user":
+        chat.ask(message_text(message))
+    elif role == "assistant":
+        text = message_text(message) or message.text("refusal") or ""
+        chat.answer(text, map(_call, message.objects_if_any("tool_calls")))
+    elif role == "tool":
+        chat.add_result(message, "tool_call_id", returned_text(message, "content"))
+    else:
+        raise message.fault("role", "must be system, developer, user, assistant or tool")
+
+
+def _call(item: Fields) -> tuple[str, ToolCall]:
+    call_id = item.text("id") or ""
+    if item.text("type") == "custom":
+        custom = item.nested("custom")
+        return call_id, custom_call(required_name(custom), custom.text("input") or "")
+    if item.text("type", "function") != "function":
+        raise item.fault("type", "must be function or custom")
+    return call_id, given_call(item.nested("function"))
+
+
+def given_call(function: Fields) -> ToolCall:
+    """Return an earlier call from its name and its arguments, which are JSON text."""
+    return ToolCall(required_name(function), read_arguments(function.raw("arguments")))
