@@ -17,6 +17,7 @@ from kvchat.chat.channels import CHANNEL_TOKEN, CHANNEL_TOKENS
 from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import THINKING_MARKS
+from kvchat.chat.tokenizer_limits import check_limits
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.source import TextFiles
 
@@ -147,6 +148,7 @@ class ChatTokenizer:
         with faults_as_model_errors("The checkpoint's tokenizer.json cannot be read"):
             check_merges(files.tokenizer_json)
             self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
+            self._check_text = check_limits(self._tokenizer)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self._json = files.tokenizer_json
@@ -293,7 +295,18 @@ class ChatTokenizer:
         return TokenStream(self._tokenizer, context_ids[-8:], self._hidden)
 
     def _encode(self, text: str, adds_special: bool = False) -> Encoding:
-        return _encode_with(self._tokenizer, text, adds_special)
+        return self._encode_with(self._tokenizer, text, adds_special)
+
+    def _encode_with(self, tokenizer: Tokenizer, text: str, adds_special: bool = False) -> Encoding:
+        # Undecodable terminal input arrives as lone surrogates, which tokenizers refuse.
+        text = text.encode("utf-8", errors="replace").decode()
+        with faults_as_model_errors(
+            "The checkpoint's tokenizer cannot encode this text",
+            "Use other words or another model.",
+        ):
+            if self._check_text is not None:
+                self._check_text(text)
+            return tokenizer.encode(text, add_special_tokens=adds_special)
 
     def _spell(self, segments: Sequence[Segment]) -> list[int]:
         """Return ids in which added and reserved tokens come only from segments that are not inert.
@@ -321,7 +334,7 @@ class ChatTokenizer:
                 yield token_id, begin, end
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids = _encode_with(self._plain, text).ids
+        ids = self._encode_with(self._plain, text).ids
         # An unknown character still gives a control token where the unknown token is one.
         return [token_id for token_id in ids if token_id not in self._control]
 
@@ -330,15 +343,6 @@ class ChatTokenizer:
         """The same tokenizer, but no text is encoded as a reserved token."""
         with faults_as_model_errors("The checkpoint's tokenizer has no plain twin"):
             return plain_tokenizer(self._json, self._reserved)
-
-
-def _encode_with(tokenizer: Tokenizer, text: str, adds_special: bool = False) -> Encoding:
-    # Undecodable terminal input arrives as lone surrogates, which tokenizers refuse.
-    text = text.encode("utf-8", errors="replace").decode()
-    with faults_as_model_errors(
-        "The checkpoint's tokenizer cannot encode this text", "Use other words or another model."
-    ):
-        return tokenizer.encode(text, add_special_tokens=adds_special)
 
 
 def _among(token_ids: Iterable[int], wanted: Set[int]) -> list[int]:
