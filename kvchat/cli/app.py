@@ -128,6 +128,7 @@ def chat(
     think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
     tools: Annotated[bool | None, _setting("tools", "--tools/--no-tools")] = None,
     allow_tool: Annotated[list[str] | None, _setting("allow_tool", metavar="NAME")] = None,
+    tool_env: Annotated[list[str] | None, _setting("tool_env", metavar="NAME")] = None,
     timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
     samples: Annotated[
         int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")

@@ -126,7 +126,7 @@ def open_toolbox(settings: Settings) -> "Toolbox | None":
     from kvchat.tools.mcp_tools import McpServers, read_servers
     from kvchat.tools.toolbox import Toolbox
 
-    tools, allowed = local_tools(Path.cwd()), settings["allow_tool"]
+    tools, allowed = local_tools(Path.cwd(), settings["tool_env"]), settings["allow_tool"]
     configs = read_servers(user_paths().config.with_name("mcp.json"))
     return Toolbox(tools, allowed, McpServers(configs) if configs else None)
 

@@ -32,14 +32,19 @@ def open_regular(path: Path) -> int:
     except ValueError as error:  # a NUL character, or half of a surrogate pair
         raise OSError(errno.EINVAL, "its name is not a possible one", str(path)) from error
     try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
-            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        require_regular(descriptor, str(path))
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def require_regular(descriptor: int, name: str) -> None:
+    """Raise OSError as `open_regular` does if an open file is not a regular one."""
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", name)
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
@@ -49,13 +54,18 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     """
     descriptor = open_regular(path)
     try:
-        # The size alone is not reliable: it is 0 in /proc, and a file may grow meanwhile.
-        if os.fstat(descriptor).st_size <= max_bytes:
-            content = bytearray()
-            while piece := os.read(descriptor, min(_PIECE_BYTES, max_bytes + 1 - len(content))):
-                content += piece
-            if len(content) <= max_bytes:
-                return bytes(content)
+        return read_descriptor(descriptor, max_bytes, str(path))
     finally:
         os.close(descriptor)
-    raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+
+
+def read_descriptor(descriptor: int, max_bytes: int, name: str) -> bytes:
+    """Return the content of an open regular file, as `read_bounded` does."""
+    # The size alone is not reliable: it is 0 in /proc, and a file may grow meanwhile.
+    if os.fstat(descriptor).st_size <= max_bytes:
+        content = bytearray()
+        while piece := os.read(descriptor, min(_PIECE_BYTES, max_bytes + 1 - len(content))):
+            content += piece
+        if len(content) <= max_bytes:
+            return bytes(content)
+    raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", name)

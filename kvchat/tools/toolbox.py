@@ -6,6 +6,7 @@ A call never raises: what went wrong is the result that the model reads.
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -48,6 +49,14 @@ class Tool(Protocol):
 
         Raises ToolFailed, or anything else for arguments of a wrong kind.
         """
+
+
+def schema_of(required: tuple[str, ...], **properties: tuple[str, str]) -> dict[str, Any]:
+    """Return the JSON schema of arguments, each given as its type and what it means."""
+    described = {
+        name: {"type": kind, "description": meaning} for name, (kind, meaning) in properties.items()
+    }
+    return {"type": "object", "properties": described, "required": list(required)}
 
 
 @dataclass(slots=True)
@@ -177,13 +186,15 @@ class Toolbox:
             known = ", ".join(self._by_name) or "none"
             return ToolResult(call.name, f"Error: there is no such tool. There are: {known}.")
         try:
-            text = tool.run(call.arguments, stop)
+            text = sanitize(tool.run(call.arguments, stop))
         except ToolFailed as error:
-            text = f"Error: {error}"
-        except (TypeError, ValueError, KeyError, AttributeError, OSError) as error:
-            _log.info("the tool %s failed", call.name, exc_info=error)
+            text = sanitize(f"Error: {error}")
+        except Exception as error:  # whatever it is, the turn goes on: the model reads it
+            # Without the message, which may hold text of the conversation.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            _log.info("the tool %s failed: %s\n%s", call.name, type(error).__name__, where)
             text = f"Error: {type(error).__name__}: {one_line(str(error), 200)}"
-        return ToolResult(call.name, cut(sanitize(text)) or "(nothing)")
+        return ToolResult(call.name, cut(text) or "(nothing)")
 
 
 def refused(call: ToolCall) -> ToolResult:

@@ -1,7 +1,11 @@
 """The built-in tools stay below their directory, cut what is long, and end when told to."""
 
+import logging
 import os
+import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +137,157 @@ def test_a_command_ends_when_it_is_told_to_with_all_its_children(place: Path) ->
     if (place / "child").exists() and (place / "child").read_text().strip():
         stat = Path(f"/proc/{(place / 'child').read_text().strip()}/stat")
         assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+# A process that leaves the session, one whose parent has ended, and ones that come meanwhile.
+LEAVING = (
+    "setsid sleep 1000 & echo $! > child; sleep 1000",
+    "(setsid sh -c 'env -i sleep 1000 & echo $! > child' &); sleep 1000",
+    "while true; do setsid sleep 1000 & echo $! > child; sleep 0.01; done",
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process goes on")
+@pytest.mark.parametrize("command", LEAVING)
+def test_what_leaves_the_session_of_a_command_ends_with_it(place: Path, command: str) -> None:
+    stop, child = threading.Event(), place / "child"
+
+    def stop_it() -> None:
+        while not (child.exists() and child.read_text().strip()):
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=stop_it, daemon=True).start()
+    text = Toolbox(local_tools(place)).run(ToolCall("run_command", {"command": command}), stop).text
+
+    assert text.endswith("[stopped by the user]")
+    stat = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+
+
+def test_a_command_finds_its_signals_as_a_shell_does(place: Path) -> None:
+    assert run(place, "run_command", command="yes | head -1") == "y\n[exit code 0]"
+
+
+def test_a_command_sees_no_secrets(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = {
+        **dict.fromkeys(("OPENAI_API_KEY", "HF_TOKEN", "aws_secret_access_key", "DB_PASS"), "s3"),
+        **dict.fromkeys(("GH_PAT", "MYSQL_PWD", "GITHUB_TOKEN", "SERVICE_PASSWORD_FILE"), "s3"),
+        "DATABASE_URL": "postgres://me:s3@host/db",
+    }
+    seen = {
+        **dict.fromkeys(("TOKENIZERS_PARALLELISM", "SSH_AUTH_SOCK", "KEYMAP", "KEYBOARD_2"), "ok"),
+        "PROXY": "http://host:80/a@b",
+    }
+    for name, value in (hidden | seen | {"NPM_TOKEN": "ok"}).items():
+        monkeypatch.setenv(name, value)
+    toolbox = Toolbox(local_tools(place, allowed_secrets=("NPM_TOKEN",)))
+
+    text = toolbox.run(ToolCall("run_command", {"command": "env"}), threading.Event()).text
+
+    assert {line.split("=")[0] for line in text.splitlines()} >= {*seen, "NPM_TOKEN", "PATH", "PWD"}
+    assert not any(line.startswith(f"{name}=") for line in text.splitlines() for name in hidden)
+    told = run(place, "run_command", command='test -n "$HF_TOKEN"')
+    assert told == "[HF_TOKEN is a secret, and not given to commands]\n[exit code 1]"
+
+
+def test_links_are_followed_below_the_directory_only(place: Path) -> None:
+    (place / "AGENTS.md").write_text("the rules")
+    (place / "CLAUDE.md").symlink_to("AGENTS.md")
+    (place / "src" / "up.md").symlink_to("../CLAUDE.md")
+    (place / "whole.md").symlink_to(place / "AGENTS.md")
+    (place / "source").symlink_to("src")
+    (place / "out").symlink_to("src/../../secret.txt")
+    (place / "away").symlink_to("/etc")
+
+    for path in ("CLAUDE.md", "src/up.md", "whole.md", "source/up.md", str(place / "source/up.md")):
+        assert run(place, "read_file", path=path) == "the rules"
+    assert run(place, "list_files", path="source") == "src/a.py"
+    for path in ("out", "away/hostname", "source/../../secret.txt"):
+        assert "is not below the working directory" in run(place, "read_file", path=path)
+
+
+@pytest.mark.parametrize("name", ["read_file", "list_files", "search_files"])
+def test_a_loop_of_links_is_a_result_that_says_so(place: Path, name: str) -> None:
+    """It ended the answer with "unexpected RuntimeError ... This is a bug"."""
+    (place / "a").symlink_to("b")
+    (place / "b").symlink_to("a")
+
+    text = run(place, name, path="a/x", text="x")
+
+    assert text == "Error: a/x leads through too many links."
+
+
+@pytest.mark.parametrize("name", ["read_file", "list_files", "search_files"])
+def test_a_name_that_becomes_a_link_after_a_look_leads_nowhere(
+    place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A race read outside: names were opened after they had been looked at."""
+    (place / "dir" / "in").mkdir(parents=True)
+    (place / "dir" / "in" / "secret.txt").write_text("inside")
+    (place.parent / "in").mkdir()
+    (place.parent / "in" / "secret.txt").write_text("outside")
+    look = os.readlink
+
+    def look_and_swap(part: str, **others: Any) -> str:
+        try:
+            return look(part, **others)
+        finally:
+            if part == "dir":
+                (place / "dir").rename(place / "old")
+                (place / "dir").symlink_to(place.parent)
+
+    monkeypatch.setattr(os, "readlink", look_and_swap)
+
+    text = run(place, name, path="dir/in/secret.txt" if name == "read_file" else "dir/in", text="s")
+
+    assert text == "Error: there is no directory on the way to {}.".format(
+        "dir/in/secret.txt" if name == "read_file" else "dir/in"
+    )
+
+
+def test_the_directory_stays_the_same_one_if_it_is_renamed(place: Path) -> None:
+    toolbox = Toolbox(local_tools(place))
+    place.rename(place.parent / "moved")
+    place.mkdir()
+    (place / "notes.txt").write_text("another one")
+
+    text = toolbox.run(ToolCall("read_file", {"path": "notes.txt"}), threading.Event()).text
+
+    assert text.startswith("line 1\n")
+
+
+def test_lines_are_counted_as_other_programs_count_them(place: Path) -> None:
+    odd = "one\x0ctwo\u2028three\x85four\r\nfive\x1csix\nseven\rstill\n"
+    (place / "odd.txt").write_text(odd, newline="")
+
+    assert run(place, "search_files", text="seven") == "odd.txt:3: seven still"
+    assert run(place, "read_file", path="odd.txt") == "onetwo threefour\nfivesix\nseven still"
+
+
+class Failing:
+    name, description, is_allowed_by_call = "fail", "", False
+    parameters: Mapping[str, Any] = {}
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        raise self._error
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, RecursionError, MemoryError, AssertionError])
+def test_no_failure_of_a_tool_ends_a_turn(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    toolbox = Toolbox([Failing(kind("words of the user"))])
+
+    text = toolbox.run(ToolCall("fail", {}), threading.Event()).text
+
+    assert text == f"Error: {kind.__name__}: words of the user"
+    assert kind.__name__ in caplog.text
+    assert "words of the user" not in caplog.text
 
 
 def test_a_call_is_one_safe_line() -> None:
