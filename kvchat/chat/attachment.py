@@ -38,6 +38,7 @@ class Attached:
 
 
 _MAX_BYTES = 16 * 2**20
+_HAS_SUFFIX = re.compile(r"\.\w+\Z")
 
 
 def read_attachment(path: Path) -> Attached:
@@ -57,7 +58,9 @@ def read_attachment(path: Path) -> Attached:
     fence = "```"
     while fence in text:
         fence += "`"
-    return Attached(path.name, f"{path.name}:\n{fence}\n{text}\n{fence}\n", is_utf8)
+    # Without a dot a name could be a word of the message: "Code:" above a fence.
+    title = path.name if _HAS_SUFFIX.search(path.name) else f"./{path.name}"
+    return Attached(path.name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_utf8)
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
@@ -170,13 +173,13 @@ def _existing(name: str) -> Path | None:
     return None
 
 
-_ATTACHED = re.compile(r"([^\n]*\.\w+):\n(`{3,})\n.*?\n\2\n\n", re.DOTALL)
+_ATTACHED = re.compile(r"(\./[^\n]+|[^\n]*\.\w+):\n(`{3,})\n.*?\n\2\n\n", re.DOTALL)
 
 
 def split_attached(text: str) -> tuple[list[str], str]:
     """Return the names of the files at the beginning of a message, and the words after them."""
     names: list[str] = []
     while (match := _ATTACHED.match(text)) is not None:
-        names.append(match[1])
+        names.append(match[1].removeprefix("./"))
         text = text[match.end() :]
     return names, text

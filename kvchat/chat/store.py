@@ -315,6 +315,13 @@ class SessionStore:
             return True  # opening it reports the problem
         return conversation.tip_id != ROOT or not len(conversation)
 
+    def rename(self, session_id: str, title: str) -> None:
+        """Give a session a title; raises StoreError if it is open elsewhere or cannot be saved."""
+        _, log = self.open(session_id)
+        log.write(session_file.title_line(title), durable=True)
+        if (problem := log.close()) is not None:
+            raise StoreError(problem)
+
     def find(self, text: str, anywhere: bool = False) -> str:
         """Return the session id that `text` names: an id, a title, or the beginning of one.
 

@@ -17,6 +17,9 @@ from kvchat.core.stats import StoreStatus
 from kvchat.core.text import one_line
 from kvchat.terminal import cache_lines, warmth
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
+from kvchat.terminal.wrap import columns_of, told_rows
+
+_HANGING = 4  # more than the lines of a list are indented
 
 
 def open_store(flags: dict[str, Any]) -> StoreAdmin:
@@ -41,7 +44,8 @@ def show_status(kept: StoreAdmin, store: SessionStore, as_json: bool) -> None:
 def show_tree(kept: StoreAdmin, store: SessionStore) -> None:
     """Print one line per pack."""
     glyphs = Glyphs() if is_utf8(sys.stdout.encoding) else ASCII_GLYPHS
-    _print(cache_lines.tree_lines(kept.tree(named_contexts(store)), glyphs))
+    width = columns_of(sys.stdout)
+    _print(cache_lines.tree_lines(kept.tree(named_contexts(store)), glyphs, width))
 
 
 def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
@@ -136,4 +140,4 @@ def _object(status: StoreStatus) -> dict[str, object]:
 
 
 def _print(lines: list[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(told_rows("\n".join(lines), sys.stdout, _HANGING) + "\n")

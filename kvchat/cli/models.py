@@ -34,9 +34,6 @@ def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> N
     else:
         for key, value in facts.items():
             _print(f"{key.replace('_', ' '):22} {value}")
-        card = source.directory / "README.md"
-        if name == DEMO and card.is_file():
-            _print("\n" + card.read_text(encoding="utf-8").rstrip("\n"))
     if refusal is not None:
         raise refusal
 
@@ -48,6 +45,9 @@ def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsup
     from kvchat.model.loader import inspect_model
 
     facts: dict[str, Any] = {"model": source.name, "directory": str(source.directory)}
+    card = source.directory / "README.md"
+    if source.name == DEMO and card.is_file():
+        facts["card"] = str(card)
     if source.adapter is not None:
         facts["adapter"] = str(source.adapter.directory)
     try:

@@ -12,15 +12,17 @@ from kvchat.chat import documents
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
-from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore
 from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import shown
 from kvchat.core.cost import Cost
-from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line, sanitize
 from kvchat.terminal import warmth
+from kvchat.terminal.wrap import columns_of, has_room, one_row, told_rows
+
+_HANGING = 4
 
 
 def open_store(sessions_dir: str | None) -> SessionStore:
@@ -43,7 +45,11 @@ def open_places(sessions_dir: str | None, of_kv: dict[str, Any]) -> SavedPlaces:
 
 
 def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
-    """Print one line per conversation, the most recent first, and what its next message costs."""
+    """Print one line per conversation, the most recent first, and what its next message costs.
+
+    A terminal that is too narrow for that gets the title in a row of its own.
+    """
+    columns = columns_of(sys.stdout)
     summaries = store.summaries()
     costs = kept_costs(store, kept, [summary.session_id for summary in summaries])
     for summary in summaries:
@@ -62,8 +68,13 @@ def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
             is_empty = not summary.title and not summary.num_turns
             title = "(no message)" if is_empty else one_line(summary.title)
             unit = "turn " if summary.num_turns == 1 else "turns"
-            warm = f" ({warmth.for_list(cost)})" if cost is not None else ""
-            _print(f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}  {title}{warm}")
+            lead = f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}"
+            words = f"  ({warmth.for_list(cost)})" if cost is not None else ""
+            if columns is None or has_room(f"{lead}  {title}{words}", columns):
+                _print(f"{lead}  {title}{words[1:]}")
+            else:
+                _print(told_rows(f"{lead}{words}", sys.stdout, _HANGING))
+                _print(f"{' ' * _HANGING}{one_row(title, columns - _HANGING)}")
 
 
 def _object(cost: Cost | None) -> dict[str, object] | None:
@@ -107,10 +118,7 @@ def rename(store: SessionStore, text: str, title: str) -> None:
     """Give a conversation a title; raises UsageError for an empty one."""
     if not title.strip():
         raise UsageError("A conversation needs a title.")
-    _, log = store.open(store.find(text))
-    log.write(title_line(title), durable=True)
-    if (problem := log.close()) is not None:
-        raise StoreError(problem.partition(";")[0] + ".")
+    store.rename(store.find(text), title)
 
 
 def remove(places: SavedPlaces, texts: list[str]) -> None:

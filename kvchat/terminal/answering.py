@@ -22,6 +22,7 @@ from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView, error_in_words
+from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.paint import Row
 from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
@@ -318,7 +319,7 @@ class Answering:
         """Put a message back into the prompt, unless the prompt has text, which is another message:
         then no message is being edited any more.
 
-        If it `gives_way`, it would be refused again as it is: a command is typed in its place.
+        If it `gives_way`, it would be refused again as it is: what is typed takes its place.
         """
         self._controller.attached = attached
         has_room = not self._view.prompt_text
@@ -327,7 +328,7 @@ class Answering:
             return
         self._view.put_back(text, gives_way)
         if gives_way and not self._view.painter.look.is_plain:
-            words = "Your message is in the prompt again. A command takes its place; Up returns it."
+            words = "Your message is in the prompt again. Typing replaces it; Up returns it."
             tell(self._view, words)
 
     def _write_gap(self) -> None:
@@ -351,7 +352,7 @@ class Answering:
         turns = [conversation.turn(answer.turn_id) for answer in ended]
         choices = [
             # The number that the toolbar and /tree show: earlier answers count.
-            Choice(f"answer {answer_place(conversation, turn)[0]}", one_line(turn.text, 56))
+            Choice(f"answer {answer_place(conversation, turn)[0]}", turn_summary(turn, 56))
             for turn in turns
         ]
         index = await self._view.choose("Go on from", choices)

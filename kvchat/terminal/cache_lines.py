@@ -5,15 +5,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from rich.cells import cell_len
+
 from kvchat.core.config import FEWER_BITS, format_bytes
 from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
 from kvchat.core.text import one_line
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
+from kvchat.terminal.wrap import one_row
 
 _IDENTITY_CHARS = 8
 _PATH_CHARS = 4096
 _LABEL_CHARS = 64
+_LEAST_NAME_CELLS = 8
 
 
 def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
@@ -64,20 +68,27 @@ def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     ]
 
 
-def tree_lines(trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]], glyphs: Glyphs) -> list[str]:
-    """Return a line per pack, below the one it continues; only branches are indented."""
+def tree_lines(
+    trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]],
+    glyphs: Glyphs,
+    width: int | None = None,
+) -> list[str]:
+    """Return a line per pack, below the one it continues; only branches are indented.
+
+    Names of conversations are cut to what `width` cells have room for; None for any.
+    """
     if not trees:
         return ["Nothing is kept."]
     model_dirs = [model_dir for model_dir, _ in trees]
     return [
         line
         for model_dir, packs in trees
-        for line in (_model_dir(model_dir, model_dirs), *branch_lines(packs, glyphs))
+        for line in (_model_dir(model_dir, model_dirs), *branch_lines(packs, glyphs, width))
     ]
 
 
-def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
-    """Yield a line per pack of one model directory."""
+def branch_lines(packs: list[KeptPack], glyphs: Glyphs, width: int | None = None) -> Iterator[str]:
+    """Yield a line per pack of one model directory; `width` as in `tree_lines`."""
     children: dict[int | None, list[int]] = {}
     for number, pack in enumerate(packs):
         children.setdefault(pack.parent, []).append(number)
@@ -94,15 +105,18 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs) -> Iterator[str]:
         lost = ", its beginning is gone" if pack.is_orphan else ""
         pinned = ", pinned" if pack.is_pinned else ""
         size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
-        yield f"  {own}{size}, {_when(pack.last_used_s)}{_names(pack)}{pinned}{lost}"
+        line = f"  {own}{size}, {_when(pack.last_used_s)}"
+        room = None if width is None else width - cell_len(f"{line}{pinned}{lost}")
+        yield f"{line}{_names(pack, room)}{pinned}{lost}"
 
 
-def _names(pack: KeptPack) -> str:
-    """Return the conversation that a pack belongs to, and how many others."""
+def _names(pack: KeptPack, room: int | None) -> str:
+    """Return the conversation that a pack belongs to, and how many others, in so many cells."""
     if not pack.names:
         return ""
     more = f" and {len(pack.names) - 1:,} more" if pack.names[1:] else ""
-    return f", {one_line(pack.names[0], _LABEL_CHARS)}{more}"
+    cells = _LABEL_CHARS if room is None else min(_LABEL_CHARS, room - cell_len(f", {more}"))
+    return f", {one_row(pack.names[0], cells)}{more}" if cells >= _LEAST_NAME_CELLS else ""
 
 
 def verified_line(found: Verified) -> str:
@@ -180,7 +194,10 @@ def _model_dir(model_dir: ModelDirStatus, model_dirs: Sequence[ModelDirStatus]) 
     """Return a line on one of a store's model directories."""
     size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
     used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
-    model = one_line(model_dir.model, _LABEL_CHARS) or "a model not known here"
+    name = model_dir.model
+    if name.startswith("/"):  # a file: its directory takes a row of its own, and tells little
+        name = name.rstrip("/").rpartition("/")[2]
+    model = one_line(name, _LABEL_CHARS) or "a model not known here"
     kv = f", KV in {one_line(model_dir.kv_dtype, _LABEL_CHARS)}" if model_dir.kv_dtype else ""
     others = [other for other in model_dirs if other.model == model_dir.model]
     run = _run_beside(model_dir, others) if model_dir.model else ""

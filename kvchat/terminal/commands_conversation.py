@@ -70,6 +70,8 @@ async def rename(context: "CommandContext", arguments: str) -> None:
     else:
         context.controller.session.rename(title)
     context.say(f"This conversation is called: {title}")
+    if (problem := context.controller.saving_problem()) is not None:
+        context.say(f"{problem} Until it is, the title is lost at the end.", Role.WARNING)
     context.refresh()
 
 
@@ -165,7 +167,11 @@ async def _pick_session(
 ) -> str | None:
     """Return the session that a number, an id or title words name; else let the user pick one."""
     # One that was stepped back to its beginning, or has only what waits, has a title all the same.
-    summaries = [s for s in store.summaries() if s.num_turns or s.title or not s.is_readable]
+    summaries = [
+        summary
+        for summary in await asyncio.to_thread(store.summaries)
+        if summary.num_turns or summary.title or not summary.is_readable
+    ]
     if not summaries:
         raise SessionNotFound("There is no saved conversation yet.")
     number = whole_number(text)
@@ -208,7 +214,7 @@ COMMANDS = (
         resume,
         Group.CONVERSATION,
         usage="[id or words]",
-        aliases=("load", "chats", "list", "session"),
+        aliases=("load", "chats", "session"),
         argument=Argument.SESSION,
     ),
     Command(

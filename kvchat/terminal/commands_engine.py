@@ -232,6 +232,7 @@ COMMANDS = (
         model,
         Group.ENGINE,
         "[NAME|DIR|HF_ID|list]",
+        ("list", "models"),
         argument=Argument.PATH,
         subcommands=("list",),
     ),

@@ -160,13 +160,15 @@ async def think(context: "CommandContext", arguments: str) -> None:
         context.hide_thinking(word == "hide")
         context.say(f"Thinking is {'hidden' if word == 'hide' else 'shown'}.")
         return
-    if word:
-        options = answer_settings.changed(controller.options, "think", word)
-        if (problem := controller.host.model.think_problem(options.think)) is not None:
-            raise UsageError(problem)
-        controller.options = options
-    elif (problem := controller.host.model.think_problem(Think.ON)) is not None:
+    if not word:
+        problem = controller.host.model.think_problem(Think.ON)
+        way = "/think on, off or auto changes it, /think hide and show what is seen of it."
+        context.say(f"Thinking is {controller.options.think}. {problem or way}")
+        return
+    options = answer_settings.changed(controller.options, "think", word)
+    if (problem := controller.host.model.think_problem(options.think)) is not None:
         raise UsageError(problem)
+    controller.options = options
     context.say(f"Thinking is {controller.options.think}, from the next message on.")
 
 

@@ -47,7 +47,8 @@ async def cache(context: "CommandContext", arguments: str) -> None:
         glyphs = context.page.painter.look.glyphs
         named = await asyncio.to_thread(named_contexts, context.controller.host.store)
         trees = await asyncio.to_thread(kept.tree, named)
-        context.say("\n".join(cache_lines.tree_lines(trees, glyphs)), hanging=_HANGING)
+        width = context.page.render_context.width
+        context.say("\n".join(cache_lines.tree_lines(trees, glyphs, width)), hanging=_HANGING)
     elif arguments == "verify":
         reading = _while_wanted(kept.verify)
         stage, left = "reading all KV on disk", "not all KV on disk is verified."

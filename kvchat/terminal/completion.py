@@ -1,8 +1,9 @@
 """Completes command names, their arguments, and @paths."""
 
+import asyncio
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -54,6 +55,24 @@ class LineCompleter(Completer):
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterator[Completion]:
         """Yield completions for the cursor's place."""
+        return self._completions(document, self._sessions)
+
+    async def get_completions_async(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> AsyncGenerator[Completion, None]:
+        """Yield the same; the saved conversations are read on a thread, as they may be many."""
+        sessions: tuple[tuple[str, str], ...] = ()
+        if self._is_session_wanted(document):
+            sessions = await asyncio.to_thread(lambda: tuple(self._sessions()))
+        for completion in self._completions(document, lambda: sessions):
+            yield completion
+
+    def _is_session_wanted(self, document: Document) -> bool:
+        name, space, _ = document.text_before_cursor.removeprefix("/").partition(" ")
+        command = self._registry.find(name) if space else None
+        return command is not None and command.argument is Argument.SESSION
+
+    def _completions(self, document: Document, sessions: Candidates) -> Iterator[Completion]:
         line = document.text_before_cursor
         if line.startswith("/") and "\n" not in line:
             name, space, rest = line[1:].partition(" ")
@@ -62,7 +81,7 @@ class LineCompleter(Completer):
                 return
             command = self._registry.find(name)
             if command is not None:
-                yield from self._arguments(command, rest)
+                yield from self._arguments(command, rest, sessions)
                 return
         yield from self._attachable(_BEGUN_MENTION.search(line))
 
@@ -79,7 +98,9 @@ class LineCompleter(Completer):
                 shown = f"/{command.name}" if word == command.name else f"/{word} ({command.name})"
                 yield Completion(word, -len(typed), display=shown, display_meta=command.help)
 
-    def _arguments(self, command: Command, typed: str) -> Iterator[Completion]:
+    def _arguments(
+        self, command: Command, typed: str, sessions: Candidates
+    ) -> Iterator[Completion]:
         if command.subcommands and " " not in typed:
             yield from _matching(((word, "") for word in command.subcommands), typed)
         if command.argument is Argument.ATTACHABLE:
@@ -92,7 +113,7 @@ class LineCompleter(Completer):
         elif command.argument is Argument.PIN:
             yield from _matching(self._pins(), typed)
         elif command.argument is Argument.SESSION:
-            yield from _matching(self._sessions(), typed)
+            yield from _matching(sessions(), typed)
         elif command.argument is Argument.TURN:
             yield from _matching(self._turns(), typed)
         elif command.argument is Argument.COMMAND:

@@ -89,10 +89,13 @@ def show_where_it_stands(conversation: Conversation, page: Page) -> None:
 def unsent_in_words(count: int) -> str:
     """Return what to say of messages that were typed in an earlier chat and never sent."""
     if count == 1:
-        return "A message of yours was not sent. It is in the prompt again: Esc twice drops it."
+        return (
+            "A message of yours was not sent. It is in the prompt again: typing replaces it, Esc "
+            "twice drops it."
+        )
     return (
         f"{count} messages of yours were not sent. They come into the prompt again, one after "
-        "another: Esc twice drops one."
+        "another: typing replaces it, Esc twice drops it."
     )
 
 

@@ -20,7 +20,12 @@ from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.keys import Keys
 
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.multiline import continues, is_block_open, without_block_marks
+from kvchat.terminal.multiline import (
+    continues,
+    is_block_open,
+    with_line_feeds,
+    without_block_marks,
+)
 from kvchat.terminal.pickers import PAGE_ROWS, Picker
 
 if TYPE_CHECKING:
@@ -88,8 +93,16 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     @bindings.add("/", filter=Condition(lambda: prompt.gives_way_to_command))
     def _begin_anew(event: E) -> None:
         # "/hepl" and "/help", both typed ahead, were one message, "/hepl/help".
-        prompt.buffer.reset()
+        prompt.begin_anew()
         prompt.buffer.insert_text("/")
+
+    gives_way = Condition(lambda: prompt.gives_way_to_text) & is_typing
+
+    @bindings.add(Keys.Any, filter=gives_way)
+    @bindings.add(Keys.BracketedPaste, filter=gives_way)
+    def _type_anew(event: E) -> None:
+        prompt.begin_anew()
+        prompt.buffer.insert_text(with_line_feeds(event.data))
 
     @bindings.add("backspace", filter=shift_selection_mode)
     @bindings.add("c-h", filter=shift_selection_mode)
@@ -100,7 +113,7 @@ def _bind_lines(bindings: KeyBindings, prompt: "LivePrompt") -> None:
     @bindings.add(Keys.BracketedPaste, filter=shift_selection_mode)
     def _paste_instead(event: E) -> None:
         prompt.buffer.cut_selection()
-        prompt.buffer.insert_text(event.data.replace("\r\n", "\n").replace("\r", "\n"))
+        prompt.buffer.insert_text(with_line_feeds(event.data))
 
     @bindings.add("tab", filter=is_typing)
     def _complete(event: E) -> None:

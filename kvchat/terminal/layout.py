@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.filters import Condition, has_completions
-from prompt_toolkit.formatted_text.utils import fragment_list_to_text
 from prompt_toolkit.layout import (
     BufferControl,
     ConditionalContainer,
@@ -22,13 +21,11 @@ from prompt_toolkit.layout.processors import (
     AppendAutoSuggestion,
     HighlightIncrementalSearchProcessor,
     HighlightSelectionProcessor,
-    Processor,
     ShowArg,
-    Transformation,
-    TransformationInput,
 )
 from prompt_toolkit.widgets import SearchToolbar
 
+from kvchat.terminal.line_display import ShortenLongLine, SimplifyEmoji
 from kvchat.terminal.paint import Fragments, Row
 from kvchat.terminal.pickers import Picker
 from kvchat.terminal.theme import Role
@@ -45,35 +42,6 @@ _MAX_QUEUED_CHARS = 2000
 ROWS_BELOW_ANSWER = 4
 _ROWS_AROUND_HELD = 8
 _LEAST_HELD_ROWS = 3
-
-
-# Of a longer line of the prompt, only the part around the cursor is laid out: each key would take
-# seconds in a pasted line of a megabyte. Far more than the prompt's rows have room for.
-_MAX_LINE_CHARS = 8192
-_ELLIPSIS = "…"
-
-
-class ShortenLongLine(Processor):
-    """Shows a part of a long line, in steps of half a part, so that it rarely moves."""
-
-    def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
-        text = fragment_list_to_text(transformation_input.fragments)
-        if len(text) <= _MAX_LINE_CHARS:
-            return Transformation(transformation_input.fragments)
-        document = transformation_input.document
-        is_current = document.cursor_position_row == transformation_input.lineno
-        column = document.cursor_position_col if is_current else 0
-        half = _MAX_LINE_CHARS // 2
-        start = max(0, (column // half - 1) * half)
-        end = start + _MAX_LINE_CHARS + half
-        head = _ELLIPSIS if start else ""
-        tail = _ELLIPSIS if end < len(text) else ""
-        lead = len(head) - start
-        return Transformation(
-            [("", head + text[start:end] + tail)],
-            lambda source: min(max(source + lead, 0), len(head) + end - start),
-            lambda shown: min(max(shown - lead, 0), len(text)),
-        )
 
 
 @dataclass(slots=True)
@@ -100,6 +68,7 @@ def build_layout(prompt: "LivePrompt") -> Layout:
         include_default_input_processors=False,
         input_processors=[
             ShortenLongLine(),
+            SimplifyEmoji(),
             HighlightIncrementalSearchProcessor(),
             HighlightSelectionProcessor(),
             AppendAutoSuggestion(),

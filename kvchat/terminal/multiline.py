@@ -32,6 +32,11 @@ def _is_uneven(text: str) -> bool:
     return text.count(BLOCK_MARK) % 2 == 1
 
 
+def with_line_feeds(pasted: str) -> str:
+    """Return pasted text with the line ends of a message; terminals send carriage returns."""
+    return pasted.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def continues(line: str) -> bool:
     """Return whether a line ends in a backslash that continues the message."""
     return line.endswith("\\") and not line.endswith("\\\\")

@@ -192,6 +192,7 @@ class LivePrompt:
         self._editor = editor
         self._listener: Listener | None = None
         self._refused = ""  # the text that was put back last
+        self._gives_way = False
         self._picked: asyncio.Future[int | None] | None = None
         self._num_lent = 0
         self.interrupts_leave = False
@@ -323,15 +324,26 @@ class LivePrompt:
     def put_back(self, text: str, gives_way: bool = False) -> None:
         self.put_text(text)
         self._refused = text if gives_way or text.startswith("/") else ""
+        self._gives_way = gives_way
 
     @property
     def gives_way_to_command(self) -> bool:
         """Whether the prompt holds a text as it was put back, the cursor after it, that is a
-        command or would only be refused again.
+        command or gives way.
         """
         buffer = self.buffer
         is_at_end = buffer.cursor_position == len(buffer.text)
         return bool(self._refused) and is_at_end and buffer.text == self._refused
+
+    @property
+    def gives_way_to_text(self) -> bool:
+        """Whether anything typed takes the place of the text: it would join the end of it."""
+        return self._gives_way and self.gives_way_to_command
+
+    def begin_anew(self) -> None:
+        """Clear the prompt for other text; Up returns what was in it."""
+        self.keep_cleared()
+        self.buffer.reset()
 
     async def choose(
         self,
@@ -430,6 +442,8 @@ class LivePrompt:
     def keep_cleared(self) -> None:
         """Put the prompt's text into the history, so that Up restores it: it is not sent."""
         history = self.buffer.history
+        if history.get_strings()[-1:] == [self.buffer.text]:
+            return
         if isinstance(history, PrivateHistory):
             history.store_cleared(self.buffer.text)
         else:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from kvchat.chat.keeping import delete_conversation
 from kvchat.chat.saved_chats import SavedChat, read_chats
-from kvchat.chat.session_file import title_line
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.core.errors import KvchatError
 from kvchat.core.text import one_line
@@ -104,7 +103,9 @@ class SessionPicker:
         session = self._context.controller.session
         if session is not None and session.session_id == chat.summary.session_id:
             session.rename(title)
-        elif not self._changed(lambda: _rename(self._store, chat.summary.session_id, title)):
+            if (problem := self._context.controller.saving_problem()) is not None:
+                self._context.notice(problem)
+        elif not self._changed(lambda: self._store.rename(chat.summary.session_id, title)):
             return
         self._choices[index] = replace(self._choices[index], label=title, name=title)
 
@@ -137,14 +138,6 @@ class SessionPicker:
             self._context.notice(str(error))
             return False
         return True
-
-
-def _rename(store: SessionStore, session_id: str, title: str) -> None:
-    _, log = store.open(session_id)
-    try:
-        log.write(title_line(title), durable=True)
-    finally:
-        log.close()
 
 
 def _choice(chat: SavedChat, hides_one_shots: bool, is_open_elsewhere: bool) -> Choice:

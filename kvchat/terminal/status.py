@@ -18,6 +18,7 @@ from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import first_cells
 
 _BAR_CELLS = 10
+_LEAST_LEFT_S = 0.05
 # The share of the context from which on the toolbar warns.
 NEARLY_FULL = 0.8
 _MIN_WORDY_COLUMNS = 60
@@ -224,18 +225,18 @@ class PrefillMeter:
 
     def remaining_s(self, now_s: float) -> float | None:
         """Return the seconds left as the event tells them, or else at the rate so far; None while
-        there is no useful rate.
+        there is no useful rate, and when that time has passed.
         """
         if self._first is None or self._last is None:
             return None
         first_s, first_done = self._first
         last_s, event = self._last
-        if event.left_s is not None:
-            return max(0.0, event.left_s - (now_s - last_s))
-        pace = rate(event.done - first_done, last_s - first_s)
-        if not pace:
-            return None
-        return max(0.0, (event.total - event.done) / pace - (now_s - last_s))
+        left_s = event.left_s
+        if left_s is None:
+            pace = rate(event.done - first_done, last_s - first_s)
+            left_s = (event.total - event.done) / pace if pace else 0.0
+        left_s -= now_s - last_s
+        return left_s if left_s > _LEAST_LEFT_S else None
 
     def line(self, now_s: float, glyphs: Glyphs) -> str:
         """Return the bar, "" before the first event and at the end of the prefill."""

@@ -20,6 +20,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from kvchat.core.text import sanitize_characters
+from kvchat.terminal.multiline import with_line_feeds
 
 _BEGIN_SYNCHRONISED = "\x1b[?2026h"
 _END_SYNCHRONISED = "\x1b[?2026l"
@@ -177,7 +178,7 @@ def typed_ahead(source: Input) -> tuple[list[str], str]:
     lines, rest, last = [], "", None
     for press in keys:
         if press.key is Keys.BracketedPaste:
-            rest += press.data.replace("\r\n", "\n").replace("\r", "\n")
+            rest += with_line_feeds(press.data)
         elif press.key is Keys.ControlM or (
             press.key is Keys.ControlJ and last is not Keys.ControlM
         ):

@@ -148,7 +148,7 @@ class View(Page, Protocol):
     def put_back(self, text: str, gives_way: bool = False) -> None:
         """Put refused text back into the prompt, with the cursor at its end.
 
-        A command that is typed there takes its place if it is one too, or if it `gives_way`.
+        What is typed next takes its place if it `gives_way`; a command also takes a command's.
         """
 
     def show(self, state: LiveState) -> None:

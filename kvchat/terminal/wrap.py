@@ -6,6 +6,7 @@ text to one row, and several texts so that their rows differ.
 
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TextIO
@@ -22,9 +23,13 @@ _IDEOGRAPH = (
 _EMOJI = "\u2190-\u2bff\U0001f000-\U0001faff"
 _FLAG_A = 0x1F1E6
 _FLAG_LETTER = re.compile("[\U0001f1e6-\U0001f1ff]")
-# Variation selectors and skin tones; a lone skin tone is an emoji of its own.
-_VARIANTS = re.compile(f"[\ufe0e\ufe0f]|(?<=[{_EMOJI}])[\U0001f3fb-\U0001f3ff]")
-_JOINED = re.compile(f"(?<=[{_EMOJI}])(?:\u200d[{_EMOJI}])+")  # other scripts join letters
+_VARIANT = "\ufe0e\ufe0f\U0001f3fb-\U0001f3ff"  # variation selectors and skin tones
+# What of an emoji is not its first part; a lone skin tone is an emoji of its own. Other scripts
+# join letters; between those of ASCII, a joiner joins nothing.
+_FURTHER_PARTS = re.compile(
+    f"(?<=[{_EMOJI}])[{_VARIANT}]*(?:\u200d[{_EMOJI}][{_VARIANT}]*)+"
+    f"|[\ufe0e\ufe0f]|(?<=[{_EMOJI}])[{_VARIANT}]|(?<=[ -~])\u200d"
+)
 _UNSURE = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
 _MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -74,13 +79,40 @@ def _fold(word: str, width: int, column: int) -> tuple[list[int], int]:
     for index, character in enumerate(word):
         size = get_character_cell_size(character)
         if column + size > width and index:
-            start = joint if joint > (folds[-1] if folds else 0) else index
+            before = folds[-1] if folds else 0
+            start = joint if joint > before else _unit_start(word, index, before)
             folds.append(start)
             column = cell_len(word[start:index])
         column += size
         if character == NO_BREAK:
             joint = index + 1
     return folds, column
+
+
+# Vowels that are drawn with the letter before them, but have a cell of their own: Thai and Lao.
+_VOWELS = "\u0e33\u0eb3"
+_VIRAMA = 9  # the combining class of what joins two letters of an Indic script
+
+
+def _unit_start(word: str, index: int, before: int) -> int:
+    """Return where the letter begins that a character is a part of; not `before` or earlier.
+
+    A row that begins with a vowel of the letter above it cannot be read.
+    """
+    start = index
+    while start > before and _joins(word, start):
+        start -= 1
+    return start if start > before else index
+
+
+def _joins(word: str, index: int) -> bool:
+    character, last = word[index], word[index - 1]
+    return (
+        character in _VOWELS
+        or get_character_cell_size(character) == 0
+        or last == "\u200d"
+        or unicodedata.combining(last) == _VIRAMA
+    )
 
 
 def simple_emoji(text: str) -> str:
@@ -91,8 +123,14 @@ def simple_emoji(text: str) -> str:
     """
     if not _UNSURE.search(text):
         return text
-    text = _JOINED.sub("", _VARIANTS.sub("", text))
+    text = _FURTHER_PARTS.sub("", text)
     return _FLAG_LETTER.sub(lambda match: chr(ord(match[0]) - _FLAG_A + ord("A")), text)
+
+
+def places_of_simple_emoji(text: str) -> list[int]:
+    """Return the place in a text of each character of `simple_emoji(text)`, and of its end."""
+    dropped = {place for match in _FURTHER_PARTS.finditer(text) for place in range(*match.span())}
+    return [place for place in range(len(text) + 1) if place not in dropped]
 
 
 def _line(text: str) -> str:
@@ -144,29 +182,42 @@ def wrapped_rows(text: str, width: int) -> list[str]:
 _UNIT = re.compile(r"(?:`[^`]*`|kvchat(?: -\S+(?: [^-\s]\S*)?)+|\S)+")
 
 
-def told_rows(text: str, stream: TextIO | None) -> str:
+def columns_of(stream: TextIO | None) -> int | None:
+    """Return the width of a stream's terminal in cells, None if it has none."""
+    if stream is None:
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):  # no terminal
+        return None
+
+
+def has_room(text: str, columns: int) -> bool:
+    return cell_len(text) <= columns
+
+
+def told_rows(text: str, stream: TextIO | None, hanging: int = 0) -> str:
     """Return safe text for a stream, broken for the width of its terminal if it has one.
 
     The terminal itself would break it within words. A command is not broken, and what is wider than
-    a row is left to the terminal, so that it can be copied.
+    a row is left to the terminal, so that it can be copied. Further rows of a line are indented by
+    `hanging` cells.
     """
-    if stream is None:
+    width = columns_of(stream)
+    if width is None:
         return text
-    try:
-        width = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):  # no terminal
-        return text
-    return "\n".join("\n".join(_unit_rows(line, width)) for line in text.split("\n"))
+    rows = (row for line in text.split("\n") for row in _unit_rows(line, width, hanging))
+    return "\n".join(rows)
 
 
-def _unit_rows(line: str, width: int) -> list[str]:
-    rows, start, end = [], 0, 0
+def _unit_rows(line: str, width: int, hanging: int) -> list[str]:
+    rows, start, end, lead = [], 0, 0, ""
     for match in _UNIT.finditer(line):
-        if end and width and cell_len(line[start : match.end()]) > width:
-            rows.append(line[start:end])
-            start = match.start()
+        if end and cell_len(lead + line[start : match.end()]) > width:
+            rows.append(lead + line[start:end])
+            start, lead = match.start(), " " * hanging
         end = match.end()
-    return [*rows, line[start:end]]
+    return [*rows, lead + line[start:end]]
 
 
 def first_cells(text: str, max_cells: int) -> str:

@@ -43,7 +43,7 @@ def test_a_file_that_rightly_has_the_replacement_character_is_utf8(tmp_path: Pat
 def test_an_empty_file_is_attached_empty(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
 
-    assert read_attachment(tmp_path / "empty").text == "empty:\n```\n\n```\n"
+    assert read_attachment(tmp_path / "empty").text == "./empty:\n```\n\n```\n"
 
 
 def test_what_cannot_be_attached_is_named(tmp_path: Path) -> None:

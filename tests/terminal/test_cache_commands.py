@@ -108,6 +108,24 @@ def test_a_long_conversation_goes_straight_down() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("width", "name"), [(80, "A conversation about the wea… and 1 more"), (56, "")]
+)
+def test_a_pack_of_the_tree_has_one_row(width: int, name: str) -> None:
+    """At 80 columns each took two, and no eye could follow the branches."""
+    names = ("A conversation about the weather in April", "Another")
+    packs = [KeptPack(None, 64, 1024**2, 0.0, names=names)]
+    [line] = cache_lines.branch_lines(packs, ASCII_GLYPHS, width)
+    assert line == "  64 tokens, 1 MiB, at an unknown time" + (f", {name}" if name else "")
+    assert len(line) <= width
+
+
+def test_a_file_of_a_model_is_named_without_its_directory() -> None:
+    model_dir = ModelDirStatus("ab" * 16, 1, 16, 1024, 0.0, model="/home/ada/models/tiny.gguf")
+    [line] = cache_lines.tree_lines([(model_dir, [])], ASCII_GLYPHS)
+    assert line.startswith("tiny.gguf: 1 pack")
+
+
 def test_kv_of_two_dtypes_of_one_model_is_told_apart() -> None:
     """Two lines of the same model differed in a digest only."""
     own, rounded = (

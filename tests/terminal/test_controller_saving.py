@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +21,7 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply_stream import LoadRelay
+from kvchat.chat.saved_chats import read_chats
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, StoreError
 from kvchat.core.types import FinishReason, Timing, Usage
@@ -31,6 +34,7 @@ from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.repl import ReplSetup, run_repl
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.session_picker import SessionPicker
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.scripted_engine import Script, scripted_build
@@ -250,6 +254,31 @@ def test_leaving_asks_once_if_the_conversation_cannot_be_saved(
     assert code == (6 if is_full else 0)
     assert ("Leave again to lose what is not saved" in said) is is_full
     assert said.count("Leave again") <= 1
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_title_that_a_full_disk_has_no_room_for_is_not_promised(
+    controller: ChatController, store: SessionStore, is_open: bool
+) -> None:
+    """The list showed the new title, and the next chat the old one."""
+    finish(controller.ask("on disk"))
+    session_id = controller.require_session().session_id
+    if not is_open:
+        controller.close_session()
+    notices: list[str] = []
+    context = cast(Any, SimpleNamespace(controller=controller, notice=notices.append))
+    picker = SessionPicker(context, store, read_chats(store, store.summaries()))
+    with full_disk():
+        picker.rename(0, "a new title")
+
+    assert "cannot be saved (No space left on device)." in notices[0]
+    assert store.read(session_id).conversation.title == ""
+    assert (picker._choices[0].label == "a new title") is is_open  # this chat saves it later
+    if is_open:
+        with full_disk():
+            assert "cannot be saved" in do(controller, "/rename third")
+        assert controller.saving_problem() is None
+        assert store.read(session_id).conversation.title == "third"
 
 
 def test_a_key_pressed_while_the_chat_ends_loses_nothing(controller: ChatController) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import io
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,12 @@ from kvchat.core.errors import ContextTooLong, SessionNotFound, UsageError
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
-from kvchat.terminal.paint import Painter
+from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
+from kvchat.terminal.view import Choice, LiveState, PickerActions
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
 
@@ -223,6 +225,84 @@ def test_a_command_behind_a_message_that_begins_in_a_moment(controller: ChatCont
 
     asyncio.run(type_ahead())
     assert "/pin waits for your message before it.\n" in shown.getvalue()
+
+
+class WatchedView(LineView):
+    """Writes down every toolbar and what a picker offers; its user picks the first choice."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdin, io.StringIO(), Painter(Look(is_plain=True)), 80, "vi")
+        self.bars: list[str] = []
+        self.choices: list[str] = []
+
+    def show(self, state: LiveState) -> None:
+        self.bars.append(state.toolbar(200))
+
+    def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
+        if state is not None:
+            self.show(state)
+
+    async def choose(
+        self,
+        title: str,
+        choices: Sequence[Choice],
+        current: int = 0,
+        actions: PickerActions | None = None,
+    ) -> int | None:
+        self.choices += [choice.detail for choice in choices]
+        return 0
+
+
+async def _answer(controller: ChatController, view: LineView, *lines: str) -> None:
+    dialogue = Dialogue(controller, view, build_registry(), StatsLevel.OFF)
+    dialogue.hear(controller.host.wait_until_ready())
+    worker = asyncio.create_task(dialogue.work())
+    for line in lines:
+        dialogue.accept(line)
+        while dialogue.is_at_work:
+            await asyncio.sleep(0.005)
+    worker.cancel()
+
+
+def test_the_toolbar_counts_while_an_answer_fills_the_context(model: ChatModel) -> None:
+    """It showed the size of the prompt, 40/1k, until the answer had ended, at 927."""
+    build = scripted_build(model, lambda *_: Script("word " * 40, step_s=0.002))
+    host = ChatHost(model, build, None)  # type: ignore[arg-type]
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    view = WatchedView()
+    asyncio.run(_answer(controller, view, "hello"))
+    counts = [int(found[1]) for bar in view.bars if (found := re.search(r"context (\d+)/", bar))]
+
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 4
+    assert counts[-1] == len(controller.context_ids)
+    host.close()
+
+
+def test_answers_to_choose_from_are_told_apart_by_what_they_say(model: ChatModel) -> None:
+    """Each began with the same <think>, and nothing else was to be seen of it."""
+    build = scripted_build(model, lambda _, n: Script(f"<think>Let me see.</think>Answer {n}"))
+    host = ChatHost(model, build, None)  # type: ignore[arg-type]
+    view = WatchedView()
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    asyncio.run(_answer(controller, view, "hello", "/retry -n 2"))
+
+    assert view.choices == ["Answer 0", "Answer 1"]
+    host.close()
+
+
+def test_think_alone_shows_the_state_and_changes_nothing(controller: ChatController) -> None:
+    """It read as /think on does, and was an error for models that cannot be told to."""
+    said = do(controller, "/think")
+    assert said.startswith("Thinking is auto. ")
+    assert "next message" not in said
+    assert controller.options == AskOptions()
+
+
+def test_list_lists_models_as_elsewhere(controller: ChatController) -> None:
+    """It opened the list of conversations; /list of other programs lists models."""
+    controller.host.wait_until_ready()
+    assert do(controller, "/list") == do(controller, "/model")
 
 
 # Redo

@@ -3,7 +3,8 @@
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,26 @@ def _completed(line: str) -> list[str]:
     completer = LineCompleter(build_registry(), lambda: (), lambda: ())
     found = completer.get_completions(Document(line), CompleteEvent())
     return [completion.text for completion in found]
+
+
+def test_saved_conversations_are_read_on_another_thread() -> None:
+    """Tab after /resume read every session file on the loop that draws the screen."""
+    threads: list[int] = []
+
+    def sessions() -> Iterator[tuple[str, str]]:
+        threads.append(threading.get_ident())
+        yield "20261126-101500-abcd", "Holiday plans"
+
+    async def completed(line: str) -> list[str]:
+        completer = LineCompleter(build_registry(), sessions, lambda: ())
+        found = completer.get_completions_async(Document(line), CompleteEvent())
+        return [completion.text async for completion in found]
+
+    assert asyncio.run(completed("/resume 2026")) == ["20261126-101500-abcd"]
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    assert asyncio.run(completed("/cache v")) == ["verify"]
+    assert len(threads) == 1
 
 
 def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:

@@ -278,6 +278,32 @@ def test_the_arrows_edit_the_queue_while_there_is_one() -> None:
     assert _press("\x1b[A", answering=True, before=fill)[1] == "second"
 
 
+@pytest.mark.parametrize("typed", ["new", "/new", "\x1b[200~new\x1b[201~"])
+def test_what_is_typed_takes_the_place_of_a_message_that_came_back(typed: str) -> None:
+    """The two were one message: "Write a poemnew"."""
+
+    def put_back(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.put_back("Write a poem", gives_way=True)
+
+    assert _press(*typed if len(typed) < 5 else [typed], before=put_back)[1].endswith("new")
+    assert "poem" not in _press(typed, before=put_back)[1]
+    assert _press(typed, "\x03", "\x1b[A", "\x1b[A", before=put_back)[1] == "Write a poem"
+    assert _press("\x7f", "m", before=put_back) == ([], "Write a poem")
+    assert _press("\r", before=put_back) == ([("accept", "Write a poem")], "")
+
+
+def test_a_command_with_a_slip_is_mended_where_it_ends() -> None:
+    def put_back(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
+        view.put_back("/mode")
+
+    assert _press("l", before=put_back)[1] == "/model"
+    assert _press("/help", before=put_back)[1] == "/help"
+
+
+def test_an_emoji_of_several_parts_is_edited_as_it_was_typed() -> None:
+    assert _press("a🧑\u200d🚀b", "\x1b[D", "X") == ([], "a🧑\u200d🚀Xb")
+
+
 def test_up_is_history_when_nothing_waits() -> None:
     assert _press("old", "\r", "\x1b[A")[1] == "old"
 

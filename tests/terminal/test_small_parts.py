@@ -328,6 +328,8 @@ def test_what_is_forgotten_is_not_recalled(tmp_path: Path) -> None:
         ("a.txt:\n````\n```\n````\n\nb c.md:\n```\n\n```\n\n", ["a.txt", "b c.md"], ""),
         ("My code:\n```\none\n```\n\nwhat?", [], "My code:\n```\none\n```\n\nwhat?"),
         ("a.txt: what is it?", [], "a.txt: what is it?"),
+        ("./Makefile:\n```\nall:\n```\n\nwhat?", ["Makefile"], "what?"),
+        ("./my notes:\n```\nall:\n```\n\nwhat?", ["my notes"], "what?"),
     ],
 )
 def test_the_summary_of_a_message_leaves_out_its_files(

