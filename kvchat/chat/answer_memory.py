@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.chat.private_database import drop_oldest, note_use, open_private_database
+from kvchat.chat.private_database import drop_oldest, erase, note_use, open_private_database
 from kvchat.core.types import FinishReason
 
 _log = logging.getLogger(__name__)
@@ -101,6 +101,10 @@ class AnswerMemory:
             self._num_puts += 1
         except sqlite3.Error as error:
             _log.warning("an answer's ids cannot be kept: %s", error)
+
+    def remove(self, key: bytes) -> None:
+        """Remove an answer for good. Raises StoreError."""
+        erase(self._db, _NAME, key)
 
     def first_time(self, key: bytes, now_s: float) -> float:
         """Return when this key was first asked for, in whole seconds since the epoch."""

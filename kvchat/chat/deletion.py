@@ -5,16 +5,19 @@ the lines that were typed, the session file with its unsent messages. An interru
 file, by which it can be done again. Nothing else has a conversation's text or ids: names and logs
 hold none.
 
-What stays: KV that another saved conversation has too, up to the last token that both have, and KV
-under a pin of another name. A conversation's own KV goes with all that continues it.
+What stays: KV that another saved conversation or stored response has too, up to the last token that
+both have, and KV under a pin of another name. A conversation's own KV goes with all that continues
+it.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvchat.chat import session_file
 from kvchat.chat.conversation import Conversation, Role
+from kvchat.chat.fed_contexts import stored_contexts
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
@@ -49,14 +52,16 @@ class Deleted:
 class SavedPlaces:
     """Where saved conversations leave something.
 
-    store   the session files; None saves none
-    kept    the KV on disk; None where none was ever kept
-    typed   the lines that were typed; None where they are not saved
+    store    the session files; None saves none
+    kept     the KV on disk; None where none was ever kept
+    typed    the lines that were typed; None where they are not saved
+    answers  the file of a server's stored responses; None for none
     """
 
     store: SessionStore | None
     kept: KeptKv | None = None
     typed: TypedLines | None = None
+    answers: Path | None = None
 
     def delete(self, session_ids: Collection[str], drop: DropFromMemory | None = None) -> Deleted:
         """Delete conversations that this process has not open, for good. Any thread may call it.
@@ -84,7 +89,8 @@ class SavedPlaces:
         if is_open is not None:
             gone.append(is_open)
             contexts += is_open.contexts()
-        deleted = self.delete_kv(contexts, self.other_contexts(session_ids), drop, session_ids)
+        shared = [*self.other_contexts(session_ids), *stored_contexts(self.answers)]
+        deleted = self.delete_kv(contexts, shared, drop, session_ids)
         texts = {turn.text for each in gone for turn in each.turns() if turn.role is Role.USER}
         texts.update(text for each in gone for text in each.waiting)
         trouble = self.delete_typed(texts, session_ids)
@@ -112,6 +118,12 @@ class SavedPlaces:
             raise
         except StoreError as error:
             return Deleted(trouble=one_line(error.message, 4096))
+
+    def delete_context(
+        self, token_ids: list[int], shared: Contexts, drop: DropFromMemory | None = None
+    ) -> Deleted:
+        """Remove the KV of a context that no saved conversation, and no `shared` one, has too."""
+        return self.delete_kv([token_ids], [*self.other_contexts(()), *shared], drop)
 
     def other_contexts(self, session_ids: Collection[str]) -> Contexts:
         """Return the contexts of all saved conversations but these."""

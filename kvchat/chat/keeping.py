@@ -14,11 +14,13 @@ from kvchat.chat.attachment import read_attachment
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.deletion import Deleted, DropFromMemory
+from kvchat.chat.fed_contexts import stored_contexts
 from kvchat.chat.why import common_len
 from kvchat.core.errors import SessionNotFound, UsageError
 
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
+    from kvchat.chat.host import ChatHost
 
 
 # Timeout for opening the disk tier and writing pending KV.
@@ -75,9 +77,9 @@ async def delete_conversation(controller: "ChatController", session_id: str) -> 
     """
     places, conversation = controller.places, controller.conversation
     if conversation is None or conversation.session_id != session_id:
-        return await asyncio.to_thread(places.delete, [session_id], _drop(controller))
+        return await asyncio.to_thread(places.delete, [session_id], drop_from(controller.host))
     deleted = await asyncio.to_thread(
-        places.delete_traces, [session_id], _drop(controller), conversation
+        places.delete_traces, [session_id], drop_from(controller.host), conversation
     )
     controller.close_deleted()
     if places.store is not None:
@@ -98,16 +100,15 @@ async def delete_last_turn(controller: "ChatController") -> Deleted:
     beside = [ids for ids in conversation.contexts() if ids not in below]
     before = conversation.context_ids(last.parent_id)
     others = await asyncio.to_thread(places.other_contexts, [session.session_id])
-    shared = [*others, *beside, before]
-    gone = await asyncio.to_thread(places.delete_kv, below, shared, _drop(controller))
+    shared = [*others, *stored_contexts(places.answers), *beside, before]
+    gone = await asyncio.to_thread(places.delete_kv, below, shared, drop_from(controller.host))
     trouble = places.delete_typed({last.text})
     controller.place.forget(last.turn_id)
     return replace(gone, texts=frozenset((last.text,)), trouble=gone.trouble or trouble)
 
 
-def _drop(controller: "ChatController") -> DropFromMemory | None:
+def drop_from(host: "ChatHost") -> DropFromMemory | None:
     """Return what has the engine let go of KV, and waits for that; None while the model loads."""
-    host = controller.host
     if host.ready is None:
         return None
 

@@ -60,6 +60,19 @@ def note_use(db: sqlite3.Connection, table: str, key: object) -> None:
     db.execute(f"UPDATE {table} SET used_s = ? WHERE key = ?", (time.time(), key))
 
 
+def erase(db: sqlite3.Connection, table: str, key: object) -> bool:
+    """Delete a row for good; return whether it was there. Raises StoreError."""
+    try:
+        removed = db.execute(f"DELETE FROM {table} WHERE key = ?", (key,)).rowcount
+        # The log would hold it for a while.
+        [(is_held, *_)] = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"What is stored cannot be deleted: {error}.") from error
+    if is_held:
+        raise StoreError("Other processes read what is stored.", "Try again in a moment.")
+    return removed > 0
+
+
 def _require_private(path: Path) -> None:
     """Make the file with mode 0600, and take the rights of others from it and from its logs.
 

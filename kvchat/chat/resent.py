@@ -7,12 +7,13 @@ new is read. Sessions made here have no file: the client keeps the conversation.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
+from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
@@ -34,13 +35,15 @@ class Asked:
     """A request in progress. The owner takes the reply's events and closes the session.
 
     `difference` says which earlier message the client changed, None if it changed none. `kept` are
-    the beginnings of the context to keep on disk: their tokens and for how many seconds.
+    the beginnings of the context to keep on disk: their tokens and for how many seconds. `fed` is
+    what the request was, once its answer is remembered.
     """
 
     session: ChatSession
     reply: Reply
     difference: Difference | None = None
     kept: tuple[tuple[int, float], ...] = ()
+    fed: Fed = field(default_factory=Fed)
 
 
 class ResentChats:
@@ -135,7 +138,8 @@ class ResentChats:
         client wants to be kept.
         """
         conversation = asked.session.conversation
-        self._pin(conversation.context_ids(ended.turn_id), asked.kept)
+        asked.fed.token_ids = conversation.context_ids(ended.turn_id)
+        self._pin(asked.fed.token_ids, asked.kept)
         turn = conversation.turn(ended.turn_id)
         if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
             return
@@ -146,6 +150,12 @@ class ResentChats:
         text = ended.text if ended.thinking or ended.calls else turn.text
         key = digest.key(_answer_text(text, ended.calls))
         self._memory.put(key, KnownAnswer(turn.token_ids, ended.reason))
+        asked.fed.answer_key = key
+
+    def forget(self, fed: Fed) -> None:
+        """Remove the answer of a request for good. Raises StoreError."""
+        if fed.answer_key:
+            self._memory.remove(fed.answer_key)
 
     def _pin(self, context: list[int], kept: tuple[tuple[int, float], ...]) -> None:
         for num_tokens, ttl_s in kept:

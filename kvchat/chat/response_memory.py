@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvchat.chat.private_database import drop_oldest, note_use, open_private_database
+from kvchat.chat.private_database import drop_oldest, erase, note_use, open_private_database
 from kvchat.chat.tokenizer import Segment, TextCodec
-from kvchat.core.errors import KvchatError, StoreError
+from kvchat.core.errors import KvchatError
 
 _log = logging.getLogger(__name__)
 
@@ -82,13 +82,7 @@ class ResponseMemory:
 
     def remove(self, name: str) -> bool:
         """Remove a record for good; return whether it was there. Raises StoreError."""
-        delete = f"DELETE FROM {self._table} WHERE key = ?"
-        try:
-            removed = self._db.execute(delete, (self._key(name),)).rowcount
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log would hold it for a while
-        except sqlite3.Error as error:
-            raise StoreError(f"The response cannot be deleted: {error}.") from error
-        return removed > 0
+        return erase(self._db, self._table, self._key(name))
 
     def close(self) -> None:
         self._db.close()

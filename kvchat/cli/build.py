@@ -79,7 +79,13 @@ def saved_places(settings: Settings) -> "SavedPlaces":
 
     if settings["incognito"]:
         return SavedPlaces(None)
-    return SavedPlaces(session_store(settings), store_admin(settings), TypedLines(history_path()))
+    store, typed = session_store(settings), TypedLines(history_path())
+    return SavedPlaces(store, store_admin(settings), typed, answers_path(settings))
+
+
+def answers_path(settings: Settings) -> Path:
+    """Return the file of what `kvchat serve` stores."""
+    return cache_directory(settings).parent / "answers.db"
 
 
 def history_path() -> Path:

@@ -4,11 +4,18 @@ import gc
 import os
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import ask_options, cache_directory, check, open_host, user_paths
+from kvchat.cli.build import (
+    answers_path,
+    ask_options,
+    check,
+    open_host,
+    saved_places,
+    user_paths,
+)
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import announced
 from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
@@ -78,12 +85,14 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     finally:
         service.answering.close()
         service.responses.close()
+        service.fed.close()
         if host.ready is not None:
             host.close()
 
 
 def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
     from kvchat.chat.answer_memory import AnswerMemory
+    from kvchat.chat.fed_contexts import FedContexts
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
     from kvchat.server.answering import Answering
@@ -91,7 +100,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     from kvchat.server.service import Service
 
     is_kept = not settings["incognito"] and settings["cache"]
-    path = cache_directory(settings).parent / "answers.db" if is_kept else None
+    path = answers_path(settings) if is_kept else None
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path), _new_stabiliser(host, path, request.stabilises))
     options = ask_options(settings, host.model.sampling_defaults, 1)
@@ -104,6 +113,8 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         (name, *request.names),
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
+        FedContexts(path),
+        replace(saved_places(settings), answers=None),
     )
 
 

@@ -22,6 +22,7 @@ from kvchat.chat.events import (
     ReadingPrompt,
     SavingFailed,
 )
+from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.resent import Asked, ResentChats
 from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.thinking import Think
@@ -95,6 +96,7 @@ class Answer:
         self._asked: Asked | None = None
         self._difference: Difference | None = None
         self._kept: tuple[tuple[int, float], ...] = ()
+        self._fed = Fed()
         self._first: list[ChatEvent] = []
         self._written_s = self._loop.time()
         self._is_silent = False
@@ -123,7 +125,7 @@ class Answer:
             raise as_api_error(error) from error
         finally:
             self._began = None
-        self._difference, self._kept = asked.difference, asked.kept
+        self._difference, self._kept, self._fed = asked.difference, asked.kept, asked.fed
         self._metrics.num_running += 1
 
     async def _hear_first(self) -> None:
@@ -223,6 +225,11 @@ class Answer:
         return self._difference
 
     @property
+    def fed(self) -> Fed:
+        """What the request was; complete on the encoder's thread, once its answer has ended."""
+        return self._fed
+
+    @property
     def kept(self) -> tuple[tuple[int, float], ...]:
         """The beginnings of the context that are kept: their tokens, and for how many seconds."""
         return self._kept
@@ -299,6 +306,10 @@ class Answering:
     def _remember(self, asked: Asked, ended: AnswerEnded) -> None:
         # On the encoder's thread, as all uses of the memory.
         self._encoder.submit(lambda: self._chats.remember(asked, ended))
+
+    def forget(self, fed: Fed) -> None:
+        """Remove the answer of a request for good, on the encoder's thread. Raises StoreError."""
+        self._chats.forget(fed)
 
     def on_encoder(self, function: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a function on the thread that encodes, after what it has to do before."""

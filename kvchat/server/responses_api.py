@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import max_summary_tokens, request_text
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.core.types import FinishReason
@@ -37,7 +38,7 @@ from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, with_calls
 
 # Keeps the items that a response answers, and the response; returns once they are on the disk.
-Keep = Callable[[list[dict[str, Any]], dict[str, Any]], Awaitable[None]]
+Keep = Callable[[list[dict[str, Any]], dict[str, Any], Fed], Awaitable[None]]
 
 _UNSUPPORTED = ("conversation", "background", "prompt", "moderation")
 _TRUNCATIONS = ("auto", "disabled")
@@ -89,9 +90,9 @@ class ResponsesApi:
     def _keep(self, fields: Body, earlier: list[Fields], held: HeldResponse | None) -> Keep:
         """Return what keeps a complete response wherever the client lets it be kept."""
 
-        async def keep(given: list[dict[str, Any]], response: dict[str, Any]) -> None:
+        async def keep(given: list[dict[str, Any]], response: dict[str, Any], fed: Fed) -> None:
             if is_stored(fields):
-                await self.stored.keep(given, response)
+                await self.stored.keep(given, response, fed)
             if held is not None:
                 before = [item.values for item in earlier]
                 held.hold([*before, *given], response, fields.num_bytes)
@@ -178,6 +179,7 @@ class _Response:
         self, model: str, options: AskOptions, fields: Fields, keep: Keep, offered: OfferedTools
     ) -> None:
         self._keep = keep
+        self._fed = Fed()
         self.offered = offered
         self._given = given_items(fields)
         self._complete: dict[str, Any] | None = None
@@ -231,13 +233,13 @@ class _Response:
             "output": _items(ended, self.offered) if items is None else items,
             "usage": _usage(ended, answer),
         }
-        self._complete = response
+        self._complete, self._fed = response, answer.fed
         return response
 
     async def keep(self) -> None:
         """Keep the response if it is complete."""
         if self._complete is not None:
-            await self._keep(self._given, self._complete)
+            await self._keep(self._given, self._complete, self._fed)
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         fault = {"code": error.code or "server_error", "message": error.message}

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
+from kvchat.chat.fed_contexts import FedContexts
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
 from kvchat.chat.response_memory import ResponseMemory
@@ -29,6 +31,8 @@ class Service:
     names       the names that requests may give the model; the first is its own
     responses   what clients may continue by its id; used on the encoder's thread
     files       where the model's files are on this machine, or the name by which it is found
+    fed         the contexts of stored responses; used on the encoder's thread
+    places      every place that has something of saved conversations, for deleting a response
     """
 
     host: ChatHost
@@ -38,6 +42,8 @@ class Service:
     names: tuple[str, ...]
     responses: ResponseMemory
     files: str = ""
+    fed: FedContexts = field(default_factory=lambda: FedContexts(None))
+    places: SavedPlaces = field(default_factory=lambda: SavedPlaces(None))
 
     @property
     def tokenizer_digest(self) -> str:

@@ -4,12 +4,16 @@ What is kept is what the client gave and got. A continued conversation is answer
 had sent all of it, so everything that holds for resent conversations holds for it.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.deletion import Deleted
+from kvchat.chat.fed_contexts import Fed
+from kvchat.chat.keeping import drop_from
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields, shortened
@@ -89,11 +93,18 @@ class StoredResponses:
             wanted = record["response"][_FIELD]
         return chain
 
-    async def keep(self, given: list[dict[str, Any]], response: dict[str, Any]) -> None:
-        """Keep a complete response, and the items that it answered; return once that is done."""
-        record = {"input": given, "response": response}
-        put = self._service.responses.put
-        await self._service.answering.on_encoder(lambda: put(response["id"], record))
+    async def keep(self, given: list[dict[str, Any]], response: dict[str, Any], fed: Fed) -> None:
+        """Keep a complete response, and the items that it answered; return once that is done.
+
+        `fed` is the request that it answered.
+        """
+        record, service = {"input": given, "response": response}, self._service
+
+        def put() -> None:
+            service.responses.put(response["id"], record)
+            service.fed.put(response["id"], fed)
+
+        await service.answering.on_encoder(put)
 
     async def get(self, request: Request) -> Response:
         response_id = request.path_params["name"]
@@ -116,14 +127,39 @@ class StoredResponses:
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["name"]
-        remove = self._service.responses.remove
         try:
-            is_gone = await self._service.answering.on_encoder(lambda: remove(response_id))
+            is_gone = await self._is_deleted(response_id)
         except KvchatError as error:
             raise as_api_error(error) from error
         if not is_gone:
             raise _missing(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def _is_deleted(self, response_id: str) -> bool:
+        """Delete a response everywhere: its KV, its answer, its record; false if there is none.
+
+        KV stays that another stored response or a saved conversation has too. Raises KvchatError;
+        StoreInUse while another process holds the KV, and then the record stays.
+        """
+        service, on_encoder = self._service, self._service.answering.on_encoder
+        fed, others = await on_encoder(
+            lambda: (service.fed.find(response_id), service.fed.others(response_id))
+        )
+        gone = Deleted()
+        if fed is not None:
+            gone = await asyncio.to_thread(
+                service.places.delete_context, fed.token_ids, others, drop_from(service.host)
+            )
+
+        def remove() -> bool:
+            if fed is not None:
+                service.answering.forget(fed)
+                service.fed.remove(response_id)
+            return service.responses.remove(response_id)
+
+        is_gone = await on_encoder(remove)
+        gone.require_all("The response is deleted", "`kvchat cache clear` deletes all KV.")
+        return is_gone
 
 
 def is_stored(fields: Fields) -> bool:

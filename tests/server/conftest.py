@@ -8,6 +8,8 @@ import pytest
 
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.deletion import SavedPlaces
+from kvchat.chat.fed_contexts import FedContexts
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
@@ -73,13 +75,18 @@ def served_by(
     api_key: str | None = None,
     limits: Limits | None = None,
     memory: Path | None = None,
+    places: SavedPlaces | None = None,
 ) -> Iterator[App]:
     """Yield the application that serves a host."""
     metrics = Metrics()
     answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
     responses = ResponseMemory(memory, host.model.tokenizer)
     names = ("scripted", "other")
-    service = Service(host, answering, metrics, answer_options(200), names, responses)
+    fed = FedContexts(memory)
+    places = places if places is not None else SavedPlaces(None)
+    options = answer_options(200)
+    service = Service(host, answering, metrics, options, names, responses, "", fed, places)
     yield new_app(service, api_key, limits or Limits())
     answering.close()
     responses.close()
+    fed.close()
