@@ -19,11 +19,13 @@ from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_r
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.tools import ToolCall, ToolResult
+from kvchat.cli.answer_time import AnswerTime
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice, missing_answer
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import (
     ContextTooLong,
     ExitCode,
+    GenerationError,
     KvchatError,
     StoreError,
     TimedOut,
@@ -35,6 +37,7 @@ from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
+from kvchat.tools.rounds import Rounds
 from kvchat.tools.toolbox import Toolbox, call_in_words, refused
 
 if TYPE_CHECKING:
@@ -133,7 +136,6 @@ def with_prompt(piped: str, prompt: str | None) -> str:
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 50
 # Of a full context, in an input that takes commands.
 _WAYS_OUT = "/compact makes room, /new begins another conversation."
 # The first characters of `/help`, `?` and `:q`. Any other line is a message.
@@ -264,40 +266,50 @@ class Script:
         """Write an answer of the conversation until it ends."""
         session = self._controller.require_session()
         exchange = Exchange(session.session_id, num_samples=num_samples)
-        calls = self._take_all(exchange, reply)
-        for _ in range(_MOST_ROUNDS):
-            toolbox = self._setup.toolbox
-            if not calls or toolbox is None or self._is_over:
+        answer_time, rounds = AnswerTime(self._setup.timeout_s), Rounds()
+        calls = self._take_all(exchange, reply, answer_time)
+        toolbox = self._setup.toolbox
+        while calls and toolbox is not None and not self._is_over:
+            results = tuple(self._result(toolbox, call, answer_time) for call in calls)
+            if self._interruption.code is not None:
+                self._note(self._interruption.code)
                 break
-            results = tuple(self._result(toolbox, call) for call in calls)
             try:
+                if problem := rounds.add(calls, results):
+                    raise GenerationError(problem, "Ask in other words, or with another model.")
                 reply = self._controller.give_results(results)
             except KvchatError as error:
                 self.report(error, self._session_fields)
                 return
             exchange = Exchange(session.session_id)
-            calls = self._take_all(exchange, reply)
+            calls = self._take_all(exchange, reply, answer_time)
         self._tell_trouble()
 
-    def _result(self, toolbox: Toolbox, call: ToolCall) -> ToolResult:
+    def _result(self, toolbox: Toolbox, call: ToolCall, answer_time: AnswerTime) -> ToolResult:
         """Run a call, or refuse it: a script has no user to ask."""
         if toolbox.has(call.name) and not toolbox.permissions.of(call.name):
             name = one_line(call.name)
             self._setup.notices.tell(f"{name} is not allowed; --allow-tool {name} allows it.")
             return refused(call)
+        if answer_time.is_over or self._interruption.code is not None:
+            return ToolResult(call.name, "Error: it was not called, for the answer had to end.")
         self._setup.notices.tell(call_in_words(call))
         stop = threading.Event()
         self._interruption.watch(stop.set)
         try:
-            return toolbox.run(call, stop)
+            with answer_time.stopping(stop.set):
+                return toolbox.run(call, stop)
         finally:
             self._interruption.watch(None)
 
-    def _take_all(self, exchange: Exchange, reply: Reply) -> tuple[ToolCall, ...]:
+    def _take_all(
+        self, exchange: Exchange, reply: Reply, answer_time: AnswerTime
+    ) -> tuple[ToolCall, ...]:
         """Write an answer until it ends; return the calls in it, which its sender waits for."""
         calls: tuple[ToolCall, ...] = ()
         try:
-            with self._limited(reply):
+            with self._limited(reply, answer_time):
+                answer_time.begin()
                 for event in reply:
                     if isinstance(event, AnswerEnded):
                         self._controller.note_ended(event)
@@ -395,8 +407,8 @@ class Script:
         details = detail_line(ended, glyphs, read_again)
         self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
 
-    def _limited(self, reply: Reply) -> "_Limits":
-        return _Limits(self._controller.host, reply, self._setup.timeout_s, self._interruption)
+    def _limited(self, reply: Reply, answer_time: AnswerTime) -> "_Limits":
+        return _Limits(self._controller.host, reply, answer_time.left_s, self._interruption)
 
     # A batch of JSON requests
 

@@ -28,9 +28,7 @@ from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
-
-# The most rounds of calls after one message: a model may go on calling without end.
-_MOST_ROUNDS = 50
+from kvchat.tools.rounds import Rounds
 
 # Starts a reply; its argument is the function that the reply calls when it has events.
 _Ask = Callable[[Callable[[], None]], Reply]
@@ -176,7 +174,8 @@ class Answering:
 
     async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
         """Run the calls of an answer, and let the model answer their results, again and again."""
-        for _ in range(_MOST_ROUNDS):
+        rounds = Rounds()
+        while True:
             ended = answer_view.ended.get(0)
             if ended is None or not ended.calls or ended.reason is not FinishReason.STOP:
                 return
@@ -186,6 +185,10 @@ class Answering:
                 self._controller.hold_results(results)
                 tell(self._view, "Stopped. What the tools returned goes with your next message.")
                 return
+            if problem := rounds.add(ended.calls, results):
+                self._controller.hold_results(results)
+                tell(self._view, f"{problem} Send any message to go on.")
+                return
             try:
                 answer_view = await self._follow(
                     partial(self._controller.give_results, results), stats_level
@@ -193,10 +196,6 @@ class Answering:
             except KvchatError as error:
                 tell(self._view, str(error), Role.ERROR)
                 return
-        tell(
-            self._view,
-            f"The model has called tools {_MOST_ROUNDS} times. Send any message to go on.",
-        )
 
     async def answer_again(self, options: AskOptions, stats_level: StatsLevel) -> None:
         """Show another answer to the last message, or several to pick from."""

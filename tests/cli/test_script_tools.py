@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,32 @@ from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interruption
 from kvchat.tools.local_tools import local_tools
-from kvchat.tools.toolbox import Toolbox
+from kvchat.tools.toolbox import Tool, Toolbox
 from support.commands import Shell
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build, text_model, write_tool_checkpoint
 
 READ = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
+WAIT = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
 Answered = Callable[..., tuple[str, str]]
 
 
+class Wait:
+    """A tool that waits until it is stopped."""
+
+    name, description, is_allowed_by_call = "wait", "Wait.", False
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        assert stop.wait(60), "the time of the answer is over after a second"
+        return "stopped"
+
+
 def _author(question: str, sample: int) -> Answer:
-    if question == "again and again":
+    if question in ("again and again", "count"):
         return Answer(READ)
+    if question == "wait":
+        return Answer(WAIT + WAIT)
     if question.startswith("<tool_response>"):
         told = question.removeprefix("<tool_response>").removesuffix("</tool_response>").strip()
         return Answer(f"It says: {told}" if "again" not in told else READ)
@@ -41,8 +56,15 @@ def answered(tmp_path: Path) -> Iterator[Answered]:
     (tmp_path / "a.txt").write_text("alpha")
     controllers: list[ChatController] = []
 
-    def answer(*allowed: str, prompt: str = "read it", is_json: bool = False) -> tuple[str, str]:
-        toolbox = Toolbox(local_tools(tmp_path), allowed)
+    def answer(
+        *allowed: str,
+        prompt: str = "read it",
+        is_json: bool = False,
+        timeout_s: float | None = None,
+        code: int = 0,
+        more: Callable[[], Tool] = Wait,
+    ) -> tuple[str, str]:
+        toolbox = Toolbox([*local_tools(tmp_path), more()], allowed)
         host = ChatHost(model, scripted_build(model, _author), SessionStore(tmp_path / "sessions"))
         controller = ChatController(
             host, lambda *_: host, None, AskOptions(), tools=toolbox.definitions
@@ -52,11 +74,11 @@ def answered(tmp_path: Path) -> Iterator[Answered]:
         writer: Any = TextWriter(stdout, is_raw=False)
         if is_json:
             writer = JsonWriter(stdout, lambda: host.ready)
-        setup = ScriptSetup(controller, writer, Notices(False, stderr), toolbox=toolbox)
+        setup = ScriptSetup(controller, writer, Notices(False, stderr), timeout_s, toolbox=toolbox)
         with Interruption() as interruption:
             script = Script(setup, interruption)
             script.answer(prompt)
-        assert script.exit_code == 0
+        assert script.exit_code == code
         return stdout.getvalue(), stderr.getvalue()
 
     yield answer
@@ -90,13 +112,46 @@ def test_json_has_the_calls_of_each_answer(answered: Answered) -> None:
     assert "calls" not in last
 
 
-def test_a_model_that_never_stops_calling_is_ended(answered: Answered, tmp_path: Path) -> None:
+def test_a_model_that_repeats_a_call_is_ended(answered: Answered, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("again")
 
-    stdout, stderr = answered("read_file", prompt="again and again")
+    stdout, stderr = answered("read_file", prompt="again and again", code=1)
 
-    assert stderr.count("read_file(") == 50
-    assert stdout.count("\n") <= 51
+    assert stderr.count("read_file(") == 3
+    assert "makes the same call again and again" in stderr
+    assert stdout.strip() == ""
+
+
+class Counter:
+    """A tool under the name of another, whose result is new each time."""
+
+    name, description, is_allowed_by_call = "read_file", "Count.", False
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+    num_calls = 0
+
+    def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
+        self.num_calls += 1
+        return f"again {self.num_calls}"
+
+
+def test_a_model_that_never_stops_calling_is_ended(answered: Answered) -> None:
+    counter = Counter()
+
+    _, stderr = answered("read_file", prompt="count", more=lambda: counter, code=1)
+
+    assert counter.num_calls == 50
+    assert "has called tools 50 times" in stderr
+
+
+def test_the_time_of_an_answer_ends_the_tools_of_it_too(answered: Answered) -> None:
+    stdout, stderr = answered("wait", prompt="wait", is_json=True, timeout_s=1.0, code=124)
+
+    assert stderr.count("wait()") == 1, "the second call is not begun"
+    assert "took longer than 1.0 s" in stderr
+    assert [json.loads(line)["finish_reason"] for line in stdout.splitlines()] == [
+        "stop",
+        "timeout",
+    ]
 
 
 def test_a_model_whose_template_takes_no_tools_is_refused_where_the_flag_asks(
