@@ -88,7 +88,12 @@ SETTINGS = (
     Setting("tools", bool, False, "let the model read files here and run commands; it asks first"),
     Setting("allow_tool", list, (), "run this tool without a question"),
     Setting("tool_env", list, (), "let tools' commands see this variable, though it looks secret"),
-    Setting("timeout", float, None, "in scripts, seconds loading may take, then each answer with its tools"),
+    Setting(
+        "timeout",
+        float,
+        None,
+        "in scripts, seconds loading may take, and then each answer with its tools",
+    ),
     Setting(
         "spec",
         bool,
