@@ -110,7 +110,7 @@ class ChatModel:
 
     def think_problem(self, think: Think) -> str | None:
         """Return one sentence if this model's template ignores a setting, else None."""
-        return self.format.switch.problem(think, self.name)
+        return self.format.switch.problem(think, self.name.rstrip("/").rpartition("/")[2])
 
     def answer_ids(self, conversation: Conversation, turn: Turn) -> tuple[int, ...]:
         """Return ids for an answer that is given as text, such as another model's answer.

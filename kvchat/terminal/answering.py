@@ -30,6 +30,9 @@ from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
 from kvchat.tools.rounds import Rounds
 
+# A text with more characters for each token of the context does not fit with any tokenizer.
+_CHARS_A_TOKEN = 16
+
 # Starts a reply; its argument is the function that the reply calls when it has events.
 _Ask = Callable[[Callable[[], None]], Reply]
 
@@ -159,13 +162,13 @@ class Answering:
         except KvchatError as error:
             tell(self._view, error_in_words(error), Role.ERROR)
             if isinstance(error, ContextTooLong):
-                self._tell_if_too_long_alone(text, self._controller.attached)
+                await self._tell_if_too_long_alone(text, self._controller.attached)
             # What is too long or cannot be saved is refused again as it is.
             gives_way = isinstance(error, StoreError | ContextTooLong)
             self._give_back(text, attached, edited, gives_way)
             return False
         if answer_view.failed is not None and isinstance(answer_view.failed.error, ContextTooLong):
-            self._tell_if_too_long_alone(text, sent)
+            await self._tell_if_too_long_alone(text, sent)
             self._controller.drop_refused(is_given_back=not self._view.prompt_text)
             self._give_back(text, attached, edited, gives_way=True)
             return False
@@ -292,21 +295,26 @@ class Answering:
                 said = painter.wrapped(f"read again: {words} (/cache why)", width, Role.NOTE)
                 self._view.write([*said, painter.text("")], self._live_state())
 
-    def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
+    async def _tell_if_too_long_alone(self, text: str, attached: tuple[Attached, ...]) -> None:
         """Say so if a refused message would not fit in an empty conversation either."""
         ready, tools = self._controller.host.ready, self._controller.tools
+        if ready is None:
+            return
         num_defining = self._controller.num_tokens(tools.text) if tools is not None else 0
-        if ready is not None and num_defining >= ready.context_limit:
+        if num_defining >= ready.context_limit:
             tokens = f"{about(self._controller.host.model)}{num_defining:,} tokens"
             tell(
                 self._view, f"The tools alone have {tokens}: start without --tools, or with fewer."
             )
             return
         whole = "\n".join([*(file.text for file in attached), text])
-        num_tokens = self._controller.num_tokens(whole)
-        if ready is not None and num_tokens >= ready.context_limit:
-            tokens = f"{about(self._controller.host.model)}{num_tokens:,} tokens"
-            tell(self._view, f"Your message alone has {tokens}: send a part of it.")
+        size = f"{len(whole):,} characters"
+        if len(whole) < _CHARS_A_TOKEN * ready.context_limit:  # counting megabytes takes minutes
+            num_tokens = await asyncio.to_thread(self._controller.num_tokens, whole)
+            if num_tokens < ready.context_limit:
+                return
+            size = f"{about(self._controller.host.model)}{num_tokens:,} tokens"
+        tell(self._view, f"Your message alone has {size}: send a part of it.")
 
     def _give_back(
         self,

@@ -106,6 +106,8 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs, width: int | None = None
         pinned = ", pinned" if pack.is_pinned else ""
         size = f"{plural(pack.num_tokens, 'token')}, {format_bytes(pack.num_bytes)}"
         line = f"  {own}{size}, {_when(pack.last_used_s)}"
+        if width is not None and cell_len(f"{line}{pinned}{lost}") > width:
+            line = f"  {own}{size}"
         room = None if width is None else width - cell_len(f"{line}{pinned}{lost}")
         yield f"{line}{_names(pack, room)}{pinned}{lost}"
 

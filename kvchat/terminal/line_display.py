@@ -13,6 +13,8 @@ from kvchat.terminal.wrap import places_of_simple_emoji, simple_emoji
 # Of a longer line, only the part around the cursor is laid out: each key would take seconds in a
 # pasted line of a megabyte. Far more than the prompt's rows have room for.
 _MAX_LINE_CHARS = 8192
+# Of such a line that the cursor is not in, so much: more would leave no room for the cursor's line.
+_OTHER_LINE_CHARS = 160
 _ELLIPSIS = "…"
 
 
@@ -24,11 +26,11 @@ class ShortenLongLine(Processor):
         if len(text) <= _MAX_LINE_CHARS:
             return Transformation(transformation_input.fragments)
         document = transformation_input.document
-        is_current = document.cursor_position_row == transformation_input.lineno
-        column = document.cursor_position_col if is_current else 0
-        half = _MAX_LINE_CHARS // 2
-        start = max(0, (column // half - 1) * half)
-        end = start + _MAX_LINE_CHARS + half
+        start, end = 0, _OTHER_LINE_CHARS
+        if document.cursor_position_row == transformation_input.lineno:
+            half = _MAX_LINE_CHARS // 2
+            start = max(0, (document.cursor_position_col // half - 1) * half)
+            end = start + _MAX_LINE_CHARS + half
         head = _ELLIPSIS if start else ""
         tail = _ELLIPSIS if end < len(text) else ""
         lead = len(head) - start

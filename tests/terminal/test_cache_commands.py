@@ -118,6 +118,8 @@ def test_a_pack_of_the_tree_has_one_row(width: int, name: str) -> None:
     [line] = cache_lines.branch_lines(packs, ASCII_GLYPHS, width)
     assert line == "  64 tokens, 1 MiB, at an unknown time" + (f", {name}" if name else "")
     assert len(line) <= width
+    [narrow] = cache_lines.branch_lines(packs, ASCII_GLYPHS, 30)
+    assert narrow == "  64 tokens, 1 MiB"
 
 
 def test_a_file_of_a_model_is_named_without_its_directory() -> None:

@@ -279,6 +279,20 @@ def test_the_toolbar_counts_while_an_answer_fills_the_context(model: ChatModel) 
     host.close()
 
 
+def test_the_tokens_of_megabytes_are_not_counted_to_refuse_them(model: ChatModel) -> None:
+    """The screen stood still for the minute that this took."""
+    build = scripted_build(model, lambda *_: Script("yes"), max_context=300)
+    host = ChatHost(model, build, None)  # type: ignore[arg-type]
+    shown = io.StringIO()
+    view = LineView(sys.stdin, shown, Painter(Look(is_plain=True)), 200, "vi")
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    asyncio.run(_answer(controller, view, "word " * 2000, "word " * 400))
+
+    assert "Your message alone has 10,000 characters: send a part of it." in shown.getvalue()
+    assert re.search(r"Your message alone has [\d,]+ tokens: send", shown.getvalue())
+    host.close()
+
+
 def test_answers_to_choose_from_are_told_apart_by_what_they_say(model: ChatModel) -> None:
     """Each began with the same <think>, and nothing else was to be seen of it."""
     build = scripted_build(model, lambda _, n: Script(f"<think>Let me see.</think>Answer {n}"))
