@@ -15,24 +15,24 @@ from types import MappingProxyType
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import user_path
-from kvchat.core.text import one_line
+from kvchat.core.text import one_line, text_of
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
     """A file for the next message; `text` is its fenced text, as the model receives it.
 
-    `is_utf8` is whether all of the file is UTF-8; U+FFFD stands for what is not.
+    `is_whole` is whether all of the file could be read as text; U+FFFD stands for what could not.
     """
 
     name: str
     text: str
-    is_utf8: bool = True
+    is_whole: bool = True
 
     @property
     def note(self) -> str:
-        """A sentence on bytes that are no UTF-8, "" if there are none."""
-        if self.is_utf8:
+        """A sentence on bytes that are no text, "" if there are none."""
+        if self.is_whole:
             return ""
         return f"Some of {one_line(self.name)} is no UTF-8 text; it is sent as \ufffd."
 
@@ -50,17 +50,16 @@ def read_attachment(path: Path) -> Attached:
         data = read_bounded(path, _MAX_BYTES)
     except OSError as error:
         raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
-    if b"\0" in data:
+    text, is_whole = text_of(data)
+    if "\0" in text:
         raise UnreadableFile(f"{path} is not a text file.", "Only text can be attached.")
-    text = data.decode("utf-8", errors="replace")
-    is_utf8 = text.encode() == data
     text = text.rstrip("\n")
     fence = "```"
     while fence in text:
         fence += "`"
     # Without a dot a name could be a word of the message: "Code:" above a fence.
     title = path.name if _HAS_SUFFIX.search(path.name) else f"./{path.name}"
-    return Attached(path.name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_utf8)
+    return Attached(path.name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_whole)
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')

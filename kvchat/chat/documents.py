@@ -25,7 +25,7 @@ from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import SessionNotFound, StoreError, UnreadableFile, UsageError
-from kvchat.core.text import sanitize, sanitize_json
+from kvchat.core.text import sanitize, sanitize_json, text_of
 from kvchat.core.types import FinishReason
 
 # The beginning of a Markdown block, which has to stand at the beginning of a line.
@@ -161,7 +161,7 @@ def _from_session(data: bytes, name: str) -> Conversation | None:
 
 
 def _from_messages(data: bytes) -> Conversation:
-    given = read_messages(data.decode("utf-8", errors="replace"))
+    given = read_messages(text_of(data)[0])
     now_s = time.time()
     conversation = Conversation(new_session_id(), now_s, given.system, given.tools)
     for message in given.turns:

@@ -33,7 +33,7 @@ from kvchat.core.errors import (
     UsageError,
 )
 from kvchat.core.json_text import read_json_text
-from kvchat.core.text import one_line
+from kvchat.core.text import encoding_of, one_line, text_of
 from kvchat.core.types import FinishReason
 from kvchat.terminal.status import StatsLevel, detail_line, stats_line
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
@@ -99,9 +99,21 @@ def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
 
 
 def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:
-    """Yield the lines; None for a line that is too long, which is not held in memory."""
+    """Yield the lines; None for a line that is too long, which is not held in memory.
+
+    What begins with the mark of an encoding whose lines end in other bytes is read whole.
+    """
+    is_first = True
     try:
         while line := stdin.readline(_MAX_MESSAGE_BYTES + 1):
+            if is_first and encoding_of(line) not in ("utf-8", "utf-8-sig"):
+                data = line + stdin.read(_MAX_MESSAGE_BYTES + 1 - len(line))
+                is_whole = len(data) <= _MAX_MESSAGE_BYTES
+                yield from (
+                    text_of(data)[0].encode().splitlines(keepends=True) if is_whole else [None]
+                )
+                return
+            is_first = False
             is_whole = len(line) <= _MAX_MESSAGE_BYTES
             while line and not is_whole and not line.endswith(b"\n"):
                 line = stdin.readline(_MAX_MESSAGE_BYTES)
@@ -122,11 +134,10 @@ def _unreadable(error: OSError) -> UnreadableFile:
 
 
 def _decode(data: bytes, notices: Notices) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
+    text, is_whole = text_of(data)
+    if not is_whole:
         notices.tell("the input is not valid UTF-8; what could not be read became \ufffd.")
-        return data.decode("utf-8", errors="replace")
+    return text
 
 
 def with_prompt(piped: str, prompt: str | None) -> str:

@@ -22,7 +22,7 @@ from kvchat.core.config import (
     shown,
 )
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.text import one_line
+from kvchat.core.text import encoding_of, one_line
 from kvchat.model.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE
@@ -270,8 +270,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 def read_config(path: Path) -> dict[str, object]:
     """Return a configuration file's values, empty if there is no file; raises UsageError."""
     try:
-        text = read_bounded(path, _MAX_CONFIG_BYTES).decode()
-        return tomllib.loads(text)
+        data = read_bounded(path, _MAX_CONFIG_BYTES)
+        return tomllib.loads(data.decode(encoding_of(data)))
     except FileNotFoundError:
         return {}
     except OSError as error:

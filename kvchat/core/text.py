@@ -1,9 +1,10 @@
-"""Makes untrusted text safe for a terminal, and parses whole numbers that users type.
+"""Makes untrusted text safe for a terminal, and reads the texts and whole numbers of users.
 
 Text of a model, a file, a title or metadata passes through `sanitize` before it is drawn or piped.
 It maps single characters and keeps no state, so an escape sequence always becomes visible text.
 """
 
+import codecs
 import re
 
 _VISIBLE_ESCAPE = "␛"
@@ -29,6 +30,34 @@ _TABLE: dict[int, str | None] = {
     **dict.fromkeys(range(0xD800, 0xE000), _REPLACEMENT),  # lone surrogates cannot be encoded
 }
 _SUSPECT = re.compile("[" + "".join(re.escape(chr(code)) for code in _TABLE) + "]")
+
+
+# The longer marks first: that of UTF-32 begins with that of UTF-16.
+_ENCODINGS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def encoding_of(data: bytes) -> str:
+    """Return the encoding of a user's text by its byte order mark; UTF-8 without one."""
+    return next((name for mark, name in _ENCODINGS if data.startswith(mark)), "utf-8")
+
+
+def text_of(data: bytes) -> tuple[str, bool]:
+    """Return a user's text without its byte order mark, with lines that end in a line feed.
+
+    The other value is false where U+FFFD stands for what could not be read.
+    """
+    encoding, is_whole = encoding_of(data), True
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        text, is_whole = data.decode(encoding, errors="replace"), False
+    return text.replace("\r\n", "\n").replace("\r", "\n"), is_whole
 
 
 def sanitize_characters(text: str) -> str:

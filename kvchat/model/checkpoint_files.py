@@ -31,7 +31,7 @@ def read_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str | None:
     Raises ModelError if it is larger than `max_bytes`, is not a regular file or is not UTF-8.
     """
     try:
-        return read_bounded(path, max_bytes).decode()
+        return read_bounded(path, max_bytes).decode("utf-8-sig")  # some editors write a mark
     except FileNotFoundError:
         if path.is_symlink():
             raise unreadable(path, "it is a link to nothing") from None

@@ -15,6 +15,7 @@ from typing import Any
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint_files import read_json, unreadable
 from kvchat.model.gguf_file import GgufModel, is_gguf, read_gguf
+from kvchat.model.hub_cache import snapshots
 
 OLLAMA = "ollama:"
 # The names of block formats, as the makers of files put them into names.
@@ -111,20 +112,18 @@ def hub_gguf(repository: str, quant: str) -> tuple[Path, GgufModel]:
     Offline, what is in the cache is used. Raises ModelError, and what the hub's client raises.
     """
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     name = f"{repository}:{quant}"
-    try:
-        local = Path(
-            snapshot_download(repository, local_files_only=True, allow_patterns=["*.gguf"])
-        )
-        return local, gguf_in_directory(name, local, quant)
-    except (LocalEntryNotFoundError, ModelError) as error:
-        cached = error
+    cached: ModelError | None = None
+    for local in snapshots(repository):
+        try:
+            return local, gguf_in_directory(name, local, quant)
+        except ModelError as error:
+            cached = cached or error
     try:
         files = HfApi().list_repo_files(repository)
     except Exception:
-        if isinstance(cached, ModelError):  # its own words say what the cache has
+        if cached is not None:  # its own words say what the cache has
             raise cached from None
         raise
     first = choose(name, gguf_names(files), quant)

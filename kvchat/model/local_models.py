@@ -4,10 +4,11 @@ Reads directories only. A further place is one more function in `local_models`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from kvchat.core.config import format_bytes
 from kvchat.model.gguf_source import label, model_sizes, ollama_models
+from kvchat.model.hub_cache import cached_models, file_sizes
 from kvchat.model.source import DEMO, demo_directory
 
 
@@ -37,30 +38,21 @@ def _demo() -> LocalModel:
 
 
 def _hub_models() -> list[LocalModel]:
-    from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except CacheNotFound:
-        return []
-    models = [repository for repository in repositories if repository.repo_type == "model"]
-    return [model for repository in models for model in _of_hub(repository)]
+    return [model for name, places in cached_models() for model in _of_hub(name, places)]
 
 
-def _of_hub(repository: Any) -> list[LocalModel]:
+def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
     """Return a repository's model, or one for each GGUF model in it."""
-    files = {f.file_name: f.size_on_disk for r in repository.revisions for f in r.files}
+    files = file_sizes(places)
     sizes = model_sizes({name: size for name, size in files.items() if name.endswith(".gguf")})
     if sizes:
         return [
-            LocalModel(f"{repository.repo_id}:{label(name)}", size, "Hugging Face cache")
-            for name, size in sizes.items()
+            LocalModel(f"{name}:{label(file)}", size, "Hugging Face cache")
+            for file, size in sizes.items()
         ]
-    names = files.keys()
-    has_weights = any(name.endswith(".safetensors") for name in names)
+    has_weights = any(file.endswith(".safetensors") for file in files)
     trouble = "" if has_weights else "no safetensors weights"
-    return [LocalModel(repository.repo_id, repository.size_on_disk, "Hugging Face cache", trouble)]
+    return [LocalModel(name, sum(files.values()), "Hugging Face cache", trouble)]
 
 
 def _ollama_models() -> list[LocalModel]:

@@ -8,7 +8,6 @@ imports neither torch nor transformers, so that a wrong name is reported at once
 import errno
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from glob import escape
@@ -28,6 +27,7 @@ from kvchat.model.checkpoint_files import (
     unreadable,
     weight_paths,
 )
+from kvchat.model.hub_cache import main_snapshot, snapshots
 
 if TYPE_CHECKING:
     from kvchat.model.gguf_file import GgufModel
@@ -242,38 +242,33 @@ def _no_weights(name: str, names: frozenset[str]) -> ModelError:
 
 
 def _hub_snapshot(name: str, is_local: bool = False) -> Path:
-    """Return a hub id's snapshot directory: the local one if complete, else a download.
+    """Return a hub id's snapshot directory: a complete local one, else a download.
 
+    A download that was begun is completed; without a connection an older snapshot takes its place.
     With `is_local` nothing is downloaded.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def snapshot(local_files_only: bool) -> Path:
-        directory = Path(
-            snapshot_download(
-                name,
-                local_files_only=local_files_only,
-                allow_patterns=list(_WANTED),
-                ignore_patterns=list(_UNWANTED),
-            )
-        )
-        if not local_files_only and (below := _weights_below(directory)):
+    whole = [each for each in snapshots(name) if _is_complete(each) or any(each.glob("*.gguf"))]
+    begun = main_snapshot(name)
+    if whole and (is_local or begun is None or begun == whole[0]):
+        return whole[0]
+    if is_local:
+        raise ModelError(f"{name} is not on this machine.")
+    try:
+        patterns, others = list(_WANTED), list(_UNWANTED)
+        download = snapshot_download(name, allow_patterns=patterns, ignore_patterns=others)
+        directory = Path(download)
+        if below := _weights_below(directory):
             patterns = [escape(path) for path in below]
             snapshot_download(name, revision=directory.name, allow_patterns=patterns)
-        return directory
-
-    try:
-        with suppress(LocalEntryNotFoundError):
-            local = snapshot(local_files_only=True)
-            if _is_complete(local) or is_local or any(local.glob("*.gguf")):
-                return local
-        if is_local:
-            raise ModelError(f"{name} is not on this machine.")
-        return snapshot(local_files_only=False)
+        # Offline the client returns what is there, whole or not.
+        return whole[0] if whole and not _is_complete(directory) else directory
     except ModelError:
         raise
     except Exception as error:  # each transport of the hub client raises its own error types
+        if whole:
+            return whole[0]
         raise _download_error(name, error) from error
 
 

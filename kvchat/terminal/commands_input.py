@@ -13,7 +13,7 @@ from kvchat.chat.thinking import Think, split_thinking
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import user_path
-from kvchat.core.text import one_line, whole_number
+from kvchat.core.text import one_line, text_of, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model
 from kvchat.terminal.history_view import show_turns
@@ -104,11 +104,12 @@ def _require_room(controller: ChatController, system: str) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_bounded(path, _MAX_PROMPT_BYTES).decode().strip()
+        text, is_whole = text_of(read_bounded(path, _MAX_PROMPT_BYTES))
     except OSError as error:
         raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UnreadableFile(f"{path} is not a text file.") from error
+    if not is_whole or "\0" in text:
+        raise UnreadableFile(f"{path} is not a text file.")
+    return text.strip()
 
 
 async def set_(context: "CommandContext", arguments: str) -> None:

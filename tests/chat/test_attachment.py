@@ -31,7 +31,7 @@ def test_what_is_not_utf_8_is_shown_as_replacements(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_rightly_has_the_replacement_character_is_utf8(tmp_path: Path) -> None:
+def test_a_file_that_rightly_has_the_replacement_character_is_whole(tmp_path: Path) -> None:
     """It was said to be no UTF-8."""
     (tmp_path / "unicode.md").write_text("U+FFFD is \ufffd.\n")
 
@@ -58,3 +58,11 @@ def test_what_cannot_be_attached_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             read_attachment(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-8"])
+def test_a_file_of_another_editor_is_read_as_its_text(tmp_path: Path, encoding: str) -> None:
+    """UTF-16 was refused; the mark and the carriage returns of others went to the model."""
+    (tmp_path / "notes.txt").write_bytes("naïve\r\nlines\r\n".encode(encoding))
+
+    assert read_attachment(tmp_path / "notes.txt").text == "notes.txt:\n```\nnaïve\nlines\n```\n"

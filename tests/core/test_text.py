@@ -1,12 +1,13 @@
 """Nothing that reaches a terminal can act on it."""
 
+import codecs
 import json
 import random
 import unicodedata
 
 import pytest
 
-from kvchat.core.text import Sanitizer, exact_line, one_line, sanitize, sanitize_json
+from kvchat.core.text import Sanitizer, exact_line, one_line, sanitize, sanitize_json, text_of
 
 _ACTING = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"]
 _BIDI = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -82,3 +83,22 @@ def test_a_json_document_reads_back_the_same_and_shows_nothing_that_acts() -> No
 
     assert json.loads(document) == content
     assert sanitize(document) == document
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+)
+def test_a_text_is_read_in_the_encoding_that_its_mark_names(encoding: str) -> None:
+    """UTF-16 was "not a text file", and a UTF-8 mark and carriage returns went to the model."""
+    marks = {"utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE}
+    data = marks.get(encoding, b"") + "naïve 🚢\r\nnext\rlast\n".encode(encoding)
+
+    assert text_of(data) == ("naïve 🚢\nnext\nlast\n", True)
+
+
+@pytest.mark.parametrize("data", [b"caf\xe9", codecs.BOM_UTF16_LE + b"a\0b"])
+def test_what_cannot_be_read_is_replaced_and_told(data: bytes) -> None:
+    text, is_whole = text_of(data)
+
+    assert "\ufffd" in text
+    assert not is_whole

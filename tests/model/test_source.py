@@ -131,25 +131,13 @@ def test_whatever_goes_wrong_with_a_download_is_one_sentence(
     """Errors of a transport in the middle of a file, and of the store of chunks on a full disk,
     were none of those expected and ended in a traceback."""
 
-    def download(*_: object, local_files_only: bool, **__: object) -> str:
-        raise hub_errors.LocalEntryNotFoundError("") if local_files_only else error
+    def download(*_: object, **__: object) -> str:
+        raise error
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
     with pytest.raises(ModelError, match=f"(?s){message}"):
         find_model("org/m")
-
-
-class Hub:
-    """A stand-in for the hub's client with one snapshot on disk and one remote."""
-
-    def __init__(self, local: Path, remote: Path) -> None:
-        self._snapshots = {True: local, False: remote}
-        self.asked: list[bool] = []
-
-    def __call__(self, name: str, local_files_only: bool, **_: object) -> str:
-        self.asked.append(local_files_only)
-        return str(self._snapshots[local_files_only])
 
 
 @pytest.mark.parametrize(
@@ -165,22 +153,30 @@ class Hub:
     ids=["no index", "complete", "a shard is missing", "no map", "a list", "a string"],
 )
 def test_a_snapshot_is_used_offline_only_where_it_is_complete(
-    index: object, is_complete: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+    index: object, is_complete: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    directory = tmp_path / "hub" / "models--org--m" / "snapshots" / "0123"
+    directory.mkdir(parents=True)
+    (directory.parents[1] / "refs").mkdir()
+    (directory.parents[1] / "refs" / "main").write_text("0123")
+    (directory / "config.json").write_text("{}")
     (directory / "one.safetensors").touch()
     if index is not None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    remote = directory.parent / "remote"
+    remote = tmp_path / "remote"
     remote.mkdir()
     (remote / "config.json").write_text("{}")
     (remote / "model.safetensors").touch()
-    hub = Hub(directory, remote)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(remote)
+    )
 
     found = find_model("org/m")
 
     assert found.directory == (directory if is_complete else remote)
-    assert hub.asked == ([True] if is_complete else [True, False])
+    assert asked == ([] if is_complete else ["org/m"])
     assert found.name == "org/m"
 
 
