@@ -23,6 +23,7 @@ SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
     "repetition_penalty": float,
 }
 SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
+LEAST_REPETITION = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class AskOptions:
                    text and at its end; then all of the prompt is computed, whatever is cached
     tells_ids     whether the events of the reply have the answer's token ids
     grammar       what the text of the answer after its thinking matches; None for any text
+    repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -55,6 +57,7 @@ class AskOptions:
     grammar: Grammar | None = None
     tells_ids: bool = False
     scores_prompt: bool = False
+    repetition_limit: int = 0
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""
@@ -71,7 +74,7 @@ class AskOptions:
 
 
 _SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
-_OTHERS = ("seed", "max-tokens", "stop", "think")
+_OTHERS = ("seed", "max-tokens", "repetition-limit", "stop", "think")
 NAMES = (*_SAMPLING, *_OTHERS)
 _UNSET = ("none", "off", "default", "random")
 # Outside of these an answer may be noise; each is allowed all the same.
@@ -86,6 +89,8 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
     values = [(name, _in_words(getattr(sampling, name.replace("-", "_")))) for name in _SAMPLING]
     values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
     values.append(("max-tokens", str(options.max_tokens or "as many as fit")))
+    repeats = f"{options.repetition_limit} tokens" if options.repetition_limit else "off"
+    values.append(("repetition-limit", repeats))
     values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
     values.append(("think", options.think))
     return values
@@ -152,9 +157,21 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
     if name == "stop":
         return replace(options, stops=() if is_unset else (*options.stops, _unquoted(text)))
     limit = None if is_unset else int(str(_read(name, text, int)))
+    if name == "repetition-limit":
+        return replace(options, repetition_limit=checked_repetition_limit(limit or 0))
     if limit is not None and limit < 1:
         raise UsageError(f"max-tokens is {limit}, but must be 1 or more.")
     return replace(options, max_tokens=limit)
+
+
+def checked_repetition_limit(limit: int) -> int:
+    """Return a limit of repetition; raises UsageError for one that ordinary text would reach."""
+    if limit and limit < LEAST_REPETITION:
+        raise UsageError(
+            f"--repetition-limit is {limit}, but must be 0, which is off, or at least "
+            f"{LEAST_REPETITION}."
+        )
+    return limit
 
 
 def _read(name: str, text: str, kind: Callable[[str], object]) -> object:

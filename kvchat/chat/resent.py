@@ -25,7 +25,7 @@ from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
 
-_KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH)
+_KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 # A client that counts has to know how much is too much, but not of any number of messages.
 CONTEXTS_COUNTED = 2
 

@@ -482,6 +482,7 @@ class ChatSession:
             num_top_logprobs=options.num_top_logprobs,
             scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
+            repetition_limit=options.repetition_limit,
         )
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))

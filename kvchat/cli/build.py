@@ -95,7 +95,7 @@ def history_path() -> Path:
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
-    from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions
+    from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions, checked_repetition_limit
     from kvchat.chat.thinking import Think
 
     max_tokens = settings["max_tokens"]
@@ -117,6 +117,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         num_samples=samples,
         think=Think(settings["think"]),
         chosen=frozenset(chosen),
+        repetition_limit=checked_repetition_limit(settings["repetition_limit"]),
     )
     return options.for_model(model_defaults)
 

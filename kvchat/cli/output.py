@@ -246,6 +246,8 @@ def ending_notice(ended: AnswerEnded, context_limit: int, ways_out: str = "") ->
         return "the answer was cut off at --max-tokens."
     if ended.reason is FinishReason.LENGTH:
         return f"the answer was cut off at the end of the context. {ways_out}".rstrip()
+    if ended.reason is FinishReason.REPETITION:
+        return "the answer was ended, as it only repeats itself; see --repetition-limit."
     if ended.reason is FinishReason.STOP and not (ended.text or ended.thinking or ended.calls):
         return "the answer is empty."
     if ways_out and length >= NEARLY_FULL * context_limit:

@@ -21,7 +21,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.cli.answer_time import AnswerTime
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice, missing_answer
-from kvchat.cli.streams import Interrupted, Interruption
+from kvchat.cli.streams import Interrupted, Interruption, Stalled, forget_stdout
 from kvchat.core.errors import (
     ContextTooLong,
     ExitCode,
@@ -359,9 +359,12 @@ class Script:
         """End the run when the output cannot be written any more; answers are saved."""
         try:
             yield
-        except BrokenPipeError:
+        except BrokenPipeError as error:
             self._is_heard = False
             self.exit_code = self._interruption.code or ExitCode.BROKEN_PIPE
+            if isinstance(error, Stalled) and self._interruption.code is None:
+                self.exit_code = ExitCode.TIMEOUT
+                forget_stdout()  # what is left to write would wait too
         except OSError as error:
             self._is_heard = False
             self._fail(KvchatError(f"Cannot write: {error.strerror}."))
@@ -508,7 +511,9 @@ class Script:
             return
         for current in running.values():
             if current.timer is None:
-                current.timer = _start_timer(current.reply, self._setup.timeout_s)
+                current.timer = _start_timer(
+                    current.reply, self._setup.timeout_s, self._interruption
+                )
 
     def _take(
         self, number: int, running: "dict[int, _Running]", places: threading.Semaphore
@@ -523,6 +528,7 @@ class Script:
         if current.reply.is_finished:
             if current.timer is not None:
                 current.timer.cancel()
+                self._interruption.allow_stalled_writes()
             current.session.close()
             del running[number]
             places.release()
@@ -585,12 +591,13 @@ class _Limits:
         self._interruption.watch(self._cancel)
         if self._timeout_s is not None:
             self._host.wait_until_loaded(self._timeout_s)
-            self._timer = _start_timer(self._reply, self._timeout_s)
+            self._timer = _start_timer(self._reply, self._timeout_s, self._interruption)
 
     def __exit__(self, *exception: object) -> None:
         self._interruption.watch(None)
         if self._timer is not None:
             self._timer.cancel()
+            self._interruption.allow_stalled_writes()
 
     def _cancel(self) -> None:
         if self._host.ready is None:  # loading cannot be cancelled, and has nothing to save
@@ -599,10 +606,20 @@ class _Limits:
         self._reply.cancel()
 
 
-def _start_timer(reply: Reply, timeout_s: float | None) -> threading.Timer | None:
+def _start_timer(
+    reply: Reply, timeout_s: float | None, interruption: Interruption
+) -> threading.Timer | None:
+    """Start what ends a reply in time, and a write of it that waits for its reader."""
     if timeout_s is None:
         return None
-    timer = threading.Timer(timeout_s, reply.cancel, (FinishReason.TIMEOUT,))
+
+    def end() -> None:
+        if reply.is_finished:
+            return
+        reply.cancel(FinishReason.TIMEOUT)
+        interruption.end_stalled_writes()
+
+    timer = threading.Timer(timeout_s, end)
     timer.daemon = True
     timer.start()
     return timer

@@ -77,6 +77,12 @@ SETTINGS = (
     Setting("repetition_penalty", float, None, "above 1 makes repeating less likely"),
     Setting("seed", int, None, "same seed, same text; default: a new one per answer"),
     Setting("max_tokens", int, None, "most tokens of an answer"),
+    Setting(
+        "repetition_limit",
+        int,
+        2048,
+        "end an answer that has repeated itself for this many tokens; 0 is off",
+    ),
     Setting("stop", list, (), "end the answer at this text"),
     Setting(
         "think",

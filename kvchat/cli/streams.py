@@ -203,13 +203,25 @@ class Interruption:
         """Set the function that the first signal calls; None for nothing to cancel."""
         self._cancel = cancel
 
+    def end_stalled_writes(self) -> None:
+        """Have a write of the main thread end with Stalled, once it waits for its reader.
+
+        Any thread may call it; `allow_stalled_writes` takes it back.
+        """
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _LOOK_AGAIN_S)
+
+    def allow_stalled_writes(self) -> None:
+        """Let writes wait again, unless a signal ends the run."""
+        if self.code is None:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         code = _CODES[signal.Signals(number)]
         if self.code is not None:
             os._exit(code)
         self.code = code
         # A write in progress continues after this handler: the alarm signal ends it.
-        signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _LOOK_AGAIN_S)
+        self.end_stalled_writes()
         if self._cancel is None:
             raise Interrupted(code)
         self._cancel()

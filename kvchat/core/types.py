@@ -58,6 +58,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
+    REPETITION = "repetition"  # it only repeated itself, and would not have ended
 
 
 class StopWatcher(Protocol):

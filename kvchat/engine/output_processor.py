@@ -189,6 +189,8 @@ class OutputProcessor:
             return [self._finish(request, FinishReason.STOP)]
         if self._is_at_limit(request):
             return [self._finish(request, FinishReason.LENGTH)]
+        if request.only_repeats:
+            return [self._finish(request, FinishReason.REPETITION)]
         return []
 
     def _is_at_limit(self, request: Request) -> bool:

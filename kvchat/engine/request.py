@@ -18,6 +18,7 @@ from kvchat.core.types import (
     TokenLogprobs,
     Usage,
 )
+from kvchat.engine.repetition import only_repeats
 
 if TYPE_CHECKING:
     from kvchat.cache.block_manager import BlockTable
@@ -43,6 +44,8 @@ class RequestSpec:
     num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
     scores_prompt      whether the prompt's tokens have theirs told too. KV alone gives no logits:
                        all of such a prompt is computed, whatever is cached
+    repetition_limit   ends a completion that has repeated itself for so many tokens, as
+                       `repetition.py` says; 0 lets it go on
     """
 
     prompt_ids: tuple[int, ...]
@@ -57,6 +60,7 @@ class RequestSpec:
     num_top_logprobs: int | None = None
     scores_prompt: bool = False
     session_id: str = ""
+    repetition_limit: int = 0
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
@@ -203,6 +207,11 @@ class Request:
     def num_generated(self) -> int:
         """Tokens sampled so far, a stop token included."""
         return len(self.ids) - self.num_prompt_tokens + (self.stop_token is not None)
+
+    @property
+    def only_repeats(self) -> bool:
+        """Whether it would go on repeating itself; to ask after each token."""
+        return only_repeats(self.ids, self.num_generated, self.spec.repetition_limit)
 
     @property
     def num_uncomputed(self) -> int:

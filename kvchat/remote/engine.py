@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from kvchat.core.types import (
     Timing,
     Usage,
 )
+from kvchat.engine.repetition import only_repeats
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.client import Client, ServerLost
 from kvchat.remote.kept_kv import ServerKv
@@ -58,6 +60,11 @@ _STEP_S = 0.02
 _LEAVING_S = 5.0
 # How often a server is looked after while nothing is asked of it, if another engine can replace it.
 _LOOK_S = 1.0
+# More ids than any answer has. A server may go on for ever, and what it says is saved.
+_MOST_IDS = 1 << 18
+# Messages come in pieces of about a token, but some servers send single letters: a limit of tokens
+# is passed by as many pieces of so many letters each.
+_CHARS_PER_TOKEN = 6
 _NOT_KNOWN = "The server does not tell this."
 _BROKEN_OFF = "The answer broke off, as its server {}."
 _GO_ON = "/continue goes on from there."
@@ -110,7 +117,9 @@ class _Sample:
     last_id: int
     first_s: float | None = None
     last_s: float | None = None
-    num_tokens: int = 0
+    ids: "array[int]" = field(default_factory=lambda: array("i"))
+    num_pieces: int = 0
+    num_chars: int = 0
     num_heard: int = 0
     stop_token: int | None = None
     slot: int | None = None
@@ -118,6 +127,26 @@ class _Sample:
     cancelled_for: FinishReason | None = None
     is_over: bool = False
     task: "asyncio.Task[None] | None" = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    def count(self, piece: Piece) -> None:
+        """Count what a server that takes messages says."""
+        num_chars = len(piece.text) + len(piece.thinking)
+        num_chars += sum(len(call.arguments) for call in piece.calls)
+        self.num_pieces += num_chars > 0
+        self.num_chars += num_chars
+
+    def is_at_limit(self, takes_ids: bool) -> bool:
+        """Whether the next id would be too many, which a server should not have sent."""
+        limit = self.spec.max_tokens
+        if self.num_tokens >= _MOST_IDS or self.num_chars >= _MOST_IDS * _CHARS_PER_TOKEN:
+            return True
+        if limit is None or takes_ids:
+            return limit is not None and self.num_tokens >= limit
+        return self.num_pieces > limit and self.num_chars > limit * _CHARS_PER_TOKEN
 
 
 class RemoteEngine:
@@ -398,8 +427,13 @@ class RemoteEngine:
                 self._tell_progress(sample, piece)
                 ids = self._own_ids(sample, piece) if self._takes_ids else speech.ids_of(piece)
                 # After a stop token the server tells its figures, unless it does not stop there.
-                if (ids and sample.stop_token is not None) or self._say(sample, ids):
+                if ids and sample.stop_token is not None:
                     return FinishReason.STOP
+                sample.count(piece)
+                if (ending := self._say(sample, ids)) is not None:
+                    return ending
+                if piece.calls and sample.is_at_limit(self._takes_ids):
+                    return FinishReason.LENGTH
                 speech.finish = piece.finish or speech.finish
                 sample.slot = piece.slot if piece.slot is not None else sample.slot
         self._say(sample, speech.last_ids())
@@ -427,26 +461,33 @@ class RemoteEngine:
             self._news.put_nowait(PrefillProgress(sample.request_id, tokens, done, total))
             sample.counts = sample.counts or Counts(total, tokens)
 
-    def _say(self, sample: _Sample, ids: Sequence[int]) -> bool:
-        """Pass on new ids up to a stop token; return whether a stop string is complete."""
-        said: list[int] = []
-        is_complete = False
+    def _say(self, sample: _Sample, ids: Sequence[int]) -> FinishReason | None:
+        """Pass on new ids up to a stop token; return why the answer ends here, if it does.
+
+        Limits are kept here too: not every server keeps them.
+        """
+        num_before, ending = sample.num_tokens, None
         for token_id in ids:
             if self._takes_ids and token_id in sample.spec.stop_token_ids:
                 sample.stop_token = token_id
                 break
-            said.append(token_id)
-            if sample.watcher is not None and sample.watcher.feed(token_id):
-                is_complete = True
+            if sample.is_at_limit(self._takes_ids):
+                ending = FinishReason.LENGTH
                 break
-        if said:
+            sample.ids.append(token_id)
+            if sample.watcher is not None and sample.watcher.feed(token_id):
+                ending = FinishReason.STOP
+                break
+            if only_repeats(sample.ids, sample.num_tokens, sample.spec.repetition_limit):
+                ending = FinishReason.REPETITION
+                break
+        if said := sample.ids[num_before:]:
             sample.last_s = time.perf_counter()
             sample.first_s = sample.first_s or sample.last_s
-            sample.num_tokens += len(said)
             sample.last_id = said[-1]
             event = TokensGenerated(sample.request_id, sample.number, tuple(said))
             self._news.put_nowait(event)
-        return is_complete
+        return ending
 
     def _lose(self, sample: _Sample, error: ServerLost) -> None:
         """End a request whose connection broke; the engine too, if another can replace it."""

@@ -14,6 +14,7 @@ from kvchat.server.api_errors import ApiError
 _MOST = 2**63 - 1
 _MOST_STOPS = 16
 _MOST_SAMPLES = 128
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SHOWN_CHARS = 80
 
 
@@ -115,7 +116,10 @@ class Fields:
 
 
 def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
-    """Return `base` with the sampling fields and the seed of a request."""
+    """Return `base` with the sampling fields and the seed of a request.
+
+    Without a limit of tokens an answer ends that only repeats itself: nothing else would end it.
+    """
     values: dict[str, Any] = {}
     for name, kind in SAMPLING_KINDS.items():
         value = fields.number(name)
@@ -129,7 +133,13 @@ def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
     except UsageError as error:
         raise ApiError(400, str(error), _blamed(values, error), "invalid_value") from error
     seed = fields.whole("seed", -_MOST)
-    return replace(base, sampling=sampling, seed=base.seed if seed is None else seed)
+    is_bounded = any(fields.raw(name) is not None for name in _TOKEN_LIMITS)
+    return replace(
+        base,
+        sampling=sampling,
+        seed=base.seed if seed is None else seed,
+        repetition_limit=0 if is_bounded else base.repetition_limit,
+    )
 
 
 def _blamed(values: Mapping[str, Any], error: UsageError) -> str | None:

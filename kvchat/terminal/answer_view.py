@@ -311,4 +311,6 @@ def _ending_words(ended: AnswerEnded) -> str:
         return "Stopped."
     if reason is FinishReason.LENGTH:
         return "Cut off at the limit."
+    if reason is FinishReason.REPETITION:
+        return "Ended, as it only repeats itself. /set repetition-limit 0 lets answers go on."
     return "Out of time." if reason is FinishReason.TIMEOUT else ""

@@ -149,6 +149,7 @@ def _ending(ended: AnswerEnded) -> str:
         FinishReason.CANCELLED: "stopped",
         FinishReason.LENGTH: "cut off at the limit",
         FinishReason.TIMEOUT: "out of time",
+        FinishReason.REPETITION: "ended as it repeats itself",
     }
     return words.get(ended.reason, "")
 

@@ -20,7 +20,7 @@ from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.commands import TIMEOUT_S
 from support.fork_server import ForkedShell
 
-GREEDY = ("--temperature", "0")
+GREEDY = ("--temperature", "0", "--repetition-limit", "0")
 _PIPE_BYTES = 4096
 _NEARLY_FULL = 3700
 _FILLING = b"." * 3000
@@ -44,11 +44,14 @@ def _ended_by_signal(
     shell: ForkedShell,
     arguments: list[str],
     stdin: bytes,
-    number: signal.Signals,
+    number: signal.Signals | None,
     stream: int = 1,
     filling: bytes = _FILLING,
 ) -> int:
-    """Send a signal when one stream, a small pipe that is never read, is full; return the code."""
+    """Send a signal when one stream, a small pipe that is never read, is full; return the code.
+
+    None sends none: it ends by itself.
+    """
     source, sink = os.pipe()
     fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     os.write(sink, filling)
@@ -62,7 +65,8 @@ def _ended_by_signal(
             with pytest.raises(TimeoutError):  # it has not ended
                 process.wait(_LOOK_AGAIN_S)
             assert time.monotonic() < end_s
-        process.send_signal(number)
+        if number is not None:
+            process.send_signal(number)
         return process.wait(_DEADLINE_S)
     finally:
         process.kill()
@@ -97,6 +101,20 @@ def test_a_signal_ends_a_batch_that_nobody_reads(shell: ForkedShell, endless: st
     flags = ["-m", endless, *GREEDY, "--input-format", "jsonl", "--output-format", "stream-json"]
 
     assert _ended_by_signal(shell, flags, b'{"prompt": "Hello"}\n', signal.SIGTERM) == 143
+
+
+@pytest.mark.parametrize(
+    ("form", "stdin"),
+    [("text", b"Hello"), ("lines", b"Hello\nmore\n"), ("jsonl", b'{"prompt": "Hello"}\n')],
+)
+def test_a_time_limit_ends_an_answer_that_nobody_reads(
+    shell: ForkedShell, endless: str, form: str, stdin: bytes
+) -> None:
+    """The limit ended the answer, and the program waited for its reader without end."""
+    flags = ["-m", endless, *GREEDY, "--timeout", "3", "--input-format", form]
+    shown = ["--output-format", "stream-json"]
+
+    assert _ended_by_signal(shell, [*flags, *shown], stdin, None) == 124
 
 
 def test_a_signal_ends_a_program_whose_stderr_nobody_reads(shell: ForkedShell, tiny: str) -> None:

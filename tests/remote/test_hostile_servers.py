@@ -3,11 +3,13 @@
 The servers are real ones on this machine; what they send is garbage, endless, slow or too large.
 """
 
+import itertools
 import os
 import queue
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
@@ -15,8 +17,8 @@ import pytest
 
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.core.errors import GenerationError, ModelError
-from kvchat.core.types import CachedTokens
-from kvchat.remote import client, servers
+from kvchat.core.types import CachedTokens, FinishReason
+from kvchat.remote import client, engine, servers
 from kvchat.remote.servers import Address, Kind, Server, address_of, find_server
 from kvchat.remote.wire import Reader
 from remote.test_remote_chat import answer_options, chat_with, ended, failed, host_of
@@ -287,3 +289,50 @@ def test_a_wrong_number_of_the_context_is_not_believed() -> None:
         gets: dict[str, object] = {"/v1/models": models("m", "vllm", max_model_len=limit)}
         with fake_server(nothing, gets) as fake:
             assert not find_server(address_of(fake.url)).knows_context
+
+
+# Answers without an end
+
+
+def _without_end(*texts: str) -> Iterator[object]:
+    """Stream pieces of an answer for ever."""
+    for text in itertools.cycle(texts):
+        yield chunks(text)[0]
+
+
+VARIED = [f"word{number} " for number in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "reason", "most_chars"),
+    [
+        (VARIED, {"max_tokens": 20}, FinishReason.LENGTH, 400),
+        (["x "], {"max_tokens": 20}, FinishReason.LENGTH, 400),
+        (["# "], {"repetition_limit": 256}, FinishReason.REPETITION, 600),
+        (VARIED, {}, FinishReason.LENGTH, 10_000),
+    ],
+    ids=["max_tokens", "max_tokens of letters", "repetition", "no limit"],
+)
+def test_an_answer_without_an_end_is_ended_here(
+    monkeypatch: pytest.MonkeyPatch,
+    texts: list[str],
+    options: dict[str, Any],
+    reason: FinishReason,
+    most_chars: int,
+) -> None:
+    """--max-tokens was the server's business, and a session's file grew to 80 MB."""
+    monkeypatch.setattr(engine, "_MOST_IDS", 1500)
+    with chat_with(lambda path, body: _without_end(*texts)) as (session, _):
+        told = ended(session.ask("go", replace(answer_options(), **options)))
+
+    assert told.reason is reason
+    assert 40 <= len(told.text) <= most_chars
+
+
+def test_a_server_that_sends_single_letters_may_say_all_that_it_is_allowed() -> None:
+    """A limit of tokens is not one of pieces."""
+    text = "All of these words are longer than one letter, but fewer than thirty tokens."
+    with chat_with(lambda path, body: chunks(*text)) as (session, _):
+        told = ended(session.ask("go", replace(answer_options(), max_tokens=30)))
+
+    assert (told.text, told.reason) == (text, FinishReason.STOP)

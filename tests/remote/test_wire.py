@@ -1,5 +1,6 @@
 """What servers are sent, and how what they stream is read, in the forms of their projects."""
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -258,7 +259,9 @@ def test_the_only_model_of_a_server_needs_no_name() -> None:
 @pytest.mark.parametrize(("last_s", "decode_s"), [(10.1009, 0.0), (10.2, 0.1)])
 def test_tokens_that_come_together_have_no_rate(last_s: float, decode_s: float) -> None:
     """An answer that came in one piece had 21,928 tokens a second."""
-    sample = _Sample(1, 0, IDS, 10.0, None, 3, first_s=10.1, last_s=last_s, num_tokens=21)
+    sample = _Sample(
+        1, 0, IDS, 10.0, None, 3, first_s=10.1, last_s=last_s, ids=array("i", range(21))
+    )
 
     timing = _finished(sample, FinishReason.STOP, takes_ids=True).timing
 
