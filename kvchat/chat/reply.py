@@ -9,6 +9,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -43,6 +44,8 @@ from kvchat.core.events import (
 from kvchat.core.types import FinishReason, TokenLogprobs
 
 SAVE_INTERVAL_S = 1.0
+# So many events that wait are those of a reader slower than the engine.
+_MANY_EVENTS = 64
 
 
 class AnswerLedger(Protocol):
@@ -233,13 +236,29 @@ class Reply:
             except queue.Empty:
                 yield from self._save_due()
                 continue
-            yield from self._take(event)
+            for each in self._with_waiting(event):
+                yield from self._take(each)
+
+    def _with_waiting(self, event: RequestEvent) -> list[RequestEvent]:
+        """Return an event, and if many wait all that do: tokens that follow tokens are joined.
+
+        One at a time they would be shown long after an answer has ended that was too fast.
+        """
+        if self._queue.qsize() < _MANY_EVENTS:
+            return [event]
+        waiting = [event, *(self._queue.get_nowait() for _ in range(self._queue.qsize()))]
+        joined: list[RequestEvent] = []
+        for sample, group in groupby(waiting, _sample_of_tokens):
+            events = list(group)
+            joined += events if sample is None else [_joined_tokens(events)]
+        return joined
 
     def poll(self) -> list[ChatEvent]:
         """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
         while not self.is_finished and not self._queue.empty():
-            events.extend(self._take(self._queue.get_nowait()))
+            for each in self._with_waiting(self._queue.get_nowait()):
+                events.extend(self._take(each))
         return events + self._save_due()
 
     def _take(self, event: RequestEvent) -> list[ChatEvent]:
@@ -344,6 +363,20 @@ class Reply:
         answer.unsaved_text, answer.unsaved_ids = "", []
         answer.saved_s = self._clock()
         return _complaint(self._ledger.extend_answer(sample, text, ids))
+
+
+def _sample_of_tokens(event: RequestEvent) -> int | None:
+    return event.sample if isinstance(event, TokensGenerated) else None
+
+
+def _joined_tokens(events: list[RequestEvent]) -> RequestEvent:
+    """Return one event with the tokens of several of one sample."""
+    generated = [event for event in events if isinstance(event, TokensGenerated)]
+    return replace(
+        generated[0],
+        token_ids=tuple(token for event in generated for token in event.token_ids),
+        logprobs=tuple(each for event in generated for each in event.logprobs),
+    )
 
 
 def _complaint(problem: str | None) -> list[ChatEvent]:

@@ -16,7 +16,7 @@ from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import Sanitizer, sanitize
 from kvchat.core.types import FinishReason, MissReason
-from kvchat.terminal.status import NEARLY_FULL
+from kvchat.terminal.status import NEARLY_FULL, plural
 
 Facts = Callable[[], ModelReady | None]
 
@@ -235,15 +235,20 @@ class Notices:
         self._stderr.flush()
 
 
-def ending_notice(ended: AnswerEnded, context_limit: int, ways_out: str = "") -> str | None:
+def ending_notice(
+    ended: AnswerEnded, context_limit: int, ways_out: str = "", max_tokens: int | None = None
+) -> str | None:
     """Return a notice about the end of an answer, None if it needs none.
 
-    An answer is cut off at the end of the context, `context_limit` tokens, or at its own limit.
+    An answer is cut off at the end of the context, `context_limit` tokens, at the `max_tokens` that
+    the user allowed, or where a server would go on without end.
     `ways_out` says what to do about a context that is full or nearly full, "" nothing.
     """
     length = ended.usage.prompt_tokens + ended.usage.completion_tokens
     if ended.reason is FinishReason.LENGTH and length < context_limit:
-        return "the answer was cut off at --max-tokens."
+        is_asked_for = max_tokens is not None and ended.usage.completion_tokens >= max_tokens
+        at = "at --max-tokens" if is_asked_for else f"after {_tokens(ended)}"
+        return f"the answer was cut off {at}."
     if ended.reason is FinishReason.LENGTH:
         return f"the answer was cut off at the end of the context. {ways_out}".rstrip()
     if ended.reason is FinishReason.REPETITION:
@@ -253,6 +258,11 @@ def ending_notice(ended: AnswerEnded, context_limit: int, ways_out: str = "") ->
     if ways_out and length >= NEARLY_FULL * context_limit:
         return f"the context is {length / context_limit:.0%} full. {ways_out}"
     return None
+
+
+def _tokens(ended: AnswerEnded) -> str:
+    some = "about " if ended.usage.is_estimate else ""
+    return f"{some}{plural(ended.usage.completion_tokens, 'token')}"
 
 
 def missing_answer(ended: AnswerEnded) -> GenerationError | None:

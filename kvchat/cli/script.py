@@ -397,7 +397,8 @@ class Script:
             ready = self._controller.host.ready
             ways_out = _WAYS_OUT if self._takes_commands else ""
             limit = ready.context_limit if ready is not None else None
-            notice = ending_notice(event, limit, ways_out) if limit is not None else None
+            most = self._controller.options.max_tokens
+            notice = ending_notice(event, limit, ways_out, most) if limit is not None else None
             if notice is not None and notice not in exchange.told:  # once for many samples
                 exchange.told.add(notice)
                 self._setup.notices.tell(notice)

@@ -287,3 +287,25 @@ def test_cancelling_before_there_is_anything_to_cancel_is_harmless() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(AssertionError):
         Talk(stops=("",))
+
+
+def test_tokens_that_wait_are_shown_together() -> None:
+    """Of a server that sends 60,000 pieces a second, the rest was shown for 8 s after its end."""
+    talk = Talk(num_samples=2)
+    ids = byte_level().encode("a long answer ", add_special_tokens=False).ids
+    for _ in range(200):
+        for token in ids:
+            talk.reply.listen(TokensGenerated(1, 0, (token,)))
+    for token in ids:
+        talk.reply.listen(TokensGenerated(1, 1, (token,)))
+    talk.reply.listen(SampleFinished(1, 0, FinishReason.TIMEOUT, Usage(), Timing()))
+
+    events = talk.reply.poll()
+
+    texts = [event for event in events if isinstance(event, AnswerText)]
+    assert [(event.sample, event.text) for event in texts] == [
+        (0, "a long answer " * 200),
+        (1, "a long answer "),
+    ]
+    assert isinstance(events[-1], AnswerEnded)
+    assert talk.reply.num_tokens == 201 * len(ids)
