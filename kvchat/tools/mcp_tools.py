@@ -17,11 +17,13 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UsageError
+from kvchat.core.json_text import read_json_text
 from kvchat.core.text import one_line
+from kvchat.tools.server_output import ServerErrors, keep_library_quiet
 from kvchat.tools.toolbox import Tool, ToolFailed
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ _LOOK_S = 0.1
 _MEND_IT = "Mend or remove it."
 _NO_WORD = re.compile(r"[^A-Za-z0-9_-]")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+# What the library says where a server ends: in its message, or as the name of the error.
+_CLOSED = ("Connection closed", "ClosedResourceError", "BrokenResourceError")
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -63,23 +68,36 @@ def read_servers(path: Path) -> list[ServerConfig]:
     servers = document.get("mcpServers") if isinstance(document, dict) else None
     if not isinstance(servers, dict):
         raise UsageError(f"{path} has no object mcpServers.", _MEND_IT)
-    return [_server(name, value, path) for name, value in servers.items()]
+    return [_server(name, value, path) for name, value in servers.items() if _is_on(value)]
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a server is to be started; other clients know both switches."""
+    if not isinstance(value, dict):
+        return True  # and refused
+    return not (_is_set(value.get("disabled")) or value.get("enabled") in (False, "false"))
+
+
+def _is_set(switch: object) -> bool:
+    return switch is True or switch == "true"
 
 
 def _server(name: str, value: Any, path: Path) -> ServerConfig:
     try:
         if not isinstance(value, dict):
             raise TypeError
+        # Where other clients write what is not there as null, it is not there.
+        given = {key: item for key, item in value.items() if item is not None}
         found = ServerConfig(
             _NO_WORD.sub("_", name),
-            _text(value.get("command", "")),
-            tuple(_text(item) for item in value.get("args", ())),
-            {str(key): _text(item) for key, item in value.get("env", {}).items()},
-            _text(value["cwd"]) if value.get("cwd") else None,
-            _text(value.get("url", "")),
-            {str(key): _text(item) for key, item in value.get("headers", {}).items()},
+            _text(given.get("command", "")),
+            tuple(_text(item) for item in _of(list, given.get("args", []))),
+            _texts(given.get("env", {})),
+            _text(given["cwd"]) if given.get("cwd") else None,
+            _text(given.get("url", "")),
+            _texts(given.get("headers", {})),
         )
-    except (TypeError, AttributeError):
+    except TypeError:
         found = ServerConfig(name)
     if bool(found.command) is bool(found.url):
         raise UsageError(
@@ -89,20 +107,38 @@ def _server(name: str, value: Any, path: Path) -> ServerConfig:
     return found
 
 
-def _text(value: Any) -> str:
-    """Return a text in which `${NAME}` is the environment's value; TypeError for anything else."""
-    if not isinstance(value, str):
+def _of(kind: type[_T], value: Any) -> _T:
+    if not isinstance(value, kind):
         raise TypeError
-    return _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), value)
+    return value
+
+
+def _texts(values: Any) -> dict[str, str]:
+    """Return the values by name as texts, without those that are null."""
+    given = _of(dict, values).items()
+    return {str(key): _text(item) for key, item in given if item is not None}
+
+
+def _text(value: Any) -> str:
+    """Return a text in which `${NAME}` is the environment's value; TypeError for no plain value.
+
+    Numbers and truth values are texts as JSON has them: a port is often written so.
+    """
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    text = _of(str, value)
+    return _VARIABLE.sub(lambda match: os.environ.get(match[1], ""), text)
 
 
 class McpServers:
     """Connections to servers, which start at once, on a thread of their own. `close` ends them.
 
-    What servers write on stderr goes nowhere: it may hold text of the conversation.
+    What a server writes on stderr is told if it fails. It is logged only if it fails at its start:
+    later it may hold text of the conversation.
     """
 
     def __init__(self, configs: list[ServerConfig]) -> None:
+        keep_library_quiet()
         self._configs = configs
         self._loop = asyncio.new_event_loop()
         self._tools: list[Tool] = []
@@ -152,19 +188,24 @@ class McpServers:
 
     async def _hold(self, config: ServerConfig, ready: "asyncio.Future[list[Tool]]") -> None:
         """Connect to one server, and keep the connection until this task is cancelled."""
+        errors = ServerErrors()
         try:
             async with AsyncExitStack() as stack:
+                stack.callback(errors.close)
                 async with asyncio.timeout(_START_S):
-                    session = await _connect(config, stack)
+                    session = await _connect(config, stack, errors)
                     tools = await _list_tools(session)
-                found = (McpTool(config.name, tool, session, self._loop) for tool in tools)
+                errors.close()
+                found = (McpTool(config.name, tool, session, self._loop, errors) for tool in tools)
                 ready.set_result(list(found))
                 await asyncio.Event().wait()
         except Exception as error:
-            _log.warning("the MCP server %s: %s", config.name, type(error).__name__, exc_info=error)
+            told = _complaint(_root(error))
             if not ready.done():
-                self._problems.append(f"The MCP server {config.name} {_complaint(_root(error))}.")
+                told += await asyncio.to_thread(errors.in_words)
+                self._problems.append(f"The MCP server {config.name} {told}.")
                 ready.set_result([])
+            _log.warning("the MCP server %s %s", config.name, told, exc_info=error)
 
 
 def _complaint(error: BaseException) -> str:
@@ -183,7 +224,9 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-async def _connect(config: ServerConfig, stack: AsyncExitStack) -> "ClientSession":
+async def _connect(
+    config: ServerConfig, stack: AsyncExitStack, errors: ServerErrors
+) -> "ClientSession":
     from mcp import ClientSession, StdioServerParameters
     from mcp.client.stdio import get_default_environment, stdio_client
 
@@ -208,8 +251,7 @@ async def _connect(config: ServerConfig, stack: AsyncExitStack) -> "ClientSessio
             env={**get_default_environment(), **config.env},
             cwd=config.cwd,
         )
-        nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115
-        streams = await stack.enter_async_context(stdio_client(parameters, errlog=nowhere))
+        streams = await stack.enter_async_context(stdio_client(parameters, errlog=errors.file))
     session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
     await session.initialize()
     return session
@@ -240,6 +282,7 @@ class McpTool:
         tool: Any,
         session: "ClientSession",
         loop: asyncio.AbstractEventLoop,
+        errors: ServerErrors | None = None,
     ) -> None:
         self.name = f"{server}__{_NO_WORD.sub('_', tool.name)}"
         self.description = tool.description or ""
@@ -247,16 +290,17 @@ class McpTool:
         self._name = tool.name
         self._session = session
         self._loop = loop
+        self._errors = errors
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         if self._loop.is_closed():
             raise ToolFailed("its server has ended.")
         calling = asyncio.run_coroutine_threadsafe(self._call(dict(arguments)), self._loop)
         result = self._wait(calling, stop)
-        texts = [_part_text(part) for part in result.content]
+        text = _result_text(result)
         if result.is_error:
-            raise ToolFailed("\n".join(texts) or "the tool says no more than that.")
-        return "\n".join(texts)
+            raise ToolFailed(text or "the tool says no more than that.")
+        return text
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
         return await self._session.call_tool(self._name, arguments, read_timeout_seconds=_CALL_S)
@@ -272,14 +316,57 @@ class McpTool:
                     future.cancel()
                     raise ToolFailed("the user stopped it.") from None
             except Exception as error:
-                raise ToolFailed(one_line(str(_root(error)), 200)) from error
+                raise ToolFailed(self._why(_root(error))) from error
+
+    def _why(self, error: BaseException) -> str:
+        """Return why a call failed; of a server that has ended, with its last words."""
+        reason = one_line(str(error), 200) or type(error).__name__
+        if not any(word in reason for word in _CLOSED):
+            return reason
+        said = self._errors.in_words() if self._errors is not None else ""
+        return f"its server has ended ({reason}){said}."
+
+
+def _result_text(result: Any) -> str:
+    """Return all that a result says.
+
+    Most servers write what is structured as text too; where it is no part of the text, it is added.
+    """
+    texts = [text for part in result.content or () if (text := _part_text(part)).strip()]
+    structured = getattr(result, "structured_content", None)
+    if structured is not None and not _is_said(structured, texts):
+        texts.append(json.dumps(structured, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _is_said(structured: Any, texts: list[str]) -> bool:
+    """Whether texts are a structured result: as JSON, as the value of `result`, or its items."""
+    values = [_value(text) for text in texts]
+    forms = [structured]
+    if isinstance(structured, dict) and list(structured) == ["result"]:
+        forms.append(structured["result"])
+    said = [*values, *texts, values, texts] if texts else []
+    return any(form in said for form in forms)
+
+
+def _value(text: str) -> Any:
+    try:
+        return read_json_text(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _part_text(part: Any) -> str:
-    """Return a part of a result as text; images and sounds are only named."""
-    if getattr(part, "type", "") == "text":
+    """Return a part of a result as text; images and sounds are only named, links are addresses."""
+    kind = getattr(part, "type", "") or "something"
+    if kind == "text":
         return str(part.text)
+    if kind == "resource_link":
+        about = [getattr(part, name, None) for name in ("title", "name", "description")]
+        return " - ".join([str(part.uri), *dict.fromkeys(str(one) for one in about if one)])
     resource = getattr(part, "resource", None)
     if resource is not None and getattr(resource, "text", None) is not None:
         return str(resource.text)
-    return f"[{getattr(part, 'type', 'something')} that cannot be shown as text]"
+    address = getattr(resource, "uri", None)
+    where = f" at {address}" if address else ""
+    return f"[{kind}{where} that cannot be shown as text]"

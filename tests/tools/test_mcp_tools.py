@@ -3,7 +3,9 @@
 The servers are made with the official package in a process of their own.
 """
 
+import asyncio
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -13,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import UsageError
-from kvchat.tools.mcp_tools import McpServers, read_servers
+from kvchat.tools.mcp_tools import McpServers, McpTool, ServerConfig, read_servers
 from kvchat.tools.toolbox import Toolbox
 
 _SERVER = """
@@ -265,9 +268,12 @@ BAD = (
     '{"servers": {}}',
     '{"mcpServers": {"a": 1}}',
     '{"mcpServers": {"a": {}}}',
-    '{"mcpServers": {"a": {"command": "x", "args": [1]}}}',
+    '{"mcpServers": {"a": {"command": "x", "args": "y"}}}',
+    '{"mcpServers": {"a": {"command": "x", "args": [{}]}}}',
+    '{"mcpServers": {"a": {"command": ["x"]}}}',
     '{"mcpServers": {"a": {"command": "x", "url": "y"}}}',
-    '{"mcpServers": {"a": {"command": "x", "env": {"a": null}}}}',
+    '{"mcpServers": {"a": {"command": "x", "env": ["a"]}}}',
+    '{"mcpServers": {"a": {"command": "x", "env": {"a": []}}}}',
 )
 
 
@@ -282,3 +288,159 @@ def test_a_bad_file_is_refused_in_a_sentence(tmp_path: Path, content: str) -> No
 
 def test_no_file_is_no_server(tmp_path: Path) -> None:
     assert read_servers(tmp_path / "mcp.json") == []
+
+
+def servers_of(tmp_path: Path, servers: dict[str, Any]) -> list[ServerConfig]:
+    path = tmp_path / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": servers}))
+    return read_servers(path)
+
+
+def test_a_server_that_is_switched_off_is_not_started(tmp_path: Path) -> None:
+    """Its command was run all the same."""
+    off = [{"disabled": True}, {"enabled": False}, {"disabled": "true"}]
+    on: list[dict[str, Any]] = [{}, {"disabled": False}, {"disabled": None}, {"enabled": True}]
+    servers = {f"s{n}": {"command": "x", **state} for n, state in enumerate([*off, *on])}
+
+    assert [config.name for config in servers_of(tmp_path, servers)] == ["s3", "s4", "s5", "s6"]
+
+
+def test_what_other_clients_write_is_read(tmp_path: Path) -> None:
+    env = {"PORT": 8080, "DEBUG": True, "RATE": 0.5, "NOT_SET": None}
+    servers = {"s": {"command": "x", "args": None, "env": env, "cwd": None, "url": None}}
+    numbers = {"n": {"command": "x", "args": ["--port", 80], "env": None, "headers": None}}
+
+    [config, other] = servers_of(tmp_path, servers | numbers)
+
+    assert config.env == {"PORT": "8080", "DEBUG": "true", "RATE": "0.5"}
+    assert (config.args, other.args) == ((), ("--port", "80"))
+
+
+def content(kind: str, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(type=kind, **fields)
+
+
+_WORDS = content("text", text="words")
+_LINK = content(
+    "resource_link", uri="file:///a.txt", name="a.txt", title=None, description="A text"
+)
+RESULTS: dict[str, tuple[list[SimpleNamespace], Any, str]] = {
+    "structured only": ([], {"answer": 42}, '{"answer": 42}'),
+    "an empty text beside it": ([content("text", text="")], {"answer": 42}, '{"answer": 42}'),
+    "an empty list": ([], {"result": []}, '{"result": []}'),
+    "words beside it": ([_WORDS], {"answer": 42}, 'words\n{"answer": 42}'),
+    "the same as text": ([content("text", text='{"a":1}')], {"a": 1}, '{"a":1}'),
+    "its value as text": ([content("text", text="5")], {"result": 5}, "5"),
+    "its text": ([_WORDS], {"result": "words"}, "words"),
+    "its items": (
+        [content("text", text="1"), content("text", text="b")],
+        {"result": [1, "b"]},
+        "1\nb",
+    ),
+    "an image beside it": (
+        [content("image")],
+        {"a": 1},
+        '[image that cannot be shown as text]\n{"a": 1}',
+    ),
+    "a link": ([_LINK], None, "file:///a.txt - a.txt - A text"),
+    "bytes": (
+        [content("resource", resource=SimpleNamespace(uri="x://y", blob="AA=="))],
+        None,
+        "[resource at x://y that cannot be shown as text]",
+    ),
+    "nothing": ([], None, ""),
+}
+
+
+class Session:
+    """A session whose server always returns one result."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    async def call_tool(self, *_: Any, **__: Any) -> Any:
+        return self._result
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join()
+    made.close()
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+@pytest.mark.parametrize("name", RESULTS)
+def test_all_that_a_result_says_is_read(
+    loop: asyncio.AbstractEventLoop, name: str, is_error: bool
+) -> None:
+    """Structured results without a text were read as nothing."""
+    parts, structured, expected = RESULTS[name]
+    result = SimpleNamespace(content=parts, structured_content=structured, is_error=is_error)
+    definition = SimpleNamespace(name="t", description="", input_schema={})
+    session: Any = Session(result)
+    tool = McpTool("s", definition, session, loop)
+
+    text = Toolbox([tool]).run(ToolCall("s__t", {}), threading.Event()).text
+
+    plain = expected or ("the tool says no more than that." if is_error else "(nothing)")
+    assert text == (f"Error: {plain}" if is_error else plain)
+
+
+_FAILING = """
+import sys
+print("loading", file=sys.stderr)
+print("Error: A_KEY is not set", file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def test_the_last_words_of_a_server_that_fails_are_told_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "Connection closed"."""
+    failing = {"command": sys.executable, "args": ["-c", _FAILING]}
+    made, toolbox = connected(tmp_path, {"s": failing})
+    made.close()
+
+    [problem] = toolbox.problems
+    assert problem.startswith("The MCP server s does not answer: Connection closed")
+    assert problem.endswith("; its last words: loading / Error: A_KEY is not set.")
+    assert "A_KEY is not set" in caplog.text
+
+
+_JUNK = """
+import json, sys
+print("Welcome to my server!", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    print("debug: secret words", flush=True)
+    if asked["method"] == "tools/call":
+        print("out of memory", file=sys.stderr)
+        sys.exit(1)
+    answer = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+              "serverInfo": {"name": "x", "version": "1"},
+              "tools": [{"name": "t", "inputSchema": {"type": "object"}}]}
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}), flush=True)
+"""
+
+
+def test_other_lines_on_stdout_print_nothing_and_an_end_has_its_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library prints a traceback for each such line."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as outside of tests
+    made, toolbox = connected(tmp_path, {"s": {"command": sys.executable, "args": ["-c", _JUNK]}})
+    text = call(toolbox, "s__t")
+    made.close()
+
+    assert toolbox.problems == ()
+    assert text == "Error: its server has ended (Connection closed); its last words: out of memory."
+    printed = capfd.readouterr().err
+    assert "the MCP library: Failed to parse" in printed, "our log has no handler here"
+    assert not any(word in printed for word in ("Traceback", "secret words", "out of memory"))
