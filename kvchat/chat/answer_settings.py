@@ -39,6 +39,8 @@ class AskOptions:
     scores_prompt  whether the prompt's tokens have their logprobs told too, before the answer's
                    text and at its end; then all of the prompt is computed, whatever is cached
     tells_ids     whether the events of the reply have the answer's token ids
+    min_tokens    no stop token ends an answer before it has so many tokens
+    stop_token_ids     further tokens that end an answer
     grammar       what the text of the answer after its thinking matches; None for any text
     repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
     chosen        names of the sampling parameters that the user set, not the model's defaults
@@ -58,6 +60,8 @@ class AskOptions:
     tells_ids: bool = False
     scores_prompt: bool = False
     repetition_limit: int = 0
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""

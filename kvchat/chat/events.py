@@ -74,6 +74,7 @@ class AnswerEnded:
     `num_dropped_calls` counts calls beyond the limit of the request.
     `ends_in_thinking` if it has not come to the end of its thinking: there is no answer, however it
     ended.
+    `num_thinking_tokens` counts the tokens of the thinking and of its marks.
     `stop_text` is the stop text of the request that ended it, None if none did.
     `miss_reason` says why a slower tier did not have more of the context, None if it was not asked.
     """
@@ -95,6 +96,7 @@ class AnswerEnded:
     scored: tuple[TokenLogprobs, ...] = ()
     stop_text: str | None = None
     ends_in_thinking: bool = False
+    num_thinking_tokens: int = 0
 
     @property
     def is_whole(self) -> bool:

@@ -164,6 +164,36 @@ class _ThinksFirst:
         return False
 
 
+class AtLeast:
+    """Lets nothing end an answer before it has `num_tokens`; `then` limits its tokens besides.
+
+    An answer that can only end ends all the same. `vocab_size` ids are below it.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        then: TokenConstraint | None,
+    ) -> None:
+        self._num_left = num_tokens
+        self._stop_ids = stop_ids
+        self._all = b"\xff" * ((vocab_size + 7) // 8)
+        self._then = then
+
+    def allowed(self) -> bytes | None:
+        bits = self._then.allowed() if self._then is not None else None
+        if self._num_left <= 0:
+            return bits
+        others = _without(self._all if bits is None else bits, self._stop_ids)
+        return others if any(others) else bits
+
+    def accept(self, token_id: int) -> bool:
+        self._num_left -= 1
+        return self._then.accept(token_id) if self._then is not None else False
+
+
 def _without(bits: bytes, token_ids: frozenset[int]) -> bytes:
     changed = bytearray(bits)
     for token_id in token_ids:

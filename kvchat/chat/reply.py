@@ -106,6 +106,7 @@ class _Answer:
         self._num_saved = 0  # characters of it
         self.text = ""
         self.thinking = ""
+        self.num_thinking_tokens = 0
         self.has_begun = False
         self.unsaved_text = ""
         self.unsaved_ids: list[int] = []
@@ -122,9 +123,14 @@ class _Answer:
             for token, piece in zip(generated.logprobs, pieces, strict=True):
                 self._track.add(token, piece)
         self._last_token = generated.token_ids[-1] if generated.token_ids else self._last_token
-        text = "".join(pieces)
-        self._whole += text
-        return told + self._events(sample, self._parts.feed(text))
+        # Thinking is fed by tokens, so that they can be counted; the rest is fed at once.
+        for fed in pieces if self._parts.is_thinking else ["".join(pieces)]:
+            was_thinking = self._parts.is_thinking
+            self._whole += fed
+            told += self._events(sample, self._parts.feed(fed))
+            if was_thinking or self._parts.is_thinking:
+                self.num_thinking_tokens += 1 if was_thinking else len(pieces)
+        return told
 
     def flush(self, sample: int) -> list[ChatEvent]:
         end = self._stream.flush()
@@ -321,6 +327,7 @@ class Reply:
             scored=self._all_scored(answer, event),
             stop_text=answer.stop_text,
             ends_in_thinking=answer.is_thinking,
+            num_thinking_tokens=answer.num_thinking_tokens,
         )
         return [*events, *_complaint(problem), ended]
 

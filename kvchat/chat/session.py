@@ -16,6 +16,8 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.compaction import LEFT_OUT, LEFT_OUT_REPLY, OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
+from kvchat.chat.detokenizer import TextStream
+from kvchat.chat.grammar import AtLeast
 from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Decoding, Ledger, Reply, UnsavedLedger
 from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
@@ -25,7 +27,7 @@ from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
 from kvchat.core.paths import is_same_place
 from kvchat.core.text import one_line
-from kvchat.core.types import FinishReason
+from kvchat.core.types import FinishReason, TokenConstraint
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
 
@@ -443,7 +445,7 @@ class ChatSession:
         notify: Callable[[], None] | None,
         is_kept: bool = True,
     ) -> Reply:
-        stops, grammar = options.stops, options.grammar
+        stops = options.stops
         new_stream = partial(self.model.tokenizer.new_stream, context)
         stop_tokens = self._stop_tokens(stops)
 
@@ -469,16 +471,12 @@ class ChatSession:
             prompt_ids=context,
             sampling=options.resolved_sampling(),
             max_tokens=options.max_tokens,
-            stop_token_ids=self.model.stop_token_ids,
+            stop_token_ids=self.model.stop_token_ids | options.stop_token_ids,
             new_stop_watcher=new_watcher if stops else None,
             num_samples=options.num_samples,
             is_one_shot=options.is_one_shot,
             is_kept=is_kept,
-            new_constraint=(
-                (lambda: grammar.constraint(new_stream() if starts_thinking else None))
-                if grammar is not None
-                else None
-            ),
+            new_constraint=self._new_constraint(options, new_stream if starts_thinking else None),
             num_top_logprobs=options.num_top_logprobs,
             scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
@@ -487,6 +485,28 @@ class ChatSession:
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
+
+    def _new_constraint(
+        self, options: AskOptions, new_stream: Callable[[], TextStream] | None
+    ) -> Callable[[], TokenConstraint] | None:
+        """Return what makes the limit of one answer's tokens; None for any answer.
+
+        new_stream   decodes the thinking that an answer begins with; None for one without
+        """
+        grammar, least = options.grammar, options.min_tokens
+        stop_ids = self.model.stop_token_ids | options.stop_token_ids
+
+        def by_grammar() -> TokenConstraint | None:
+            stream = new_stream() if grammar is not None and new_stream is not None else None
+            return grammar.constraint(stream) if grammar is not None else None
+
+        def new_constraint() -> TokenConstraint:
+            limit, vocab_size = by_grammar(), self.model.vocab_size or 0
+            if limit is not None and not least:
+                return limit
+            return AtLeast(least, stop_ids, vocab_size, limit)
+
+        return new_constraint if grammar is not None or least else None
 
     def _stop_tokens(self, stops: Sequence[str]) -> dict[int, str]:
         """Return the stop texts that are tokens which no text shows, by id."""

@@ -258,7 +258,9 @@ def serve(
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(help="another name for the model (repeat)", metavar="NAME"),
+        typer.Option(
+            help="another name for the model; * stands for any text (repeat)", metavar="NAME"
+        ),
     ] = None,
     stabilise: Annotated[
         bool | None,

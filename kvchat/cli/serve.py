@@ -36,7 +36,7 @@ class ServeRequest:
     """What `kvchat serve` was asked for.
 
     api_key      None takes the environment's, or none on a loopback address
-    names        further names that requests may give the model
+    names        further names that requests may give the model; `*` stands for any text
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
     """

@@ -18,9 +18,11 @@ from kvchat.core.types import Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
-from kvchat.server.bodies import read_body
-from kvchat.server.fields import Fields, sampling_options, stops
-from kvchat.server.generation_fields import AnswerFormat, answer_format
+from kvchat.server.bodies import read_request
+from kvchat.server.fields import Fields, sampling_options, stops, token_limit
+from kvchat.server.foreign_fields import own_fields
+from kvchat.server.format_fields import AnswerFormat, answer_format, foreign_format
+from kvchat.server.generation_fields import with_endings
 from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
@@ -39,9 +41,10 @@ class AnthropicApi:
         self._left_out = LeftOutNotes()
 
     async def messages(self, request: Request) -> Response:
-        fields = await read_body(await request.body())
+        fields = own_fields(await read_request(request), "messages")
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
+        _require_no_thread(fields)
         self._service.require_room(fields, "messages")
         chat, offered = await fields.read(read_chat)
         options = self._options(fields, chat)
@@ -56,9 +59,10 @@ class AnthropicApi:
         return self._left_out.tell(whole, offered.left_out)
 
     async def count_tokens(self, request: Request) -> Response:
-        fields = await read_body(await request.body())
+        fields = own_fields(await read_request(request), "messages")
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
+        _require_no_thread(fields)
         self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
         think = self._think(fields)
         chat, offered = await fields.read(read_chat)
@@ -71,13 +75,13 @@ class AnthropicApi:
         return asked_thinking(fields, switch, base)
 
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
-        limit = fields.whole("max_tokens", 1)
-        if limit is None:
+        if "max_tokens" not in fields:
             raise fields.fault("max_tokens", "is missing")
         options = sampling_options(fields, self._service.options)
+        options = with_endings(fields, options, self._service.host.model.vocab_size)
         return replace(
             options,
-            max_tokens=limit,
+            max_tokens=token_limit(fields, "max_tokens"),
             stops=stops(fields, "stop_sequences") or options.stops,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
@@ -89,10 +93,20 @@ class AnthropicApi:
 # Requests
 
 
+def _require_no_thread(fields: Fields) -> None:
+    """Raise ApiError for a message that continues another by its id.
+
+    At this error the SDK sends the whole conversation, which is cached.
+    """
+    if fields.nested("thread").text("type") == "continue":
+        sentence = "kvchat keeps no threads of messages: send the whole conversation."
+        raise ApiError(404, sentence, "thread", "thread_not_found")
+
+
 def _format(fields: Fields) -> AnswerFormat | None:
     places = ((fields.nested("output_config"), "format"), (fields, "output_format"))
     found = (answer_format(place, name, ("schema",)) for place, name in places)
-    return next((wanted for wanted in found if wanted is not None), None)
+    return next((wanted for wanted in found if wanted is not None), foreign_format(fields))
 
 
 # Responses

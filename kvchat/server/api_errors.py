@@ -60,7 +60,11 @@ def anthropic_form(error: ApiError) -> dict[str, object]:
     """Return Anthropic's error object."""
     return {
         "type": "error",
-        "error": {"type": error.anthropic_type, "message": _anthropic_words(error)},
+        "error": {
+            "type": error.anthropic_type,
+            "message": _anthropic_words(error),
+            **({"details": {"error_code": error.code}} if error.code else {}),
+        },
     }
 
 

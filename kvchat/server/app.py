@@ -1,6 +1,7 @@
 """The application: routes, health, metrics, and errors in each interface's form."""
 
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
@@ -15,7 +16,7 @@ from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
 from kvchat.server.api_errors import ApiError, failed_server, response_to
 from kvchat.server.chat_api import ChatApi
-from kvchat.server.guard import App, Guard, Limits
+from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.openai_api import OpenAiApi
 from kvchat.server.responses_api import ResponsesApi
@@ -23,6 +24,10 @@ from kvchat.server.responses_socket import ResponsesSockets
 from kvchat.server.service import Service
 
 _log = logging.getLogger(__name__)
+
+_VERSION = "/v1"
+# What stands behind the version; some clients are given the address without it.
+_UNVERSIONED = ("chat", "completions", "models", "responses", "messages")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -32,6 +37,7 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
     responses, chat = ResponsesApi(service), ChatApi(service)
     gets: dict[str, Handler] = {
+        "/": _health(service),
         "/health": _health(service),
         "/metrics": _metrics(service),
         "/v1/models": openai.models,
@@ -61,7 +67,22 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
     sockets = ResponsesSockets(service, responses, limits.body_bytes)
     socket_route = WebSocketRoute("/v1/responses", sockets.serve)
     app = Starlette(routes=[*routes, socket_route], exception_handlers={HTTPException: _refused})
-    return Guard(app, api_key, limits)
+    return _with_plain_paths(Guard(app, api_key, limits))
+
+
+def _with_plain_paths(app: App) -> App:
+    """Return an application that takes paths as clients join them: with slashes too many, and
+    without the version that others put into the address.
+    """
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if "path" in scope:
+            path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
+            is_versioned = path.split("/")[1] not in _UNVERSIONED
+            scope = {**scope, "path": path if is_versioned else f"{_VERSION}{path}"}
+        await app(scope, receive, send)
+
+    return called
 
 
 def _counted(handler: Handler, path: str, service: Service) -> Handler:
@@ -112,5 +133,8 @@ def _metrics(service: Service) -> Handler:
 async def _refused(request: Request, error: Exception) -> Response:
     """Answer a path or a method that there is not."""
     assert isinstance(error, HTTPException)
-    sentence = "There is no such path." if error.status_code == 404 else f"{error.detail}."
+    is_missing = error.status_code == 404
+    sentence = (
+        f"There is no such path; see {_VERSION}/models." if is_missing else f"{error.detail}."
+    )
     return response_to(ApiError(error.status_code, sentence), request.url.path)

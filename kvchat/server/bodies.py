@@ -8,9 +8,13 @@ read one after another on one thread: two at once would only take the interprete
 """
 
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
+from json import detect_encoding
 from typing import Any, NamedTuple, TypeVar
+
+from starlette.requests import Request
 
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields
@@ -28,6 +32,10 @@ MOST_KEYS = 1 << 18
 _MOST_BYTES_AT_ONCE = 1 << 17
 _MOST_OBJECTS_AT_ONCE = 1000
 _BYTES_OF_PIECE = 1 << 18
+# Of a body that was compressed; one that was not is limited before it comes here.
+MOST_BYTES = 32 << 20
+# The forms of zlib's streams: gzip, and what HTTP calls deflate, which begins with zlib's head.
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # What stands in any body with half a character.
 _SIGNS_OF_SURROGATES = (b"\\ud", b"\\uD")
 
@@ -49,11 +57,21 @@ class Body(Fields):
         return read(self) if is_small else await _reader().run(lambda: read(self))
 
 
+async def read_request(request: Request) -> Body:
+    """Parse the body of a request, which may be compressed; errors as `read_body`."""
+    body = await request.body()
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        body = await _reader().run(lambda: _decompressed(body, encoding))
+    return await read_body(body)
+
+
 async def read_body(body: bytes) -> Body:
     """Parse a request's body, a large one on another thread.
 
-    Raises ApiError for anything but a JSON object in UTF-8, and for one of too many values.
+    Raises ApiError for anything but a JSON object in Unicode, and for one of too many values.
     """
+    body = _in_utf8(body)
     if len(body) <= _MOST_BYTES_AT_ONCE:
         return _parsed(body)
     return await _reader().run(lambda: _counted_and_parsed(body))
@@ -103,13 +121,45 @@ def count_values(body: bytes, piece: int = _BYTES_OF_PIECE) -> Counts:
     return Counts(1 + num_commas + num_nested, num_nested, num_keys)
 
 
+def _decompressed(body: bytes, encoding: str) -> bytes:
+    """Return a body as it was before it was compressed; raises ApiError if it cannot be."""
+    if encoding not in _WINDOW_BITS:
+        sentence = f"Bodies may be plain or in {' or '.join(_WINDOW_BITS)}, not in {encoding!r}."
+        raise ApiError(415, sentence, code="unsupported_encoding")
+    stream = zlib.decompressobj(_WINDOW_BITS[encoding])
+    try:
+        plain = stream.decompress(body, MOST_BYTES + 1)
+    except zlib.error:
+        raise ApiError(400, f"The body is not in {encoding}.") from None
+    if len(plain) > MOST_BYTES:
+        raise ApiError(413, f"The body has more than {MOST_BYTES:,} bytes.")
+    if not stream.eof:
+        raise ApiError(400, f"The body ends within its {encoding}.")
+    return plain
+
+
+def _in_utf8(body: bytes) -> bytes:
+    """Return a body of UTF-16 or UTF-32 in UTF-8, and any other as it is."""
+    encoding = detect_encoding(body)
+    if encoding.startswith("utf-8"):
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError:
+        raise _no_json() from None
+
+
+def _no_json() -> ApiError:
+    return ApiError(400, "The body is not JSON.")
+
+
 def _parsed(body: bytes) -> Body:
     try:
         values = json.loads(body.decode("utf-8-sig"))
         if any(sign in body for sign in _SIGNS_OF_SURROGATES):
             values = _without_surrogates(values)
     except (ValueError, RecursionError):
-        raise ApiError(400, "The body is not JSON.") from None
+        raise _no_json() from None
     if not isinstance(values, dict):
         raise ApiError(400, "The body must be a JSON object.")
     return Body(values, len(body))

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.core.cost import KvPlaces
-from kvchat.server.bodies import Body, read_body
+from kvchat.server.bodies import Body, read_request
 from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
@@ -69,7 +69,7 @@ class ChatApi:
 
 
 async def _read(request: Request) -> Body:
-    return await read_body(await request.body())
+    return await read_request(request)
 
 
 async def _of(asked: "Future[T]") -> T:

@@ -12,7 +12,10 @@ from kvchat.core.errors import UsageError
 from kvchat.server.api_errors import ApiError
 
 _MOST = 2**63 - 1
-_MOST_STOPS = 16
+_MOST_STOPS = 64
+_NO_LIMIT = _RANDOM = -1
+# How clients say that a filter is off, or that one token is left, and what says so here.
+_UNLIMITED: Mapping[tuple[str, float], float] = {("top_k", -1): 0, ("top_p", 0): 1e-9}
 _MOST_SAMPLES = 128
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SHOWN_CHARS = 80
@@ -61,6 +64,8 @@ class Fields:
         value = self._values.get(name)
         if value is None:
             return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fault(name, "must be a whole number")
         if not least <= value <= most:
@@ -125,6 +130,7 @@ def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
         value = fields.number(name)
         if value is None:
             continue
+        value = _UNLIMITED.get((name, value), value)
         if kind(value) != value:
             raise fields.fault(name, "must be a whole number")
         values[name] = kind(value)
@@ -133,11 +139,12 @@ def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
     except UsageError as error:
         raise ApiError(400, str(error), _blamed(values, error), "invalid_value") from error
     seed = fields.whole("seed", -_MOST)
-    is_bounded = any(fields.raw(name) is not None for name in _TOKEN_LIMITS)
+    is_bounded = any(fields.raw(name) not in (None, _NO_LIMIT) for name in _TOKEN_LIMITS)
+    own_seed = base.seed if seed is None else seed
     return replace(
         base,
         sampling=sampling,
-        seed=base.seed if seed is None else seed,
+        seed=None if seed == _RANDOM else own_seed,
         repetition_limit=0 if is_bounded else base.repetition_limit,
     )
 
@@ -153,9 +160,17 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
         return ()
     texts = [value] if isinstance(value, str) else value
     is_list = isinstance(texts, list) and len(texts) <= _MOST_STOPS
-    if not is_list or not all(isinstance(text, str) and text for text in texts):
+    if not is_list or not all(isinstance(text, str) for text in texts):
         raise fields.fault(name, f"must be a text or a list of at most {_MOST_STOPS} texts")
-    return tuple(texts)
+    return tuple(text for text in texts if text)
+
+
+def token_limit(fields: Fields, *names: str, least: int = 1) -> int | None:
+    """Return the first limit of tokens that is given; None for none, which -1 asks for too."""
+    given = next((name for name in names if name in fields), names[0])
+    if fields.raw(given) == _NO_LIMIT:
+        return None
+    return fields.whole(given, least)
 
 
 def num_samples(fields: Fields) -> int:

@@ -1,13 +1,11 @@
-"""Reads the fields of OpenAI's interfaces on tokens: penalties, biases, logprobs and formats."""
+"""Reads the fields of OpenAI's interfaces on tokens: penalties, biases, ends and logprobs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.grammar import Grammar, json_grammar
 from kvchat.chat.resent_chat import ResentChat
-from kvchat.core.errors import UsageError
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields
 from kvchat.server.service import Service
@@ -34,8 +32,19 @@ def with_penalties(fields: Fields, options: AskOptions, vocab_size: int | None) 
             raise fields.fault(name, f"must be {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}")
         values[name] = float(value)
     if "logit_bias" in fields:
-        values["logit_bias"] = _logit_bias(fields.nested("logit_bias"), vocab_size)
+        values["logit_bias"] = _logit_bias(_biases(fields), vocab_size)
     return replace(options, sampling=replace(options.sampling, **values)) if values else options
+
+
+def _biases(fields: Fields) -> Fields:
+    """Return the biases by token id; llama.cpp has a list of pairs too, in which false forbids."""
+    given = fields.raw("logit_bias")
+    if not isinstance(given, list):
+        return fields.nested("logit_bias")
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+        raise fields.fault("logit_bias", "must be an object, or a list of pairs")
+    biases = {str(token): -_MOST_BIAS if bias is False else bias for token, bias in given}
+    return Fields(biases, fields.name_of("logit_bias"))
 
 
 def _logit_bias(fields: Fields, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
@@ -54,12 +63,31 @@ def _logit_bias(fields: Fields, vocab_size: int | None) -> tuple[tuple[int, floa
     return tuple(sorted((token_id, value) for token_id, value in bias.items() if value))
 
 
+def with_endings(fields: Fields, options: AskOptions, vocab_size: int | None) -> AskOptions:
+    """Return `options` with vLLM's fields on what ends an answer.
+
+    vocab_size   every token id is below it; None if that is not known
+    """
+    ids = fields.raw("stop_token_ids") or ()
+    is_list = isinstance(ids, list | tuple) and len(ids) <= _MOST_BIASED
+    if not is_list or not all(type(i) is int and 0 <= i < (vocab_size or 1 << 31) for i in ids):
+        raise fields.fault("stop_token_ids", "must be ids of tokens of the model")
+    least = fields.whole("min_tokens", 0) or 0
+    if fields.flag("ignore_eos"):
+        least = sys.maxsize
+    if least and vocab_size is None:
+        raise fields.fault("min_tokens", "needs a model whose number of tokens is known")
+    return replace(options, stop_token_ids=frozenset(ids), min_tokens=least)
+
+
 # Logprobs
 
 
 def chat_logprobs(fields: Fields) -> int | None:
     """Return how many logprobs a chat completion tells beside each token's; None for none."""
     num_top = fields.whole("top_logprobs", 0, _MOST_TOP_LOGPROBS)
+    if not isinstance(fields.raw("logprobs"), bool | None):  # as plain completions have it
+        return fields.whole("logprobs", 0, _MOST_TOP_LOGPROBS) if num_top is None else num_top
     if fields.flag("logprobs"):
         return num_top or 0
     if num_top:
@@ -68,7 +96,9 @@ def chat_logprobs(fields: Fields) -> int | None:
 
 
 def text_logprobs(fields: Fields) -> int | None:
-    """Return the same for a plain completion, where `logprobs` is the number."""
+    """Return the same for a plain completion, where `logprobs` is the number; false is none."""
+    if fields.raw("logprobs") is False:
+        return None
     return fields.whole("logprobs", 0, _MOST_TOP_LOGPROBS)
 
 
@@ -98,68 +128,6 @@ def response_logprobs(fields: Fields) -> int | None:
     if num_top or _INCLUDED_LOGPROBS in (included or ()):
         return num_top or 0
     return None
-
-
-# Formats
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """The format that a request asks for: a JSON schema, and the field that has it."""
-
-    schema: dict[str, Any]
-    param: str
-
-
-def answer_format(fields: Fields, name: str, schema_path: tuple[str, ...]) -> AnswerFormat | None:
-    """Return the format that a request asks for, None for any text.
-
-    name          the field of `fields` that holds the format
-    schema_path   where in it the schema is
-
-    Raises ApiError for a format that is unknown.
-    """
-    format_fields = fields.nested(name)
-    kind = format_fields.text("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return AnswerFormat({"type": "object"}, fields.name_of(name))
-    if kind != "json_schema":
-        raise format_fields.fault("type", "must be text, json_object or json_schema")
-    for part in schema_path[:-1]:
-        format_fields = format_fields.nested(part)
-    last = schema_path[-1]
-    if format_fields.raw(last) is None:
-        raise format_fields.fault(last, "is missing")
-    format_fields.flag("strict")
-    return AnswerFormat(format_fields.nested(last).values, format_fields.name_of(last))
-
-
-async def with_format(
-    service: Service, wanted: AnswerFormat | None, options: AskOptions
-) -> AskOptions:
-    """Return `options` with the grammar of a format.
-
-    Raises ApiError for a schema that cannot be followed.
-    """
-    if wanted is None:
-        return options
-    grammar = await _compiled(service, wanted.schema, wanted.param)
-    return replace(options, grammar=grammar)
-
-
-async def _compiled(service: Service, schema: Mapping[str, Any], param: str) -> Grammar:
-    model = service.host.model
-    try:
-        grammar = json_grammar(schema)
-        return await service.answering.on_compiler(
-            lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
-        )
-    except UsageError as error:
-        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from error
-    except RecursionError:
-        raise ApiError(400, f"{param} is nested too deeply.", param, "invalid_value") from None
 
 
 def require_tellable(service: Service, chat: ResentChat, options: AskOptions) -> None:

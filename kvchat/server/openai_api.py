@@ -29,17 +29,19 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
-from kvchat.server.bodies import read_body
-from kvchat.server.fields import Fields, num_samples, sampling_options, stops
+from kvchat.server.bodies import read_request
+from kvchat.server.fields import Fields, num_samples, sampling_options, stops, token_limit
+from kvchat.server.foreign_fields import own_fields
+from kvchat.server.format_fields import answer_format, foreign_format, with_format
 from kvchat.server.generation_fields import (
-    answer_format,
     chat_logprobs,
     prompt_logprobs,
     require_tellable,
     text_logprobs,
-    with_format,
+    with_endings,
     with_penalties,
 )
+from kvchat.server.infill import with_suffix
 from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
@@ -56,13 +58,6 @@ _MOST_PROMPTS = 128
 _MOST_ANSWERS = 1024
 _DONE = "data: [DONE]\n\n"
 _PING = ": still at work\n\n"  # a comment: no client takes it for a part of the answer
-# Each would change the answer. What only describes the request, such as "user", is ignored.
-_UNSUPPORTED = (
-    "functions",
-    "audio",
-    "prediction",
-    "web_search_options",
-)
 _SCHEMA_PATH = ("json_schema", "schema")
 
 
@@ -78,7 +73,7 @@ class OpenAiApi:
         self._left_out = LeftOutNotes()
 
     async def models(self, request: Request) -> Response:
-        names = self._service.names
+        names = self._service.listed_names
         return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
@@ -93,9 +88,8 @@ class OpenAiApi:
         return {**model, "context_length": ready.context_limit} if ready is not None else model
 
     async def chat(self, request: Request) -> Response:
-        fields = await read_body(await request.body())
+        fields = own_fields(await read_request(request), "chat")
         self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED)
         self._service.require_room(fields, "messages")
         chat, offered = await fields.read(read_chat)
         limits = ("max_completion_tokens", "max_tokens")
@@ -109,7 +103,7 @@ class OpenAiApi:
             scores_prompt=num_of_prompt is not None,
         )
         require_tellable(self._service, chat, options)
-        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH) or foreign_format(fields)
         choice = openai_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, wanted)
         head = self._head("chatcmpl", "chat.completion")
@@ -132,10 +126,10 @@ class OpenAiApi:
         return self._left_out.tell(response, offered.left_out)
 
     async def completions(self, request: Request) -> Response:
-        fields = await read_body(await request.body())
+        fields = own_fields(await read_request(request), "completions")
         self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED, "suffix", "best_of")
-        prompts = await fields.read(_prompts)
+        codec = self._service.host.model.tokenizer
+        prompts = with_suffix(fields, await fields.read(_prompts), codec)
         options = self._options(fields, ("max_tokens",))
         if len(prompts) * options.num_samples > _MOST_ANSWERS:
             raise fields.fault("n", f"times the prompts must be at most {_MOST_ANSWERS:,} answers")
@@ -149,10 +143,9 @@ class OpenAiApi:
             tells_ids=tells_ids,
             is_one_shot=not tells_ids,  # a program that keeps the ids continues them
         )
-        wanted = answer_format(fields, "response_format", _SCHEMA_PATH)
+        wanted = answer_format(fields, "response_format", _SCHEMA_PATH) or foreign_format(fields)
         options = await with_format(self._service, wanted, options)
         head = self._head("cmpl", "text_completion")
-        codec = self._service.host.model.tokenizer
         form = _TextForm(codec, echoes, num_top is not None, num_of_prompt is not None)
         if fields.flag("stream"):
             if len(prompts) > 1:
@@ -197,7 +190,7 @@ class OpenAiApi:
 
     def _think(self, fields: Fields) -> Think:
         switch, base = self._service.host.model.format.switch, self._service.options.think
-        return asked_effort(fields, "reasoning_effort", switch, base)
+        return asked_effort(fields, switch, base)
 
     def _options(
         self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None
@@ -205,8 +198,9 @@ class OpenAiApi:
         """Return how to answer; the first of `limits` that is given limits the tokens."""
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
+        options = with_endings(fields, options, self._service.host.model.vocab_size)
         least = 1 if chat is not None else 0
-        limit = next((fields.whole(name, least) for name in limits if name in fields), None)
+        limit = token_limit(fields, *limits, least=least)
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
@@ -226,6 +220,9 @@ def usage_of(answers: list[AnswerEnded], difference: Difference | None) -> dict[
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": usage.cached.total},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(ended.num_thinking_tokens for ended in answers)
+        },
         "kvchat": facts(answers[0], difference),
     }
 

@@ -25,10 +25,10 @@ CALLS = {kind: f"{kind}_output" for kind in (_FUNCTION, _CUSTOM, _SHELL)} | {
 }
 
 
-def call_item(call: ToolCall, offered: OfferedTools) -> dict[str, Any]:
-    """Return the item of a call, in the form of its tool."""
-    tool, token = offered.client_tool(call.name), secrets.token_hex(12)
-    place = {"status": "completed", "call_id": f"call_{token}"}
+def call_item(call: ToolCall, offered: OfferedTools, token: str) -> dict[str, Any]:
+    """Return the item of a call, in the form of its tool; `token` makes its id."""
+    tool = offered.client_tool(call.name)
+    place = {"status": "completed", "call_id": f"call_{secrets.token_hex(12)}"}
     if tool.kind is ToolKind.SEARCH:
         made = {"execution": "client", "arguments": dict(call.arguments)}
         return {"id": f"tsc_{token}", "type": _SEARCH, **place, **made}

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -18,12 +19,14 @@ from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
-from kvchat.server.bodies import Body, read_body
-from kvchat.server.fields import Fields, sampling_options
+from kvchat.server.bodies import Body, read_request
+from kvchat.server.fields import Fields, sampling_options, token_limit
+from kvchat.server.foreign_fields import own_fields
+from kvchat.server.format_fields import answer_format, foreign_format
 from kvchat.server.generation_fields import (
-    answer_format,
     require_tellable,
     response_logprobs,
+    with_endings,
     with_penalties,
 )
 from kvchat.server.left_out import LeftOutNotes
@@ -32,7 +35,13 @@ from kvchat.server.offered_tools import OfferedTools
 from kvchat.server.response_calls import call_item, streamed_call
 from kvchat.server.response_items import compacted, read_chat, read_items
 from kvchat.server.service import Service, facts, until_gone
-from kvchat.server.stored_responses import HeldResponse, StoredResponses, given_items, is_stored
+from kvchat.server.stored_responses import (
+    HeldResponse,
+    StoredResponses,
+    given_items,
+    is_stored,
+    item_token,
+)
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, with_calls
@@ -57,7 +66,7 @@ class ResponsesApi:
         self._left_out = LeftOutNotes()
 
     async def respond(self, request: Request) -> Response:
-        fields = await read_body(await request.body())
+        fields = await read_request(request)
         answer, response = await self._begun(fields, None)
         if fields.flag("stream"):
             return self._left_out.tell(_stream(answer, response), response.offered.left_out)
@@ -72,15 +81,18 @@ class ResponsesApi:
 
     async def _begun(self, fields: Body, held: HeldResponse | None) -> "tuple[Answer, _Response]":
         """Read a request and submit it; raises ApiError if it cannot be answered."""
+        fields = own_fields(fields, "responses")
         self._service.require_model(fields)
         fields.refuse(*_UNSUPPORTED)
         _check_others(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields, held)
+        fields = await self.stored.with_items(fields, earlier)
         chat, offered = await fields.read(lambda body: read_chat(body, earlier), len(earlier))
         options = self._options(fields, chat)
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields.nested("text"), "format", ("schema",))
+        wanted = wanted or foreign_format(fields)
         choice = openai_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, wanted)
         keep = self._keep(fields, earlier, held)
@@ -101,10 +113,11 @@ class ResponsesApi:
 
     async def compact(self, request: Request) -> Response:
         """Answer with one item that takes the place of a conversation."""
-        fields = await read_body(await request.body())
+        fields = await read_request(request)
         self._service.require_model(fields)
         self._service.require_room(fields, "input")
         earlier = await self.stored.earlier_items(fields)
+        fields = await self.stored.with_items(fields, earlier)
         # The tools stand before the conversation: without them nothing of it would be cached.
         given, offered = await fields.read(lambda body: read_items(body, earlier), len(earlier))
         ready = self._service.host.ready
@@ -128,16 +141,16 @@ class ResponsesApi:
     def _options(self, fields: Fields, chat: ResentChat) -> AskOptions:
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
-        limit = fields.whole("max_output_tokens", 1)
+        options = with_endings(fields, options, self._service.host.model.vocab_size)
+        limit = token_limit(fields, "max_output_tokens")
         switch = self._service.host.model.format.switch
-        reasoning = fields.nested("reasoning")
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
             num_samples=1,
             is_one_shot=len(chat.messages) == 1,
             max_calls=openai_choice(fields).max_calls,
-            think=asked_effort(reasoning, "effort", switch, options.think),
+            think=asked_effort(fields, switch, options.think),
             num_top_logprobs=response_logprobs(fields),
         )
 
@@ -216,6 +229,10 @@ class _Response:
             **{name: fields.text(name) for name in _DESCRIPTIONS},
         }
 
+    @property
+    def id(self) -> str:
+        return str(self._fields["id"])
+
     def begun(self) -> dict[str, Any]:
         return self._fields
 
@@ -230,7 +247,7 @@ class _Response:
             "status": "completed" if is_whole else "incomplete",
             "completed_at": int(time.time()) if is_whole else None,
             "incomplete_details": None if is_whole else cause,
-            "output": _items(ended, self.offered) if items is None else items,
+            "output": _items(ended, self.offered, self.id) if items is None else items,
             "usage": _usage(ended, answer),
         }
         self._complete, self._fed = response, answer.fed
@@ -246,26 +263,29 @@ class _Response:
         return {**self._fields, "status": "failed", "error": fault}
 
 
-def _items(ended: AnswerEnded, offered: OfferedTools) -> list[dict[str, Any]]:
-    reasoning = [_item(True, ended.thinking, "completed")] if ended.thinking else []
-    said = ended.text or not ended.calls
-    message = [_item(False, ended.text, "completed", None, ended.logprobs)] if said else []
-    return [*reasoning, *message, *(call_item(call, offered) for call in ended.calls)]
+def _items(ended: AnswerEnded, offered: OfferedTools, response_id: str) -> list[dict[str, Any]]:
+    token = partial(item_token, response_id)
+    items = [_item(True, ended.thinking, "completed", token(0))] if ended.thinking else []
+    if ended.text or not ended.calls:
+        message = _item(False, ended.text, "completed", token(len(items)), ended.logprobs)
+        items.append(message)
+    for call in ended.calls:
+        items.append(call_item(call, offered, token(len(items))))
+    return items
 
 
 def _item(
     is_thinking: bool,
     text: str,
     status: str,
-    item_id: str | None = None,
+    token: str,
     logprobs: Sequence[ShownToken] = (),
 ) -> dict[str, Any]:
     if is_thinking:
         content = [{"type": "reasoning_text", "text": text}]
-        item_id = item_id or f"rs_{secrets.token_hex(12)}"
-        return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
+        return {"id": f"rs_{token}", "type": "reasoning", "summary": [], "content": content}
     return {
-        "id": item_id or f"msg_{secrets.token_hex(12)}",
+        "id": f"msg_{token}",
         "type": "message",
         "status": status,
         "role": "assistant",
@@ -286,7 +306,7 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached.total},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": ended.num_thinking_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "kvchat": facts(ended, answer.difference),
     }
@@ -331,7 +351,7 @@ class _ResponseEvents:
 
     def call(self, event: AnswerCall) -> str:
         said, index = self._close(), len(self._items)
-        item = call_item(event.call, self._response.offered)
+        item = call_item(event.call, self._response.offered, self._token)
         begun, parts = streamed_call(item)
         said += self._event("response.output_item.added", output_index=index, item=begun)
         place = {"item_id": item["id"], "output_index": index}
@@ -354,12 +374,17 @@ class _ResponseEvents:
         return failed + sse(openai_form(error), "error")
 
     @property
+    def _token(self) -> str:
+        """What makes the id of the next item."""
+        return item_token(self._response.id, len(self._items))
+
+    @property
     def _kind(self) -> str:
         return "response.reasoning_text" if self._is_thinking else "response.output_text"
 
     def _open(self, is_thinking: bool) -> str:
         self._is_thinking, self._text, self._logprobs = is_thinking, "", []
-        item = _item(is_thinking, "", "in_progress")
+        item = _item(is_thinking, "", "in_progress", self._token)
         self._item_id = item["id"]
         return self._event(
             "response.output_item.added", output_index=len(self._items), item=item
@@ -369,7 +394,7 @@ class _ResponseEvents:
         if not self._item_id:
             return ""
         tokens = self._logprobs
-        item = _item(self._is_thinking, self._text, "completed", self._item_id, tokens)
+        item = _item(self._is_thinking, self._text, "completed", self._token, tokens)
         part = _part(self._is_thinking, self._text, tokens)
         told = self._told(tokens)
         said = self._about_part(f"{self._kind}.done", text=self._text, **told)

@@ -1,6 +1,7 @@
 """Service: the loaded model and what every interface needs of it."""
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -22,13 +23,16 @@ from kvchat.server.metrics import Metrics
 
 T = TypeVar("T")
 
+_ANY = "*"
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
     """The model that is served.
 
     options     how answers are generated where a request does not say
-    names       the names that requests may give the model; the first is its own
+    names       the names that requests may give the model; the first is its own. In the others `*`
+                stands for any text
     responses   what clients may continue by its id; used on the encoder's thread
     files       where the model's files are on this machine, or the name by which it is found
     fed         the contexts of stored responses; used on the encoder's thread
@@ -59,13 +63,21 @@ class Service:
         name = fields.text("model")
         if name is None:
             raise fields.fault("model", "is missing")
-        if name not in self.names:
-            raise ApiError(
-                404,
-                f"The model {shortened(name)!r} is not served; there is {self.name!r}.",
-                "model",
-                "model_not_found",
-            )
+        if name in self.names or any(_is_like(name, pattern) for pattern in self.names[1:]):
+            return
+        served = " and ".join(repr(name) for name in self.names)
+        raise ApiError(
+            404,
+            f"The model {shortened(name)!r} is not served; there is {served}. "
+            "kvchat serve --name '*' answers to every name.",
+            "model",
+            "model_not_found",
+        )
+
+    @property
+    def listed_names(self) -> list[str]:
+        """The names that are whole."""
+        return [name for name in self.names if name == self.name or _ANY not in name]
 
     def require_room(self, fields: Fields, name: str, num_contexts: int = 1) -> None:
         """Raise ApiError for a list of more messages than the context has tokens.
@@ -83,6 +95,11 @@ class Service:
             )
             too_long = ContextTooLong(sentence, "", len(messages), limit)
             raise replace(as_api_error(too_long), param=fields.name_of(name))
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    """Return whether a name is a pattern with a text in place of each `*`."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split(_ANY))), name, re.S) is not None
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

@@ -5,6 +5,7 @@ had sent all of it, so everything that holds for resent conversations holds for 
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +17,14 @@ from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.keeping import drop_from
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
+from kvchat.server.bodies import Body
 from kvchat.server.fields import Fields, shortened
 from kvchat.server.service import Service
 
 _FIELD = "previous_response_id"
+_PREFIX = "resp_"
+# What the answer gave, and what the client gave without an id: see `_numbered`.
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}|item_([0-9a-f]{24})_\d+")
 
 
 class HeldResponse:
@@ -78,6 +83,37 @@ class StoredResponses:
             sentence = f"Previous response with id {shortened(response_id)!r} not found."
             raise ApiError(400, sentence, _FIELD, "previous_response_not_found")
         return [Fields(item, _FIELD) for items in reversed(found) for item in items]
+
+    async def with_items(self, fields: Body, earlier: list[Fields]) -> Body:
+        """Return a request whose input has the items to which it refers in the references' places.
+
+        Raises ApiError for an item of no stored response; one of `earlier` is there already.
+        """
+        given = fields.raw("input")
+        if not isinstance(given, list) or not any(map(_is_reference, given)):
+            return fields
+        items = await self._service.answering.on_encoder(lambda: self._referred(given))
+        items |= {item.text("id"): None for item in earlier if "id" in item}
+        found = []
+        for number, item in enumerate(given):
+            if _is_reference(item):
+                if item.get("id") not in items:
+                    sentence = f"Item with id {shortened(str(item.get('id')))!r} not found."
+                    raise ApiError(404, sentence, f"input[{number}].id", "item_not_found")
+                item = items[item["id"]]
+            found += [item] if item is not None else []
+        return Body({**fields.values, "input": found}, fields.num_bytes)
+
+    def _referred(self, given: list[Any]) -> dict[str | None, Any]:
+        """Return the items of all stored responses to which references lead, by id."""
+        matches = (_ITEM_ID.fullmatch(str(each.get("id"))) for each in given if _is_reference(each))
+        response_ids = {f"resp_{match[1] or match[2]}" for match in matches if match is not None}
+        items: dict[str | None, Any] = {}
+        for response_id in response_ids:
+            if (record := self._service.responses.find(response_id)) is not None:
+                listed = _numbered(record["input"], response_id)
+                items |= {item["id"]: item for item in [*listed, *record["response"]["output"]]}
+        return items
 
     def _chain(self, response_id: str) -> list[list[dict[str, Any]]] | None:
         """Return the items of a response and of all before it, the newest first."""
@@ -162,6 +198,18 @@ class StoredResponses:
         return is_gone
 
 
+def item_token(response_id: str, number: int) -> str:
+    """Return what makes the id of a response's item, by which the response is found again."""
+    return f"{response_id.removeprefix(_PREFIX)}{number:04x}"
+
+
+def _is_reference(item: Any) -> bool:
+    """Whether an item stands for a stored one; such an item may have no more than the id."""
+    if not isinstance(item, dict):
+        return False
+    return item.get("type") == "item_reference" or ("id" in item and len(item) == 1)
+
+
 def is_stored(fields: Fields) -> bool:
     """Return whether a request lets its response be kept, as it does unless it says no."""
     return "store" not in fields or fields.flag("store")
@@ -177,7 +225,7 @@ def given_items(fields: Fields) -> list[dict[str, Any]]:
 
 def _numbered(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
     """Return the items, each with an id; one that the client gave none has that of its place."""
-    token = response_id.removeprefix("resp_")
+    token = response_id.removeprefix(_PREFIX)
     return [_listed(item, f"item_{token}_{number}") for number, item in enumerate(items)]
 
 

@@ -12,7 +12,7 @@ from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.fields import Fields
-from kvchat.server.generation_fields import AnswerFormat, with_format
+from kvchat.server.format_fields import AnswerFormat, with_format
 from kvchat.server.offered_tools import SEARCH, ToolKind, ToolReader, required_name
 from kvchat.server.service import Service
 
@@ -150,6 +150,9 @@ async def with_calls(
         return replace(options, grammar=await _compiled(service, tools, names, _FIELD))
     if wanted is None or tools is None or options.max_calls == 0:
         return options
+    if wanted.lark:
+        sentence = f"{wanted.param} and tools do not go together; set tool_choice to none."
+        raise ApiError(400, sentence, wanted.param, "unsupported_parameter")
     grammar = await _compiled(service, tools, tools.names, "tools", wanted.schema)
     return replace(options, grammar=grammar)
 

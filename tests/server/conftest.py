@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvchat.server.service import Service
 from support.scripted_engine import (
     Author,
     Script,
+    ScriptedEngine,
     scripted_build,
     text_model,
     write_text_checkpoint,
@@ -59,11 +61,12 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         memory: Path | None = None,
         max_context: int = 32768,
         served: ChatModel = model,
+        names: tuple[str, ...] = ("other",),
     ) -> App:
         host = ChatHost(served, scripted_build(served, author, max_context=max_context), None)
         open_parts.callback(host.close)
         host.wait_until_ready()
-        return open_parts.enter_context(served_by(host, api_key, limits, memory))
+        return open_parts.enter_context(served_by(host, api_key, limits, memory, names=names))
 
     with open_parts:
         yield start
@@ -76,17 +79,32 @@ def served_by(
     limits: Limits | None = None,
     memory: Path | None = None,
     places: SavedPlaces | None = None,
+    names: tuple[str, ...] = ("other",),
 ) -> Iterator[App]:
     """Yield the application that serves a host."""
     metrics = Metrics()
     answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
     responses = ResponseMemory(memory, host.model.tokenizer)
-    names = ("scripted", "other")
+    every = ("scripted", *names)
     fed = FedContexts(memory)
     places = places if places is not None else SavedPlaces(None)
     options = answer_options(200)
-    service = Service(host, answering, metrics, options, names, responses, "", fed, places)
+    service = Service(host, answering, metrics, options, every, responses, "", fed, places)
     yield new_app(service, api_key, limits or Limits())
     answering.close()
     responses.close()
     fed.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect what the engine is asked for."""
+    specs: list[Any] = []
+    submit = ScriptedEngine.submit
+
+    def noted(self, spec, *others):  # type: ignore[no-untyped-def]
+        specs.append(spec)
+        return submit(self, spec, *others)
+
+    monkeypatch.setattr(ScriptedEngine, "submit", noted)
+    return specs

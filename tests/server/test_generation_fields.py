@@ -96,19 +96,3 @@ def test_a_bias_needs_a_token_of_the_model(token: str, is_known: bool) -> None:
     with pytest.raises(ApiError) as caught:
         with_penalties(fields, AskOptions(), 300)
     assert (caught.value.status, caught.value.param) == (400, "logit_bias.300")
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collect what the engine is asked for."""
-    from support.scripted_engine import ScriptedEngine
-
-    specs: list[Any] = []
-    submit = ScriptedEngine.submit
-
-    def noted(self, spec, *others):  # type: ignore[no-untyped-def]
-        specs.append(spec)
-        return submit(self, spec, *others)
-
-    monkeypatch.setattr(ScriptedEngine, "submit", noted)
-    return specs

@@ -287,7 +287,7 @@ def test_thinking_comes_before_the_format(thinking_app: App) -> None:
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs of a word": ({"logprobs": "yes"}, "logprobs"),
-    "logprobs as a number": ({"logprobs": 3}, "logprobs"),
+    "logprobs as too large a number": ({"logprobs": 21}, "logprobs"),
     "too many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     "below none": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     "top without logprobs": ({"top_logprobs": 2}, "top_logprobs"),

@@ -4,6 +4,9 @@ from typing import Any
 
 import pytest
 
+from kvchat.server.api_errors import ApiError
+from kvchat.server.fields import Fields
+from kvchat.server.infill import with_suffix
 from server.conftest import Serve
 from support.asgi_client import get, post
 from support.scripted_engine import Script
@@ -154,7 +157,7 @@ BAD: dict[str, tuple[Any, int, str | None]] = {
     "a fraction": (asked("x", seed=1.5), 400, "seed"),
     "no tokens": (asked("x", max_tokens=0), 400, "max_tokens"),
     "too many samples": (asked("x", n=1000), 400, "n"),
-    "an empty stop": (asked("x", stop=[""]), 400, "stop"),
+    "a number as a stop": (asked("x", stop=[5]), 400, "stop"),
     "a tool without a name": (
         asked("x", tools=[{"type": "function"}]),
         400,
@@ -231,3 +234,76 @@ def test_a_changed_message_is_named_by_its_index_in_the_request(
     changed = second.json["usage"]["kvchat"]["changed"]
     assert changed["message"] == change
     assert changed["now"].startswith(", changed")
+
+
+@pytest.mark.parametrize("name", ["claude-sonnet-4-5", "claude-", "other", "scripted"])
+def test_names_with_an_asterisk_are_answered_too(serve: Serve, name: str) -> None:
+    """Claude Code starts under names that begin so alone, and asks for two of them."""
+    app = serve(names=("other", "claude-*"))
+
+    assert post(app, CHAT, asked("x") | {"model": name}).json["model"] == "scripted"
+    assert get(app, f"/v1/models/{name}").json["id"] == name
+    assert [m["id"] for m in get(app, "/v1/models").json["data"]] == ["scripted", "other"]
+
+
+def test_another_name_is_refused_in_a_sentence_with_the_served_ones(serve: Serve) -> None:
+    app = serve(names=("claude-*",))
+
+    for name in ("gpt-4", "a claude-x", "claude"):
+        sentence = post(app, CHAT, asked("x") | {"model": name}).json["error"]["message"]
+        assert "'scripted' and 'claude-*'" in sentence
+        assert "--name '*'" in sentence
+    assert post(serve(names=("*",)), CHAT, asked("x") | {"model": "gpt-4"}).status == 200
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "//v1/chat/completions", f"{CHAT}/"])
+def test_paths_as_clients_join_them_are_found(serve: Serve, path: str) -> None:
+    assert post(serve(), path, asked("x")).status == 200
+
+
+def test_the_root_says_how_the_server_is(serve: Serve) -> None:
+    app = serve()
+
+    assert get(app, "/").json["status"] == "ok"
+    assert get(app, "/v2").status == 404
+    assert "/v1/models" in get(app, "/v2").json["error"]["message"]
+
+
+class Codec:
+    """A tokenizer that knows some tokens."""
+
+    def __init__(self, *tokens: str) -> None:
+        self.tokens = tokens
+
+    def token_id(self, token: str) -> int | None:
+        return self.tokens.index(token) if token in self.tokens else None
+
+
+def test_a_suffix_is_put_behind_the_answer_in_the_tokens_of_the_model() -> None:
+    """It was refused, though models of code are trained for nothing else."""
+    codec: Any = Codec("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+    fields = Fields({"suffix": "return x"})
+
+    [prompt] = with_suffix(fields, ["def f(x):\n"], codec)
+
+    assert prompt == "<|fim_prefix|>def f(x):\n<|fim_suffix|>return x<|fim_middle|>"
+    assert with_suffix(Fields({"suffix": ""}), ["x"], codec) == ["x"]
+    strange: Any = Codec()
+    for prompts, given, known in (
+        (["x"], {"suffix": "y"}, strange),
+        ([(1, 2)], {"suffix": "y"}, codec),
+        (["x"], {"suffix": "y", "echo": True}, codec),
+    ):
+        with pytest.raises(ApiError):
+            with_suffix(Fields(given), prompts, known)  # type: ignore[arg-type]
+
+
+def test_tokens_of_thinking_are_counted(serve: Serve) -> None:
+    """They were told as none, however long a model thought."""
+    app = serve(lambda question, sample: Script("<think>why</think>because"))
+
+    chat = post(app, CHAT, asked("x")).json["usage"]["completion_tokens_details"]
+    response = post(app, "/v1/responses", {"model": "scripted", "input": "x"}).json["usage"]
+
+    assert chat["reasoning_tokens"] == response["output_tokens_details"]["reasoning_tokens"]
+    assert 3 < chat["reasoning_tokens"] < response["output_tokens"] - len("because") + 1

@@ -244,3 +244,52 @@ def test_the_items_that_a_response_answered_are_listed_in_pages(serve: Serve) ->
     for query in ("limit=0", "limit=1000", "limit=x", "order=up", "after=nothing"):
         assert get(app, f"{path}?{query}").status == 400
     assert get(app, f"{PATH}/resp_none/input_items").status == 404
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("keys", [("type", "id"), ("id",)], ids=["typed", "by the id alone"])
+def test_a_reference_to_an_item_stands_for_the_item(
+    serve: Serve, tool_model: ChatModel, is_streamed: bool, keys: tuple[str, ...]
+) -> None:
+    """Vercel's SDK refers to what was answered before, and its second request was a 400."""
+    call_text = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+    app = serve(lambda question, sample: Script(f"I look. {call_text}"), served=tool_model)
+    body = asked("one", tools=[TOOL], stream=is_streamed)
+    first = post(app, PATH, body)
+    response = first.events[-1][1]["response"] if is_streamed else first.json
+    output = response["output"]
+    assert [item["type"] for item in output] == ["message", "function_call"]
+
+    references = [{"type": "item_reference", "id": item["id"]} for item in output]
+    references = [{key: reference[key] for key in keys} for reference in references]
+    result = {"type": "function_call_output", "call_id": output[1]["call_id"], "output": "x"}
+    user = {"role": "user", "content": "one"}
+    second, whole = (
+        post(app, PATH, asked([user, *items, result], tools=[TOOL]))
+        for items in (references, output)
+    )
+
+    assert second.status == 200
+    assert prompt_tokens(second) == prompt_tokens(whole)
+    listed = get(app, f"{PATH}/{second.json['id']}/input_items").json["data"]
+    again = post(app, PATH, asked([{"id": listed[-1]["id"]}], tools=[TOOL]))
+    assert again.status == 200, "what the client sent has an id too"
+
+
+def test_a_reference_to_what_is_continued_is_not_read_twice_and_an_unknown_one_is_refused(
+    serve: Serve,
+) -> None:
+    app = serve()
+    first = post(app, PATH, asked("one")).json
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    user = {"role": "user", "content": "two"}
+    known = {"previous_response_id": first["id"]}
+
+    both = post(app, PATH, asked([reference, user], **known))
+    plain = post(app, PATH, asked([user], **known))
+
+    assert prompt_tokens(both) == prompt_tokens(plain)
+    for item_id in ("msg_" + "0" * 28, "x", None, 5):
+        got = post(app, PATH, asked([{"type": "item_reference", "id": item_id}, user]))
+        assert got.status == 404
+        assert got.json["error"]["param"] == "input[0].id"

@@ -132,3 +132,61 @@ def test_a_history_that_was_asked_otherwise_keeps_its_ids(
     usage = got.json["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     assert cached > prompt_tokens(first) + len(answer) - 16, "all but an incomplete block"
+
+
+KWARGS = "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {KWARGS: {"enable_thinking": False}}),
+        (CHAT, {KWARGS: {"thinking": False}}),
+        (CHAT, {KWARGS: {"reasoning_effort": "none"}}),
+        (CHAT, {"enable_thinking": False}),
+        (CHAT, {"thinking_budget": 0}),
+        (CHAT, {"think": False}),
+        (CHAT, {"thinking": {"type": "disabled"}}),
+        (CHAT, {"reasoning": {"effort": "none"}}),
+        (CHAT, {"reasoning": {"enabled": False}}),
+        (RESPONSES, {KWARGS: {"enable_thinking": False}}),
+        (MESSAGES, {KWARGS: {"enable_thinking": False}}),
+        (MESSAGES, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "none"}}),
+    ],
+)
+def test_the_switches_of_other_servers_switch_thinking(
+    serve: Serve, toggled: Toggled, path: str, fields: dict[str, Any]
+) -> None:
+    """They were ignored, and the model thought."""
+    app = serve(served=toggled(zoo.TOGGLED))
+
+    assert prompt_tokens(ask(app, path, **fields)) == prompt_tokens(ask(app, path)) + EMPTY_TOKENS
+
+
+def test_the_interfaces_own_field_counts_more_than_another_servers(
+    serve: Serve, toggled: Toggled
+) -> None:
+    app = serve(served=toggled(zoo.TOGGLED))
+
+    got = ask(app, CHAT, reasoning_effort="high", enable_thinking=False)
+
+    assert prompt_tokens(got) == prompt_tokens(ask(app, CHAT))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({KWARGS: {"date_string": "today"}}, f"{KWARGS}.date_string"),
+        ({KWARGS: 1}, KWARGS),
+        ({"enable_thinking": "perhaps"}, "enable_thinking"),
+        ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ],
+)
+def test_a_bad_switch_is_refused_by_its_name(
+    serve: Serve, fields: dict[str, Any], param: str
+) -> None:
+    got = ask(serve(), CHAT, **fields)
+
+    assert got.status == 400
+    assert got.json["error"]["param"] == param

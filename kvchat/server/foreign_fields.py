@@ -1,0 +1,156 @@
+"""Fields of other servers: those with a name here are renamed, those that would change the answer
+and are not known here are refused. All others describe a request, and change nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvchat.server.api_errors import ApiError
+from kvchat.server.bodies import Body
+
+# What other servers call a field of ours.
+_ALIASES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}
+# Each would change the answer, but for these values and what is null, false, 0 or empty.
+_CHANGING: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
+    "functions": (),
+    "function_call": ("auto", "none"),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    # vLLM
+    "use_beam_search": (),
+    "length_penalty": (1,),
+    "early_stopping": (),
+    "include_stop_str_in_output": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "documents": (),
+    "chat_template": (),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "logits_processors": (),
+    "vllm_xargs": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "prompt_embeds": (),
+    # llama.cpp
+    "n_keep": (-1,),
+    "n_discard": (),
+    "n_indent": (),
+    "n_probs": (),
+    "t_max_predict_ms": (-1,),
+    "dynatemp_range": (),
+    "typical_p": (1,),
+    "dry_multiplier": (),
+    "xtc_probability": (),
+    "mirostat": (),
+    "top_n_sigma": (-1,),
+    "min_keep": (),
+    "grammar": (),
+    "samplers": (),
+    "lora": (),
+    "response_fields": (),
+    "reasoning_format": ("auto", "deepseek"),
+    "input_prefix": (),
+    # Ollama
+    "options": (),
+    "format": (),
+    "raw": (),
+    "template": (),
+    "context": (),
+    "images": (),
+    # SGLang, TGI, OpenRouter
+    "ebnf": (),
+    "stop_regex": (),
+    "no_stop_trim": (),
+    "lora_path": (),
+    "custom_logit_processor": (),
+    "watermark": (),
+    "top_a": (),
+    "plugins": (),
+}
+# These change it where they are false.
+_CHANGING_IF_FALSE = ("skip_special_tokens", "parse_tool_calls", "separate_reasoning", "do_sample")
+# Fields of one interface in the body of another, and what they are called there.
+_OTHERS: Mapping[str, Mapping[str, str]] = {
+    "chat": {
+        "echo": "",
+        "suffix": "",
+        "max_output_tokens": "max_completion_tokens",
+        "stop_sequences": "stop",
+        "input": "messages",
+        "instructions": "a system message",
+        "system": "a system message",
+    },
+    "completions": {
+        "max_output_tokens": "max_tokens",
+        "stop_sequences": "stop",
+        "messages": "prompt",
+        "tools": "",
+    },
+    "responses": {
+        "response_format": "text.format",
+        "n": "",
+        "stop": "",
+        "stop_sequences": "",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "logprobs": "top_logprobs",
+        "system": "instructions",
+    },
+    "messages": {
+        "response_format": "output_config.format",
+        "n": "",
+        "stop": "stop_sequences",
+        "logit_bias": "",
+        "presence_penalty": "",
+        "frequency_penalty": "",
+        "logprobs": "",
+        "top_logprobs": "",
+        "input": "messages",
+        "instructions": "system",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+    },
+}
+
+
+def own_fields(fields: Body, interface: str) -> Body:
+    """Return the body with our names for fields of other servers.
+
+    interface   chat, completions, responses or messages
+
+    Raises ApiError that names a field which would change the answer and that is not known here.
+    """
+    values = fields.values
+    for name, instead in _OTHERS[interface].items():
+        if _is_asked(values.get(name), (1,) if name == "n" else ()):
+            raise _unknown(name, instead)
+    for name, neutral in _CHANGING.items():
+        if _is_asked(values.get(name), neutral):
+            raise _unknown(name)
+    if _is_asked(values.get("best_of"), (1, values.get("n"))):
+        raise _unknown("best_of")
+    for name in _CHANGING_IF_FALSE:
+        if values.get(name) is False:
+            raise _unknown(name)
+    renamed = {
+        own: values[name] for name, own in _ALIASES.items() if name in fields and own not in fields
+    }
+    return Body({**values, **renamed}, fields.num_bytes) if renamed else fields
+
+
+def _is_asked(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return bool(value) and value not in neutral
+
+
+def _unknown(name: str, instead: str = "") -> ApiError:
+    hint = f" Use {instead}." if instead else ""
+    return ApiError(
+        400, f"kvchat does not support {name} here.{hint}", name, "unsupported_parameter"
+    )
