@@ -60,6 +60,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         facts["packed"] = "all linear layers"  # in older stores only those beside attention
     if has_packed_experts(loaded.module):  # a GPU once left experts as they are
         facts["experts"] = loaded.weights
+    if loaded.in_8:
+        facts["in_8"] = loaded.in_8
     if loaded.spec.gathered is not None:
         facts["path"] = "gathered"
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores

@@ -26,9 +26,10 @@ from kvchat.model.checkpoint_tensors import read_tensors
 from kvchat.model.compiled_step import CompiledModel, compiled_model
 from kvchat.model.config_limits import ParameterLimit, check_counts, parameter_limit
 from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
-from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes, set_threads
+from kvchat.model.device import choose_device, dtype_name, dtype_of, set_threads
 from kvchat.model.fuse import Fusing
 from kvchat.model.gguf_file import weight_header
+from kvchat.model.gpu_memory import NoRoom, runs_fused, weights_on_gpu
 from kvchat.model.hf_adapter import (
     OWN_ATTENTION,
     PAGED,
@@ -55,7 +56,8 @@ from kvchat.model.probe import (
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import is_packed, quantise, use_blocks, weight_bytes
+from kvchat.model.quantise import is_packed, quantise, use_blocks
+from kvchat.model.rounding import Effect, effect_on
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -68,9 +70,6 @@ _log = logging.getLogger(__name__)
 
 # Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
 _LOADING = threading.Lock()
-# What KV, activations and torch's own contexts need of a GPU's memory at the least.
-_LEAST_BESIDE_WEIGHTS = 512 << 20
-_SHARE_BESIDE_WEIGHTS = 0.1
 # The form of weights that stay in a file's blocks; part of the identity of KV.
 _IN_BLOCKS = "blocks"
 # The form of weights as the checkpoint has them.
@@ -85,7 +84,8 @@ class LoadedModel:
     to it, so it is part of the KV's identity. `identity` is the files' `sample_digest`. `marks`
     are the files' marks at loading, see `ModelSource.marks`. `notes` are warnings about the files
     for the user. `weights` is the format of the weights that results depend on: `own`, `blocks` of
-    a file, `int8` or `int4`; `asked_weights` is the setting. `step` holds the running step for the
+    a file, `int8` or `int4`; `asked_weights` is the setting; `in_8` are the kinds of matrices that
+    have 8 bits where others have 4. `step` holds the running step for the
     module's code. `fusing` replaces modules' code during a step, on a GPU; `compiled` runs small
     steps on a CPU. `load_s` is in seconds.
     """
@@ -106,6 +106,7 @@ class LoadedModel:
     compiled: CompiledModel | None = None
     weights: str = OWN
     asked_weights: str = "auto"
+    in_8: tuple[str, ...] = ()
 
     @property
     def has_choice_of_weights(self) -> bool:
@@ -198,10 +199,6 @@ def _probed(config: Any, limit: ParameterLimit, state_directory: Path | None) ->
     return spec
 
 
-class _NoRoom(ModelError):
-    """The weights do not fit in a GPU's memory."""
-
-
 def load_model(
     source: ModelSource,
     config: ModelConfig,
@@ -224,7 +221,7 @@ def load_model(
     """
     try:
         return _load(source, config, max_context, progress, state_directory, check, store)
-    except _NoRoom as error:
+    except NoRoom as error:
         if config.device != "auto":
             raise
         note = f"{error.message} The model runs on the CPU."
@@ -262,7 +259,10 @@ def _load(
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)
     keeping = _keeping(source, identity, read.marks, store)
-    weights, about_weights = _place(module, spec, config, device, source.name, progress, keeping)
+    known = partial(effect_on, device, module, spec, source, identity, state_directory)
+    weights, about_weights, in_8 = _place(
+        module, spec, config, device, source.name, progress, keeping, known
+    )
     weights, step, fusing, compiled = _ways_to_run(module, spec, device, weights)
     _require_unchanged(source, read.marks)
     load_s = time.perf_counter() - start_s
@@ -285,6 +285,7 @@ def _load(
         compiled=compiled,
         weights=weights,
         asked_weights=config.weights,
+        in_8=in_8,
     )
 
 
@@ -347,7 +348,7 @@ def _ways_to_run(
     if device.type == "cpu":
         step.ask_in(module)
         return weights, step, None, compiled_model(module, spec) if spec.gathered is None else None
-    fusing = Fusing(module, spec, step, weights != OWN) if _runs_fused(spec) else None
+    fusing = Fusing(module, spec, step, weights != OWN) if runs_fused(spec) else None
     return weights, step, fusing, None
 
 
@@ -358,14 +359,9 @@ def _tell_log(spec: ModelSpec, device: torch.device, load_s: float) -> None:
     )
 
 
-def _runs_fused(spec: ModelSpec) -> bool:
-    """Whether layers may be fused: fused layers know paged attention only."""
-    return spec.gathered is None and not spec.state
-
-
 def _can_pack(spec: ModelSpec, device: torch.device) -> bool:
     """Whether layers may multiply with weights in fewer bits."""
-    return device.type == "cpu" or _runs_fused(spec)
+    return device.type == "cpu" or runs_fused(spec)
 
 
 def _place(
@@ -376,21 +372,31 @@ def _place(
     name: str,
     progress: Progress,
     keeping: Keeping,
-) -> tuple[str, tuple[str, ...]]:
-    """Pack and move a model's weights; return their format, `auto` for their own, and notes."""
+    effect_of: Callable[[str], Effect | None],
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Pack and move a model's weights.
+
+    Returns their format, `auto` for their own, notes, and the kinds of matrices that have 8 bits
+    where others have 4.
+    """
     weights = config.weights
     notes: tuple[str, ...] = ()
+    in_8: tuple[str, ...] = ()
     if device.type != "cpu":
-        weights, notes = _weights_on_gpu(module, spec, config, device, name)
+        weights, notes = weights_on_gpu(module, spec, config, device, name)
     if not _can_pack(spec, device):
         notes += _own_weights_only(config)
     elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
-        notes += quantise(module, spec, weights, device, _telling(progress), keeping)
+        progress(LoadProgress("measuring what rounding changes"))
+        effect = effect_of(weights)
+        if effect is not None:
+            notes, in_8 = (*notes, effect.sentence(weights)), effect.in_8
+        notes += quantise(module, spec, weights, device, _telling(progress), keeping, in_8)
     _move(module, device, progress)
     if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
-    return weights, notes
+    return weights, notes, in_8
 
 
 def _require_unchanged(source: ModelSource, marks: Mapping[Path, str]) -> None:
@@ -538,32 +544,6 @@ def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> t
     )
 
 
-def _weights_on_gpu(
-    module: Any, spec: ModelSpec, config: ModelConfig, device: torch.device, name: str
-) -> tuple[str, tuple[str, ...]]:
-    """Return the format of the weights on a GPU, and a note if that is a choice of fewer bits.
-
-    With `auto` the checkpoint's own if they fit, or else 8 or 4 bits. What is in a file's blocks is
-    on the GPU already. Raises _NoRoom if nothing fits.
-    """
-    needed, free = weight_bytes(module, spec), free_bytes(device)
-    room = free - max(_LEAST_BESIDE_WEIGHTS, int(free * _SHARE_BESIDE_WEIGHTS))
-    can_pack = _runs_fused(spec) and not is_packed(module)
-    if config.weights != "auto" and can_pack:
-        wanted: tuple[str, ...] = (config.weights,)
-    else:
-        wanted = ("auto", "int8", "int4") if can_pack else ("auto",)
-    chosen = next((weights for weights in wanted if needed.of(weights) <= room), None)
-    if chosen is None:
-        raise _no_room(name, needed.of(wanted[-1]), free, wanted[-1])
-    if chosen == config.weights or not can_pack:
-        return chosen, ()
-    return chosen, (
-        f"The weights of {name} take {needed.own >> 20:,} MiB, and {free >> 20:,} MiB of the GPU's "
-        f"memory are free: they are rounded to {chosen}, {needed.of(chosen) >> 20:,} MiB.",
-    )
-
-
 def _move(module: Any, device: torch.device, progress: Progress) -> None:
     """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
@@ -574,15 +554,6 @@ def _move(module: Any, device: torch.device, progress: Progress) -> None:
             done += tensor.nbytes
             progress(LoadProgress("loading weights", done / total))
     progress(LoadProgress("loading weights", 1.0))
-
-
-def _no_room(name: str, needed: int, free: int, weights: str) -> _NoRoom:
-    bits = "" if weights == "auto" else f" in {weights}"
-    return _NoRoom(
-        f"The weights of {name} take {needed >> 20:,} MiB{bits}, and {free >> 20:,} MiB of the "
-        "GPU's memory are free.",
-        "Use a smaller model or --device cpu.",
-    )
 
 
 def _keep_quiet() -> None:

@@ -5,8 +5,8 @@ GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout 
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -32,7 +32,7 @@ from kvchat.model.packed_matrices import NOWHERE, Keeping, Matrix, PackedMatrice
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised, joined, quantised_on
-from kvchat_kernels.linear.cpu import BlockProduct
+from kvchat_kernels.linear.cpu import BlockProduct, rounded
 
 _PACK, _TABLE = "_kvchat_pack", "_kvchat_table"
 # Where more of the parameters than this stay as they are, the user is told.
@@ -143,12 +143,14 @@ def quantise(
     device: torch.device,
     tick: Callable[[float], None],
     keeping: Keeping = NOWHERE,
+    in_8: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Pack the linear layers of a model's decoder layers and its head, and free their weights.
 
     Plain experts of mixtures too. `weights` is int8 or int4. With int4 the head, whose
     errors nothing evens out, has 8 bits, and so has what makes a few numbers of a recurrent layer's
-    input: its decay and its gates act on all that the layer keeps. The packed weights are made on
+    input: its decay and its gates act on all that the layer keeps. So have the kinds of layers
+    `in_8`, see `kinds_of_layers`. The packed weights are made on
     `device`; the module is on the CPU. For a CPU `keeping` says where they may be already, or are
     to be kept. Returns notes for the user. Raises ModelError where the model has nothing to pack,
     and what `keeping.check` raises.
@@ -165,8 +167,11 @@ def quantise(
     num_packed += sum(part.numel() for found in experts for part in expert_weights(found))
     bits = 8 if weights == "int8" else 4
     done, total = 0, len(layers) + len(experts)
-    groups = [(sharing, _bits_of(sharing[0], head, spec, bits)) for sharing in _by_weight(layers)]
     names = {id(part): name for name, part in module.named_modules()}
+    groups = [
+        (sharing, 8 if _kind(names, sharing[0]) in in_8 else _bits_of(sharing[0], head, spec, bits))
+        for sharing in _by_weight(layers)
+    ]
     packed = None
     if device.type == "cpu":
         matrices = [
@@ -190,6 +195,58 @@ def quantise(
             tick(done / total)
     notes = _note_on_kept(module, num_packed)
     return (*notes, packed.note) if packed is not None and packed.note else notes
+
+
+def kinds_of_layers(module: Any, spec: ModelSpec) -> dict[str, list[Any]] | None:
+    """Return what `quantise` packs by kind: the last part of a name, such as `v_proj`.
+
+    None for a model with experts, which have no names of their own.
+    """
+    if next(_experts(module), None) is not None:
+        return None
+    names = {id(part): name for name, part in module.named_modules()}
+    kinds: dict[str, list[Any]] = {}
+    for layer in _linear_layers(module, spec):
+        kinds.setdefault(_kind(names, layer), []).append(layer)
+    return kinds
+
+
+def _kind(names: Mapping[int, str], layer: Any) -> str:
+    return names[id(layer)].rpartition(".")[2]
+
+
+def num_elements(layers: Sequence[Any]) -> int:
+    """Return how many weights layers have, each of those they share once."""
+    return sum(sharing[0].weight.numel() for sharing in _by_weight(layers))
+
+
+@contextmanager
+def multiplying_rounded(
+    module: Any,
+    spec: ModelSpec,
+    weights: str,
+    kinds: Collection[str],
+    in_8: Collection[str] = (),
+) -> Iterator[None]:
+    """Inside this context the layers of `kinds` of a model on the CPU multiply as if packed.
+
+    Their own weights stay. `weights` and `in_8` are as for `quantise`.
+    """
+    head, found = module.get_output_embeddings(), kinds_of_layers(module, spec) or {}
+    tried = []
+    try:
+        for kind in kinds:
+            for sharing in _by_weight(found[kind]):
+                is_coarse = weights == "int4" and kind not in in_8
+                bits = _bits_of(sharing[0], head, spec, 4) if is_coarse else 8
+                product = BlockProduct(rounded(_weight_of(sharing[0]), bits))
+                for layer in sharing:
+                    layer.__dict__["forward"] = _product_forward(layer, product)
+                    tried.append(layer)
+        yield
+    finally:
+        for layer in tried:
+            del layer.__dict__["forward"]
 
 
 def _bits_of(layer: Any, head: Any, spec: ModelSpec, bits: int) -> int:
@@ -402,6 +459,10 @@ def use_packed(layer: Any, weights: BlockWeights) -> None:
 
 def _multiply_with(layer: Any, product: BlockProduct) -> None:
     _take(layer, product)
+    layer.__dict__["forward"] = _product_forward(layer, product)
+
+
+def _product_forward(layer: Any, product: BlockProduct) -> Callable[[torch.Tensor], torch.Tensor]:
     bias = None if layer.bias is None else layer.bias.float()
     weights = product.weights
     missing = weights.num_in - (layer.in_features if type(layer) is nn.Linear else layer.nx)
@@ -413,4 +474,4 @@ def _multiply_with(layer: Any, product: BlockProduct) -> None:
         out = out if bias is None else out.add_(bias)
         return out.to(x.dtype).view(*x.shape[:-1], weights.num_out)
 
-    layer.__dict__["forward"] = forward
+    return forward

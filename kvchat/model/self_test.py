@@ -312,7 +312,7 @@ def _verdict_key(loaded: LoadedModel, own_products: Sequence[str], kv_name: str 
         str(_CODE_VERSION),
         loaded.module.config.to_json_string(),
         str(loaded.dtype),
-        loaded.weights,
+        " ".join((loaded.weights, *loaded.in_8)),
         # What passed by its modules says nothing of a step that it has since.
         "modules" if (loaded.fusing or loaded.compiled) is None else "faster",
         machine_name(loaded.device),

@@ -45,7 +45,8 @@ OWNERS = {
     "huggingface_hub": {"model", "cli/models.py"},
     "safetensors": {"model", "bench/peers.py"},
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
-    "tokenizers": {"chat", "model/gguf_tokenizer.py", "model/sentencepiece_file.py"},
+    "tokenizers": {"chat", "model/gguf_tokenizer.py", "model/sentencepiece_file.py"}
+    | {"model/rounding.py"},
     "gguf": {"model"},
     "regex": {"model/adapter.py"},
     "jinja2": {"chat"},

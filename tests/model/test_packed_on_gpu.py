@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 import kvchat.model.quantise as packing
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import loader
+from kvchat.model import gpu_memory, loader
 from kvchat.model.graphs import SHAPES
 from kvchat.model.loader import load_model
 from kvchat.model.packed_experts import (
@@ -318,9 +318,9 @@ def test_a_mixture_of_30_b_is_rounded_to_what_fits_a_card_of_24_gb(
     names = [f"model.layers.{layer}.self_attn" for layer in range(48)]
     layers = [SimpleNamespace(module_name=name) for name in names]
     spec = SimpleNamespace(gathered=None, state=(), layers=layers, read_elsewhere=())
-    monkeypatch.setattr(loader, "free_bytes", lambda device: 23_500 * MIB)
+    monkeypatch.setattr(gpu_memory, "free_bytes", lambda device: 23_500 * MIB)
 
-    chosen, notes = loader._weights_on_gpu(module, spec, ModelConfig(), GPU, "Qwen3-30B-A3B")  # type: ignore[arg-type]
+    chosen, notes = gpu_memory.weights_on_gpu(module, spec, ModelConfig(), GPU, "Qwen3-30B-A3B")  # type: ignore[arg-type]
 
     assert chosen == "int4"
     assert notes == (
@@ -359,16 +359,16 @@ def test_a_gpu_gets_the_most_bits_that_fit(
 ) -> None:
     """An 8 B model, whose weights take 15,316 MiB in 16 bits."""
     sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
-    monkeypatch.setattr(loader, "weight_bytes", lambda module, spec: sizes)
-    monkeypatch.setattr(loader, "free_bytes", lambda device: free_mib * MIB)
+    monkeypatch.setattr(gpu_memory, "weight_bytes", lambda module, spec: sizes)
+    monkeypatch.setattr(gpu_memory, "free_bytes", lambda device: free_mib * MIB)
     spec = SimpleNamespace(gathered=None, state=())
     arguments = nn.Linear(1, 1), spec, ModelConfig(weights=asked), GPU, "Some-8B"
 
     if chosen is None:
         with pytest.raises(ModelError, match=f"and {free_mib:,} MiB of the GPU's memory are free"):
-            loader._weights_on_gpu(*arguments)  # type: ignore[arg-type]
+            gpu_memory.weights_on_gpu(*arguments)  # type: ignore[arg-type]
         return
-    found, notes = loader._weights_on_gpu(*arguments)  # type: ignore[arg-type]
+    found, notes = gpu_memory.weights_on_gpu(*arguments)  # type: ignore[arg-type]
 
     assert found == chosen
     assert len(notes) == (chosen != asked)
@@ -383,9 +383,9 @@ def test_a_model_that_cannot_be_packed_needs_room_for_all_of_its_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = packing.WeightBytes(15_316 * MIB, 8_630 * MIB, 5_400 * MIB)
-    monkeypatch.setattr(loader, "weight_bytes", lambda module, spec: sizes)
-    monkeypatch.setattr(loader, "free_bytes", lambda device: 12_000 * MIB)
+    monkeypatch.setattr(gpu_memory, "weight_bytes", lambda module, spec: sizes)
+    monkeypatch.setattr(gpu_memory, "free_bytes", lambda device: 12_000 * MIB)
     spec = SimpleNamespace(gathered=object(), state=())
 
     with pytest.raises(ModelError, match="take 15,316 MiB, and 12,000 MiB"):
-        loader._weights_on_gpu(nn.Linear(1, 1), spec, ModelConfig(), GPU, "x")  # type: ignore[arg-type]
+        gpu_memory.weights_on_gpu(nn.Linear(1, 1), spec, ModelConfig(), GPU, "x")  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""What rounding weights to 8 or 4 bits does to a model, and which matrices it costs too much.
+
+Before a model's weights are rounded, it reads a short text with them as they are and with rounded
+ones, and the predictions are compared. Where 4 bits change too much, kinds of matrices, such as the
+values of attention, stay in 8 bits: those that cost the most for their size first. The result is
+kept in the state directory, so it is measured once.
+"""
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from kvchat.core.errors import ModelError
+from kvchat.core.paths import read_state, write_state
+from kvchat.model.device import dtype_name
+from kvchat.model.hf_adapter import own_attention
+from kvchat.model.quantise import kinds_of_layers, multiplying_rounded, num_elements
+from kvchat.model.rounding_text import TEXT
+from kvchat.model.source import ModelSource
+from kvchat.model.spec import ModelSpec
+from kvchat.model.text_files import read_text_files
+
+ROUNDING_VARIABLE = "KVCHAT_ROUNDING"
+_NAME, _VERSION, _MOST_KEPT = "rounding.json", 1, 32
+# Divergences, in nats a token. Below the first nothing is kept in 8 bits; above the second a model
+# answers otherwise too often to say nothing.
+_GOOD, _BAD = 0.03, 0.1
+# Products of a model with the text; a large one reads less of it.
+_MOST_PRODUCTS = 2e11
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 256
+# Of a smaller model nothing is measured: rounding saves less than reading the text costs.
+_LEAST_PARAMETERS = 1_000_000
+_ROWS = 32
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What rounding did, in the mean over the tokens of a text.
+
+    divergence   of the predictions from those before (Kullback-Leibler, in nats)
+    same         the share of tokens after which the likeliest next token is the same
+    in_8         kinds of matrices that have 8 bits in a model of 4
+    """
+
+    divergence: float
+    same: float
+    num_tokens: int
+    in_8: tuple[str, ...] = ()
+
+    def sentence(self, weights: str) -> str:
+        """Return what rounding did in one sentence."""
+        changed = f"{1 - self.same:.0%} of {self.num_tokens} likeliest tokens"
+        stay = f"; {', '.join(self.in_8)} have 8 bits" if self.in_8 else ""
+        return f"Weights in {weights} change {changed} (KL {self.divergence:.4f}{stay})."
+
+
+class Reference:
+    """The predictions of a model with the weights it has now, to compare others with."""
+
+    def __init__(self, module: Any, token_ids: Sequence[int]) -> None:
+        self._ids = torch.tensor([token_ids])
+        self._logits = self._predictions(module)
+
+    def effect(self, module: Any, in_8: tuple[str, ...] = ()) -> Effect:
+        """Compare the predictions of the same module, whose weights may be others now."""
+        divergence, same, logits = 0.0, 0, self._predictions(module)
+        for own, other in zip(self._logits.split(_ROWS), logits.split(_ROWS), strict=True):
+            divergence += float(divergences(own, other).sum())
+            same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        count = len(logits)
+        return Effect(max(0.0, divergence / count), same / count, count, in_8)
+
+    def _predictions(self, module: Any) -> torch.Tensor:
+        with own_attention(module), torch.inference_mode():
+            logits: torch.Tensor = module(input_ids=self._ids, use_cache=False).logits[0]
+        return logits
+
+
+def divergences(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the divergence of `other` from `own` of each row of logits, in nats."""
+    log_own, log_other = own.float().log_softmax(-1), other.float().log_softmax(-1)
+    return (log_own.exp() * (log_own - log_other)).sum(-1)
+
+
+def effect_on(
+    device: torch.device,
+    module: Any,
+    spec: ModelSpec,
+    source: ModelSource,
+    identity: str,
+    state_directory: Path | None,
+    weights: str,
+) -> Effect | None:
+    """Return what rounding a model's weights to `weights` does, and what to keep in 8 bits.
+
+    The module is on the CPU with its own weights. None where that cannot be measured: for experts,
+    for a tiny model or one without a tokenizer, or where the module does not run by itself; and for
+    another device than the CPU, if it was not measured on a CPU before. Raises ModelError if the
+    rounded model would answer otherwise too often, unless the user insists.
+    """
+    effect = known_effect(identity, weights, module.dtype, state_directory)
+    if effect is None and device.type != "cpu":
+        return None
+    if effect is None:
+        try:
+            effect = _measured(module, spec, weights, source)
+        except Exception as error:  # transformers and tokenizers raise any kind
+            _log.info("rounding not measured model=%s: %s", spec.model_type, type(error).__name__)
+            return None
+        if effect is None:
+            return None
+        _note(effect, identity, weights, module.dtype, state_directory)
+    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
+        raise ModelError(
+            f"{source.name} would answer otherwise. {effect.sentence(weights)}",
+            f"Use more bits, or insist by {ROUNDING_VARIABLE}=any.",
+        )
+    return effect
+
+
+def known_effect(
+    identity: str, weights: str, dtype: torch.dtype, state_directory: Path | None
+) -> Effect | None:
+    """Return what was measured of a checkpoint before; None if nothing was."""
+    if state_directory is None:
+        return None
+    known = read_state(state_directory / _NAME, _VERSION, "effects")
+    found = known.get(_key(identity, weights, dtype))
+    try:
+        assert isinstance(found, dict)
+        effect = Effect(**{**found, "in_8": tuple(map(str, found["in_8"]))})
+        is_sound = math.isfinite(effect.divergence) and 0 <= effect.same <= 1
+        return effect if is_sound and type(effect.num_tokens) is int else None
+    except (AssertionError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _note(
+    effect: Effect, identity: str, weights: str, dtype: torch.dtype, directory: Path | None
+) -> None:
+    if directory is None:
+        return
+    path = directory / _NAME
+    known = read_state(path, _VERSION, "effects")
+    known[_key(identity, weights, dtype)] = asdict(effect)
+    write_state(path, _VERSION, "effects", dict([*known.items()][-_MOST_KEPT:]))
+
+
+def _key(identity: str, weights: str, dtype: torch.dtype) -> str:
+    facts = (transformers.__version__, identity, weights, dtype_name(dtype))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+def _measured(module: Any, spec: ModelSpec, weights: str, source: ModelSource) -> Effect | None:
+    kinds = kinds_of_layers(module, spec)
+    if kinds is None or spec.num_parameters < _LEAST_PARAMETERS:
+        return None
+    count = int(_MOST_PRODUCTS / max(1, spec.num_parameters))
+    token_ids = _sample(source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+    reference = Reference(module, token_ids)
+    with multiplying_rounded(module, spec, weights, kinds):
+        effect = reference.effect(module)
+    if weights == "int8" or effect.divergence <= _GOOD:
+        return effect
+    costs = {}
+    for kind in kinds:
+        with multiplying_rounded(module, spec, weights, [kind]):
+            costs[kind] = reference.effect(module).divergence
+    in_8 = _to_keep(costs, {kind: num_elements(layers) for kind, layers in kinds.items()})
+    with multiplying_rounded(module, spec, weights, kinds, in_8):
+        return reference.effect(module, in_8)
+
+
+def _to_keep(costs: dict[str, float], sizes: dict[str, int]) -> tuple[str, ...]:
+    """Return the kinds to keep in 8 bits, those of the most divergence for their size first.
+
+    Divergences of kinds add up nearly, so enough is kept when the others' sum is small.
+    """
+    kept: list[str] = []
+    for kind in sorted(costs, key=lambda kind: costs[kind] / sizes[kind], reverse=True):
+        if sum(cost for other, cost in costs.items() if other not in kept) <= _GOOD:
+            break
+        kept.append(kind)
+    return tuple(kept)
+
+
+def _sample(source: ModelSource, count: int) -> list[int]:
+    """Return the ids of the text, after the token that begins the model's contexts."""
+    files = read_text_files(source)
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    tokenizer.no_truncation()
+    ids = list(tokenizer.encode(TEXT).ids)
+    bos = tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
+    if files.adds_bos and bos is not None and ids[:1] != [bos]:
+        ids.insert(0, bos)
+    return ids[:count]
