@@ -24,7 +24,7 @@ from kvchat.core.paths import read_state, write_state
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3
 # If a measurement is this many times quicker than the known rate, the known rate was an outlier.
-_FAR_QUICKER = 4.0
+_FAR_QUICKER = 1.5
 
 
 def moved(rate: float | None, newest: float) -> float:
@@ -104,7 +104,7 @@ def _sound(rates: Mapping[str, object]) -> dict[str, float]:
 # A smaller measurement shows overheads rather than the rate. Smaller contexts are restored all the
 # same: a warm one of 16 tokens is read. Prices shown to users come from `PrefillRate`, which has a
 # separate rate for shorter prefills.
-_MIN_TOKENS = 64
+LEAST_TELLING_TOKENS = 64
 _MIN_BYTES = 1 << 18
 # Factor by which `doubt` and `note_refused` raise a rate.
 _DOUBT = 1.1
@@ -138,7 +138,7 @@ class CopyRates:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""
-        if num_tokens >= _MIN_TOKENS and seconds > 0:
+        if num_tokens >= LEAST_TELLING_TOKENS and seconds > 0:
             newest = num_tokens / seconds
             self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
 
@@ -204,6 +204,13 @@ class PrefillRate:
         """The rate; None before the first measurement."""
         return self._rate or self._short_rate
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a prefill was long enough: a short one may be the first of a process, which waits
+        for weights and kernels.
+        """
+        return self._rate is not None
+
     def tokens_within(self, seconds: float, start: int = 0) -> int | None:
         """Return how many tokens after `start` are computed in so many seconds, if they are few;
         None without a measurement.
@@ -227,7 +234,7 @@ class PrefillRate:
         if num_tokens < _MIN_SHORT_TOKENS or seconds <= 0:
             return
         newest = sum(num_like_first(*run, self.half_context) for run in runs) / seconds
-        if num_tokens >= _MIN_TOKENS:
+        if num_tokens >= LEAST_TELLING_TOKENS:
             is_first, self._rate = self._rate is None, moved_computing(self._rate, newest)
         else:
             is_first = self._short_rate is None
@@ -292,7 +299,7 @@ class RestorePlanner:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Take in how long computing took."""
-        if num_tokens >= _MIN_TOKENS and seconds > 0:
+        if num_tokens >= LEAST_TELLING_TOKENS and seconds > 0:
             newest = num_tokens / seconds
             self.prefill_tokens_per_s = moved_computing(self.prefill_tokens_per_s, newest)
 
@@ -323,7 +330,7 @@ class RestorePlanner:
         only_reading_s = _FINDING_S + num_tokens * read_s
         front = only_reading_s / (compute_s + read_s)
         num_front, least_s = 0, only_reading_s
-        if front >= _MIN_TOKENS and front * compute_s < _WORTH * only_reading_s:
+        if front >= LEAST_TELLING_TOKENS and front * compute_s < _WORTH * only_reading_s:
             num_front, least_s = int(front), front * compute_s
         return num_front if least_s < _WORTH * num_tokens * compute_s else num_tokens
 
@@ -341,7 +348,8 @@ class RestorePlanner:
         for index, (num_tokens, size) in enumerate(runs):
             reading_s = _FINDING_S + num_bytes / self.read_bytes_per_s
             seconds = max(num_front / self.prefill_tokens_per_s, reading_s)
-            if num_front >= _MIN_TOKENS and seconds < min(least_s, _WORTH * only_reading_s):
+            is_telling = num_front >= LEAST_TELLING_TOKENS
+            if is_telling and seconds < min(least_s, _WORTH * only_reading_s):
                 first, least_s = index, seconds
             num_front, num_bytes = num_front + num_tokens, num_bytes - size
         compute_s = num_front / self.prefill_tokens_per_s

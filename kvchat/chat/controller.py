@@ -445,8 +445,16 @@ class ChatController:
             cached = cached_ids(conversation, ended.turn_id, ended.usage)
             reuse = reuse_of(conversation, ended.turn_id, cached, ended.miss_reason, times)
             reuse = replace(reuse, num_unread=min(ended.usage.unread_tokens, len(reuse.ids)))
-            return replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
+            reuse = replace(reuse, miss_reason=self._why_changed(reuse) or reuse.miss_reason)
+            if reuse.miss_reason is MissReason.NEVER_WRITTEN and self._is_original_open():
+                return replace(reuse, miss_reason=MissReason.OPEN_ELSEWHERE)
+            return reuse
         return None
+
+    def _is_original_open(self) -> bool:
+        """Whether the conversation is a copy of one that another kvchat has open."""
+        store, original = self.host.store, self.place.copied_from
+        return store is not None and original is not None and store.is_open_elsewhere(original)
 
     def _why_changed(self, reuse: Reuse) -> MissReason | None:
         """Return what changed about the model's run since its KV was kept; None if nothing did."""

@@ -245,6 +245,19 @@ class SessionStore:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 
+    def is_open_elsewhere(self, session_id: str) -> bool:
+        """Whether another process, or another part of this one, has a session open."""
+        try:
+            descriptor = open_private(self._path(session_id), os.O_RDONLY)
+        except (StoreError, OSError):
+            return False
+        try:
+            return try_lock(descriptor) is Lock.ANOTHERS
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
         descriptor, is_locked = self._open_locked(path, flags)

@@ -20,6 +20,8 @@ from kvchat.core.types import CachedTokens, MissReason, Usage
 
 # Fewer tokens than this are a partial block, which is never cached.
 NOT_WORTH_MENTIONING = 32
+# So many tokens are a whole block, which could have been cached.
+_WHOLE_BLOCK = 16
 _TEXT_CHARS = 40
 # The miss reasons of a context that no tier has ever held.
 _UNKNOWN = (None, MissReason.NEVER_WRITTEN, MissReason.NO_TIER)
@@ -63,10 +65,14 @@ class Reuse:
         return common_len(self.ids, self.before)
 
     @property
+    def num_again(self) -> int:
+        """Tokens that had been prefilled before and were prefilled again, however few."""
+        return max(0, min(self.num_shared, len(self.ids) - self.num_unread) - self.cached.total)
+
+    @property
     def num_lost(self) -> int:
-        """Tokens that had been prefilled before and were prefilled again."""
-        lost = min(self.num_shared, len(self.ids) - self.num_unread) - self.cached.total
-        return lost if lost >= NOT_WORTH_MENTIONING else 0
+        """The same, where they are more than the rest of a block."""
+        return self.num_again if self.num_again >= NOT_WORTH_MENTIONING else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +288,9 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
         )
     elif num_read:
         lines.append(f"{num_read:,} {were} read: {_CHANGES[reuse.change]}")
+        if reuse.num_again >= _WHOLE_BLOCK:
+            why = _WHY[reuse.miss_reason] if reuse.miss_reason is not None else _FEW
+            lines.append(f"{reuse.num_again:,} of them were read before: {why}")
     if reuse.num_unread:
         were = "was" if reuse.num_unread == 1 else "were"
         stopped = f"{reuse.num_unread:,} {were} not read, as the reading was stopped"
@@ -300,10 +309,13 @@ _CHANGES = {
     Change.TEMPLATE: "the template writes the same words in another way.",
     Change.IMPORTED: "the conversation was imported, and no model had read it yet.",
 }
+_FEW = "the end of what is kept is a whole block."
 _WHY = {
     None: "they were evicted from memory.",
     MissReason.NEVER_WRITTEN: "they were not written to disk before the last run ended, as when "
     "it is killed, or were deleted there by other means.",
+    MissReason.OPEN_ELSEWHERE: "another kvchat has this conversation open, and they are in its "
+    "memory: not all of it is on disk yet.",
     MissReason.CLEARED: "the cache on disk was cleared.",
     MissReason.EVICTED: "they are neither in memory nor on disk any more: evicted to make "
     "room, or out of date.",

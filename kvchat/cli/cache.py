@@ -15,6 +15,7 @@ from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
 from kvchat.core.text import one_line
+from kvchat.core.types import MissReason
 from kvchat.terminal import cache_lines, warmth
 from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs, is_utf8
 from kvchat.terminal.wrap import columns_of, told_rows
@@ -50,7 +51,8 @@ def show_tree(kept: StoreAdmin, store: SessionStore) -> None:
 
 def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
     """Print what the next message of a conversation costs, and why not less; loads no model."""
-    read = store.read(store.find(text))
+    session_id = store.find(text)
+    read = store.read(session_id)
     conversation = read.conversation
     ids = conversation.context_ids()
     if not ids:
@@ -61,9 +63,10 @@ def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
     reason = kept.why(read.model, ids)
     if reason is not None:
         [*_, last] = conversation.path()
-        lines.append(
-            missing(cost.num_read, dated(reason, last.created_s, Times(cleared_s=kept.cleared_s())))
-        )
+        reason = dated(reason, last.created_s, Times(cleared_s=kept.cleared_s()))
+        if reason is MissReason.NEVER_WRITTEN and store.is_open_elsewhere(session_id):
+            reason = MissReason.OPEN_ELSEWHERE
+        lines.append(missing(cost.num_read, reason))
     _print(lines)
 
 

@@ -222,6 +222,8 @@ def _open_controller(
         pins,
         saved_places(settings),
     )
+    if request.is_forked:
+        controller.place.copied_from = session_id
     return controller, toolbox
 
 

@@ -25,6 +25,7 @@ class MissReason(StrEnum):
     """Why KV was not read from a slower tier."""
 
     NEVER_WRITTEN = "not written before the last run ended"
+    OPEN_ELSEWHERE = "in another kvchat that runs"
     CLEARED = "cache cleared"
     EVICTED = "evicted"
     CORRUPT = "corrupt"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.rates import PrefillRate
+from kvchat.cache.rates import LEAST_TELLING_TOKENS, PrefillRate
 from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
@@ -219,7 +219,7 @@ class Engine:
         the one that reads the disk; never if the engine is closed before. The first call measures
         how fast this model computes, if that is not known and no request waits.
         """
-        if self._prefill_rate.tokens_per_s is None and not self._has_answers_due:
+        if not self._prefill_rate.is_measured and not self._has_answers_due:
             self._measure_prefill()
         computed = self._prefill_rate.tokens_per_s
         in_memory = [self._cached_by_origin(token_ids) for token_ids in contexts]
@@ -260,7 +260,10 @@ class Engine:
         """
         num_tokens = min(_MEASURED_TOKENS, self._max_step_tokens, self.max_context - 1)
         ids = tuple((7 * i + 1) % self._vocab_size for i in range(num_tokens))
-        if not num_tokens or self.cache.num_cached_tokens(ids):
+        is_short = num_tokens < LEAST_TELLING_TOKENS  # then it tells no more than another prompt
+        if is_short and (not num_tokens or self._prefill_rate.tokens_per_s is not None):
+            return
+        if self.cache.num_cached_tokens(ids):
             return
         self.submit(RequestSpec(ids, max_tokens=1, is_kept=False))
         self._is_measuring = True

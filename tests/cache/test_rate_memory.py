@@ -143,3 +143,18 @@ def test_later_tokens_of_a_context_are_told_as_slower(tmp_path: Path) -> None:
     assert places.cost().seconds == pytest.approx(25.0)
     assert rate.seconds_of(1000, 2000) == pytest.approx(25.0)
     assert places.cost(1000).seconds == 0.0
+
+
+def test_the_first_short_prompt_of_a_process_sets_no_price_for_long() -> None:
+    """It waits for weights and kernels: /retry of 12 tokens was told as 1.8 s, and took 0.5."""
+    rate = PrefillRate(None)
+    rate.note([(0, 41)], 6.0)
+    assert not rate.is_measured, "the engine measures by itself, before it tells a price"
+
+    rate.note([(0, 256)], 2.56)
+    assert rate.seconds_of(32, 44) == pytest.approx(0.12)
+
+    slow = PrefillRate(None)
+    slow.note([(0, 100)], 10.0)  # another program had the processor
+    slow.note([(0, 100)], 4.0)
+    assert slow.seconds_of(0, 100) == pytest.approx(4.0), "nothing makes a step quick for once"

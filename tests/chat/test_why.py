@@ -34,6 +34,17 @@ def test_a_turn_that_only_adds_reads_what_is_new() -> None:
     assert told() == "192 of 202 tokens were there (192 device).\n10 were read: new text."
 
 
+def test_a_few_tokens_that_were_not_written_are_no_new_text() -> None:
+    """After a kill: 28 tokens of the last answer were told as new text."""
+    said = told(cached=CachedTokens(disk=172), miss_reason=MissReason.NEVER_WRITTEN)
+    assert said.splitlines()[1:] == [
+        "30 were read: new text.",
+        "28 of them were read before: they were not written to disk before the last run ended, as "
+        "when it is killed, or were deleted there by other means.",
+    ]
+    assert "28 of them were read before: the end of" in told(cached=CachedTokens(disk=172))
+
+
 def test_where_nothing_was_read_nothing_more_is_said() -> None:
     """After /retry it said "0 were read: new text."."""
     assert told(cached=CachedTokens(device=202)) == "202 of 202 tokens were there (202 device)."

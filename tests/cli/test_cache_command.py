@@ -1,7 +1,9 @@
 """`kvchat cache`: what it prints, its exit codes, and that it never loads a model."""
 
 import errno
+import fcntl
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -330,6 +332,12 @@ def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: 
     why = shell.run("cache", "why", listed["session"])
     assert why.stdout.startswith(b"Ships: cold: ")
     assert b"have to be read: the cache on disk was cleared." in why.stdout
+    path = shell.home / ".local/share/kvchat/sessions" / f"{listed['session']}.jsonl"
+    os.utime(shell.home / ".cache/kvchat/kv/kvchat.cleared", (1.0, 1.0))
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        why = shell.run("cache", "why", listed["session"])
+    assert b"another kvchat has this conversation open" in why.stdout, "a kill was blamed"
     nobody = shell.run("cache", "why", "nobody")
     assert nobody.returncode == 5
     assert nobody.stderr.count(b"\n") == 1
