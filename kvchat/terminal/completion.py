@@ -13,6 +13,7 @@ from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 from kvchat.terminal.commands import DAILY, Argument, Command, Registry
+from kvchat.terminal.wrap import simple_emoji
 
 _MAX_PATHS = 200
 # The name that the cursor stands behind, of an argument or after @: it has spaces only within
@@ -123,7 +124,7 @@ class LineCompleter(Completer):
 def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Completion]:
     for text, meaning in candidates:
         if text.startswith(typed):
-            yield Completion(text, -len(typed), display_meta=one_line(meaning, 60))
+            yield Completion(text, -len(typed), display_meta=simple_emoji(one_line(meaning, 60)))
 
 
 def _words(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Completion]:

@@ -172,3 +172,13 @@ def parse_keys(source: Input) -> None:
     """Let an input read its keys with a KeyParser from now on."""
     if isinstance(source, Vt100Input):
         source.vt100_parser = KeyParser(source.vt100_parser.feed_key_callback)
+
+
+def text_of_line(line: str) -> str:
+    """Return a line that a terminal's own line editing gave, without replies and other keys."""
+    if _ESCAPE not in line:
+        return line
+    keys: list[KeyPress] = []
+    KeyParser(keys.append).feed_and_flush(line)
+    is_text = (Keys.BracketedPaste, Keys.ControlI)
+    return "".join(k.data for k in keys if k.key in is_text or not isinstance(k.key, Keys))

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TextIO
 
 from kvchat.core.errors import ExitCode, UsageError
+from kvchat.terminal.key_parser import text_of_line
 from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.multiline import InputBlocks, edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row
@@ -285,7 +286,7 @@ class LineView:
             return
         *lines, self._unread = (self._unread + self._decoder.decode(data)).split("\n")
         for line in lines:
-            self._take(line)
+            self._take(text_of_line(line))
 
     def _end(self) -> None:
         """Leave at Ctrl-D, but not during an answer."""

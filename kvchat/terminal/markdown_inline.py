@@ -20,7 +20,8 @@ from kvchat.terminal.wrap import is_between_ideographs, last_between_ideographs
 _PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 _TOKEN = re.compile(
     r"""
-      (?P<tex>\\[()\[\]]|\$\$)
+      (?P<math>\$(?=[^\s$])[^$\n`]{0,120}(?<=[^\s$])\$(?!\d))
+    | (?P<tex>\\[()\[\]]|\$\$|\$)
     | (?P<escape>\\[!-'*-/:-@\\^-`{-~\n])
     | (?P<ticks>`+)
     | (?P<run>\*+|_+|~~+)
@@ -31,8 +32,11 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# A formula in TeX, by the mark that opens it. Alone, a mark is text, and no escaped bracket: models
-# write formulas far more often.
+# A formula between single dollars is short. Two prices in a line are no formula.
+_MATH_SO_FAR = re.compile(r"\$(?:[^\s$`][^$\n`]{0,120})?")
+# Other formulas in TeX, by the mark that opens them. Alone, a mark is text, and no escaped bracket:
+# models write formulas far more often.
+_MAX_FORMULA_CHARS = 2000
 _TEX_CLOSERS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
 _URL = r"[^\s()<>]*(?:\([^\s()]*\)[^\s()<>]*)*"
 _TARGET = re.compile(rf"\(\s*<?({_URL})>?(?:\s+[\"'(][^\n]*?[\"')])?\s*\)")
@@ -138,6 +142,9 @@ class _Scanner:
         kind, text, start = match.lastgroup, match.group(), match.start()
         if kind == "ticks":
             return self._take_code(text, start)
+        if kind == "math":
+            self._add(text, start, match.end())
+            return match.end()
         if kind == "tex":
             return self._take_tex(text, start)
         if kind == "close":
@@ -177,11 +184,13 @@ class _Scanner:
         begin = start + len(mark)
         end = begin
         if (closer := _TEX_CLOSERS.get(mark)) is not None:
-            place = self._source.find(closer, begin)
-            if place < 0:
-                self._unsettle(start)
-            else:
+            place = self._source.find(closer, begin, begin + _MAX_FORMULA_CHARS)
+            if place >= 0:
                 end = place + len(closer)
+            elif len(self._source) < begin + _MAX_FORMULA_CHARS:
+                self._unsettle(start)
+        elif _MATH_SO_FAR.fullmatch(self._source, start):
+            self._unsettle(start)
         self._add(self._source[start:end], start, end)  # not to be cut inside
         return end
 

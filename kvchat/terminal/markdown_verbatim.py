@@ -53,6 +53,7 @@ _CODE_LINE = re.compile(
 )
 _OPENING_CHARS, _CLOSING_CHARS = ("{", "["), ("}", "]", ")")
 _MARKER = re.compile(r"[-*+>|]|\d+[.)] ")
+_ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])[ ]")  # models indent lists more often than such code
 # The marks of a formula that has its lines for itself.
 _FORMULAS = {"\\[": "\\]", "$$": "$$"}
 
@@ -124,4 +125,5 @@ def verbatim(line: str) -> Verbatim | None:
         return Verbatim(closer=closer)
     if begins_code(text):
         return Verbatim(has_head=True)
-    return Verbatim() if indent_of(line) >= CODE_INDENT else None
+    is_code = indent_of(line) >= CODE_INDENT and not _ITEM.match(text)
+    return Verbatim() if is_code else None

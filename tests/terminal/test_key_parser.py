@@ -5,7 +5,7 @@ import random
 import pytest
 from prompt_toolkit.key_binding import KeyPress
 
-from kvchat.terminal.key_parser import KeyParser
+from kvchat.terminal.key_parser import KeyParser, text_of_line
 
 _REPLIES = [
     "\x1b[I",  # focus, and its loss
@@ -165,3 +165,8 @@ def test_a_few_lines_typed_while_the_program_was_busy_are_typed() -> None:
 def test_what_ends_a_burst_is_a_key() -> None:
     lines = "line\r" * 9
     assert _Typist().text(lines, "\x03x") == "<<bracketed-paste>><c-c>x"
+
+
+def test_a_line_of_a_terminal_without_a_cursor_has_no_replies_either() -> None:
+    assert text_of_line("a\tb") == "a\tb"
+    assert text_of_line("\x1b[Ia\tb\x1b]11;rgb:0/0/0\x07 \x1b[200~c\x1b[201~\x1b[D") == "a\tb c"

@@ -85,7 +85,7 @@ _ATOMS = [
     *("word ", "two words ", "**", "*", "_", "__", "`", "``", "[", "](", "](http://a.b) ", ")"),
     *("日本語", "天地玄黄", "<http://例え.日本", "，", ">"),
     *("~~", " ", ". ", "\n", "<http://c.d> ", "\\", "&amp; ", "snake_case ", "(x) ", "!", "**b** "),
-    *("\\(", "\\)", "\\[", "\\]", "$$"),
+    *("\\(", "\\)", "\\[", "\\]", "$$", "$", "$5", "x$", "y*z"),
 ]
 
 
@@ -121,11 +121,23 @@ def test_code_keeps_its_backticks_where_nothing_else_marks_it() -> None:
 
 @pytest.mark.parametrize(
     "formula",
-    [r"\(a \ge b\)", r"\(x_1 * y_1 * z\)", r"\[ \frac{a}{b} \]", "$$x^*_i y^*$$", r"\(open"],
+    [
+        r"\(a \ge b\)",
+        r"\(x_1 * y_1 * z\)",
+        r"\[ \frac{a}{b} \]",
+        "$$x^*_i y^*$$",
+        r"$\{x\,*y*\}$",
+        r"\(open",
+    ],
 )
 def test_a_formula_is_shown_as_it_is_written(formula: str) -> None:
     r"""\( lost its backslash, as CommonMark has it: the formula was no formula any more."""
     assert _shown(f"*Hence* {formula}.") == f"Hence {formula}."
+
+
+def test_prices_and_variables_of_a_shell_are_no_formulas() -> None:
+    assert _shown("from $5 *to* $6, or $HOME *and* $PATH") == "from $5 to $6, or $HOME and $PATH"
+    assert _shown(f"$x {'*word* ' * 40}$") == f"$x {'word ' * 40}$"
 
 
 def test_a_hidden_target_is_shown() -> None:

@@ -228,6 +228,7 @@ def test_a_document_looks_as_it_should() -> None:
         ("text\n    code *or* verse", ["text", "    code *or* verse"]),
         (".\n\n    code\n      more\n\ntext", [".", "", "    code", "      more", "", "text"]),
         ("Above\n one goes,\n  two stay", ["Above", "one goes,", "  two stay"]),
+        ("Steps:\n    1. *one*\n    2. two", ["Steps:", "1. one", "2. two"]),
         ("1. one\n    more\n2. two", ["1. one", "   more", "2. two"]),
         ("| not a table\ntext", ["| not a table", "text"]),
         ("#hashtag", ["#hashtag"]),
