@@ -267,7 +267,8 @@ def _items(ended: AnswerEnded, offered: OfferedTools, response_id: str) -> list[
     token = partial(item_token, response_id)
     items = [_item(True, ended.thinking, "completed", token(0))] if ended.thinking else []
     if ended.text or not ended.calls:
-        message = _item(False, ended.text, "completed", token(len(items)), ended.logprobs)
+        status = "completed" if ended.is_whole or ended.calls else "incomplete"
+        message = _item(False, ended.text, status, token(len(items)), ended.logprobs)
         items.append(message)
     for call in ended.calls:
         items.append(call_item(call, offered, token(len(items))))
@@ -289,7 +290,7 @@ def _item(
         "type": "message",
         "status": status,
         "role": "assistant",
-        "content": [_part(False, text, logprobs)] if status == "completed" else [],
+        "content": [_part(False, text, logprobs)] if status != "in_progress" else [],
     }
 
 
@@ -362,7 +363,7 @@ class _ResponseEvents:
     def ended(self, event: AnswerEnded) -> str:
         is_said = self._item_id or event.calls
         opening = "" if is_said else self._open(is_thinking=False)
-        closing = opening + self._close()
+        closing = opening + self._close(event.is_whole)
         complete = self._response.complete(event, self._answer, self._items)
         return closing + self._event(f"response.{complete['status']}", response=complete)
 
@@ -390,11 +391,13 @@ class _ResponseEvents:
             "response.output_item.added", output_index=len(self._items), item=item
         ) + self._about_part("response.content_part.added", part=_part(is_thinking, ""))
 
-    def _close(self) -> str:
+    def _close(self, is_whole: bool = True) -> str:
+        """Return the end of the item that is open, if one is; `is_whole` if nothing cut it."""
         if not self._item_id:
             return ""
         tokens = self._logprobs
-        item = _item(self._is_thinking, self._text, "completed", self._token, tokens)
+        status = "completed" if is_whole else "incomplete"
+        item = _item(self._is_thinking, self._text, status, self._token, tokens)
         part = _part(self._is_thinking, self._text, tokens)
         told = self._told(tokens)
         said = self._about_part(f"{self._kind}.done", text=self._text, **told)

@@ -28,11 +28,16 @@ def test_a_response_has_reasoning_and_a_message(serve: Serve) -> None:
     assert response["instructions"] == "Be brief."
 
 
-def test_a_response_that_reaches_its_limit_is_incomplete(serve: Serve) -> None:
-    response = post(serve(), PATH, asked("a long question", max_output_tokens=2)).json
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_that_reaches_its_limit_is_incomplete(serve: Serve, streams: bool) -> None:
+    got = post(serve(), PATH, asked("a long question", max_output_tokens=2, stream=streams))
+    response = got.events[-1][1]["response"] if streams else got.json
 
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    [item] = response["output"]
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"] == "a "
 
 
 def test_items_of_earlier_responses_are_the_history(serve: Serve) -> None:
