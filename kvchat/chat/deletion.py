@@ -22,7 +22,7 @@ from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len
-from kvchat.core.errors import KvchatError, StoreError, StoreInUse
+from kvchat.core.errors import GenerationError, KvchatError, StoreError, StoreInUse
 from kvchat.core.text import one_line
 
 Contexts = Sequence[list[int]]
@@ -107,13 +107,17 @@ class SavedPlaces:
 
         What `shared` contexts have too stays.
         """
+        trouble = ""
         if drop is not None and contexts:
             kept = [max((common_len(ids, each) for each in shared), default=0) for ids in contexts]
-            drop(list(zip(contexts, kept, strict=True)))
+            try:
+                drop(list(zip(contexts, kept, strict=True)))
+            except GenerationError as error:  # a server that runs, and does not answer
+                trouble = one_line(error.message, 4096)
         if self.kept is None or not contexts:
-            return Deleted()
+            return Deleted(trouble=trouble)
         try:
-            return Deleted(self.kept.forget(contexts, shared, labels))
+            return Deleted(self.kept.forget(contexts, shared, labels), trouble=trouble)
         except StoreInUse:
             raise
         except StoreError as error:

@@ -4,11 +4,12 @@ The server leaves its address and key in a private file of the state directory w
 the model is loaded once, and both share one cache.
 """
 
+import asyncio
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from kvchat.cli.settings import Settings
 from kvchat.core.paths import from_anywhere, read_state, write_state
 
 if TYPE_CHECKING:
+    from kvchat.chat.deletion import DropFromMemory
     from kvchat.remote.servers import Address
 
 _NAME = "server.json"
 _VERSION = 1
+_PATIENCE_S = 30.0
 # What decides which answers an engine gives, and which KV it keeps; _PLACES may be paths.
 _PLACES = ("model", "adapter", "draft", "cache_dir")
 _SAME = (
@@ -84,10 +87,39 @@ class RunningServer:
 def running_server(settings: Settings, state: Path) -> RunningServer | None:
     """Return the server that runs here with these settings; None if none does."""
     found = read_state(state / _NAME, _VERSION, "server")
+    return _server_of(found) if found.get("runs") == _runs(settings) else None
+
+
+def drop_in_server(state: Path) -> "DropFromMemory | None":
+    """Return what has the server that runs here, with any settings, let go of KV; None without one.
+
+    It writes no KV of these contexts to the disk then. Raises GenerationError without an answer.
+    """
+    server = _server_of(read_state(state / _NAME, _VERSION, "server"))
+    if server is None:
+        return None
+
+    def drop(contexts: list[tuple[list[int], int]]) -> None:
+        from kvchat.remote.client import Client
+        from kvchat.remote.kept_kv import ServerKv
+
+        async def ask() -> None:
+            client = Client(server.address)
+            try:
+                await ServerKv(client, _PATIENCE_S).forget(contexts)
+            finally:
+                await client.close()
+
+        asyncio.run(ask())
+
+    return drop
+
+
+def _server_of(found: Mapping[str, object]) -> RunningServer | None:
     url, key, pid = found.get("url"), found.get("key"), found.get("pid")
     if not (isinstance(url, str) and isinstance(key, str) and isinstance(pid, int)):
         return None
-    if found.get("runs") != _runs(settings) or not _is_alive(pid):
+    if not _is_alive(pid):
         return None
     from kvchat.remote.servers import address_of
 

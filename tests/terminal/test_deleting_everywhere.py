@@ -22,7 +22,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len
 from kvchat.cli import sessions
-from kvchat.core.errors import StoreError, StoreInUse
+from kvchat.core.errors import GenerationError, StoreError, StoreInUse
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.paint import Painter
@@ -283,3 +283,20 @@ def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(
 
     asyncio.run(delete_conversation(controller, session_id))
     assert home.store.ids() == []
+
+
+def test_a_server_that_does_not_answer_keeps_no_text(home: Home, start: Start) -> None:
+    """It may hold KV in memory: the user is told, and all the rest goes."""
+    controller = home.chat(start())
+    finish(controller.ask(SECRET))
+    session_id = controller.require_session().session_id
+    controller.close_session()
+
+    def silent(contexts: list[tuple[list[int], int]]) -> None:
+        raise GenerationError("The server does not tell this.")
+
+    with pytest.raises(StoreError, match=r"not all .* kept of it\. The server does not tell"):
+        sessions.remove(home.places, [session_id], silent)
+
+    assert home.store.ids() == []
+    assert home.kv.status().num_packs == 0
