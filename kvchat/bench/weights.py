@@ -1,11 +1,12 @@
 """Scenario `weights`: the effect of quantised weights on quality, speed and memory.
 
 Quality is the perplexity of recorded conversations, computed in steps of a few tokens, because
-decoding uses such steps. Needs a model with a tokenizer. A GGUF file of the same model stands
-beside it, on the same tokens.
+decoding uses such steps; and how the predictions differ from those of the same model in float32.
+Needs a model with a tokenizer. A GGUF file of the same model stands beside it, on the same tokens.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,15 @@ from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.quantise import num_packed_bytes
+from kvchat.model.rounding import divergences
 from kvchat.model.source import ModelSource, find_model
 
 _FORMS = ("auto", "int8", "int4")
 _CHUNK = 8
 _NUM_TOKENS = 64
 _PROMPT = 128
+# Tokens whose predictions are compared with float32's. One takes 1 MB of a large vocabulary.
+_COMPARED = 256
 
 
 def run(setup: BenchSetup) -> Result:
@@ -45,6 +49,7 @@ def run(setup: BenchSetup) -> Result:
     figures: list[Figure] = []
     notes = []
     first: dict[str, float] = {}
+    exact = _exact(setup, texts)
     for form, source in _forms(setup):
         weights = form if source is setup.source else "auto"
         try:
@@ -52,6 +57,7 @@ def run(setup: BenchSetup) -> Result:
         except ModelError as error:
             notes.append(f"{form}: {error}")
             continue
+        notes += [f"{form}: {note}" for note in assembled.loaded.notes if form in note]
         for name, (value, unit) in _measured(setup, assembled, texts).items():
             first.setdefault(name, value)
             figures.append(
@@ -65,6 +71,7 @@ def run(setup: BenchSetup) -> Result:
                     "over auto",
                 )
             )
+        figures += _agreement(form, assembled, texts, exact)
     return Result("weights", settings, tuple(figures), notes=tuple(notes))
 
 
@@ -128,6 +135,15 @@ def perplexity(assembled: AssembledEngine, texts: list[list[int]]) -> float:
 
 
 def _losses(assembled: AssembledEngine, text: list[int]) -> list[float]:
+    losses: list[float] = []
+    for logits in _predictions(assembled, text):
+        wanted = torch.tensor(text[len(losses) + 1 :][: len(logits)], device=logits.device)
+        losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
+    return losses
+
+
+def _predictions(assembled: AssembledEngine, text: list[int]) -> Iterator[torch.Tensor]:
+    """Yield the logits after every token of a text but the last, a few rows at a time."""
     loaded, pool = assembled.loaded, assembled.engine.cache.kv_pool
     block_size = pool.geometry.block_size
     blocks = range(1, 2 + len(text) // block_size)
@@ -135,11 +151,35 @@ def _losses(assembled: AssembledEngine, text: list[int]) -> list[float]:
     # Use the engine's own pool after clearing it; block 0 is the scratch block.
     assembled.engine.cache.clear()
     model = PagedModel(loaded, pool.layers)
-    losses: list[float] = []
     for start in range(0, len(text) - 1, _CHUNK):
         ids = text[start : min(start + _CHUNK, len(text) - 1)]
         piece = SequencePiece(ids, start, blocks, len(ids))
-        logits = model.forward(build_batch([piece], block_size, loaded.device))
-        wanted = torch.tensor(text[start + 1 : start + 1 + len(ids)], device=loaded.device)
-        losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
-    return losses
+        yield model.forward(build_batch([piece], block_size, loaded.device))
+
+
+def _exact(setup: BenchSetup, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Return what the model predicts in float32 after every token of the beginnings of texts."""
+    in_float32 = replace(setup.model, dtype="float32", weights="auto")
+    assembled = new_engine(setup.source, in_float32, setup.cache)
+    room, exact = setup.scaled(_COMPARED), []
+    for text in texts:
+        if (start := text[: min(room, assembled.engine.max_context)])[1:]:
+            exact.append(torch.cat(list(_predictions(assembled, start))).cpu())
+            room -= len(start)
+    return exact
+
+
+def _agreement(
+    form: str, assembled: AssembledEngine, texts: list[list[int]], exact: list[torch.Tensor]
+) -> list[Figure]:
+    """Compare what a model predicts with what it predicts in float32, on the same tokens."""
+    divergence, same, count = 0.0, 0, 0
+    for text, own in zip(texts, exact, strict=False):
+        other = torch.cat(list(_predictions(assembled, text[: len(own) + 1]))).cpu()
+        divergence += float(divergences(own, other).sum())
+        same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        count += len(own)
+    return [
+        Figure(f"{form}: KL to float32", max(0.0, divergence / count), "nats"),
+        Figure(f"{form}: top-1 as float32", 100 * same / count, "%"),
+    ]

@@ -14,7 +14,7 @@ from kvchat.cache.disk.quota import disk_budget
 from kvchat.cli.build import cache_directory, check, session_store, user_paths
 from kvchat.cli.settings import (
     ENDPOINTS,
-    KERNEL_VARIABLES,
+    OTHER_VARIABLES,
     SETTINGS,
     Settings,
     known,
@@ -47,7 +47,7 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
         if with_origin:
             line = f"{line:64} {settings.origins[setting.name]}"
         sys.stdout.write(line + "\n")
-    for name in KERNEL_VARIABLES:
+    for name in OTHER_VARIABLES:
         if value := os.environ.get(name):
             line = f"{name:20} {_toml(value)}"
             sys.stdout.write(f"{line:64} {name}\n" if with_origin else line + "\n")

@@ -10,7 +10,8 @@ from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
-from kvchat.core.config import CacheConfig, ModelConfig, format_bytes
+from kvchat.cli.build import user_paths
+from kvchat.core.config import FEWER_BITS, CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import sanitize
@@ -98,6 +99,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "weights": format_bytes(weights),
         **blocks,
         **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
+        **_rounding_facts(source, dtype),
         "dtype": dtype_name(dtype),
         "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
         "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
@@ -109,6 +111,16 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         **_state_facts(spec, geometry, dtype),
         "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
     }
+
+
+def _rounding_facts(source: ModelSource, dtype: Any) -> dict[str, Any]:
+    """Return what rounding the weights did, for the forms that were loaded before."""
+    from kvchat.model.identity import sample_digest
+    from kvchat.model.rounding import known_effect
+
+    identity, state = sample_digest(source), user_paths().state
+    known = {form: known_effect(identity, form, dtype, state) for form in FEWER_BITS}
+    return {form: effect.sentence(form) for form, effect in known.items() if effect is not None}
 
 
 def _path(spec: Any) -> str:

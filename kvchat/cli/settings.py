@@ -13,6 +13,7 @@ from typing import Any
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.config import (
+    ROUNDING_VARIABLE,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -32,8 +33,8 @@ ENVIRONMENT_PREFIX = "KVCHAT_"
 ENDPOINTS = "endpoints"
 # Keys are no settings: they stand in no file and are not shown.
 API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
-# Variables of compiled kernels, which no file sets: docs/environment.md.
-KERNEL_VARIABLES = (CPU_VARIABLE, KERNEL_CACHE_VARIABLE)
+# Variables that are no settings, so no file sets them: docs/environment.md.
+OTHER_VARIABLES = (CPU_VARIABLE, KERNEL_CACHE_VARIABLE, ROUNDING_VARIABLE)
 _MAX_CONFIG_BYTES = 1 << 20
 _MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
@@ -262,7 +263,7 @@ def resolve(
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [setting.variable for setting in SETTINGS]
-    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, *KERNEL_VARIABLES]
+    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, *OTHER_VARIABLES]
     sentences = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:

@@ -105,6 +105,8 @@ class ModelConfig:
 
 # The forms of weights that round them.
 FEWER_BITS = ("int8", "int4")
+# A variable of the environment: with "any" weights are rounded whatever that changes.
+ROUNDING_VARIABLE = "KVCHAT_ROUNDING"
 
 # A KV dtype that no model computes in: numbers of 8 bits with scales.
 INT8_KV = "int8"

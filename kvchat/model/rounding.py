@@ -19,6 +19,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
 from kvchat.core.paths import read_state, write_state
 from kvchat.model.device import dtype_name
@@ -29,7 +30,6 @@ from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
 from kvchat.model.text_files import read_text_files
 
-ROUNDING_VARIABLE = "KVCHAT_ROUNDING"
 _NAME, _VERSION, _MOST_KEPT = "rounding.json", 1, 32
 # Divergences, in nats a token. Below the first nothing is kept in 8 bits; above the second a model
 # answers otherwise too often to say nothing.

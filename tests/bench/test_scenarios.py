@@ -142,6 +142,9 @@ def test_fewer_bits_are_measured_on_recorded_conversations(
     assert found["int8: perplexity"].ratio != 1.0
     sizes = [found[f"{form}: weights"].value for form in ("auto", "int8", "int4")]
     assert sizes == sorted(sizes, reverse=True)
+    lost = [found[f"{form}: KL to float32"].value for form in ("auto", "int8", "int4")]
+    assert lost[0] < lost[1] < lost[2]
+    assert found["auto: top-1 as float32"].value == 100
     assert_readable(result)
 
 

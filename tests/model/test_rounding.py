@@ -1,10 +1,12 @@
 """What rounding did is measured, kept and told; what 4 bits cost too much stays in 8."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvchat.cli import models
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import rounding
@@ -83,6 +85,16 @@ def test_what_was_measured_is_kept(
     assert (again.in_8, again.notes) == (first.in_8, first.notes)
     (tmp_path / "rounding.json").write_text('{"version": 1, "effects": {"x": 3}}')
     assert known_effect(sample_digest(again.source), "int4", again.dtype, tmp_path) is None
+
+
+def test_models_info_tells_what_rounding_did(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(directory, tmp_path)
+    monkeypatch.setattr(models, "user_paths", lambda: SimpleNamespace(state=tmp_path))
+
+    facts = models._rounding_facts(loaded.source, loaded.dtype)
+    assert facts == {"int4": loaded.notes[0]}
 
 
 def test_a_form_that_is_too_coarse_is_refused_unless_the_user_insists(
