@@ -140,7 +140,7 @@ class Elements:
     def __init__(self, mark: str = "") -> None:
         parameter = f'<{mark}parameter(?:=| name=")[^">]+"?(?: string="(?:true|false)")?>'
         end = f"</{mark}(?:function|invoke)>"
-        self.begin = re.compile(f'<{mark}(?:function=|invoke name=")([^">\\s]+)"?>')
+        self.begin = re.compile(f'<{mark}(?:function=|invoke name=")([^"<>\\s]+)"?>')
         self.end = re.compile(end)
         self.parameter = re.compile(
             f'<{mark}parameter(?:=| name=")([^">]+?)"?(?: string="(true|false)")?>'

@@ -330,3 +330,20 @@ def test_other_objects_are_not_withheld() -> None:
     assert "".join(part.text for part in parts if isinstance(part, TextBesideCalls)).endswith(
         "vers"
     )
+
+
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<function=save>", "</function>", "<parameter=text>"),
+    *("</parameter>", '<invoke name="save">', "</invoke>", "<function=", "<arg_key>text</arg_key>"),
+    *("<arg_value>", "</arg_value>", '{"name": "save", "arguments": {"text": "', '"}}', "{}"),
+    *("```json\n", "\n```", "`", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>"),
+    *('call:save{text:<|"|>', '<|"|>}', "<|tool_call_start|>", '[save(text="', '")]', "save"),
+    *("<|tool_call_end|>", "<|python_tag|>", " to=functions.save", "<|message|>", "a", " ", "\n"),
+)
+
+
+@pytest.mark.parametrize("form", CALL_FORMATS, ids=lambda form: form.name)
+def test_random_texts_are_split_alike_however_they_are_cut(form: CallFormat) -> None:
+    random_ = random.Random(form.name)
+    for _ in range(150):
+        split(form, "".join(random_.choices(MARKS, k=random_.randint(1, 12))))
