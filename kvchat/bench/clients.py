@@ -255,7 +255,7 @@ def _kvchat(
     It keeps nothing on the disk, as the engine that it is compared with.
     """
     own = ["--no-spec", "--incognito"]
-    serve = ["serve", "--port", "0", "--name", _NAME]
+    serve = ["serve", "--no-api-key", "--port", "0", "--name", _NAME]
     command = [*COMMAND, *engine_flags(setup, source), *own, *serve]
     with _process(command, environment) as (process, said):
         url = _kvchat_address(process, said)

@@ -251,11 +251,21 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="clients must send this; default: KVCHAT_API_KEY; needed beyond this machine",
+            help="clients must send this; default: KVCHAT_API_KEY; needed beyond this machine, and "
+            "made by itself where other people use this machine",
             metavar="KEY",
             show_default=False,
         ),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="the file with the key, which no list of processes shows", metavar="PATH"
+        ),
+    ] = None,
+    no_api_key: Annotated[
+        bool, typer.Option("--no-api-key", help="let every user of this machine in")
+    ] = False,
     name: Annotated[
         list[str] | None,
         typer.Option(
@@ -291,6 +301,7 @@ def serve(
 ) -> None:
     """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
     from kvchat.cli.serve import ServeRequest, run_server
+    from kvchat.cli.server_key import KeyRequest
 
     assert context.parent is not None
     own = {name for name in context.params if name in BY_NAME}
@@ -298,7 +309,8 @@ def serve(
     flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
     if no_cache or given["no_cache"]:
         flags["cache"] = False
-    request = ServeRequest(host, port, api_key, tuple(name or ()), stabilise)
+    key = KeyRequest(api_key, api_key_file, no_api_key)
+    request = ServeRequest(host, port, key, tuple(name or ()), stabilise)
     raise typer.Exit(run_server(flags, request))
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import secrets
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,8 @@ from kvchat.cli.build import (
 )
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import announced
-from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
-from kvchat.core.errors import UsageError
+from kvchat.cli.server_key import KeyRequest, is_used_by_others, server_key
+from kvchat.cli.settings import Settings, resolve
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
 from kvchat.core.paths import require_working_directory
 
@@ -35,7 +34,7 @@ _MOST_STABILISED_BYTES = 16 << 20
 class ServeRequest:
     """What `kvchat serve` was asked for.
 
-    api_key      None takes the environment's, or none on a loopback address
+    key          where the key of clients comes from
     names        further names that requests may give the model; `*` stands for any text
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
@@ -43,7 +42,7 @@ class ServeRequest:
 
     host: str
     port: int
-    api_key: str | None
+    key: KeyRequest
     names: tuple[str, ...]
     stabilises: bool | None = None
 
@@ -59,12 +58,9 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     check(settings)
     if settings["incognito"]:
         close_log()
-    api_key = request.api_key or os.environ.get(API_KEY_VARIABLE) or None
-    if api_key is None and not is_loopback(request.host):
-        raise UsageError(
-            f"{request.host} can be reached from other machines, so a key is needed.",
-            f"Set {API_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
-        )
+    state = None if settings["incognito"] else user_paths().state
+    is_local = is_loopback(request.host)
+    api_key = server_key(request.key, os.environ, is_local, state, _say, is_used_by_others)
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)

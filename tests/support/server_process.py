@@ -62,7 +62,7 @@ def served(shell: Shell, *arguments: str) -> Iterator[ServerProcess]:
     """Yield a server that is ready; it is killed with SIGKILL at the end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with shell.start("serve", *arguments, "--port", str(port)) as process:
+    with shell.start("serve", "--no-api-key", *arguments, "--port", str(port)) as process:
         try:
             server = ServerProcess(process, port)
             server.wait_until_ready()
