@@ -25,6 +25,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WORDS = (torch.int32, torch.uint32)
 _WORD_BITS = 32
+_GPTQ_BITS = (2, 3, 4, 8)
 _SCALES_OF_OTHERS = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_activation_scale"),
     *("input_scale_ub", "activation_scale", "k_scale", "v_scale"),
@@ -206,7 +207,10 @@ class _Table:
     def check(self, is_right: bool, name: str) -> None:
         """Raise ModelError if the parts of the weight `name` do not fit each other."""
         if not is_right:
-            raise self.fault(f"the parts of {name} do not fit each other")
+            raise self.fault(
+                f"the parts of {name} do not fit each other, or not the bits and group size that "
+                "config.json gives it"
+            )
 
     def fault(self, what: str) -> ModelError:
         return ModelError(
@@ -227,13 +231,15 @@ class _Table:
 
 
 def _read_gptq(table: _Table) -> None:
-    bits = table.number("bits", (2, 3, 4, 8))
+    most_bits = table.number("bits", _GPTQ_BITS)
     zero_offset = 0 if table.settings.get("checkpoint_format") == "gptq_v2" else 1
     for stem in table.stems(".qweight"):
         words = table.take(f"{stem}.qweight", 2, _WORDS)
         zeros = table.take(f"{stem}.qzeros", 2, _WORDS)
         scales = table.take(f"{stem}.scales", 2, _FLOATS)
-        (num_groups, num_out), num_in = scales.shape, len(words) * _WORD_BITS // bits
+        num_groups, num_out = scales.shape
+        bits = _bits_of(zeros.shape[1], num_out, most_bits)
+        num_in = len(words) * _WORD_BITS // bits
         table.check(len(words) * _WORD_BITS % bits == 0 and words.shape[1] == num_out, stem)
         table.check(tuple(zeros.shape) == (num_groups, ceil(num_out * bits / _WORD_BITS)), stem)
         sizes = [table.settings.get("group_size")]
@@ -243,6 +249,16 @@ def _read_gptq(table: _Table) -> None:
             WordOrder.TURNED, bits, words, scales, zeros, None, zero_offset, group_of
         )
         table.add(f"{stem}.weight", (num_out, num_in), unpack, stored)
+
+
+def _bits_of(num_words: int, count: int, most_bits: int) -> int:
+    """Return the bits of a layer with `count` zero points in so many words.
+
+    Layers may have other bits than most of the checkpoint's, by rules such as GPTQModel's `dynamic`
+    and AutoRound's `extra_config`.
+    """
+    fitting = [bits for bits in _GPTQ_BITS if ceil(count * bits / _WORD_BITS) == num_words]
+    return most_bits if most_bits in fitting or not fitting else fitting[0]
 
 
 def _group_of(
@@ -522,8 +538,7 @@ def _read_mlx(table: _Table) -> None:
         words = table.take(f"{stem}.weight", 2, _WORDS)
         scales = table.take(f"{stem}.scales", 2, _FLOATS)
         offsets = table.take(f"{stem}.biases", 2, _FLOATS)
-        own = table.settings.get(stem)
-        settings = own if isinstance(own, dict) else table.settings
+        settings = {**table.settings, **_mlx_own(table.settings, stem)}
         bits, size = settings.get("bits"), settings.get("group_size")
         if type(bits) is not int or not 2 <= bits <= 8 or type(size) is not int or size < 1:
             raise table.fault(f"config.json gives no bits and group_size of {stem}")
@@ -533,6 +548,22 @@ def _read_mlx(table: _Table) -> None:
         unpack = partial(unpacking.affine, words, scales, offsets, bits, num_in)
         stored = StoredGroups(WordOrder.ROWS, bits, words, scales, offsets=offsets)
         table.add(f"{stem}.weight", (len(words), num_in), unpack, stored)
+
+
+def _mlx_own(settings: Mapping[str, Any], stem: str) -> dict[str, Any]:
+    """Return what the settings of one layer change.
+
+    Its name may stand there without its prefix, or with one that its tensors lack.
+    """
+    own = settings.get(stem)
+    if isinstance(own, dict):
+        return own
+    others = (
+        value
+        for name, value in settings.items()
+        if isinstance(value, dict) and (name.endswith(f".{stem}") or stem.endswith(f".{name}"))
+    )
+    return next(others, {})
 
 
 _READERS: dict[str, Callable[[_Table], None]] = {

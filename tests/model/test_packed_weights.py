@@ -40,6 +40,11 @@ def mlx(bits: int) -> dict[str, Any]:
     return {"group_size": 32, "bits": bits}
 
 
+LAYERS = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
 FORMATS: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
     "gptq, 4 bits": (packers.gptq, GPTQ),
     "gptq, 8 bits, whole rows": (
@@ -48,6 +53,15 @@ FORMATS: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
     ),
     "gptq, 3 bits": (partial(packers.gptq, bits=3), {**GPTQ, "bits": 3}),
     "gptq, 2 bits": (partial(packers.gptq, bits=2), {**GPTQ, "bits": 2}),
+    "gptq, 8 bits by a rule": (
+        partial(packers.gptq, bits=8, group=16),
+        {**GPTQ, "dynamic": {"+:.*": {"bits": 8, "group_size": 16}}},
+    ),
+    "auto-round, 2 bits by a rule": (
+        partial(packers.gptq, bits=2),
+        {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+        | {"extra_config": {".*": {"bits": 2}}},
+    ),
     "gptq, ordered by activation": (
         partial(packers.gptq, is_ordered_by_activation=True),
         {**GPTQ, "desc_act": True},
@@ -95,6 +109,10 @@ FORMATS: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
     "mlx, 4 bits": (packers.mlx, mlx(4)),
     "mlx, 8 bits": (partial(packers.mlx, bits=8), mlx(8)),
     "mlx, 6 bits": (partial(packers.mlx, bits=6), mlx(6)),
+    "mlx, bits by layer": (
+        partial(packers.mlx, bits=8),
+        mlx(4) | {f"language_model.model.layers.0.{name}": {"bits": 8} for name in LAYERS},
+    ),
 }
 
 
