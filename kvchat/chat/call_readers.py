@@ -152,14 +152,14 @@ class Elements:
         calls: list[ToolCall] = []
         place, is_open = _after_space(body, 0), False
         while place < len(body):
-            begun = self.begin.match(body, place)
-            if begun is None or is_open:
+            opener = self.begin.match(body, place)
+            if opener is None or is_open:
                 return NO_CALLS
-            one = _OneElement(self, begun[1], tools)
-            place = one.read(body, begun.end())
+            one = _OneElement(self, opener[1], tools)
+            place = one.read(body, opener.end())
             if one.arguments is None:
                 return Reading(is_open=one.is_open)
-            calls.append(ToolCall(begun[1], one.arguments))
+            calls.append(ToolCall(opener[1], one.arguments))
             is_open = one.is_open
         return Reading(tuple(calls), is_open)
 
@@ -178,44 +178,44 @@ class _OneElement:
         """Read from behind the first tag; return the place behind the element."""
         while True:
             place = _after_space(body, place)
-            if ended := self._tags.end.match(body, place):
-                return _after_space(body, ended.end())
+            if closer := self._tags.end.match(body, place):
+                return _after_space(body, closer.end())
             if place == len(body):  # its closing tag is missing, or the region ends in a value
                 self.is_open = True
                 return place
-            begun = self._tags.parameter.match(body, place)
-            if begun is None:
+            opener = self._tags.parameter.match(body, place)
+            if opener is None:
                 self.arguments = None
                 return place
-            place = self._argument(body, begun)
+            place = self._argument(body, opener)
             if self.arguments is None or self.is_open:
                 return place
 
-    def _argument(self, body: str, begun: re.Match[str]) -> int:
-        found = self._tags.values.end(body, begun.end())
-        if found is None:
+    def _argument(self, body: str, opener: re.Match[str]) -> int:
+        end = self._tags.values.end(body, opener.end())
+        if end is None:
             self.is_open = True
-            return self._unclosed(body, begun)
-        self._keep(begun, body[begun.end() : found[0]])
-        return found[1]
+            return self._unclosed(body, opener)
+        self._keep(opener, body[opener.end() : end[0]])
+        return end[1]
 
-    def _unclosed(self, body: str, begun: re.Match[str]) -> int:
+    def _unclosed(self, body: str, opener: re.Match[str]) -> int:
         """Take a value whose closing tag is missing, if the element ends behind it."""
-        ended = self._tags.end.search(body, begun.end())
-        value = body[begun.end() : ended.start()] if ended is not None else ""
-        if ended is None or body[ended.end() :].strip() or self._tags.values.has_tag(value):
+        closer = self._tags.end.search(body, opener.end())
+        value = body[opener.end() : closer.start()] if closer is not None else ""
+        if closer is None or body[closer.end() :].strip() or self._tags.values.has_tag(value):
             self.arguments = None
         else:
-            self._keep(begun, value)
+            self._keep(opener, value)
         return len(body)
 
-    def _keep(self, begun: re.Match[str], value: str) -> None:
-        name, said = begun.groups()
+    def _keep(self, opener: re.Match[str], value: str) -> None:
+        name, string = opener.groups()
         if self.arguments is None or name in self.arguments:  # perhaps a value that holds tags
             self.arguments = None
             return
         value = value.removeprefix("\n").removesuffix("\n")
-        is_text = said == "true"
+        is_text = string == "true"
         read = value if is_text else self._tools.unquoted_value(self._name, name, value)
         self.arguments[name] = read
 
@@ -227,21 +227,21 @@ _PAIR_VALUES = _Values("<arg_value>", "</arg_value>", "<arg_key>")
 
 def pair_call(body: str, tools: ToolSet) -> Reading:
     """Return the call of a name followed by pairs of keys and values."""
-    named = _NAME.match(body)
-    if named is None:
+    name = _NAME.match(body)
+    if name is None:
         return NO_CALLS
     arguments: dict[str, Any] = {}
-    place = named.end()
+    place = name.end()
     while body[place:].strip():
         key = _KEY.match(body, place)
         if key is None or key[1] in arguments:
             return NO_CALLS
-        found = _PAIR_VALUES.end(body, key.end())
-        if found is None:
+        end = _PAIR_VALUES.end(body, key.end())
+        if end is None:
             return Reading(is_open=True)
-        arguments[key[1]] = tools.unquoted_value(named[1], key[1], body[key.end() : found[0]])
-        place = found[1]
-    return Reading((ToolCall(named[1], arguments),))
+        arguments[key[1]] = tools.unquoted_value(name[1], key[1], body[key.end() : end[0]])
+        place = end[1]
+    return Reading((ToolCall(name[1], arguments),))
 
 
 def _after_space(text: str, place: int) -> int:
@@ -274,8 +274,8 @@ def braced_call(body: str) -> Reading:
 def python_calls(body: str) -> Reading:
     """Return the calls of a list in Python's syntax, with arguments by name."""
     try:
-        written = ast.parse(body.strip(), mode="eval").body
-        items = written.elts if isinstance(written, ast.List) else [written]
+        tree = ast.parse(body.strip(), mode="eval").body
+        items = tree.elts if isinstance(tree, ast.List) else [tree]
         return Reading(tuple(_python_call(item) for item in items))
     except SyntaxError as error:
         return Reading(is_open="unterminated" in str(error.msg))
@@ -304,15 +304,15 @@ def mistral_calls(region: str, tools: ToolSet) -> Reading:
         return json_calls(body)
     calls, place = [], 0
     while place < len(body):
-        named = _MISTRAL_CALL.match(body, place)
+        name = _MISTRAL_CALL.match(body, place)
         try:
-            arguments, place = decoded(body, named.end()) if named is not None else (None, place)
+            arguments, place = decoded(body, name.end()) if name is not None else (None, place)
         except (ValueError, RecursionError):
             return NO_CALLS
         follows = _MISTRAL_NEXT.match(body, place)
-        if named is None or follows is None or not isinstance(arguments, dict):
+        if name is None or follows is None or not isinstance(arguments, dict):
             return NO_CALLS
-        calls.append(ToolCall(named[1], arguments))
+        calls.append(ToolCall(name[1], arguments))
         place = follows.end()
     return Reading(tuple(calls))
 

@@ -36,9 +36,9 @@ def begins_fenced_call(text: str, is_first: bool, tools: ToolSet) -> int | None:
     is_first   whether the text is the beginning of the answer, and so of a line
     """
     for place in _line_starts(text, is_first):
-        begun = _BEGIN.match(text, place)
-        if begun is not None and "```" not in text[:place]:
-            return place if begun[1] in tools.names else None
+        opening = _BEGIN.match(text, place)
+        if opening is not None and "```" not in text[:place]:
+            return place if opening[1] in tools.names else None
     return None
 
 
@@ -69,9 +69,9 @@ class FencedCall:
 
     def step(self, held: str, is_last: bool) -> tuple[int, tuple[ToolCall, ...]] | None:
         if self._call is None:
-            begun = held.index("{")
+            start = held.index("{")
             try:
-                value, end = decoded(held, begun)
+                value, end = decoded(held, start)
             except (ValueError, RecursionError) as error:
                 return None if _may_go_on(error, held) and not is_last else (1, ())
             self._call = self._offered(value)

@@ -82,14 +82,14 @@ _KIND_OF: dict[type, str] = {
 
 def property_schemas(schema: Mapping[str, Any], name: str) -> list[Any]:
     """Return what a schema of an object says of a property, in each of its cases."""
-    found = []
+    schemas = []
     for case in _cases(schema, schema):
-        named = case.get("properties")
-        if isinstance(named, Mapping) and name in named:
-            found.append(named[name])
+        properties = case.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            schemas.append(properties[name])
         elif isinstance(case.get("additionalProperties"), Mapping):
-            found.append(case["additionalProperties"])
-    return found
+            schemas.append(case["additionalProperties"])
+    return schemas
 
 
 def unquoted_value(text: str, schemas: list[Any], root: Mapping[str, Any]) -> Any:
@@ -99,8 +99,8 @@ def unquoted_value(text: str, schemas: list[Any], root: Mapping[str, Any]) -> An
     no number. `root` holds what the schemas refer to.
     """
     cases = [case for schema in schemas for case in _cases(schema, root)]
-    listed = [value for case in cases for value in _listed(case)]
-    if text in listed:
+    choices = [value for case in cases for value in _listed(case)]
+    if text in choices:
         return text
     value = _parsed(text)
     if isinstance(value, str):  # in quotation marks of its own, or no JSON at all

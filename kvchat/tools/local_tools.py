@@ -105,17 +105,17 @@ class SearchFiles:
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         wanted = str(arguments["text"]).lower()
         deadline_s = time.monotonic() + _SEARCH_S
-        found: list[str] = []
+        lines: list[str] = []
         with self._root.directory(arguments.get("path") or ".") as (start, path):
             for directory, name, below in _files(start, arguments.get("pattern") or "*", stop):
-                if time.monotonic() > deadline_s or len(found) >= _MOST_LINES:
-                    found.append("[there may be more]")
+                if time.monotonic() > deadline_s or len(lines) >= _MOST_LINES:
+                    lines.append("[there may be more]")
                     break
-                found += _found(directory, name, os.path.join(path, below, name), wanted)
-        return "\n".join(found) or "No line contains it."
+                lines += _matches(directory, name, os.path.join(path, below, name), wanted)
+        return "\n".join(lines) or "No line contains it."
 
 
-def _found(directory: int, name: str, path: str, wanted: str) -> Iterator[str]:
+def _matches(directory: int, name: str, path: str, wanted: str) -> Iterator[str]:
     """Yield the lines of a file that contain a text; none of a file that cannot be read."""
     with suppress(ToolFailed):
         content = read_below(directory, name, _MOST_SEARCHED_BYTES)

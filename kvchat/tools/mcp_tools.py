@@ -87,24 +87,24 @@ def _server(name: str, value: Any, path: Path) -> ServerConfig:
         if not isinstance(value, dict):
             raise TypeError
         # Where other clients write what is not there as null, it is not there.
-        given = {key: item for key, item in value.items() if item is not None}
-        found = ServerConfig(
+        fields = {key: item for key, item in value.items() if item is not None}
+        config = ServerConfig(
             _NO_WORD.sub("_", name),
-            _text(given.get("command", "")),
-            tuple(_text(item) for item in _of(list, given.get("args", []))),
-            _texts(given.get("env", {})),
-            _text(given["cwd"]) if given.get("cwd") else None,
-            _text(given.get("url", "")),
-            _texts(given.get("headers", {})),
+            _text(fields.get("command", "")),
+            tuple(_text(item) for item in _of(list, fields.get("args", []))),
+            _texts(fields.get("env", {})),
+            _text(fields["cwd"]) if fields.get("cwd") else None,
+            _text(fields.get("url", "")),
+            _texts(fields.get("headers", {})),
         )
     except TypeError:
-        found = ServerConfig(name)
-    if bool(found.command) is bool(found.url):
+        config = ServerConfig(name)
+    if bool(config.command) is bool(config.url):
         raise UsageError(
             f"{path}: the server {one_line(name, 40)} needs a command or a url, and texts in both.",
             _MEND_IT,
         )
-    return found
+    return config
 
 
 def _of(kind: type[_T], value: Any) -> _T:
@@ -115,8 +115,8 @@ def _of(kind: type[_T], value: Any) -> _T:
 
 def _texts(values: Any) -> dict[str, str]:
     """Return the values by name as texts, without those that are null."""
-    given = _of(dict, values).items()
-    return {str(key): _text(item) for key, item in given if item is not None}
+    items = _of(dict, values).items()
+    return {str(key): _text(item) for key, item in items if item is not None}
 
 
 def _text(value: Any) -> str:
@@ -196,16 +196,17 @@ class McpServers:
                     session = await _connect(config, stack, errors)
                     tools = await _list_tools(session)
                 errors.close()
-                found = (McpTool(config.name, tool, session, self._loop, errors) for tool in tools)
-                ready.set_result(list(found))
+                ready.set_result(
+                    [McpTool(config.name, tool, session, self._loop, errors) for tool in tools]
+                )
                 await asyncio.Event().wait()
         except Exception as error:
-            told = _complaint(_root(error))
+            problem = _complaint(_root(error))
             if not ready.done():
-                told += await asyncio.to_thread(errors.in_words)
-                self._problems.append(f"The MCP server {config.name} {told}.")
+                problem += await asyncio.to_thread(errors.in_words)
+                self._problems.append(f"The MCP server {config.name} {problem}.")
                 ready.set_result([])
-            _log.warning("the MCP server %s %s", config.name, told, exc_info=error)
+            _log.warning("the MCP server %s %s", config.name, problem, exc_info=error)
 
 
 def _complaint(error: BaseException) -> str:
@@ -323,8 +324,8 @@ class McpTool:
         reason = one_line(str(error), 200) or type(error).__name__
         if not any(word in reason for word in _CLOSED):
             return reason
-        said = self._errors.in_words() if self._errors is not None else ""
-        return f"its server has ended ({reason}){said}."
+        last_words = self._errors.in_words() if self._errors is not None else ""
+        return f"its server has ended ({reason}){last_words}."
 
 
 def _result_text(result: Any) -> str:
@@ -345,8 +346,8 @@ def _is_said(structured: Any, texts: list[str]) -> bool:
     forms = [structured]
     if isinstance(structured, dict) and list(structured) == ["result"]:
         forms.append(structured["result"])
-    said = [*values, *texts, values, texts] if texts else []
-    return any(form in said for form in forms)
+    contents = [*values, *texts, values, texts] if texts else []
+    return any(form in contents for form in forms)
 
 
 def _value(text: str) -> Any:

@@ -39,7 +39,7 @@ def start_shell(
 ) -> "subprocess.Popen[bytes]":
     """Start a shell command without input; its outputs come together from `stdout`."""
     shell = ["/bin/sh", "-c", command]
-    if _LINUX:
+    if _LINUX and sys.executable:
         locale = [] if "LC_CTYPE" in environment else ["no locale"]
         shell = [sys.executable, "-I", "-S", "-c", _REAPER, command, *locale]
     return subprocess.Popen(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, is_too_deep
 from kvchat.core.text import exact_line, one_line, sanitize
 
 MOST_RESULT_CHARS = 16_000
@@ -145,6 +145,8 @@ class Toolbox:
             written = json.dumps(about, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError):  # NaN, or half of a character
             return f"The tool {one_line(tool.name, 80)} is not offered: its definition is not JSON."
+        if is_too_deep(tool.parameters):
+            return f"The tool {one_line(tool.name, 80)} is not offered: its schema is too deep."
         if len(tool.name) > _MOST_NAME_CHARS or len(written) > _MOST_DEFINITION_BYTES:
             return f"The tool {one_line(tool.name, 80)} is not offered: its definition is too long."
         self._by_name[tool.name] = tool

@@ -27,6 +27,10 @@ TOOLS = [{"name": name, "description": name, "inputSchema": SCHEMA} for name in 
 TOOLS.append({"name": "huge", "description": "d", "inputSchema": HUGE})
 NAN = {**SCHEMA, "default": float("nan")}
 TOOLS.append({"name": "nan", "description": "d", "inputSchema": NAN})
+DEEP = dict(SCHEMA)
+for _ in range(150):
+    DEEP = {**SCHEMA, "properties": {"a": DEEP}}
+TOOLS.append({"name": "deep", "description": "d", "inputSchema": DEEP})
 RESULT = {"content": [{"type": "text", "text": "\x1b[2J\x1b]0;title\x07" + "y" * 100000}]}
 
 for line in sys.stdin:
@@ -76,9 +80,10 @@ def test_no_tool_takes_the_place_of_another(toolbox: Toolbox) -> None:
 
 
 def test_a_definition_that_would_fill_the_context_is_not_offered(toolbox: Toolbox) -> None:
-    assert not {"bad__huge", "bad__nan"} & {tool.name for tool in toolbox.tools}
+    assert not {"bad__huge", "bad__nan", "bad__deep"} & {tool.name for tool in toolbox.tools}
     assert any("bad__huge is not offered" in sentence for sentence in toolbox.problems)
     assert any("bad__nan is not offered" in sentence for sentence in toolbox.problems)
+    assert any("bad__deep is not offered" in sentence for sentence in toolbox.problems)
     assert any("longlong" in sentence and "too long" in sentence for sentence in toolbox.problems)
     assert len(toolbox.definitions.text) < 64_000
 
