@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
+from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 
 ROOT = 0
+_MAX_LABEL_CHARS = 60
+_MAX_READ_CHARS = 1000  # enough of a long message for that
 # The tokenizer digest of imported turns: they have no ids until a model opens them.
 NO_TOKENIZER = "none"
 
@@ -265,9 +268,11 @@ class Conversation:
 
     @property
     def label(self) -> str:
-        """The title, or else the first 60 characters of the first message, sent or waiting."""
+        """The title, or else the first words of the first message, sent or waiting: 60 characters
+        at most, with an ellipsis where there are more.
+        """
         first = next((turn.text for turn in self._turns.values()), "".join(self.waiting[:1]))
-        return self.title or " ".join(first.split())[:60]
+        return self.title or one_line(first[:_MAX_READ_CHARS], _MAX_LABEL_CHARS)
 
     def leaves(self) -> list[Turn]:
         """Return the last turn of every branch."""

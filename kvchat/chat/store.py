@@ -358,11 +358,11 @@ class SessionStore:
         """Return id and title of the sessions so called, or else of those whose title so begins,
         or else, with `anywhere`, of those whose title has the text.
         """
-        wanted = " ".join(text.lower().split())
+        wanted = " ".join(text.lower().split()).rstrip("…")
         if not wanted:
             return []
         titles = [(s.session_id, s.title) for s in self.summaries() if s.is_readable]
-        known = [(i, title, " ".join(title.lower().split())) for i, title in titles]
+        known = [(i, title, " ".join(title.lower().split()).rstrip("…")) for i, title in titles]
         exact = [(i, title) for i, title, plain in known if plain == wanted]
         begun = [(i, title) for i, title, plain in known if plain.startswith(wanted)]
         within = [(i, title) for i, title, plain in known if anywhere and wanted in plain]

@@ -6,7 +6,7 @@ highlighted replaces it, and so does the open conversation if none is picked.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvchat.chat.keeping import delete_conversation
@@ -31,7 +31,8 @@ async def pick_session(
 ) -> str | None:
     """Return the id of the conversation that the user picks; None if none."""
     chats = await asyncio.to_thread(read_chats, store, summaries)
-    picker = SessionPicker(context, store, chats)
+    elsewhere = await asyncio.to_thread(store.open_elsewhere)
+    picker = SessionPicker(context, store, chats, elsewhere)
     if context.page.painter.look.is_plain:  # a list that cannot change once it is shown
         await picker.look_up()
         return await picker.choose(title)
@@ -43,16 +44,19 @@ async def pick_session(
 
 
 class SessionPicker:
-    """Implements `PickerActions` for the chats of one list."""
+    """Implements `PickerActions` for the chats of one list; those `elsewhere` are open there."""
 
     def __init__(
-        self, context: CommandContext, store: SessionStore, chats: list[SavedChat]
+        self,
+        context: CommandContext,
+        store: SessionStore,
+        chats: list[SavedChat],
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._context = context
         self._store = store
         self._chats = chats
         all_hidden = all(chat.is_one_shot for chat in chats)
-        elsewhere = store.open_elsewhere()
         self._choices = [
             _choice(chat, not all_hidden, chat.summary.session_id in elsewhere) for chat in chats
         ]

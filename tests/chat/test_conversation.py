@@ -42,6 +42,13 @@ def test_the_label_is_the_title_or_the_first_message_on_one_line() -> None:
     assert Conversation("x", 0.0).label == ""
 
 
+def test_a_label_says_where_it_is_cut() -> None:
+    """Lists showed "about the history of the Roman empire and i"."""
+    conversation = Conversation("x", 0.0)
+    conversation.waiting = ("Tell me about the history of the Roman empire and its emperors",)
+    assert conversation.label == "Tell me about the history of the Roman empire and its emper…"
+
+
 def test_a_turn_needs_a_parent_that_is_there() -> None:
     conversation = branching_conversation()
     with pytest.raises(AssertionError, match="turn 40 is not there"):

@@ -195,7 +195,7 @@ def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(
     """/exit was typed after the message that came back, and was sent with it."""
     (tmp_path / "sessions").write_text("no directory")
     chat = start_chat().enter("my name is Ada")
-    chat.wait_for("A command takes its place").wait_for_shown("❯ my name is Ada")
+    chat.wait_for("Typing replaces it").wait_for_shown("❯ my name is Ada")
     chat.enter("/exit")
     assert chat.finish() == 0
 
