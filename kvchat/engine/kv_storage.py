@@ -25,7 +25,7 @@ from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it if the content of a slot changes for the same token: with the layout of a block image,
 # or with the values that the attention writes. 4: experts and packed checkpoints stay in blocks.
-_KV_VERSION = 4
+_KV_VERSION = 5
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
 # On a CPU, the device is host memory: there is no other memory to demote KV to.

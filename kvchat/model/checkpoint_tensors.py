@@ -31,13 +31,14 @@ class CheckpointTensors:
     """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile.
 
     `blocks` are weights of linear layers and experts that stay in their blocks, matrices by the
-    tensor's name as GgufTensors has them; `tensors` has zeros for them.
+    tensor's name as GgufTensors has them; `tensors` has zeros for them. `precise` is as there.
     """
 
     tensors: Mapping[str, torch.Tensor | PackedTensor]
     dtype: torch.dtype | None
     stage: str
     blocks: dict[str, tuple[BlockWeights, ...]] = field(default_factory=dict)
+    precise: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_tensors(
@@ -102,7 +103,7 @@ def _read_gguf(
     found = read_gguf_tensors(
         gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
     )
-    return CheckpointTensors(found.tensors, dtype, stage, found.blocks)
+    return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise)
 
 
 def _tied_head(module: Any) -> str | None:

@@ -20,9 +20,7 @@ from kvchat.model.spec import ModelSpec
 from kvchat.model.step_operations import Unfit
 from kvchat.model.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat.model.step_recurrent import Recurrent
-from kvchat_kernels.cpu.code import multiplies_many
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
-from kvchat_kernels.cpu_products import multiplies_fast_in, multiplies_in
 from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.linear.blocks import BlockWeights
 from kvchat_kernels.paged_attention import PagedSequences
@@ -34,15 +32,14 @@ _WEIGHTS_PER_THREAD = 1 << 20
 # After so many weights a step may be abandoned: one row takes about 5 ms to there, 16 rows 30. With
 # more rows than the second it may be earlier, as many times.
 _WEIGHTS_PER_PIECE, _ROWS_OF_PIECE = 1 << 25, 32
-# With more rows, one pass of torch's products over the weights is as fast as several of these.
-_MOST_ROWS = 8 * FEW_ROWS
-# The same, and of one sequence, where torch multiplies with the weights as they are, and where
-# the next check for a stop would come too late: with more weights, a group of rows takes 150 ms or
-# more on a slow core. Products of torch are asked for a stop one by one.
-_FEWER_ROWS, _FEWER_OF_ONE = 4 * FEW_ROWS, FEW_ROWS
-_MOST_WEIGHTS = 1 << 27
-# Where kernels multiply many rows any number is faster than by torch's modules, if torch has no
-# faster instructions for the weights: see `docs/benchmarks`.
+# Prompts with a state have kernels (`recurrent_prefill.py`) that keep it in the fastest cache: 400
+# rows of Granite's 0.3 B hybrid in 4 bits took twice as long here. So many rows are computed here,
+# and so many of one sequence.
+_MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE = 4 * FEW_ROWS, FEW_ROWS
+# Products of float32 are torch's fastest, and its modules compute in float32 too.
+_MOST_ROWS_IN_FULL, _MOST_OF_ONE_IN_FULL = 4 * FEW_ROWS, FEW_ROWS
+# Any number. All rows of a model in 16 bits or in blocks are computed here, in one arithmetic: a
+# prompt that is read anew and one that comes from the cache get the same answer.
 _ALL_ROWS = 1 << 30
 # Bytes of attention's results, by parts of contexts, that the rows of a group may have. In an 8 B
 # model 128 sequences that share 32,768 positions would have 256 MiB, and a layer's attention, in
@@ -66,18 +63,7 @@ class CompiledStep:
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
         weights = next(parts).matrices[-1].weights
-        is_native = isinstance(weights, torch.Tensor) and (
-            weights.dtype == torch.float32 or multiplies_in(weights.dtype)
-        )
-        # Prompts with a state have kernels (`recurrent_prefill.py`) that keep it in the fastest
-        # cache: 400 rows of Granite's 0.3 B hybrid in 4 bits took twice as long here.
-        has_fewer = is_native or num_weights(decoder) > _MOST_WEIGHTS or bool(decoder.state)
-        self._group_rows = MAX_ROWS if multiplies_many() else FEW_ROWS
-        if multiplies_many() and not _is_fast_by_torch(weights) and not decoder.state:
-            self._most_rows = self._most_of_one = _ALL_ROWS
-        else:
-            self._most_rows = _FEWER_ROWS if has_fewer else _MOST_ROWS
-            self._most_of_one = _FEWER_OF_ONE if has_fewer else _MOST_ROWS
+        self._most_rows, self._most_of_one = _most_rows(decoder, weights)
         self._takes_prompts = all(part.takes_prompts for part in _recurrent_parts(decoder))
 
     def logits(
@@ -119,7 +105,7 @@ class CompiledStep:
         """Return the most rows of a group of which none sees more positions than this."""
         parts = self._parts.parts.values()
         each = max((of_kind.result_bytes(context_len) for of_kind in parts), default=1)
-        return max(FEW_ROWS, min(self._group_rows, _RESULT_BYTES // each))
+        return max(FEW_ROWS, min(MAX_ROWS, _RESULT_BYTES // each))
 
     def _run(
         self,
@@ -198,11 +184,13 @@ class CompiledStep:
         return logits
 
 
-def _is_fast_by_torch(weights: torch.Tensor | BlockWeights) -> bool:
-    """Whether torch multiplies many rows with such weights as fast as our kernels do, or faster."""
-    if not isinstance(weights, torch.Tensor):
-        return False
-    return weights.dtype == torch.float32 or multiplies_fast_in(weights.dtype)
+def _most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
+    """Return the most rows of a step, and the most of one sequence; modules compute larger ones."""
+    if decoder.state:
+        return _MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE
+    if isinstance(weights, torch.Tensor) and weights.dtype == torch.float32:
+        return _MOST_ROWS_IN_FULL, _MOST_OF_ONE_IN_FULL
+    return _ALL_ROWS, _ALL_ROWS
 
 
 def _recurrent_parts(decoder: Decoder) -> Iterator[Recurrent]:

@@ -29,7 +29,15 @@ from kvchat.model.decoder_families import (
     LOGITS_FACTORS,
     Family,
 )
-from kvchat.model.matrices import Matrix, Norm, Unknown, matrices_of, matrix_of, whole
+from kvchat.model.matrices import (
+    Matrix,
+    Norm,
+    Unknown,
+    float_values,
+    matrices_of,
+    matrix_of,
+    whole,
+)
 from kvchat.model.packed_experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat.model.step_mamba import Mamba, read_mamba
@@ -298,7 +306,7 @@ class _Reader:
             self._rotates(attention),
             kind,
             None if softcap is None else float(softcap),
-            sinks.detach().float() if sinks is not None else None,
+            float_values(sinks) if sinks is not None else None,
             self._family.is_gated,
             self._family.turns_neighbours,
             self._family.norms_last,
@@ -368,7 +376,7 @@ def _epsilon(norm: Any) -> float:
 
 def _floats(values: torch.Tensor) -> torch.Tensor:
     """Return numbers in float32, in one row."""
-    return values.detach().float().flatten()
+    return float_values(values).flatten()
 
 
 def _plain(router: Any) -> Matrix:

@@ -10,7 +10,7 @@ numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 import re
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,13 @@ class GgufTensors:
     """A module's tensors by name, and those that stay in blocks.
 
     A tensor that stays in blocks is in `tensors` too, as zeros that take no memory. `blocks` are
-    the matrices of each: one, or those of experts, [experts * rows, in], gate before up.
+    the matrices of each: one, or those of experts, [experts * rows, in], gate before up. `precise`
+    are norms, biases and other tensors of one dimension in float32, where `tensors` has fewer bits.
     """
 
     tensors: dict[str, torch.Tensor]
     blocks: dict[str, tuple[BlockWeights, ...]]
+    precise: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +170,26 @@ def read_gguf_tensors(
         )
     done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
     state: dict[str, torch.Tensor] = {}
+    precise: dict[str, torch.Tensor] = {}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
+        in_full = _Reader(torch.float32, kept, architecture.norm_offset, config, pool, for_cpu)
         for name, source in sources.items():
-            tensor = reader.read(name, source, shapes[name])
+            is_small = len(shapes[name]) == 1 and dtype != torch.float32
+            tensor = (in_full if is_small else reader).read(name, source, shapes[name])
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
-            state[name] = tensor
+            if is_small:
+                precise[name] = tensor
+            state[name] = tensor.to(dtype)
             done += sum(part.num_bytes for part in source.parts)
             tick(done / total)
     table = gguf.tensors.get("token_embd.weight")
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
-        return GgufTensors(state, reader.blocks)
+        return GgufTensors(state, reader.blocks, precise)
     if _Source([table]).fits_blocks(shapes[tied_head], config):
         reader.keep_again(tied_head, table)
-    return GgufTensors(state, reader.blocks)
+    return GgufTensors(state, reader.blocks, precise)
 
 
 def _staying(

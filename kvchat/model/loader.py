@@ -22,7 +22,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint_files import read_json
-from kvchat.model.checkpoint_tensors import read_tensors
+from kvchat.model.checkpoint_tensors import CheckpointTensors, read_tensors
 from kvchat.model.compiled_step import CompiledModel, compiled_model
 from kvchat.model.config_limits import ParameterLimit, check_counts, parameter_limit
 from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
@@ -40,6 +40,7 @@ from kvchat.model.hf_adapter import (
 from kvchat.model.identity import sample_digest
 from kvchat.model.known_specs import KnownSpecs, spec_key
 from kvchat.model.lora import merge
+from kvchat.model.matrices import keep_precise
 from kvchat.model.model_class import (
     class_and_config,
     operators_on_meta,
@@ -56,11 +57,10 @@ from kvchat.model.probe import (
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import is_packed, quantise, use_blocks
+from kvchat.model.quantise import is_packed, quantise, round_activations, use_blocks
 from kvchat.model.rounding import Effect, effect_on
 from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
-from kvchat_kernels.linear.blocks import BlockWeights
 
 Progress = Callable[[LoadProgress], None]
 # Raises ModelError for a model that cannot be used as it is wanted, on the device.
@@ -347,6 +347,7 @@ def _ways_to_run(
         weights = _IN_BLOCKS
     if device.type == "cpu":
         step.ask_in(module)
+        round_activations(module)
         return weights, step, None, compiled_model(module, spec) if spec.gathered is None else None
     fusing = Fusing(module, spec, step, weights != OWN) if runs_fused(spec) else None
     return weights, step, fusing, None
@@ -446,10 +447,11 @@ def _read_weights(
     register_probe()
     attention = _attention_name(hf_config, spec)
     kept = spec.read_elsewhere if spec is not None else ()
-    module, report, blocks = _built(source, hf_config, dtype, attention, progress, blocks_on, kept)
+    module, report, found = _built(source, hf_config, dtype, attention, progress, blocks_on, kept)
     _refuse_gaps(source, report)
+    keep_precise(module, found.precise)
     if blocks_on is not None:
-        use_blocks(module, blocks, blocks_on)
+        use_blocks(module, found.blocks, blocks_on)
     return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
 
 
@@ -472,8 +474,8 @@ def _built(
     progress: Progress,
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str] = (),
-) -> tuple[Any, dict[str, Any], dict[str, tuple[BlockWeights, ...]]]:
-    """Return the module with its weights, transformers' report, and weights kept in blocks."""
+) -> tuple[Any, dict[str, Any], CheckpointTensors]:
+    """Return the module with its weights, transformers' report, and the tensors that were read."""
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
@@ -505,7 +507,7 @@ def _built(
             f"The weights of {source.name} cannot be read: {_first_line(error)}",
             "Is the download complete?",
         ) from error
-    return module, report, found.blocks
+    return module, report, found
 
 
 def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:

@@ -4,7 +4,7 @@ Weights are the model's own memory, as floats or as blocks. Reading refuses (`Un
 that is no plain one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,28 @@ def matrix_of(layer: Any) -> Matrix:
             raise Unknown(f"has {layer.in_features} columns in blocks")
     else:
         weights = whole(weights)
-    bias = layer.bias.detach().float() if layer.bias is not None else None
-    return Matrix(weights, bias)
+    return Matrix(weights, None if layer.bias is None else float_values(layer.bias))
+
+
+_PRECISE = "kvchat_precise"
+
+
+def keep_precise(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Keep the float32 numbers that a file has of some parameters of fewer bits, by their names.
+
+    The module computes with its parameters; compiled steps compute with `float_values` of them.
+    """
+    parameters = dict(module.named_parameters())
+    for name, numbers in values.items():
+        parameter = parameters.get(name)
+        if parameter is not None and parameter.shape == numbers.shape:
+            setattr(parameter, _PRECISE, numbers)
+
+
+def float_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter in float32: the file's own numbers, where `keep_precise` has them."""
+    precise: torch.Tensor | None = getattr(parameter, _PRECISE, None)
+    return parameter.detach().float() if precise is None else precise
 
 
 def matrices_of(module: Any, merged: str, apart: Sequence[str]) -> tuple[Matrix, ...]:

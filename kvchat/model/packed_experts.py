@@ -49,8 +49,12 @@ class ExpertPacks:
         return self  # nothing ever changes it
 
     @property
+    def products(self) -> tuple[BlockProduct, ...]:
+        return (*self.gate_up, self.down)
+
+    @property
     def num_bytes(self) -> int:
-        return sum(product.weights.num_bytes for product in (*self.gate_up, self.down))
+        return sum(product.weights.num_bytes for product in self.products)
 
     def multiply(self, x: torch.Tensor, expert: int, act: nn.Module) -> torch.Tensor:
         """Return what one expert makes of x [rows, hidden] float32."""

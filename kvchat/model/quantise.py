@@ -1,4 +1,5 @@
-"""Quantises weights to 8 or 4 bits; activations have 16 bits on a CPU, the model's dtype on a GPU.
+"""Quantises weights to 8 or 4 bits. Activations have 16 bits on a CPU, 8 beside 4 bits in a large
+model, and the model's dtype on a GPU.
 
 Replaces the forward of linear layers and frees their own weights, one tensor after another: on a
 GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout and the products.
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from kvchat.core.errors import ModelError
 from kvchat.model.packed_experts import (
     EXPERT_TENSORS,
+    ExpertPacks,
     can_pack_experts,
     expert_packs_of,
     expert_tensors,
@@ -39,6 +41,8 @@ _PACK, _TABLE = "_kvchat_pack", "_kvchat_table"
 _KEPT_SHARE_TOLD = 0.1
 # A layer of a recurrent model makes few numbers if it makes one of so many inputs, or fewer.
 _FEW_OUTPUTS = 16
+# A model of no more packed weights has activations of 16 bits beside weights of 4.
+_MOST_EXACT_WEIGHTS = 1 << 29
 
 
 class DevicePack:
@@ -118,9 +122,31 @@ def pack_of(layer: nn.Module) -> BlockProduct | DevicePack | None:
     return pack
 
 
-def has_packed_table(table: nn.Module) -> bool:
-    """Whether a table of embeddings unpacks its rows when they are asked for."""
-    return _TABLE in table.__dict__
+def packed_table(table: nn.Module) -> BlockWeights | None:
+    """Return the blocks of a table of embeddings that unpacks its rows when they are asked for."""
+    weights: BlockWeights | None = table.__dict__.get(_TABLE)
+    return weights
+
+
+def unpacked_rows(weights: BlockWeights, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [num_rows] of a matrix in float32 [num_rows, in]; IndexError for others."""
+    # Not part[rows], which counts numbers below zero from the end.
+    return dequantised(weights.changed(lambda part: part.index_select(0, rows)))
+
+
+def round_activations(module: nn.Module) -> None:
+    """Choose how exact activations are beside weights of 4 bits on a CPU: 8 bits in large models.
+
+    With 16 bits a prompt takes up to 1.5 times as long, and small models need them: see `Rounding`.
+    """
+    products = [pack for pack in map(pack_of, module.modules()) if isinstance(pack, BlockProduct)]
+    for experts in map(expert_packs_of, module.modules()):
+        if isinstance(experts, ExpertPacks):
+            products += experts.products
+    weights = {id(product): product.weights for product in products}.values()
+    if sum(part.num_out * part.num_in for part in weights) > _MOST_EXACT_WEIGHTS:
+        for product in products:
+            product.round_coarsely()
 
 
 def num_packed_bytes(module: nn.Module) -> int:
@@ -439,8 +465,7 @@ def use_packed_table(table: nn.Embedding, weights: BlockWeights) -> None:
     def forward(ids: torch.Tensor) -> torch.Tensor:
         """Return the rows [..., hidden] of token ids [...]; IndexError for others, as usual."""
         flat = ids.reshape(-1)
-        # Not part[flat], which counts ids below zero from the end.
-        found = dequantised(weights.changed(lambda part: part.index_select(0, flat))).to(dtype)
+        found = unpacked_rows(weights, flat).to(dtype)
         if on_rows is not None:
             places = torch.arange(len(flat))
             found = torch.func.functional_call(on_rows, {"weight": found}, (places,))

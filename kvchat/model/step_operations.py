@@ -17,7 +17,7 @@ from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
 
 _NUM_PLACES = 24
 _CACHE_LINE = 64
@@ -61,10 +61,14 @@ def _zeros(num_rows: int, width: int, kind: Any) -> torch.Tensor:
 
 
 class Rounded:
-    """Activations [rows, width] in 16 or 8 bits, as the kernels of block weights read them."""
+    """Activations [rows, width] as the kernels of block weights read them.
 
-    def __init__(self, width: int, bits: int, num_rows: int) -> None:
-        self.levels = _zeros(num_rows, width, np.int16 if bits == 16 else np.int8)
+    `levels` are [rows, parts * width]: of two bytes all high ones lie before all low ones.
+    """
+
+    def __init__(self, width: int, rounding: Rounding, num_rows: int) -> None:
+        kind = np.int16 if rounding is Rounding.SHORT else np.int8
+        self.levels = _zeros(num_rows, width * rounding.num_parts, kind)
         self.scales, self.sums = (floats(width // COLUMNS, num_rows) for _ in range(2))
         self.starts = _zeros(num_rows, width // COLUMNS, np.int32)
 
@@ -74,13 +78,13 @@ class Activations:
 
     def __init__(self, width: int, num_rows: int) -> None:
         self.floats = floats(width, num_rows)
-        self._rounded: dict[int, Rounded] = {}
+        self._rounded: dict[Rounding, Rounded] = {}
 
-    def rounded(self, bits: int) -> Rounded:
-        found = self._rounded.get(bits)
+    def rounded(self, rounding: Rounding) -> Rounded:
+        found = self._rounded.get(rounding)
         if found is None:
             num_rows, width = self.floats.shape
-            found = self._rounded[bits] = Rounded(width, bits, num_rows)
+            found = self._rounded[rounding] = Rounded(width, rounding, num_rows)
         return found
 
 
@@ -231,8 +235,8 @@ class StepOperations:
         matrices. Returns the tasks, one a matrix.
         """
         blocks = [m.weights for m in matrices if isinstance(m.weights, BlockWeights)]
-        for bits in sorted({weights.layout.activation_bits for weights in blocks}):
-            self._round(source.rounded(bits), bits, values, header, pairs)
+        for rounding in dict.fromkeys(weights.layout.rounding for weights in blocks):
+            self._round(source, rounding, values, header, pairs)
         tasks, start = [], 0
         for matrix in matrices:
             if matrix.num_in != values.shape[1]:
@@ -267,9 +271,15 @@ class StepOperations:
             start += matrix.num_out
 
     def _round(
-        self, rounded: Rounded, bits: int, values: torch.Tensor, header: Any, pairs: Pairs | None
+        self,
+        source: Activations,
+        rounding: Rounding,
+        values: torch.Tensor,
+        header: Any,
+        pairs: Pairs | None,
     ) -> None:
-        place, kernel = block_rows.Place, block_rows.rounding_kernel(bits)
+        place, kernel = block_rows.Place, block_rows.rounding_kernel(rounding)
+        rounded = source.rounded(rounding)
         task: Task = {
             place.NUM_BLOCKS: values.shape[1] // COLUMNS,
             place.FLOATS: values,
@@ -335,7 +345,7 @@ def _product(
     if isinstance(weights, BlockWeights):
         row_bytes = matrix.num_in * weights.bits // 8
         kernel = block_products.block_product_kernel(weights.layout, has_bias)
-        task = _block_task(weights, source.rounded(weights.layout.activation_bits))
+        task = _block_task(weights, source.rounded(weights.layout.rounding))
         place: Any = block_rows.Place
     else:
         row_bytes = weights.stride(0) * weights.itemsize

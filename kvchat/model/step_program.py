@@ -23,7 +23,7 @@ from kvchat.model.decoder import (
     SideGate,
 )
 from kvchat.model.matrices import Norm
-from kvchat.model.quantise import has_packed_table
+from kvchat.model.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat.model.step_experts import add_mixture, add_mlp
 from kvchat.model.step_operations import (
@@ -76,17 +76,42 @@ def _addresses(pool: CompiledKv, place: Any) -> Task:
 def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
     """Return what writes the embedded rows of token ids to the beginning of a float32 stream.
 
-    A plain table is read by numpy. The operators of torch for it took a tenth of a small model's
-    step: all that they run has left the processor's caches since the step before.
+    Rows of a table in blocks, and the factor of Gemma's, are not rounded to the model's dtype.
     """
+    factor = getattr(embedding, "scalar_embed_scale", None)
     table: Any = embedding.weight
-    is_plain = type(embedding) is nn.Embedding and not has_packed_table(embedding)
-    if not is_plain or table.dtype not in _TABLES:
+    is_known = factor is not None or type(embedding) is nn.Embedding
+    if not is_known or table.dtype not in _TABLES:
 
         def embed(token_ids: torch.Tensor) -> None:
             stream[: token_ids.shape[0]] = embedding(token_ids[None])[0]
 
         return embed
+    write = _rows_into(embedding, stream)
+    if factor is None:
+        return write
+
+    def write_scaled(token_ids: torch.Tensor) -> None:
+        write(token_ids)
+        stream[: token_ids.shape[0]] *= factor
+
+    return write_scaled
+
+
+def _rows_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return what writes rows of a table as they are.
+
+    A plain table is read by numpy. The operators of torch for it took a tenth of a small model's
+    step: all that they run has left the processor's caches since the step before.
+    """
+    table: Any = embedding.weight
+    blocks = packed_table(embedding)
+    if blocks is not None:
+
+        def unpack(token_ids: torch.Tensor) -> None:
+            stream[: token_ids.shape[0]] = unpacked_rows(blocks, token_ids)
+
+        return unpack
     if table.dtype != torch.bfloat16:
         numbers, out = table.detach().numpy(), stream.numpy()
 
@@ -124,12 +149,10 @@ class Angles:
 
     _FIRST, _MOST = 1024, 1 << 14
 
-    def __init__(
-        self, rotary: Any, dtype: torch.dtype, kind: str | None, *, turns_back: bool = False
-    ) -> None:
+    def __init__(self, rotary: Any, kind: str | None, *, turns_back: bool = False) -> None:
         self._sign = -1.0 if turns_back else 1.0
         self._rotary, self._kinds = rotary, () if kind is None else (kind,)
-        self._like = torch.zeros(1, dtype=dtype)
+        self._like = torch.zeros(1, dtype=torch.float32)
         self._table = self._made(torch.arange(self._FIRST))
         self.half = self._table[0].shape[1]
         self.cosines, self.sines = (floats(self.half) for _ in range(2))
@@ -470,10 +493,7 @@ class StepProgram:
             angles = self.angles.get(layer.kind)
             if angles is None:
                 angles = Angles(
-                    self._decoder.rotary,
-                    self._dtype,
-                    layer.kind,
-                    turns_back=self._decoder.turns_back,
+                    self._decoder.rotary, layer.kind, turns_back=self._decoder.turns_back
                 )
                 self.angles[layer.kind] = angles
             check_widths(angles.half)

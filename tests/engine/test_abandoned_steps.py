@@ -332,15 +332,11 @@ def test_the_state_of_an_abandoned_step_is_that_before_it(name: str, tmp_path: P
     assert again.ids == chat.right_answer(continued, again.ids)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_product_of_a_real_model_asks(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_product_of_a_real_model_asks(tmp_path: Path) -> None:
     """Asked once a layer, 256 rows of a 0.4 B model took Esc 0.3 s on a slow processor."""
-    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
-    config = ModelConfig(dtype=dtype)
+    config = ModelConfig(dtype="float32")
     engine = build_engine(source, config, cache, EngineConfig(), None, lambda _: None).engine
     num_asked = 0
 
@@ -350,7 +346,7 @@ def test_every_product_of_a_real_model_asks(
         return False
 
     engine.abandon_steps(is_unwanted)
-    greedy_answer(engine, words(150, seed=1), 1)  # shorter ones may be compiled
+    greedy_answer(engine, words(150, seed=1), 1)  # shorter ones are compiled
     engine.close()
 
     num_layers = json.loads((source.directory / "config.json").read_text())["num_hidden_layers"]

@@ -23,7 +23,7 @@ from kvchat_kernels.cpu import (
 from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import I64, Code
 from kvchat_kernels.cpu.maths import Stored
-from kvchat_kernels.linear.blocks import Layout
+from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
 
 NIBBLES = Layout(4, 32, torch.float16, True, True)
@@ -35,14 +35,14 @@ HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS = {
-    "attention": (3, lambda code: attention._Part(code, FORM).write()),
-    "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT).write()),
+    "attention": (3, lambda code: attention._Part(code, FORM, False).write()),
+    "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT, False).write()),
     "KV of 8 bits": (3, lambda code: rotation._write(code, HEADS)),
-    "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False)),
-    "4 bits without minimums": (3, lambda code: block_products._write(code, CENTRED, False)),
-    "bfloat16": (3, lambda code: products._Product(code, Stored.BFLOAT, True).write()),
-    "8 bits": (3, lambda code: block_products._write(code, BYTES, False)),
-    "rounding": (3, lambda code: block_rows._write_rounding(code, 8)),
+    "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False, False)),
+    "4 bits without minimums": (3, lambda code: block_products._write(code, CENTRED, False, False)),
+    "bfloat16": (3, lambda code: products._Product(code, Stored.BFLOAT, True, False).write()),
+    "8 bits": (3, lambda code: block_products._write(code, BYTES, False, False)),
+    "rounding": (3, lambda code: block_rows._write_rounding(code, Rounding.BYTES)),
     "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
     "reading of 4 bits": (3, lambda code: block_reading.write_reading(code, "Q4_K", True)),
     "reading of 5 bits": (3, lambda code: block_reading.write_reading(code, "Q5_0", False)),

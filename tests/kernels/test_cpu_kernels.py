@@ -156,12 +156,10 @@ def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_rows_are_multiplied_in_float32_with_one_memory_for_all_matrices(
+def test_many_rows_are_multiplied_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory may come from a thread in inference mode, and is used outside it too."""
     monkeypatch.setattr(linear_cpu, "multiplies_fast_in", lambda dtype: False)
-    monkeypatch.setattr(linear_cpu, "_FLOAT_TILE_BYTES", 4096)  # several tiles, the last smaller
     torch.manual_seed(0)
     for num_out, num_in, is_inference in ((5, 32, True), (70, 96, False), (33, 64, True)):
         weight, bias, x = (

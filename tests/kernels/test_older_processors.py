@@ -12,8 +12,8 @@ from support.other_process import ROOT, run_python
 
 _PYTEST = """
 import sys, pytest
-from kvchat_kernels.cpu.code import has_feature, multiplies_many
-assert has_feature("avx2") and not has_feature("avx512f") and multiplies_many()
+from kvchat_kernels.cpu.code import has_feature
+assert has_feature("avx2") and not has_feature("avx512f")
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 _BLOCKS = "tests/kernels/test_linear_blocks.py::test_products_are_those_of_the_unpacked_weights"
@@ -21,13 +21,10 @@ _FLOATS = (
     "tests/kernels/test_cpu_kernels.py::"
     "test_a_row_of_a_product_is_the_same_beside_others_to_the_bit"
 )
-_STEP = (
-    "tests/model/test_compiled_step.py::"
-    "test_a_long_prompt_is_computed_group_by_group_where_that_is_faster"
-)
+_STEP = "tests/model/test_compiled_step.py::test_a_long_prompt_is_computed_group_by_group"
 # Many rows with weights of 8 bits and of 4.
 _KINDS = [f"{_BLOCKS}[compiled-kind{kind}-40]" for kind in (0, 6)]
-_STEPS = [f"{_STEP}[config2-True-False-True]"]
+_STEPS = [f"{_STEP}[config1-True]"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_float16_is_converted_without_instructions_for_it() -> None:
         from llvmlite import ir
         from kernels.test_linear_blocks import random_blocks
         from kvchat_kernels.cpu.code import F16, F32, Kernel
-        from kvchat_kernels.linear.blocks import dequantised
+        from kvchat_kernels.linear.blocks import Rounding, dequantised
         from kvchat_kernels.linear.cpu import BlockProduct, rows_of
 
         def converted(given, instruction, size, kinds, out):
@@ -101,7 +98,7 @@ def test_float16_is_converted_without_instructions_for_it() -> None:
             assert_same(converted(floats, "fptrunc", size, (F32, F16), room), floats.half())
 
         weights = random_blocks((17, 96), 4, 32, torch.float16, True)
-        rows = rows_of(torch.randn(3, 96), 8)
+        rows = rows_of(torch.randn(3, 96), Rounding.BYTES)
         exact = rows.values() @ dequantised(weights).t()
         assert (BlockProduct(weights).of_rows(rows) - exact).norm() <= 1e-5 * exact.norm()
         """,

@@ -24,6 +24,7 @@ from kvchat.model.source import find_model
 from kvchat.model.step_operations import Activations
 from kvchat.model.step_program import embedding_into
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
+from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
 from support.specimens import random_ids
@@ -299,27 +300,13 @@ def test_a_short_prompt_beside_others_is_computed_group_by_group(
 
 
 @pytest.mark.parametrize(
-    ("config", "is_wide", "is_fast_by_torch", "is_taken"),
-    [
-        ({"weights": "int8"}, True, True, True),
-        ({"weights": "int8"}, False, False, False),
-        ({"dtype": "bfloat16"}, True, False, True),
-        ({"dtype": "bfloat16"}, True, True, False),
-        ({"dtype": "float32"}, True, False, False),
-    ],
+    ("config", "is_taken"),
+    [({"weights": "int8"}, True), ({"dtype": "bfloat16"}, True), ({"dtype": "float32"}, False)],
 )
-def test_a_long_prompt_is_computed_group_by_group_where_that_is_faster(
-    config: dict[str, str],
-    is_wide: bool,
-    is_fast_by_torch: bool,
-    is_taken: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_long_prompt_is_computed_group_by_group(
+    config: dict[str, str], is_taken: bool, tmp_path: Path
 ) -> None:
-    """Eight clients waited for the modules' prompts, and a prompt for torch's float32."""
-    step = "kvchat.model.compiled_step"
-    monkeypatch.setattr(f"{step}.multiplies_many", lambda: is_wide)
-    monkeypatch.setattr(f"{step}.multiplies_fast_in", lambda dtype: is_fast_by_torch)
+    """Prompts by the modules had a stream of bfloat16: a cached prompt got another answer."""
     loaded = load(tmp_path, "llama", **config)
     model = PagedModel(loaded, pools_of(loaded))
     ids, blocks = random_ids(2 * MAX_ROWS + 1, seed=1), range(1, 41)
@@ -342,7 +329,6 @@ def test_groups_of_long_contexts_have_fewer_rows(
 ) -> None:
     """128 sequences on 32,768 positions took 256 MiB for what attention makes of their parts."""
     step = "kvchat.model.compiled_step"
-    monkeypatch.setattr(f"{step}.multiplies_many", lambda: True)
     loaded = load(tmp_path, family, weights="int8")
     batch = batch_of([(40, 60), (90, 600), (1, 300)], 1)
     taken: list[int] = []
@@ -381,7 +367,7 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
 
     before = pages()
     activations = Activations(1 << 16, 1 << 10)
-    rounded = activations.rounded(16)
+    rounded = activations.rounded(Rounding.SHORT)
 
     assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 1 << 24  # of 440 MB
     assert activations.floats.shape == rounded.levels.shape == (1 << 10, 1 << 16)
@@ -389,24 +375,10 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
     assert all(part.data_ptr() % 64 == 0 for part in (activations.floats, rounded.levels))
 
 
-def test_a_large_model_leaves_a_prompt_to_the_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its groups of rows are slow, and Esc would wait for a whole one."""
-    monkeypatch.setattr("kvchat.model.compiled_step._MOST_WEIGHTS", 0)
-    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
-    loaded = load(tmp_path, "llama", weights="int8")
-    model = PagedModel(loaded, pools_of(loaded))
-    assert model.compiled is not None
-
-    assert model.compiled.logits(batch_of([(FEW_ROWS + 1, 60)])) is None
-    assert model.compiled.logits(batch_of([(FEW_ROWS, 60), (1, 60)])) is not None
-
-
 def test_a_step_of_several_groups_can_be_abandoned_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: False)
+    monkeypatch.setattr("kvchat.model.compiled_step._RESULT_BYTES", 1)  # groups of FEW_ROWS
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
     asked = iter([False, True])

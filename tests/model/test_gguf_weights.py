@@ -13,7 +13,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model import checkpoint_tensors, gguf_tensors
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
-from kvchat.model.quantise import has_packed_table, is_packed, num_packed_bytes, pack_of
+from kvchat.model.quantise import is_packed, num_packed_bytes, pack_of, packed_table
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
@@ -187,15 +187,16 @@ def test_a_large_table_of_embeddings_stays_in_its_blocks(
     loaded = load(path, dtype="auto")
 
     table = loaded.module.get_input_embeddings()
-    assert has_packed_table(table)
+    assert packed_table(table) is not None
     assert table.weight.numel() == 0
     ids = torch.tensor([[3, 1, 3, 250, 0]])
     assert torch.equal(table(ids), unpacked.module.get_input_embeddings()(ids))
     assert table(ids[:, :0]).shape == (1, 0, 256)
     if is_tied:
         head = pack_of(loaded.module.get_output_embeddings()).weights
-        assert head.levels.data_ptr() == table.__dict__["_kvchat_table"].levels.data_ptr()
-    assert compare_with_own(loaded) == compare_with_own(unpacked)
+        assert head.levels.data_ptr() == packed_table(table).levels.data_ptr()
+    # Compiled steps take its rows in float32, and those of the other one in bfloat16.
+    assert compare_with_own(loaded) == pytest.approx(compare_with_own(unpacked), abs=1e-3)
 
 
 @pytest.mark.parametrize("token_id", [-1, -300, 512])
@@ -207,7 +208,7 @@ def test_a_table_in_blocks_has_no_row_for_an_unknown_token(
     monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
     loaded = load(write_gguf(tmp_path / "m.gguf", model, "Q8_0"), dtype="auto")
     table = loaded.module.get_input_embeddings()
-    assert has_packed_table(table)
+    assert packed_table(table) is not None
 
     with pytest.raises(IndexError):
         table(torch.tensor([[0, token_id]]))

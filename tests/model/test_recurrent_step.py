@@ -201,13 +201,9 @@ def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) ->
     assert_same_states(loaded, [our_state], [their_state])
 
 
-@pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("name", _MODELS)
-def test_rows_of_several_sequences_are_those_of_each_alone(
-    name: str, is_wide: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In vectors of 512 bits a program takes all rows of each step at once."""
-    monkeypatch.setattr("kvchat.model.compiled_step.multiplies_many", lambda: is_wide)
+def test_rows_of_several_sequences_are_those_of_each_alone(name: str, tmp_path: Path) -> None:
+    """A program takes all rows of each step at once."""
     loaded = load(saved(name, tmp_path), dtype="float32")
 
     ours, our_states, num_taken = run_together(loaded, is_compiled=True)

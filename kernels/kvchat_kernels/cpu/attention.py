@@ -27,9 +27,9 @@ from kvchat_kernels.cpu.code import (
     Code,
     Kernel,
     Value,
-    has_whole_512_bits,
 )
 from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
+from kvchat_kernels.cpu.products import are_wide_floats_faster
 
 # Positions of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
@@ -143,7 +143,8 @@ class AttentionForm:
 @cache
 def attention_kernel(form: AttentionForm) -> Kernel:
     """Return the kernel that attends parts. Units: jobs times KV heads."""
-    return Kernel("attention", (form,), lambda code: _Part(code, form).write())
+    is_wide = are_wide_floats_faster(Stored.FLOAT)
+    return Kernel("attention", (form, is_wide), lambda code: _Part(code, form, is_wide).write())
 
 
 @cache
@@ -153,7 +154,7 @@ def joining_kernel(form: AttentionForm) -> Kernel:
 
 
 class _Part:
-    def __init__(self, code: Code, form: AttentionForm) -> None:
+    def __init__(self, code: Code, form: AttentionForm, is_wide: bool) -> None:
         self._code = code
         self._form = form
         self._head = code.unit % form.num_kv_heads
@@ -161,7 +162,6 @@ class _Part:
         jobs = code.load(self._record, 8 * Record.JOBS, I64)
         self._job = jobs + code.unit // form.num_kv_heads * (8 * JOB_NUMBERS)
         self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
-        is_wide = has_whole_512_bits()
         self._lanes = 2 * LANES if is_wide else LANES
         self._value_lanes = 2 * LANES if is_wide and form.value_dim % (2 * LANES) == 0 else LANES
         self._few = _pairs_at_once(form.group) if is_wide else _FEW

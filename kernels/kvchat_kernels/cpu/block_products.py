@@ -29,9 +29,9 @@ from kvchat_kernels.cpu.code import (
     constant,
     has_feature,
     has_vnni,
-    has_whole_512_bits,
 )
 from kvchat_kernels.cpu.products import write_tiles
+from kvchat_kernels.cpu.widths import NUM_IN, NUM_OUT, RaceTask, is_wide_faster
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
@@ -48,10 +48,35 @@ _MANY = 6
 def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
     """Return the kernel that multiplies few rows with an interleaved matrix. Units: chunks.
 
-    Activations have `layout.activation_bits`.
+    Activations are rounded as `layout.rounding` says.
     """
     assert layout.is_interleaved, layout
-    return Kernel("block product", (layout, has_bias), lambda code: _write(code, layout, has_bias))
+    is_wide = _is_wide_faster(layout)
+    return Kernel(
+        "block product",
+        (layout, has_bias, is_wide),
+        lambda code: _write(code, layout, has_bias, is_wide),
+    )
+
+
+@cache
+def _is_wide_faster(layout: Layout) -> bool:
+    operands = Place.LEVELS, Place.SCALES, Place.MINIMUMS, Place.STEPS
+    activations = Place.X, Place.X_SCALES, Place.X_SUMS, Place.X_STARTS, Place.OUT
+    task = RaceTask(
+        {
+            Place.NUM_OUT: NUM_OUT,
+            Place.NUM_BLOCKS: NUM_IN // COLUMNS,
+            Place.OUT_STRIDE: 4 * NUM_OUT,
+            Place.CHUNK: NUM_OUT,
+        },
+        (*operands, *activations),
+    )
+
+    def write(code: Code, is_wide: bool) -> None:
+        _write(code, layout, False, is_wide)
+
+    return is_wide_faster("block product", (layout, False), write, task)
 
 
 class _Pair:
@@ -80,14 +105,15 @@ class _Pair:
 _Pairs = Sequence[Sequence[_Pair]]
 
 
-def _write(code: Code, layout: Layout, has_bias: bool) -> None:
+def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
     """Write all products of a unit."""
     start = code.unit * code.field(Place.CHUNK)
     end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
-    is_wide = has_whole_512_bits()
+    has_many_registers = has_feature("avx512vl")
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
-        step = len(rows) if is_wide or len(x_rows) <= _FEW_X else max(1, len(rows) // 2)
+        are_all = has_many_registers or len(x_rows) <= _FEW_X
+        step = len(rows) if are_all else max(1, len(rows) // 2)
         for at in range(0, len(rows), step):
             write_part(rows[at : at + step], x_rows)
 
@@ -98,7 +124,7 @@ def _write(code: Code, layout: Layout, has_bias: bool) -> None:
         if side == 2:
             pairs_of_rows = zip(single[::2], single[1::2], strict=True)
             weights = [TwoWeightRows(code, layout, two) for two in pairs_of_rows]
-        activations = [ActivationRow(code, x, layout.activation_bits, side) for x in x_rows]
+        activations = [ActivationRow(code, x, layout.rounding, side) for x in x_rows]
         pairs = [[_Pair(code, row, x) for x in activations] for row in weights]
         _add_products(code, layout, pairs)
         for x_row, of_x in zip(x_rows, zip(*pairs, strict=True), strict=True):
@@ -180,19 +206,24 @@ def _sums_of_group(
         for _ in pairs
     ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
-    with code.loop(part * part_bytes, (part + 1) * part_bytes, width) as start:
-        if len(rows) < len(xs) or len(xs) == 1:
-            levels = [row.halves(index, start, width) for row in rows]
-            for number, x in enumerate(xs):
-                for half, loaded in enumerate(x.beside(index, size, start, width)):
-                    for both, of_row in zip(levels, sums, strict=True):
-                        of_row[number].add(half, both[half], loaded)
-        else:
-            beside = [x.beside(index, size, start, width) for x in xs]
-            for row, of_row in zip(rows, sums, strict=True):
-                for half, levels_of_half in enumerate(row.halves(index, start, width)):
-                    for halves, total in zip(beside, of_row, strict=True):
-                        total.add(half, levels_of_half, halves[half])
+    for part_of_x in range(layout.rounding.num_parts):
+        if part_of_x:
+            for total in (total for of_row in sums for total in of_row):
+                total.begin_low_bytes()
+        with code.loop(part * part_bytes, (part + 1) * part_bytes, width) as start:
+            if len(rows) < len(xs) or len(xs) == 1:
+                levels = [row.halves(index, start, width) for row in rows]
+                for number, x in enumerate(xs):
+                    halves = x.beside(index, size, start, width, part_of_x)
+                    for half, loaded in enumerate(halves):
+                        for both, of_row in zip(levels, sums, strict=True):
+                            of_row[number].add(half, both[half], loaded)
+            else:
+                beside = [x.beside(index, size, start, width, part_of_x) for x in xs]
+                for row, of_row in zip(rows, sums, strict=True):
+                    for half, levels_of_half in enumerate(row.halves(index, start, width)):
+                        for halves, total in zip(beside, of_row, strict=True):
+                            total.add(half, levels_of_half, halves[half])
     return sums
 
 
@@ -201,8 +232,8 @@ class _Whole:
 
     VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
     `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
-    15 * 127, fit. It begins at what `first` loads, 32 bits a lane, or at 0; beside lanes of 16 bits
-    that is loaded at the end, for registers are few.
+    15 * 128, fit. Of activations in two bytes the high ones come first. What `first` loads, 32 bits
+    a lane, is added at last: registers are few.
     """
 
     def __init__(
@@ -219,12 +250,20 @@ class _Whole:
         self._is_short = bits == 4 and not self._has_vnni
         self._bits = bits
         kind = ir.VectorType(I16, width // 2) if self._is_short else self._lanes
-        start = Value(code, constant(0, kind))
+        self._zeros = Value(code, constant(0, kind))
         has_two = self._has_vnni and not has_many
-        self._chains = [code.variable(start) for _ in range(1 + has_two)]
-        self._first = first if self._is_short else None
-        if first is not None and not self._is_short:
-            self._chains[0].set(first())
+        self._chains = [code.variable(self._zeros) for _ in range(1 + has_two)]
+        self._first = first
+        self._high: Variable | None = None
+
+    def begin_low_bytes(self) -> None:
+        """Multiply the sum of the high bytes' products with 256, and go on with the low bytes."""
+        total = self._in_32_bits() << 8
+        if self._is_short:
+            self._high = self._code.variable(total)
+        starts = [self._zeros if self._is_short else total, self._zeros]
+        for chain, start in zip(self._chains, starts, strict=False):
+            chain.set(start)
 
     def add(self, half: int, levels: Value, x: Value) -> None:
         code, chain = self._code, self._chains[half % len(self._chains)]
@@ -240,14 +279,18 @@ class _Whole:
 
     def get(self) -> Value:
         """Return the sum in 32 bits."""
+        total = self._in_32_bits()
+        if self._high is not None:
+            total = total + self._high.get()
+        return total if self._first is None else total + self._first()
+
+    def _in_32_bits(self) -> Value:
         total = self._chains[0].get()
         if len(self._chains) > 1:
             return total + self._chains[1].get()
         if not self._is_short:
             return total
-        ones = Value(self._code, constant(1, total.type))
-        whole = _neighbouring_shorts(self._code, total, ones)
-        return whole if self._first is None else whole + self._first()
+        return _neighbouring_shorts(self._code, total, Value(self._code, constant(1, total.type)))
 
 
 def _neighbouring_bytes(code: Code, levels: Value, x: Value) -> Value:

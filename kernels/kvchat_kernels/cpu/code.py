@@ -445,8 +445,7 @@ def compiled(
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=processor.name, features=processor.flags, opt=2, jit=True
     )
-    digest = hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()
-    file_name = f"{name.replace(' ', '-')}-{digest[:32]}.o"
+    file_name = f"{name.replace(' ', '-')}-{digest_of(name, forms)}.o"
     found = object_cache().load(file_name)
     if found is None:
         found = _object_code(machine, num_arguments, write)
@@ -455,6 +454,11 @@ def compiled(
     engine.add_object_file(llvm.ObjectFileRef.from_data(found))
     engine.finalize_object()
     return engine.get_function_address("run"), engine
+
+
+def digest_of(name: str, forms: tuple[object, ...]) -> str:
+    """Return 32 digits that stand for a kernel's code on this processor, of these sources."""
+    return hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()[:32]
 
 
 def _object_code(machine: Any, num_arguments: int, write: Callable[[Code], None]) -> bytes:
@@ -481,10 +485,6 @@ class _Processor:
     name: str
     flags: str
     features: frozenset[str]
-
-
-# Processors, by LLVM's names, that compute 512 bits at once. Measured: emeraldrapids.
-_WHOLE_512 = frozenset({"icelake-server", "sapphirerapids", "emeraldrapids", "graniterapids"})
 
 
 @cache
@@ -526,20 +526,3 @@ def _has_no_halves() -> bool:
 def has_vnni() -> bool:
     """Return whether instructions multiply whole numbers and add up neighbours, in 256 bits."""
     return has_feature("avxvnni") or (has_feature("avx512vnni") and has_feature("avx512vl"))
-
-
-def has_whole_512_bits() -> bool:
-    """Return whether vectors of 512 bits are twice as fast as those of 256, with VNNI.
-
-    They are not where the processor takes them in halves, as a Zen 4 does.
-    """
-    return has_feature("avx512vnni") and has_feature("avx512vl") and _processor().name in _WHOLE_512
-
-
-def multiplies_many() -> bool:
-    """Return whether kernels multiply many rows as fast as torch does in float32, or faster.
-
-    Measured in whole vectors of 512 bits, and where vectors have 256 bits at most. With others of
-    512 bits torch may make twice as many products of float32.
-    """
-    return has_whole_512_bits() or (has_feature("avx2") and not has_feature("avx512f"))

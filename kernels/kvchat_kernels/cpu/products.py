@@ -13,9 +13,10 @@ from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable, has_whole_512_bits
+from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import Stored, load_floats, load_wide
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.widths import NUM_IN, NUM_OUT, RaceTask, is_wide_faster
 
 # Rows of weights and of activations that are multiplied together. Of weights it is half as many
 # beside more than _FEW_X rows, so that all sums stay in 16 registers.
@@ -70,9 +71,32 @@ def unit_rows(num_out: int, row_bytes: int) -> int:
 @cache
 def product_kernel(stored: Stored, has_bias: bool) -> Kernel:
     """Return the kernel for weights stored so."""
+    is_wide = are_wide_floats_faster(stored)
     return Kernel(
-        "product", (stored, has_bias), lambda code: _Product(code, stored, has_bias).write()
+        "product",
+        (stored, has_bias, is_wide),
+        lambda code: _Product(code, stored, has_bias, is_wide).write(),
     )
+
+
+@cache
+def are_wide_floats_faster(stored: Stored) -> bool:
+    """Return whether products of floats are faster in vectors of 512 bits."""
+    task = RaceTask(
+        {
+            Place.NUM_OUT: NUM_OUT,
+            Place.NUM_IN: NUM_IN,
+            Place.X_STRIDE: 4 * NUM_IN,
+            Place.OUT_STRIDE: 4 * NUM_OUT,
+            Place.CHUNK: NUM_OUT,
+        },
+        (Place.WEIGHTS, Place.X, Place.OUT),
+    )
+
+    def write(code: Code, is_wide: bool) -> None:
+        _Product(code, stored, False, is_wide).write()
+
+    return is_wide_faster("product", (stored, False), write, task)
 
 
 def write_tiles(
@@ -153,11 +177,11 @@ _Sums = Sequence[Sequence[Variable]]
 class _Product:
     """Vectors have 16 lanes where the processor takes 512 bits at once, else 8."""
 
-    def __init__(self, code: Code, stored: Stored, has_bias: bool) -> None:
+    def __init__(self, code: Code, stored: Stored, has_bias: bool, is_wide: bool) -> None:
         self._code = code
         self._stored = stored
         self._has_bias = has_bias
-        self._is_wide = has_whole_512_bits()
+        self._is_wide = is_wide
         self._lanes = 2 * LANES if self._is_wide else LANES
         self._floats = ir.VectorType(F32, self._lanes)
         wide, narrow = (_WIDE_COUNTS, _WIDE_TILE_ROWS), (_COUNTS, _TILE_ROWS)

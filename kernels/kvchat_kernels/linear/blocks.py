@@ -5,6 +5,7 @@ The layouts of GGUF files' blocks fit it without a loss: a weight is `level * sc
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 
@@ -17,26 +18,60 @@ CENTRE = 8
 STEP_COLUMNS = 256
 # How many blocks alternate in an interleaved row, and in what is left of it.
 GROUPS = (8, 4, 2, 1)
-# The bytes of activations that alternate: 4 columns of 8 bits, or 2 of 16.
+# The bytes of activations that alternate: 4 columns of parts of 8 bits, or 2 of 16.
 WORD = 4
 # The least scale of a rounded block; one of zeros has it.
 LEAST_SCALE = 1e-7
 
 
+class Rounding(Enum):
+    """How activations are rounded beside a matrix: whole numbers, with a scale for 32 columns.
+
+    SHORT   16 bits, beside weights of 8 bits
+    BYTES   16 bits as two bytes, 256 * high + low, beside weights of 4 bits: processors multiply
+            bytes of 4 and 8 bits four at a time
+    BYTE    8 bits, beside weights of 4 bits in a large model
+    """
+
+    SHORT = "16 bits"
+    BYTES = "two bytes"
+    BYTE = "8 bits"
+
+    @property
+    def num_parts(self) -> int:
+        return 2 if self is Rounding.BYTES else 1
+
+    @property
+    def word(self) -> int:
+        """How many columns of activations alternate, and bytes of the levels beside them."""
+        return WORD // 2 if self is Rounding.SHORT else WORD
+
+    @property
+    def most(self) -> float:
+        """The largest level. Both parts of a level in bytes are at most 127."""
+        return {Rounding.SHORT: 32767.0, Rounding.BYTES: 127.0 * 257, Rounding.BYTE: 127.0}[self]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How blocks lie in memory, which compiled code is made for. `scales`: their dtype."""
+    """How blocks lie in memory, which compiled code is made for. `scales`: their dtype.
+
+    `is_coarse`: activations beside levels of 4 bits have 8 bits, and not 16.
+    """
 
     bits: int
     block: int
     scales: torch.dtype
     has_minimums: bool
     is_interleaved: bool
+    is_coarse: bool = False
 
     @property
-    def activation_bits(self) -> int:
-        """The bits that activations are rounded to on a CPU, 16 or 8."""
-        return 16 if self.bits == 8 else 8
+    def rounding(self) -> Rounding:
+        """How activations are rounded on a CPU."""
+        if self.bits == 8:
+            return Rounding.SHORT
+        return Rounding.BYTE if self.is_coarse else Rounding.BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +85,8 @@ class BlockWeights:
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
                and whole minimums
 
-    Blocks of 16 have no minimums. Levels may be interleaved (`interleaved`), as compiled code for a
-    CPU reads them.
+    Blocks of 16 have no minimums. `is_coarse` is as of Layout. Levels may be interleaved
+    (`interleaved`), as compiled code for a CPU reads them.
     """
 
     bits: int
@@ -61,6 +96,7 @@ class BlockWeights:
     minimums: torch.Tensor | None
     steps: torch.Tensor | None = None
     is_interleaved: bool = False
+    is_coarse: bool = False
 
     def __post_init__(self) -> None:
         assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
@@ -93,7 +129,14 @@ class BlockWeights:
     @property
     def layout(self) -> Layout:
         has_minimums = self.minimums is not None
-        return Layout(self.bits, self.block, self.scales.dtype, has_minimums, self.is_interleaved)
+        return Layout(
+            self.bits,
+            self.block,
+            self.scales.dtype,
+            has_minimums,
+            self.is_interleaved,
+            self.is_coarse,
+        )
 
     @property
     def num_out(self) -> int:
@@ -204,11 +247,6 @@ def interleaved(weights: BlockWeights) -> BlockWeights:
     return replace(weights, levels=levels, is_interleaved=True)
 
 
-def word_of(activation_bits: int) -> int:
-    """Return how many columns of activations alternate, and bytes of the levels beside them."""
-    return WORD * 8 // activation_bits
-
-
 def alternating(blocks: torch.Tensor, word: int) -> torch.Tensor:
     """Return values [rows, blocks, n] as rows whose blocks alternate, [rows, blocks * n], copied.
 
@@ -250,10 +288,10 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
     if weights.bits == 4:
         packed = levels.view(weights.num_out, weights.num_in // COLUMNS, COLUMNS // 2)
         if weights.is_interleaved:
-            packed = in_order(levels, COLUMNS // 2, word_of(8))
+            packed = in_order(levels, COLUMNS // 2, Rounding.BYTE.word)
         levels = torch.cat((packed & 15, packed >> 4), dim=-1)
     elif weights.is_interleaved:
-        levels = in_order(levels, COLUMNS, word_of(16))
+        levels = in_order(levels, COLUMNS, Rounding.SHORT.word)
     blocks = levels.view(*weights.scales.shape, weights.block).float() * scales[..., None]
     if minimums is not None:
         blocks += minimums[..., None]

@@ -6,7 +6,6 @@ matrix product; the weights are held once.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +20,7 @@ from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
     BlockWeights,
+    Rounding,
     alternating,
     dequantised,
     in_order,
@@ -28,17 +28,12 @@ from kvchat_kernels.linear.blocks import (
     made_of_bytes,
     part_bytes,
     quantised_on,
-    word_of,
 )
 from kvchat_kernels.linear.gguf_blocks import block_weights, empty_weights
 
 _log = logging.getLogger(__name__)
 
-# With more rows than this, unpacking once for a matrix product is faster than a pass for each; but
-# not where kernels multiply many rows (`multiplies_many`). With whole vectors of 512 bits a core
-# makes 240 GFLOP/s of products with 4 bits and 150 of those in float32, and with AVX2 alone 75 to
-# 150 and 60. There bfloat16 is converted by the kernel too, as fast as torch multiplies what was
-# converted before.
+# Few rows: a mixture's experts and a float matrix are multiplied with so many one by one.
 FEW_ROWS = 16
 # Below this many weights a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 16
@@ -49,20 +44,21 @@ _TILE_BYTES = 1 << 20
 _FLOAT_TILE_BYTES = 1 << 24
 # Elements of a matrix that are copied at once to be rounded.
 _ROUNDED_AT_ONCE = 1 << 22
-# As in the compiled code: the largest level of an activation by its bits, and the least that a
-# block's largest value counts as.
-_MOST, _LEAST = {16: 32767.0, 8: 127.0}, 1e-30
+# The least that a block's largest value counts as, as in the compiled code.
+_LEAST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Activation rows in blocks of 32 columns.
 
-    levels          [num_rows, in], int16 or int8, whose blocks alternate as `alternating` has them
+    levels          int16 or int8 [num_rows, parts, in], whose blocks alternate as `alternating`
+                    has them; of two parts, a level is 256 * the first + the second
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
-    starts          int32 [num_rows, in / 32], of 8 bits: that of the levels times -CENTRE
+    starts          int32 [num_rows, in / 32], in bytes: that of the levels times -CENTRE
     """
 
+    rounding: Rounding
     levels: torch.Tensor
     scales: torch.Tensor
     sums: torch.Tensor
@@ -73,52 +69,47 @@ class Rows:
 
     def values(self) -> torch.Tensor:
         """Return what the levels stand for, float32 [num_rows, in]."""
-        levels = in_order(self.levels, COLUMNS, word_of(self.bits))
-        return (levels * self.scales[..., None]).view(self.levels.shape)
+        return (self.whole_levels() * self.scales[..., None]).view(len(self), -1)
 
-    @property
-    def bits(self) -> int:
-        return 8 * self.levels.itemsize
+    def whole_levels(self) -> torch.Tensor:
+        """Return the levels in order, int32 [num_rows, in / 32, 32]."""
+        word = self.rounding.word
+        first, *second = (in_order(part, COLUMNS, word).int() for part in self.levels.unbind(1))
+        return first * 256 + second[0] if second else first
 
 
 class BlockProduct:
     """Multiplies rows with one block matrix, which it keeps interleaved. Thread-safe.
 
-    Activations of few rows are rounded first, and those of many where the rounding is to 8 bits or
-    the same kernel multiplies them: so a history that was read and one that was answered differ by
-    the order of sums at most.
+    Activations are rounded first, of one row as of many: so a history that was read and one that
+    was answered are the same numbers.
     """
 
     def __init__(self, weights: BlockWeights) -> None:
         self.weights = weights if weights.is_interleaved else interleaved(weights)
         self._kernels = _kernels()
-        self._takes_many = self._kernels is not None and self._kernels.takes_many
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
-        return self  # nothing ever changes it
+        return self  # nothing changes it once it multiplies
+
+    def round_coarsely(self) -> None:
+        """Round activations to 8 bits beside weights of 4 from now on; before the first product."""
+        self.weights = replace(self.weights, is_coarse=self.weights.bits == 4)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""
-        bits = self.weights.layout.activation_bits
-        if len(x) > FEW_ROWS and bits == 16 and not self._takes_many:
-            return self._of_many(x)  # 16 bits keep all that matters
-        return self.of_rows(rows_of(x, bits))
+        return self.of_rows(rows_of(x, self.weights.layout.rounding))
 
     def of_rows(self, rows: Rows) -> torch.Tensor:
         """Return the product of rounded rows."""
         if self._kernels is None:
-            return self._of_many(rows.values())
-        if len(rows) > FEW_ROWS and not self._takes_many:
-            return self._of_many(_as_they_lie(rows))
+            return self._by_torch(rows.values())
         out = torch.empty(len(rows), self.weights.num_out, dtype=torch.float32)
         self._kernels.multiply_blocks(self.weights, rows, out)
         return out
 
-    def _of_many(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply with weights that are unpacked tile by tile; columns of `x` lie as theirs.
-
-        In 8 bits these are in order.
-        """
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply with weights that are unpacked tile by tile."""
         out = x.new_empty(len(x), self.weights.num_out)
         for start, end, tile in _tiles(self.weights, self._kernels):
             torch.mm(x, tile.t(), out=out[:, start:end])
@@ -212,79 +203,42 @@ class FloatProduct:
         num_out, num_in = self._weight.shape
         num_rows = x.numel() // num_in
         kernels = self._kernels if num_in % COLUMNS == 0 else None
-        if num_rows > FEW_ROWS and (self._multiplies or kernels is None or not kernels.takes_many):
-            kernels = None
-        if kernels is None and self._multiplies and x.dtype == self._weight.dtype:
-            return linear_of_few_sizes(x, self._weight, self._bias)
+        is_torchs = self._multiplies and num_rows > FEW_ROWS and x.dtype == self._weight.dtype
+        if kernels is None or is_torchs:
+            bias = None if self._bias is None else self._bias.to(x.dtype)
+            return linear_of_few_sizes(x, self._weight.to(x.dtype), bias)
         rows = x.reshape(num_rows, num_in).float().contiguous()
         out = torch.empty(num_rows, num_out, dtype=torch.float32)
-        if kernels is not None:
-            kernels.multiply_floats(self._weight, self._float_bias, rows, out)
-        else:
-            self._multiply_by_tiles(rows, out)
+        kernels.multiply_floats(self._weight, self._float_bias, rows, out)
         return out.to(x.dtype).view(*x.shape[:-1], num_out)
 
-    def _multiply_by_tiles(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        num_out, num_in = self._weight.shape
-        step = max(1, _FLOAT_TILE_BYTES // (4 * num_in))
-        room = _room(min(step, num_out), num_in)
-        for start in range(0, num_out, step):
-            tile = room[: min(step, num_out - start)]
-            tile.copy_(self._weight[start : start + step])
-            torch.mm(x, tile.t(), out=out[:, start : start + step])
-        if self._float_bias is not None:
-            out += self._float_bias
 
-
-_rooms = threading.local()
-
-
-def _room(num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return this thread's memory for a tile, float32, valid until the next call.
-
-    It is kept: new memory of this size comes from the system page by page, which takes as long as
-    the conversion of bfloat16 to it.
-    """
-    num_elements = num_rows * num_columns
-    memory = getattr(_rooms, "memory", None)
-    if memory is None or memory.numel() < num_elements:
-        with torch.inference_mode(False):  # so that it may be written in any mode
-            memory = _rooms.memory = torch.empty(num_elements, dtype=torch.float32)
-    room: torch.Tensor = memory[:num_elements].view(num_rows, num_columns)
-    return room
-
-
-def rows_of(x: torch.Tensor, bits: int) -> Rows:
-    """Round activation rows x [num_rows, in] float32 to 16 or 8 bits; `in` is a multiple of 32."""
+def rows_of(x: torch.Tensor, rounding: Rounding) -> Rows:
+    """Round activation rows x [num_rows, in] float32; `in` is a multiple of 32."""
     x = x.contiguous()
     num_rows, num_in = x.shape
     kernels = _kernels()
     if kernels is None:
-        return _rounded_plainly(x, bits)
-    levels = torch.empty(num_rows, num_in, dtype=torch.int16 if bits == 16 else torch.int8)
+        return _rounded_plainly(x, rounding)
+    dtype = torch.int16 if rounding is Rounding.SHORT else torch.int8
+    levels = torch.empty(num_rows, rounding.num_parts, num_in, dtype=dtype)
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
-    rows = Rows(levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
+    rows = Rows(rounding, levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
     kernels.round_rows(x, rows)
     return rows
 
 
-def _rounded_plainly(x: torch.Tensor, bits: int) -> Rows:
+def _rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
     blocks = x.view(len(x), -1, COLUMNS)
     largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
-    levels = (blocks * (_MOST[bits] / largest)[..., None]).round_()
-    scales = largest / _MOST[bits]
-    totals = levels.sum(dim=-1)
-    starts = (totals * -CENTRE).int()
-    levels = levels.to(torch.int16 if bits == 16 else torch.int8)
-    return Rows(alternating(levels, word_of(bits)), scales, totals * scales, starts)
-
-
-def _as_they_lie(rows: Rows) -> torch.Tensor:
-    """Return what the levels stand for, as unpacked tiles have columns: float32 [num_rows, in]."""
-    if rows.bits == 16:
-        return rows.values()
-    scales = rows.scales[..., None].expand(-1, -1, COLUMNS)
-    return alternating(scales, word_of(rows.bits)).mul_(rows.levels)
+    levels = (blocks * (rounding.most / largest)[..., None]).round_().int()
+    scales = largest / rounding.most
+    totals = levels.sum(dim=-1, dtype=torch.int32)
+    high = (levels + 128) >> 8
+    parts = (high, levels - high * 256) if rounding is Rounding.BYTES else (levels,)
+    dtype = torch.int16 if rounding is Rounding.SHORT else torch.int8
+    stored = torch.stack([alternating(part.to(dtype), rounding.word) for part in parts], 1)
+    return Rows(rounding, stored, scales, totals * scales, totals * -CENTRE)
 
 
 @cache
@@ -308,7 +262,6 @@ class _Kernels:
             block_rows,
             products,
         )
-        from kvchat_kernels.cpu.code import multiplies_many
         from kvchat_kernels.cpu.maths import stored_as
         from kvchat_kernels.cpu.program import Operation, run_units
         from kvchat_kernels.cpu.step import NUM_HEADERS
@@ -319,8 +272,7 @@ class _Kernels:
         self._operation: Callable[..., Any] = Operation
         self._run_units = run_units
         self._num_headers = NUM_HEADERS
-        self.takes_many = multiplies_many()
-        block_rows.rounding_kernel(16)  # raises what compiling raises
+        block_rows.rounding_kernel(Rounding.SHORT)  # raises what compiling raises
 
     def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
         place = self._rows.Place
@@ -386,7 +338,7 @@ class _Kernels:
         task[place.X_SCALES] = rows.scales.data_ptr()
         task[place.X_SUMS] = rows.sums.data_ptr()
         task[place.X_STARTS] = rows.starts.data_ptr()
-        self._run(self._rows.rounding_kernel(rows.bits), task, 1, len(x), 1, x.shape[1])
+        self._run(self._rows.rounding_kernel(rows.rounding), task, 1, len(x), 1, x.shape[1])
 
     def multiply_floats(
         self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
