@@ -28,7 +28,7 @@ TOOLS.append({"name": "huge", "description": "d", "inputSchema": HUGE})
 NAN = {**SCHEMA, "default": float("nan")}
 TOOLS.append({"name": "nan", "description": "d", "inputSchema": NAN})
 DEEP = dict(SCHEMA)
-for _ in range(150):
+for _ in range(60):
     DEEP = {**SCHEMA, "properties": {"a": DEEP}}
 TOOLS.append({"name": "deep", "description": "d", "inputSchema": DEEP})
 RESULT = {"content": [{"type": "text", "text": "\x1b[2J\x1b]0;title\x07" + "y" * 100000}]}
