@@ -143,13 +143,14 @@ class SavedPlaces:
 
     def _contexts(self, session_id: str) -> Contexts:
         """Return all contexts that a session file knows of."""
-        conversation = self._read(session_id)
-        if conversation is None or self.store is None:
-            return []
+        return [joined(path) for path in self.recorded_paths(session_id)]
+
+    def recorded_paths(self, session_id: str) -> list[session_file.RecordedPath]:
+        """Return the paths of a session file with all their ids; none of a damaged file."""
         with suppress(KvchatError):
-            data = self.store.read_bytes(session_id)
-            return [*conversation.contexts(), *session_file.earlier_contexts(data)]
-        return conversation.contexts()
+            if self.store is not None:
+                return session_file.recorded_paths(self.store.read_bytes(session_id))
+        return []
 
     def delete_typed(self, texts: Collection[str], session_ids: Collection[str] = ()) -> str:
         """Remove typed lines of messages, and of conversations; return a sentence on why that
@@ -161,3 +162,8 @@ class SavedPlaces:
         except StoreError as error:
             return one_line(error.message, 4096)
         return ""
+
+
+def joined(path: session_file.RecordedPath) -> list[int]:
+    """Return the context of a path."""
+    return [token for _, ids in path for token in ids]

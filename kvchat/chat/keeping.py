@@ -7,13 +7,14 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role
-from kvchat.chat.deletion import Deleted, DropFromMemory
+from kvchat.chat.deletion import Deleted, DropFromMemory, joined
 from kvchat.chat.fed_contexts import stored_contexts
 from kvchat.chat.why import common_len
 from kvchat.core.errors import SessionNotFound, UsageError
@@ -98,9 +99,15 @@ async def delete_last_turn(controller: "ChatController") -> Deleted:
     last = asked[-1]
     below = conversation.contexts(last.turn_id)
     beside = [ids for ids in conversation.contexts() if ids not in below]
-    before = conversation.context_ids(last.parent_id)
-    others = await asyncio.to_thread(places.other_contexts, [session.session_id])
-    shared = [*others, *stored_contexts(places.answers), *beside, before]
+    shared = [*beside, conversation.context_ids(last.parent_id), *stored_contexts(places.answers)]
+    shared += await asyncio.to_thread(places.other_contexts, [session.session_id])
+    copies = conversation.copies(last.turn_id)
+    removed = {turn_id for copy in copies for turn_id in conversation.below(copy)}
+    for path in places.recorded_paths(session.session_id):  # of all models
+        before = list(takewhile(lambda turn: turn[0] not in removed, path))
+        shared.append(joined(before))
+        if len(before) < len(path):
+            below.append(joined(path))
     gone = await asyncio.to_thread(places.delete_kv, below, shared, drop_from(controller.host))
     trouble = places.delete_typed({last.text})
     controller.place.forget(last.turn_id)

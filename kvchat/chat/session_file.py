@@ -296,13 +296,18 @@ def without_waiting(data: bytes) -> bytes:
     return b"".join(line for line in lines if not line.startswith(_OPENING + b'waiting"'))
 
 
-def earlier_contexts(data: bytes) -> list[list[int]]:
-    """Return the contexts of a session file that had other ids than its turns have now.
+# A turn's id and the ids that it had, for the turns on a path.
+RecordedPath = list[tuple[int, tuple[int, ...]]]
 
-    These are contexts before a turn got other ids, and those of other tokenizers.
+
+def recorded_paths(data: bytes) -> list[RecordedPath]:
+    """Return the paths of a session file with all ids that their turns have, or have had.
+
+    A path has the ids of one tokenizer, as far as there are any. Raises StoreError as
+    `read_session` does.
     """
     header, *lines = data.split(b"\n")
-    found: list[list[int]] = []
+    found: list[RecordedPath] = []
     ids: dict[str, dict[int, tuple[int, ...]]] = {}  # by tokenizer and turn
     conversation, _ = _begin(_event(header), "")
     for line in lines:
@@ -311,19 +316,21 @@ def earlier_contexts(data: bytes) -> list[list[int]]:
             if event["type"] == "more" and "tokenizer" in event:
                 turn = conversation.turn(_number(event["id"]))
                 ids.setdefault(turn.tokenizer, {})[turn.turn_id] = turn.token_ids
-                found.append(conversation.context_ids(turn.turn_id))
+                found.append([(t.turn_id, t.token_ids) for t in conversation.path(turn.turn_id)])
             _apply(conversation, event)
             if event["type"] == "adopted":
                 ids.setdefault(str(event["tokenizer"]), {})[_number(event["id"])] = _ids(event)
+    for turn in conversation.turns():
+        ids.setdefault(turn.tokenizer, {})
     for tokenizer, known in ids.items():
         for leaf in conversation.leaves():
-            context: list[int] = []
+            path: RecordedPath = []
             for turn in conversation.path(leaf.turn_id):
                 own = turn.token_ids if turn.tokenizer == tokenizer else None
                 if (added := known.get(turn.turn_id, own)) is None:
                     break
-                context += added
-            found.append(context)
+                path.append((turn.turn_id, added))
+            found.append(path)
     return found
 
 

@@ -70,7 +70,7 @@ def test_a_pin_is_attached_by_its_name_from_the_command_line(shell: Shell, tiny:
     assert b"Since it was pinned, b.md changed" in changed.stderr
     (docs / "a.md").unlink()
     gone = shell.run(*chat, "--json", "-f", "manual", "How many are red?")
-    assert (gone.returncode, gone.stdout) == (2, b"")
+    assert (gone.returncode, gone.stdout) == (6, b"")
     assert b"The pin manual needs all its files" in gone.stderr
 
 

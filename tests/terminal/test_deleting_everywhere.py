@@ -222,8 +222,17 @@ def evict_all(model_dir: Path) -> None:
     table.close()
 
 
+def forget_last_turns(controller: ChatController, session_id: str) -> None:
+    command(controller, "/forget last yes")
+    command(controller, "/forget last yes")
+
+
+@pytest.mark.parametrize("way", [remove_in_shell, forget_last_turns], ids=lambda way: way.__name__)
 def test_the_kv_of_all_models_that_went_on_with_it_is_deleted(
-    home: Home, start: Start, tmp_path_factory: pytest.TempPathFactory
+    home: Home,
+    start: Start,
+    tmp_path_factory: pytest.TempPathFactory,
+    way: Callable[[ChatController, str], None],
 ) -> None:
     """Another tokenizer's ids of the text are nowhere in the session's turns."""
     other = tmp_path_factory.mktemp("other")
@@ -240,11 +249,12 @@ def test_the_kv_of_all_models_that_went_on_with_it_is_deleted(
     adopted_ids = controller.require_conversation().path()[0].token_ids[8:-8]
     assert adopted_ids != first_ids
     command(controller, "/pin")
+    command(controller, "/unpin")
     kv = home.kv.directory
     assert traces(kv, SECRET, first_ids)
     assert traces(kv, SECRET, adopted_ids)
 
-    remove_in_shell(controller, session_id)
+    way(controller, session_id)
 
     assert traces(home.root, SECRET, first_ids) == []
     assert traces(home.root, SECRET, adopted_ids) == []
@@ -291,6 +301,7 @@ def test_a_server_that_does_not_answer_keeps_no_text(home: Home, start: Start) -
     finish(controller.ask(SECRET))
     session_id = controller.require_session().session_id
     controller.close_session()
+    controller.host.close()
 
     def silent(contexts: list[tuple[list[int], int]]) -> None:
         raise GenerationError("The server does not tell this.")

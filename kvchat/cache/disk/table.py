@@ -17,6 +17,7 @@ import math
 import os
 import sqlite3
 import stat
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ MAX_FILE_BYTES = 1 << 28
 MIN_FILE_BYTES = 1 << 16
 # After so many pages SQLite copies the log into the table and begins the log anew.
 LOG_PAGES, PAGE_BYTES = 32, 4096
+# While another process copies the log, SQLite waits for nothing.
+_LOG_TRIES, _LOG_RETRY_S = 40, 0.025
 
 # SQLite's `user_version` of our tables. diskcache's tables have 0.
 SCHEMA_VERSION = 1
@@ -423,9 +426,14 @@ class PackTable:
         try:
             yield
         finally:
-            is_held = self.shorten_log()
-        if is_held:
-            raise _held_error()
+            self._empty_log()
+
+    def _empty_log(self) -> None:
+        for _ in range(_LOG_TRIES):
+            if not self.shorten_log():
+                return
+            time.sleep(_LOG_RETRY_S)
+        raise _held_error()
 
     def shorten_log(self) -> bool:
         """Have all that is in the log in the table alone; return whether others read it."""
