@@ -106,12 +106,18 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         Answering(chats, metrics),
         metrics,
         options,
-        (name, *request.names),
+        (short_name(name), *request.names),
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
         FedContexts(path),
         replace(saved_places(settings), answers=None),
     )
+
+
+def short_name(name: str) -> str:
+    """Return a model's name for clients: of files on this machine, the last part of their path."""
+    path = Path(name)
+    return path.absolute().name.removesuffix(".gguf") if path.exists() else name
 
 
 def _new_stabiliser(

@@ -63,7 +63,10 @@ class Service:
         name = fields.text("model")
         if name is None:
             raise fields.fault("model", "is missing")
-        if name in self.names or any(_is_like(name, pattern) for pattern in self.names[1:]):
+        own = (self.files, self.host.model.name)  # clients are also given the path
+        if name in own or name in self.names:
+            return
+        if any(_is_like(name, pattern) for pattern in self.names[1:]):
             return
         served = " and ".join(repr(name) for name in self.names)
         raise ApiError(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvchat.cli.serve import short_name
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fork_server import ForkedShell
 from support.server_process import ServerProcess, served
@@ -116,3 +117,15 @@ def test_a_port_in_use_is_named(shell: ForkedShell) -> None:
 
     assert done.returncode == 2
     assert b"Cannot listen" in done.stderr
+
+
+def test_a_model_in_files_is_served_under_its_short_name(tmp_path: Path) -> None:
+    """Answers carried the whole path of the file, which is nothing for clients to read."""
+    directory, file = tmp_path / "tiny-1b", tmp_path / "qwen.Q4_K_M.gguf"
+    directory.mkdir()
+    file.touch()
+
+    assert short_name(str(file)) == "qwen.Q4_K_M"
+    assert short_name(f"{directory}/") == "tiny-1b"
+    assert short_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert short_name("demo") == "demo"
