@@ -73,8 +73,9 @@ def _openai_words(error: ApiError) -> str:
     if error.too_long is None:
         return error.message
     limit = error.too_long.limit
-    least = f"This model's maximum context length is {limit} tokens. " if limit else ""
-    return f"{error.message} {least}Please reduce the length of the messages."
+    most = f": this model's maximum context length is {limit} tokens" if limit else ""
+    about = f"The prompt is too long{most}. Please reduce the length of the messages."
+    return f"{error.message} {about}"
 
 
 def _anthropic_words(error: ApiError) -> str:

@@ -195,7 +195,8 @@ def test_a_context_that_is_too_long_has_its_code_also_in_a_stream(serve: Serve) 
         got = post(app, CHAT, body)
         assert got.status == 400
         assert got.json["error"]["code"] == "context_length_exceeded"
-        assert "maximum context length is 64 tokens" in got.json["error"]["message"]
+        words = "prompt is too long: this model's maximum context length is 64 tokens."
+        assert words in got.json["error"]["message"]
         assert got.json["error"]["message"].endswith("reduce the length of the messages.")
 
 
