@@ -45,6 +45,11 @@ def multiplies_fast_in(dtype: torch.dtype) -> bool:
     return bool(found.get("amx_bf16")) or "Intel" not in str(found.get("cpu_name"))
 
 
+def is_fast_by_torch(dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies many rows with weights in `dtype` faster than our kernels."""
+    return dtype == torch.float32 or multiplies_fast_in(dtype)
+
+
 def few_sizes(count: int) -> int:
     """Return `count` rounded up: exact to 16, multiples of 16 to 128, then 4 sizes per doubling."""
     if count <= 16:

@@ -159,7 +159,7 @@ def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dt
 def test_many_rows_are_multiplied_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_cpu, "multiplies_fast_in", lambda dtype: False)
+    monkeypatch.setattr(linear_cpu, "is_fast_by_torch", lambda dtype: False)
     torch.manual_seed(0)
     for num_out, num_in, is_inference in ((5, 32, True), (70, 96, False), (33, 64, True)):
         weight, bias, x = (

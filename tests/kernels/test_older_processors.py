@@ -24,7 +24,7 @@ _FLOATS = (
 _STEP = "tests/model/test_compiled_step.py::test_a_long_prompt_is_computed_group_by_group"
 # Many rows with weights of 8 bits and of 4.
 _KINDS = [f"{_BLOCKS}[compiled-kind{kind}-40]" for kind in (0, 6)]
-_STEPS = [f"{_STEP}[config1-True]"]
+_STEPS = [f"{_STEP}[config1-False-True]"]
 
 
 @pytest.mark.parametrize(

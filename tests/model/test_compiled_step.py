@@ -300,13 +300,23 @@ def test_a_short_prompt_beside_others_is_computed_group_by_group(
 
 
 @pytest.mark.parametrize(
-    ("config", "is_taken"),
-    [({"weights": "int8"}, True), ({"dtype": "bfloat16"}, True), ({"dtype": "float32"}, False)],
+    ("config", "is_fast_by_torch", "is_taken"),
+    [
+        ({"weights": "int8"}, True, True),
+        ({"dtype": "bfloat16"}, False, True),
+        ({"dtype": "bfloat16"}, True, False),
+    ],
 )
 def test_a_long_prompt_is_computed_group_by_group(
-    config: dict[str, str], is_taken: bool, tmp_path: Path
+    config: dict[str, str],
+    is_fast_by_torch: bool,
+    is_taken: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts by the modules had a stream of bfloat16: a cached prompt got another answer."""
+    step = "kvchat.model.compiled_step"
+    monkeypatch.setattr(f"{step}.is_fast_by_torch", lambda dtype: is_fast_by_torch)
     loaded = load(tmp_path, "llama", **config)
     model = PagedModel(loaded, pools_of(loaded))
     ids, blocks = random_ids(2 * MAX_ROWS + 1, seed=1), range(1, 41)

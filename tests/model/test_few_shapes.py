@@ -52,7 +52,8 @@ class Shapes(TorchDispatchMode):
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
-    monkeypatch.setattr("kvchat_kernels.linear.cpu.multiplies_fast_in", lambda dtype: True)
+    for module in ("kvchat_kernels.linear.cpu", "kvchat.model.compiled_step"):
+        monkeypatch.setattr(f"{module}.is_fast_by_torch", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
 
@@ -83,9 +84,10 @@ def shapes_of_turns(model: LoadedModel) -> Shapes:
 
 
 @pytest.mark.usefixtures("on_a_processor_with_bfloat16")
-def test_turns_of_all_lengths_make_few_shapes(tmp_path: Path) -> None:
-    """A model without compiled steps, whose own code runs every turn."""
-    seen = shapes_of_turns(loaded(tmp_path, "gpt_neox"))
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+def test_turns_of_all_lengths_make_few_shapes(model_type: str, tmp_path: Path) -> None:
+    """One model has compiled steps where rows are few, the other its own code always."""
+    seen = shapes_of_turns(loaded(tmp_path, model_type))
     assert len(seen.rows) > 10, "nothing was recorded"
     assert seen.rows <= SIZES
     assert len(seen.keys) > 5, "nothing was recorded"

@@ -72,8 +72,9 @@ def logits(
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q8_0", "BF16"])
 def test_a_prompt_its_cached_rows_and_an_answer_are_the_same_numbers(
-    kind: str, tmp_path: Path
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvchat.model.compiled_step.is_fast_by_torch", lambda dtype: False)
     loaded = of_file(tmp_path, kind)
 
     cold = logits(loaded, [len(IDS)])

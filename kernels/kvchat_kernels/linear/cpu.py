@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvchat_kernels.cpu_products import linear_of_few_sizes, multiplies_fast_in
+from kvchat_kernels.cpu_products import is_fast_by_torch, linear_of_few_sizes
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
@@ -193,7 +193,7 @@ class FloatProduct:
         self._bias = bias
         self._float_bias = None if bias is None else bias.float()
         self._kernels = _kernels() if weight.is_contiguous() else None
-        self._multiplies = weight.dtype == torch.float32 or multiplies_fast_in(weight.dtype)
+        self._multiplies = is_fast_by_torch(weight.dtype)
 
     def __deepcopy__(self, memo: object) -> "FloatProduct":
         return self  # nothing ever changes it
