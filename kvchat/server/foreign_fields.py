@@ -25,6 +25,7 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (),
     "include_stop_str_in_output": (),
     "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (),
     "allowed_token_ids": (),
     "bad_words": (),
     "documents": (),

@@ -16,7 +16,12 @@ def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
         chat.next_item()
         _add_message(chat, message)
     offered = read_tools(fields, is_nested=True).offered(openai_choice(fields).offered)
-    return chat.chat(offered.tools), offered
+    read = chat.chat(offered.tools)
+    # vLLM's names for what happens here whenever the last message is the assistant's.
+    for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
+        if fields.raw(name) is continues and not read.is_continuation:
+            raise fields.fault(name, "needs a last message of the assistant")
+    return read, offered
 
 
 def _add_message(chat: RequestChat, message: Fields) -> None:

@@ -270,3 +270,15 @@ def test_a_thread_is_refused_with_the_code_at_which_the_sdk_sends_all_again(app:
 
     assert got.status == 404
     assert got.json["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+def test_a_last_message_of_the_assistant_is_continued_and_no_other_can_be(app: App) -> None:
+    begun = [*ASKED, {"role": "assistant", "content": "hello"}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+
+    continued = answered(app, CHAT, messages=begun, **fields)
+
+    assert continued.json["choices"][0]["message"]["content"] == " 0"
+    for name, value in fields.items():
+        got = post(app, CHAT, BODIES[CHAT] | {name: value})
+        assert got.json["error"]["param"] == name
