@@ -227,7 +227,7 @@ COMMANDS = (
     ),
     Command(
         "delete",
-        "delete this conversation, or another",
+        "delete this conversation or another, text and KV",
         delete,
         Group.CONVERSATION,
         usage="[id or words]",
