@@ -1,23 +1,30 @@
 """Runs kvchat as a separate process in a temporary home directory, and times it from outside."""
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import Size
 from kvchat.model.source import ModelSource
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
 COMMAND = (sys.executable, "-m", "kvchat")
 _DEADLINE_S = 1800.0
 
@@ -60,6 +67,45 @@ def private_home() -> Iterator[dict[str, str]]:
         directories = {f"XDG_{kind}_HOME": str(Path(home, kind.lower())) for kind in kinds}
         kernels = {KERNEL_CACHE_VARIABLE: str(object_cache().directory)}
         yield {**kept, "HOME": home, **directories, **kernels}
+
+
+def in_a_process(function: Callable[..., T], *arguments: object) -> T:
+    """Return what a function of a module returns in a new process, which ends with this call.
+
+    Raises ProcessFailed. An interrupt is this process's: the other one is killed. A pool would
+    leave its semaphores where the interrupted process ends at once.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(theirs, function, arguments))
+    resource_tracker.ensure_running()  # it would unblock what is blocked next
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the new process inherits it
+    try:
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        theirs.close()
+        is_result, result = ours.recv()
+    except EOFError as error:
+        raise ProcessFailed("A measured process ended without a result.") from error
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+        ours.close()
+    if not is_result:
+        raise ProcessFailed(result)
+    return cast("T", result)
+
+
+def _send_result(
+    connection: "Connection", function: Callable[..., object], arguments: tuple[object, ...]
+) -> None:
+    try:
+        connection.send((True, function(*arguments)))
+    except Exception as error:
+        connection.send((False, f"A measured process failed: {error!r}."))
 
 
 def engine_flags(setup: BenchSetup, source: ModelSource) -> list[str]:

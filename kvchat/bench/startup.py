@@ -6,7 +6,6 @@ each measurement is a new process whose first request waits while the model load
 """
 
 import json
-import multiprocessing
 import os
 import pty
 import queue
@@ -15,14 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
 from kvchat.bench.measure import Sample
-from kvchat.bench.processes import COMMAND, private_home
+from kvchat.bench.processes import COMMAND, in_a_process, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import GenerationError
@@ -80,8 +79,7 @@ def figures(setup: BenchSetup) -> list[Figure]:
 
 
 def _in_a_process(setup: BenchSetup, state: Path) -> Prompts:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, (setup, state))
+    return in_a_process(measure, setup, state)
 
 
 def measure(setup: BenchSetup, state: Path | None) -> Prompts:
@@ -125,6 +123,8 @@ _PROMPT_DEADLINE_S = 30.0
 
 def run(setup: BenchSetup) -> Result:
     """Time each kind of start, in a temporary home directory."""
+    if setup.is_quick:
+        setup = replace(setup, repeats=1)
     with private_home() as environment:
         python = _repeat(setup, lambda: _run([sys.executable, "-c", "pass"], environment))
         usage = _repeat(setup, lambda: _run([*COMMAND, "--help"], environment))

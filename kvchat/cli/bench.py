@@ -5,10 +5,14 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvchat.core.config import CacheConfig, ModelConfig, Size, parse_size
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import require_working_directory
+
+if TYPE_CHECKING:
+    from kvchat.bench.progress import Progress
 
 # A peer program and a second engine with its own weights need memory beside the KV.
 _SHARE_OF_A_GPU = Size(share=0.2)
@@ -39,8 +43,15 @@ class BenchRequest:
 def run_bench(request: BenchRequest) -> None:
     """Run the requested scenarios, or all of them; write the report if requested."""
     require_working_directory()
+    from kvchat.bench.progress import Progress
+
+    with Progress(request.is_quick) as progress:
+        _run(request, progress)
+
+
+def _run(request: BenchRequest, progress: "Progress") -> None:
     if request.endpoint is not None:
-        _run_at_endpoint(request, request.endpoint)
+        _run_at_endpoint(request, request.endpoint, progress)
         return
     from kvchat.model.lean_import import import_transformers
 
@@ -62,6 +73,7 @@ def run_bench(request: BenchRequest) -> None:
         size = _SHARE_OF_A_GPU
     cache = CacheConfig(request.block_size, size, kv_dtype=request.kv_dtype)
     results = []
+    progress.begin("preparing the model")
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
             source,
@@ -72,11 +84,13 @@ def run_bench(request: BenchRequest) -> None:
             request.sessions,
             request.gguf,
         )
-        for function in functions:
+        for number, (name, function) in enumerate(zip(names, functions, strict=True), start=1):
+            progress.begin(f"{name} ({number} of {len(names)})")
             result = function(setup)
             if cache.kv_dtype != "auto":
                 result = replace(result, settings={**result.settings, "kv": cache.kv_dtype})
             results.append(result)
+            progress.erase()
             print_result(results[-1], sys.stdout)
     print_json(results, sys.stdout)
     if request.record is not None:  # last, so that the results are printed even if this fails
@@ -85,7 +99,7 @@ def run_bench(request: BenchRequest) -> None:
             sys.stderr.write(f"{path}\n")
 
 
-def _run_at_endpoint(request: BenchRequest, endpoint: str) -> None:
+def _run_at_endpoint(request: BenchRequest, endpoint: str, progress: "Progress") -> None:
     """Run the one scenario that another program's server can run."""
     if request.scenarios not in ((), ("turns",)):
         raise UsageError("With --endpoint there is one scenario: turns.")
@@ -95,10 +109,12 @@ def _run_at_endpoint(request: BenchRequest, endpoint: str) -> None:
     from kvchat.cli.settings import resolve
 
     flags = {"endpoint": endpoint, "model": request.model, "incognito": True}
+    progress.begin("turns at the endpoint")
     host = open_host(resolve(flags, os.environ, user_paths().config))
     try:
         result = run_turns(EndpointSetup(host, request.repeats, request.is_quick))
     finally:
         host.close()
+    progress.erase()
     print_result(result, sys.stdout)
     print_json([result], sys.stdout)
