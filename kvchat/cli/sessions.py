@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from kvchat.chat import documents
 from kvchat.chat.deletion import DropFromMemory, SavedPlaces
 from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
-from kvchat.chat.store import SessionStore
+from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
 from kvchat.core.config import shown
@@ -20,7 +21,7 @@ from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line, sanitize
 from kvchat.terminal import warmth
-from kvchat.terminal.wrap import columns_of, has_room, one_row, told_rows
+from kvchat.terminal.wrap import columns_of, has_room, one_row
 
 _HANGING = 4
 
@@ -45,36 +46,46 @@ def open_places(sessions_dir: str | None, of_kv: dict[str, Any]) -> SavedPlaces:
 
 
 def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
-    """Print one line per conversation, the most recent first, and what its next message costs.
-
-    A terminal that is too narrow for that gets the title in a row of its own.
-    """
-    columns = columns_of(sys.stdout)
+    """Print one line per conversation, the most recent first, and what its next message costs."""
     summaries = store.summaries()
     costs = kept_costs(store, kept, [summary.session_id for summary in summaries])
-    for summary in summaries:
-        cost = costs.get(summary.session_id)
-        if as_json:
+    if as_json:
+        for summary in summaries:
             line = {
                 "session": summary.session_id,
                 "title": summary.title,
                 "turns": summary.num_turns,
                 "modified": summary.modified_s,
-                "next_message": _object(cost),
+                "next_message": _object(costs.get(summary.session_id)),
             }
             _print(json.dumps(line))
-        else:
-            when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
-            is_empty = not summary.title and not summary.num_turns
-            title = "(no message)" if is_empty else one_line(summary.title)
-            unit = "turn " if summary.num_turns == 1 else "turns"
-            lead = f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}"
-            words = f"  ({warmth.for_list(cost)})" if cost is not None else ""
-            if columns is None or has_room(f"{lead}  {title}{words}", columns):
-                _print(f"{lead}  {title}{words[1:]}")
-            else:
-                _print(told_rows(f"{lead}{words}", sys.stdout, _HANGING))
-                _print(f"{' ' * _HANGING}{one_row(title, columns - _HANGING)}")
+        return
+    entries = [_entry(summary, costs.get(summary.session_id)) for summary in summaries]
+    for line in session_lines(entries, columns_of(sys.stdout)):
+        _print(line)
+
+
+def _entry(summary: SessionSummary, cost: Cost | None) -> tuple[str, str, str]:
+    """Return a conversation's id, time and size; its title; what its next message costs."""
+    when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
+    unit = "turn " if summary.num_turns == 1 else "turns"
+    is_empty = not summary.title and not summary.num_turns
+    title = "(no message)" if is_empty else one_line(summary.title)
+    warm = f"({warmth.for_list(cost)})" if cost is not None else ""
+    return f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}", title, warm
+
+
+def session_lines(entries: Sequence[tuple[str, str, str]], columns: int | None) -> list[str]:
+    """Return one row for each entry, or two where `columns` have no room for the widest."""
+    lines = [f"{lead}  {title} {warm}".rstrip() for lead, title, warm in entries]
+    if columns is None or all(has_room(line, columns) for line in lines):
+        return lines
+    room = columns - _HANGING
+    return [
+        row
+        for lead, title, warm in entries
+        for row in (one_row(f"{lead} {warm}", columns), " " * _HANGING + one_row(title, room))
+    ]
 
 
 def _object(cost: Cost | None) -> dict[str, object] | None:

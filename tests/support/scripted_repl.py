@@ -87,7 +87,7 @@ def author(question: str, sample: int) -> Script:
         return Script(text[:count], tokens_per_step=4, step_s=0.01)
     if word == "read":
         return Script("It is read.", step_s=0.05, prefill_per_step=max(1, len(question) // count))
-    if word == "read:":  # a file of that name
+    if word == "./read:":  # a file of that name
         return Script("", step_s=0.05, prefill_per_step=8)
     if word == "evil":
         return Script(EVIL, tokens_per_step=3)

@@ -13,6 +13,7 @@ from kvchat.chat.attachment import mentioned_files, split_attached
 from kvchat.chat.conversation import Conversation
 from kvchat.chat.conversation import Role as TurnRole
 from kvchat.chat.typed_lines import TypedLines
+from kvchat.cli.sessions import session_lines
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal.history_view import tree_rows
@@ -336,6 +337,22 @@ def test_the_summary_of_a_message_leaves_out_its_files(
     text: str, names: list[str], words: str
 ) -> None:
     assert split_attached(text) == (names, words)
+
+
+def test_saved_conversations_take_two_rows_each_where_one_is_too_wide() -> None:
+    """At 80 columns titles were broken within a word, below the next id."""
+    entries = [
+        ("20261126-101500-abcd  2026-11-26 10:15    1 turn ", "A title", "(ready in 0.1 s)"),
+        ("20261126-101400-abcd  2026-11-26 10:14    2 turns", "A " + "long " * 9 + "one", ""),
+    ]
+    assert session_lines(entries[:1], 80) == [" ".join(("  ".join(entries[0][:2]), entries[0][2]))]
+    assert len(session_lines(entries, None)) == 2
+    assert session_lines(entries, 70) == [
+        "20261126-101500-abcd 2026-11-26 10:15 1 turn (ready in 0.1 s)",
+        "    A title",
+        "20261126-101400-abcd 2026-11-26 10:14 2 turns",
+        "    A long long long long long long long long long one",
+    ]
 
 
 def test_what_a_field_has_no_room_for_stands_below_its_value() -> None:
