@@ -61,8 +61,8 @@ def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
             _print(json.dumps(line))
         return
     entries = [_entry(summary, costs.get(summary.session_id)) for summary in summaries]
-    for line in session_lines(entries, columns_of(sys.stdout)):
-        _print(line)
+    for text in session_lines(entries, columns_of(sys.stdout)):
+        _print(text)
 
 
 def _entry(summary: SessionSummary, cost: Cost | None) -> tuple[str, str, str]:
