@@ -9,12 +9,13 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
 from kvchat.core.errors import ModelError
@@ -273,6 +274,28 @@ def multiplying_rounded(
     finally:
         for layer in tried:
             del layer.__dict__["forward"]
+
+
+@contextmanager
+def multiplying_in_float32(module: Any) -> Iterator[None]:
+    """Inside this context the linear layers of a model on the CPU take and give float32.
+
+    Layers that multiply as if packed do so already. One weight at a time is there in float32.
+    """
+    layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, Conv1D)]
+    plain = [layer for layer in layers if "forward" not in layer.__dict__]
+    for layer in plain:
+        layer.__dict__["forward"] = partial(_float32_product, layer)
+    try:
+        yield
+    finally:
+        for layer in plain:
+            del layer.__dict__["forward"]
+
+
+def _float32_product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    return linear(x.float(), _weight_of(layer).float(), bias)
 
 
 def _bits_of(layer: Any, head: Any, spec: ModelSpec, bits: int) -> int:
