@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import uvicorn
-from h11 import Request
+from h11 import InformationalResponse, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -20,6 +20,8 @@ _GRACE_S = 5
 _KEEP_ALIVE_S = 30
 # The headers of a request have to arrive within twice this time.
 _HEADERS_S = 15.0
+# A client that will say no more is looked for this often while its answer has not begun.
+_LOOK_S = 5.0
 _BACKLOG = 512
 # One connection holds the event loop no longer than this; so many bytes are parsed between looks.
 _TURN_S = 0.01
@@ -169,6 +171,7 @@ class HastyProtocol(_InTurns, H11Protocol):
 
     _seen: object = object()  # no request: the first look never closes
     _check: asyncio.TimerHandle | None = None
+    _look: asyncio.TimerHandle | None = None
     _is_socket = False  # the connection is another protocol's by now
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -176,8 +179,9 @@ class HastyProtocol(_InTurns, H11Protocol):
         self._check = self.loop.call_later(_HEADERS_S, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._check is not None:
-            self._check.cancel()
+        for timer in (self._check, self._look):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def _parse(self, data: bytes) -> None:
@@ -186,6 +190,30 @@ class HastyProtocol(_InTurns, H11Protocol):
     @property
     def _may_read(self) -> bool:
         return not self.flow.read_paused
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that has said all and listens; true if so.
+
+        A client that has gone looks the same until something is sent to it. So one whose answer
+        takes long is sent that the request is worked on: who has gone is found out by that.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or self._is_socket:
+            return False
+        told = dict(cycle.scope["headers"]).get(b"connection", b"").lower()
+        if told != b"close" and cycle.scope["http_version"] != "1.0":
+            return False  # it could say more on this connection: it has gone
+        self._look = self.loop.call_later(_LOOK_S, self._look_for_client)
+        return not cycle.response_complete
+
+    def _look_for_client(self) -> None:
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle is None or cycle.response_started:
+            return  # a stream is written to every second
+        if cycle.scope["http_version"] != "1.0":
+            told = InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            self.transport.write(self.conn.send(told) or b"")
+        self._look = self.loop.call_later(_LOOK_S, self._look_for_client)
 
     def handle_websocket_upgrade(self, event: Request) -> None:
         """Hand the connection over; the protocol of sockets has pings that find a gone client."""

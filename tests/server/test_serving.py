@@ -41,7 +41,7 @@ def test_a_free_port_is_taken(host: str) -> None:
         assert bound.getsockname()[1] > 0
 
 
-async def answer_of(app: Any, sent: bytes) -> bytes:
+async def answer_of(app: Any, sent: bytes, is_half_closed: bool = False) -> bytes:
     """Return all that a server of `app` answers on one connection until it closes it."""
     config = uvicorn.Config(app, http=HastyProtocol, lifespan="off", log_config=None)
     config.load()
@@ -52,6 +52,8 @@ async def answer_of(app: Any, sent: bytes) -> bytes:
     async with server, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
+        if is_half_closed:
+            writer.write_eof()
         answered = await reader.read()
         writer.close()
         return answered
@@ -69,6 +71,38 @@ def test_a_connection_without_a_whole_request_is_closed(
         await send({"type": "http.response.body", "body": b""})
 
     assert asyncio.run(answer_of(app, sent))[:12] in (b"", b"HTTP/1.1 204", b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("version", "connection", "is_answered"),
+    [("1.1", "close", True), ("1.0", "close", True), ("1.1", "keep-alive", False)],
+)
+def test_a_client_that_has_said_all_and_listens_is_answered(
+    monkeypatch: pytest.MonkeyPatch, version: str, connection: str, is_answered: bool
+) -> None:
+    """It got no byte. One that keeps its connection and ends it has gone."""
+    monkeypatch.setattr("kvchat.server.serving._LOOK_S", 0.01)
+    num_looks, look = 0, HastyProtocol._look_for_client
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while num_looks < 3:
+            await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    def counted(protocol: HastyProtocol) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        look(protocol)
+
+    monkeypatch.setattr(HastyProtocol, "_look_for_client", counted)
+    head = f"GET / HTTP/{version}\r\nHost: localhost\r\nConnection: {connection}\r\n\r\n"
+
+    answered = asyncio.run(answer_of(app, head.encode(), is_half_closed=True))
+
+    assert (b" 200 OK" in answered) == is_answered
+    assert (b"done" in answered) == is_answered
+    assert answered.count(b" 102 ") == (3 if is_answered and version == "1.1" else 0)
 
 
 HEAD = (
