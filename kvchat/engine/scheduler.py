@@ -6,6 +6,7 @@ and preempts requests when blocks run out.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -66,7 +67,8 @@ class Scheduler:
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
     new requests would be read a few tokens at a time. A prompt that needs more than that leaves
     half to those after it, as far as they need it, so a long one keeps a short one waiting for one
-    step. `promote` is called before a request starts. It returns true if it began to promote KV for
+    step. Where all places are taken, a request that waits gets one of a request with more samples.
+    `promote` is called before a request starts. It returns true if it began to promote KV for
     the request, which then waits.
     """
 
@@ -167,12 +169,31 @@ class Scheduler:
         budget = max(most - num_decoding, most // 2, 1)
         if most_beside and (is_short or num_decoding):
             budget = min(budget, most_beside)
+        self._share_places()
         plan = list(self._continue_running(budget))
         budget -= sum(item.num_tokens for item in plan if not item.request.is_decoding)
         plan.extend(self._admit(budget))
         for request in self._waiting:
             request.steps_waited += 1
         return plan
+
+    def _share_places(self) -> None:
+        """Where all places are taken, send back a sample of the request that has the most of them,
+        if another one waits that has two fewer. One in a step: that is soon enough.
+        """
+        if len(self._running) < self._max_running:
+            return
+        waiting = self._next_waiting()
+        if waiting is None:
+            return
+        shares = self._shares()
+        largest, num_samples = shares.most_common(1)[0]
+        if num_samples > shares[waiting.request_id] + 1:
+            self._send_back(next(r for r in reversed(self._running) if r.request_id == largest))
+
+    def _shares(self) -> Counter[int]:
+        """Return how many running samples each request has."""
+        return Counter(request.request_id for request in self._running)
 
     def may_give_way(self, plan: Sequence[ScheduledRequest]) -> bool:
         """Whether a step may be given up for a new request: it is larger than steps usually are.
@@ -307,19 +328,22 @@ class Scheduler:
             yield ScheduledRequest(request, num_tokens)
 
     def _next_waiting(self) -> Request | None:
-        """Choose the request with the fewest tokens left to compute, less its bonus for waiting.
+        """Choose the sample with the fewest tokens left to compute, less its bonus for waiting, of
+        those whose requests have the fewest samples running.
 
         A request waits if a running one is computing its next block. It also waits while a slower
         tier delivers its KV, unless a front is left to compute in the meantime.
         """
-        best, best_cost = None, 0.0
+        shares = self._shares()
+        best, best_cost = None, (0, 0.0)
         ready = (request for request in self._waiting if request.num_due)
         for request in islice(ready, _MAX_COMPARED):
             reusable = self._reusable(request)
             cached = self._cache.num_reusable_tokens(reusable)
             if reusable is request.ids and self._is_being_computed(request, cached):
                 continue
-            cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
+            num_left = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
+            cost = shares[request.request_id], num_left
             if best is None or cost < best_cost:
                 best, best_cost = request, cost
         return best

@@ -154,6 +154,42 @@ def test_no_more_requests_hold_blocks_than_may_run() -> None:
         engine.assert_complete(request_id)
 
 
+def test_a_request_of_many_samples_gives_places_to_others() -> None:
+    """One of 64 samples took all 64 places: others waited for 40 seconds, till it had ended."""
+    engine = EngineHarness(max_step_tokens=32, max_running=8)
+    many = engine.submit(greedy(1, 2, 3, max_tokens=60, num_samples=12))
+    for _ in range(5):
+        engine.step()
+    others = [engine.submit(greedy(*run_of(number, 9), max_tokens=4)) for number in (4, 5)]
+    start = len(engine.steps)
+
+    engine.run()
+
+    ran = [{request_id for request_id, _ in step} for step in engine.steps[start:]]
+    for request_id in others:
+        engine.assert_complete(request_id)
+        last = max(number for number, step in enumerate(ran) if request_id in step)
+        assert last < 10, "it waited"
+    engine.assert_complete(many)
+
+
+def test_two_requests_of_many_samples_have_half_of_the_places_each() -> None:
+    engine = EngineHarness(max_step_tokens=32, max_running=8)
+    first = engine.submit(greedy(1, 2, 3, max_tokens=80, num_samples=12))
+    for _ in range(5):
+        engine.step()
+    second = engine.submit(greedy(*run_of(4, 9), max_tokens=80, num_samples=12))
+
+    for _ in range(15):
+        engine.step()
+
+    shares = [sum(r == wanted for r, _ in engine.steps[-1]) for wanted in (first, second)]
+    assert shares == [4, 4]
+    engine.run()
+    engine.assert_complete(first)
+    engine.assert_complete(second)
+
+
 def test_of_those_waiting_the_one_with_most_cached_goes_first() -> None:
     engine = EngineHarness(max_running=1)
     engine.complete(greedy(*run_of(5, 40), max_tokens=1))
