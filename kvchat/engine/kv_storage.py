@@ -24,7 +24,8 @@ from kvchat.model.state import state_bytes
 from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it if the content of a slot changes for the same token: with the layout of a block image,
-# or with the values that the attention writes. 4: experts and packed checkpoints stay in blocks.
+# or with the values that the attention writes. 5: prompts are computed as
+# answers are, so that a cached one gets the same answer as one that is read anew.
 _KV_VERSION = 5
 
 _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}

@@ -183,12 +183,12 @@ class Scheduler:
         """
         if len(self._running) < self._max_running:
             return
-        waiting = self._next_waiting()
-        if waiting is None:
-            return
         shares = self._shares()
         largest, num_samples = shares.most_common(1)[0]
-        if num_samples > shares[waiting.request_id] + 1:
+        fewest = min(
+            (shares[r.request_id] for r in self._waiting if r.num_due), default=num_samples
+        )
+        if num_samples > fewest + 1:
             self._send_back(next(r for r in reversed(self._running) if r.request_id == largest))
 
     def _shares(self) -> Counter[int]:
@@ -335,15 +335,16 @@ class Scheduler:
         tier delivers its KV, unless a front is left to compute in the meantime.
         """
         shares = self._shares()
-        best, best_cost = None, (0, 0.0)
-        ready = (request for request in self._waiting if request.num_due)
-        for request in islice(ready, _MAX_COMPARED):
+        ready = [request for request in self._waiting if request.num_due]
+        fewest = min((shares[request.request_id] for request in ready), default=0)
+        best, best_cost = None, 0.0
+        first = (request for request in ready if shares[request.request_id] == fewest)
+        for request in islice(first, _MAX_COMPARED):
             reusable = self._reusable(request)
             cached = self._cache.num_reusable_tokens(reusable)
             if reusable is request.ids and self._is_being_computed(request, cached):
                 continue
-            num_left = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
-            cost = shares[request.request_id], num_left
+            cost = len(request.ids) - cached - _TOKENS_PER_STEP_WAITED * request.steps_waited
             if best is None or cost < best_cost:
                 best, best_cost = request, cost
         return best

@@ -1,4 +1,4 @@
-"""CompiledStep: steps of few rows of a model of the Llama family as one compiled program.
+"""CompiledStep: steps of a model of the Llama family as one compiled program.
 
 The program (`kvchat_kernels.cpu.program`) runs all layers and the head in one call: between Python
 and the next Python there is no operator of torch. Weights are those of the module, read where they
@@ -51,8 +51,8 @@ _RESULT_BYTES = 1 << 26
 
 
 class CompiledStep:
-    """Runs steps over the pools it was made for: up to MAX_ROWS rows at once, group by group, up to
-    as many as torch's products take longer for. One step at a time.
+    """Runs steps over the pools it was made for, in groups of up to MAX_ROWS rows; `most_rows` says
+    which steps it takes. One step at a time.
     """
 
     def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
@@ -66,7 +66,7 @@ class CompiledStep:
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
         weights = next(parts).matrices[-1].weights
-        self._most_rows, self._most_of_one = _most_rows(decoder, weights)
+        self._most_rows, self._most_of_one = most_rows(decoder, weights)
         self._takes_prompts = all(part.takes_prompts for part in _recurrent_parts(decoder))
 
     def logits(
@@ -187,7 +187,7 @@ class CompiledStep:
         return logits
 
 
-def _most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
+def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
     """Return the most rows of a step, and the most of one sequence; modules compute larger ones."""
     if decoder.state:
         return _MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE

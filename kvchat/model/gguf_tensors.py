@@ -180,7 +180,7 @@ def read_gguf_tensors(
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
             if is_small:
-                precise[name] = tensor
+                precise[name] = tensor.clone()  # not the mapped file, which may change
             state[name] = tensor.to(dtype)
             done += sum(part.num_bytes for part in source.parts)
             tick(done / total)

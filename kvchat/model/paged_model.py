@@ -37,7 +37,7 @@ class PagedModel:
     over any KvLayer, the compiled step over plain KV and Int8Kv. The binding is stored on the
     modules, so only the newest PagedModel of a LoadedModel may run.
 
-    `compiled` runs steps of few rows on a CPU; setting it to None leaves them to the modules.
+    `compiled` runs what steps it takes on a CPU; setting it to None leaves all to the modules.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:

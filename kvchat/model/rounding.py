@@ -83,6 +83,8 @@ class Reference:
         for own, other in zip(self._logits.split(_ROWS), logits.split(_ROWS), strict=True):
             divergence += float(divergences(own, other).sum())
             same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        if not math.isfinite(divergence):
+            raise ValueError("predictions that are no numbers")
         count = len(logits)
         return Effect(max(0.0, divergence / count), same / count, count, in_8)
 

@@ -78,7 +78,7 @@ def _with_plain_paths(app: App) -> App:
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         if "path" in scope:
             path = re.sub("/{2,}", "/", scope["path"]).rstrip("/") or "/"
-            is_versioned = path.split("/")[1] not in _UNVERSIONED
+            is_versioned = path.lstrip("/").partition("/")[0] not in _UNVERSIONED
             scope = {**scope, "path": path if is_versioned else f"{_VERSION}{path}"}
         await app(scope, receive, send)
 

@@ -130,10 +130,10 @@ def _files(start: int, pattern: str, stop: threading.Event) -> Iterator[tuple[in
     Each comes as the descriptor of its directory, its name, and the path of the directory.
     """
     for below, names, files, directory in os.fwalk(".", dir_fd=start):
+        if stop.is_set():
+            raise ToolFailed("the user stopped it.")
         names[:] = sorted(name for name in names if name not in _PASSED_OVER)
         for name in sorted(files):
-            if stop.is_set():
-                raise ToolFailed("the user stopped it.")
             if fnmatch.fnmatch(name, pattern) and _is_regular(directory, name):
                 yield directory, name, below.removeprefix(".").removeprefix("/")
 

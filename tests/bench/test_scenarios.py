@@ -25,7 +25,7 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig, Size
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.model.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer
@@ -284,7 +284,7 @@ def test_a_report_is_kept_under_the_devices_name(checkpoint: Path, tmp_path: Pat
 def test_a_report_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(StoreError, match="cannot be written"):
         record([], tmp_path / "file", torch.device("cpu"), "kvchat bench")
 
 
@@ -310,7 +310,7 @@ def test_what_was_measured_is_told_even_where_it_cannot_be_kept(
         record=tmp_path / "file",
     )
 
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(StoreError, match="cannot be written"):
         run_bench(request)
 
     [told] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]

@@ -13,4 +13,4 @@ def test_a_shell_can_complete_commands_and_flags(shell: Shell) -> None:
     assert completed("kvchat se") == {"serve", "sessions"}
     assert {"export", "import", "show"} <= completed("kvchat sessions ")
     others = {"--temperature", "--think", "--threads", "--timeout", "--title"}
-    assert completed("kvchat --t") == others | {"--tools", "--top-k", "--top-p"}
+    assert completed("kvchat --t") == others | {"--tool-env", "--tools", "--top-k", "--top-p"}

@@ -86,7 +86,7 @@ def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
     earlier.engine.close()
     may_read, reads = threading.Event(), count()
     tier.before_read = lambda: next(reads) and may_read.wait(60) and None
-    monkeypatch.setattr(rates, "_MIN_TOKENS", 8)
+    monkeypatch.setattr(rates, "LEAST_TELLING_TOKENS", 8)
     harness = EngineHarness(persist=lambda cache: KvConnector(cache, lambda: tier))
     connector = harness.engine._connector
     assert connector is not None

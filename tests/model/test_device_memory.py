@@ -9,7 +9,7 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import loader
+from kvchat.model import gpu_memory, loader
 from kvchat.model.device import free_bytes
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import compare_with_own
@@ -52,12 +52,12 @@ def load_beside_a_gpu(
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
 
     def load(free: int, **settings: str) -> LoadedModel:
-        choose, own_free = loader.choose_device, loader.free_bytes
+        choose, own_free = loader.choose_device, gpu_memory.free_bytes
         monkeypatch.setattr(
             loader, "choose_device", lambda c: choose(c) if c.device == "cpu" else GPU
         )
         monkeypatch.setattr(
-            loader, "free_bytes", lambda device: free if device == GPU else own_free(device)
+            gpu_memory, "free_bytes", lambda device: free if device == GPU else own_free(device)
         )
         return load_model(source, ModelConfig(**settings), 128, lambda _: None)
 

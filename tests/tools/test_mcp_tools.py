@@ -4,6 +4,7 @@ The servers are made with the official package in a process of their own.
 """
 
 import asyncio
+import io
 import json
 import logging
 import socket
@@ -434,13 +435,14 @@ def test_other_lines_on_stdout_print_nothing_and_an_end_has_its_words(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library prints a traceback for each such line."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as outside of tests
+    log = io.StringIO()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(log)])
     made, toolbox = connected(tmp_path, {"s": {"command": sys.executable, "args": ["-c", _JUNK]}})
     text = call(toolbox, "s__t")
     made.close()
 
     assert toolbox.problems == ()
     assert text == "Error: its server has ended (Connection closed); its last words: out of memory."
-    printed = capfd.readouterr().err
-    assert "the MCP library: Failed to parse" in printed, "our log has no handler here"
+    assert "the MCP library: Failed to parse" in log.getvalue()
+    printed = capfd.readouterr().err + log.getvalue()
     assert not any(word in printed for word in ("Traceback", "secret words", "out of memory"))

@@ -46,7 +46,7 @@ _MANY = 6
 
 @cache
 def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
-    """Return the kernel that multiplies few rows with an interleaved matrix. Units: chunks.
+    """Return the kernel that multiplies rows with an interleaved matrix. Units: chunks.
 
     Activations are rounded as `layout.rounding` says.
     """

@@ -18,12 +18,10 @@ from llvmlite import ir
 from kvchat_kernels.cpu.code import (
     F16,
     F32,
-    F32S,
     I8,
     I16,
     I32,
     I64,
-    LANES,
     Code,
     Kernel,
     Value,
@@ -104,11 +102,8 @@ def rounding_kernel(rounding: Rounding) -> Kernel:
 
 @cache
 def unpacking_kernel(layout: Layout) -> Kernel:
-    """Return the kernel that writes rows of a matrix as float32. Units: chunks from FIRST on.
-
-    The columns of interleaved weights of 4 bits come as they lie, which is how activations lie
-    beside them.
-    """
+    """Return the kernel that writes rows of a matrix as float32. Units: chunks from FIRST on."""
+    assert not layout.is_interleaved
     return Kernel("unpacking", (layout,), lambda code: _write_unpacking(code, layout))
 
 
@@ -158,18 +153,6 @@ class WeightRow:
         step = width if self._layout.bits == 4 else width // 2
         kind = ir.VectorType(I8, step)
         return [self._code.load(self.levels_at, offset + at, kind) for at in range(0, width, step)]
-
-    def columns(self, index: Value, place: int, size: int) -> Value:
-        """Load the words `place` and `place` + 1 of all blocks of a group, levels of 8 bits.
-
-        The 4 columns of a block lie side by side, those of the first block first.
-        """
-        code = self._code
-        word = self._layout.rounding.word
-        kind = ir.VectorType(ir.IntType(8 * word), 2 * size)
-        loaded = code.load(self.levels_at, index * COLUMNS + word * place * size, kind)
-        order = [block + size * second for block in range(size) for second in (0, 1)]
-        return code.as_bits(code.picked(loaded, order), ir.VectorType(I8, 2 * word * size))
 
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         """Ask for the levels of `count` blocks that lie `ahead` bytes behind those at `index`."""
@@ -344,13 +327,8 @@ def _write_unpacking(code: Code, layout: Layout) -> None:
     with code.loop(start, end) as number:
         row = WeightRow(code, layout, number)
         out = code.field(Place.OUT) + (number - first) * (count * (4 * COLUMNS))
-        if layout.is_interleaved:
-            for index, size in each_group(code, count):
-                unpack = _unpack_nibbles if layout.bits == 4 else _unpack_bytes
-                unpack(code, layout, row, index, size, out)
-        else:
-            with code.loop(0, count) as index:
-                _unpack_block(code, layout, row, index, out)
+        with code.loop(0, count) as index:
+            _unpack_block(code, layout, row, index, out)
 
 
 def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out: Value) -> None:
@@ -362,42 +340,6 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
         if layout.has_minimums or layout.bits == 4:
             values = values + code.spread(row.minimums(place), 16)
         code.store(values, out, index * (4 * COLUMNS) + 64 * half)
-
-
-def _unpack_bytes(
-    code: Code, layout: Layout, row: WeightRow, index: Value, size: int, out: Value
-) -> None:
-    """Write a group of interleaved blocks of 8 bits, in order: 4 columns of a block at once."""
-    per_block, count = COLUMNS // layout.block, 4
-    ints, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
-    scales = row.scales(index * per_block, size * per_block)
-    minimums = row.minimums(index, size) if layout.has_minimums else None
-    for first in range(0, COLUMNS, count):
-        columns = row.columns(index, first // 2, size)
-        for block in range(size):
-            levels = code.picked(columns, range(count * block, count * (block + 1)))
-            values = code.convert("sitofp", code.convert("sext", levels, ints), floats)
-            place = block * per_block + first // layout.block
-            values = values * code.picked(scales, [place] * count)
-            if minimums is not None:
-                values = values + code.picked(minimums, [block] * count)
-            code.store(values, out, (index + block) * (4 * COLUMNS) + 4 * first)
-
-
-def _unpack_nibbles(
-    code: Code, layout: Layout, row: WeightRow, index: Value, size: int, out: Value
-) -> None:
-    """Write a group of blocks of 4 bits: the columns of low bits, then those of high bits."""
-    scales, minimums = row.scales(index, size), row.minimums(index, size)
-    half_group, width = size * (COLUMNS // 2), vector_bytes(layout, size)
-    for first in range(0, half_group, width):
-        for half, levels in enumerate(row.halves(index, first, width)):
-            start = index * COLUMNS + (half * half_group + first)
-            for at in range(0, width, LANES):
-                lanes = [(at + lane) // WORD % size for lane in range(LANES)]
-                values = code.picked(levels, range(at, at + LANES))
-                values = code.convert("uitofp", values, F32S) * code.picked(scales, lanes)
-                code.store(values + code.picked(minimums, lanes), out, (start + at) * 4)
 
 
 # Rounding

@@ -31,9 +31,9 @@ class OfSequence(IntEnum):
 
 NUM_HEADERS = 4
 NUM_OF_SEQUENCE = len(OfSequence)
-# Rows that a step has memory for. More at once gain nothing where kernels multiply many rows.
+# Rows that a step has memory for: larger steps are computed in groups. More at once gain nothing.
 MAX_ROWS = 128
-# Rows of a step elsewhere. With more, torch's products of matrices are faster than these kernels.
+# Rows of a small step. A group has as many at least, however long their contexts are.
 FEW_ROWS = 16
 
 

@@ -20,6 +20,9 @@ from kvchat_kernels.cpu.step import NUM_HEADERS, Header
 # The race: a small product that stays in the second cache, several times, the fastest run counts.
 NUM_OUT, NUM_IN, _NUM_ROWS = 64, 1024, 24
 _NUM_RUNS = 9
+# Wide vectors are taken unless narrow ones are so many times as fast: where both are alike, every
+# race is to end alike, for floats are added up in another order.
+_MARGIN = 1.1
 _ROOM_BYTES = 1 << 19
 _NUM_PLACES = 24
 _VERDICTS = {b"wide": True, b"narrow": False}
@@ -60,7 +63,7 @@ def _race(name: str, forms: tuple[object, ...], write: Write, task: RaceTask) ->
     narrow, wide = (_Runner(name, forms, write, task, is_wide) for is_wide in (False, True))
     runs = [(wide.seconds(), narrow.seconds()) for _ in range(_NUM_RUNS)]
     wide_s, narrow_s = (min(times) for times in zip(*runs, strict=True))
-    return wide_s < narrow_s
+    return wide_s < _MARGIN * narrow_s
 
 
 class _Runner:

@@ -1,8 +1,8 @@
-"""Products of rows with one matrix on a CPU: compiled kernels for few rows, torch for many.
+"""Products of rows with one matrix on a CPU, by compiled kernels.
 
-BlockProduct multiplies with block weights, FloatProduct with a float matrix. Products of many rows
-with weights that the processor does not multiply unpack them by tiles to float32, for torch's
-matrix product; the weights are held once.
+BlockProduct multiplies with block weights, FloatProduct with a float matrix. torch multiplies many
+rows with floats where it has instructions for them, and all rows where nothing can be compiled:
+then blocks are unpacked tile by tile.
 """
 
 import logging
@@ -39,9 +39,6 @@ FEW_ROWS = 16
 _WEIGHTS_PER_THREAD = 1 << 16
 # A tile of unpacked blocks that stays in a core's second cache.
 _TILE_BYTES = 1 << 20
-# A tile of 16-bit weights in float32: a matrix whole, where it is not that of a large model. Tiles
-# of 1 MiB took up to 1.9 times as long (896 x 4,864, 256 rows).
-_FLOAT_TILE_BYTES = 1 << 24
 # Elements of a matrix that are copied at once to be rounded.
 _ROUNDED_AT_ONCE = 1 << 22
 # The least that a block's largest value counts as, as in the compiled code.
@@ -143,7 +140,7 @@ def _tiles(
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield runs of rows, [start, end), and their weights in float32, valid until the next.
 
-    Without compiled code columns are in order; with it, interleaved ones of 4 bits as they lie.
+    Compiled code unpacks weights that are not interleaved.
     """
     step = max(1, _TILE_BYTES // (4 * weights.num_in))
     room = torch.empty(min(step, weights.num_out), weights.num_in, dtype=torch.float32)
