@@ -56,12 +56,15 @@ class SavedPlaces:
     kept     the KV on disk; None where none was ever kept
     typed    the lines that were typed; None where they are not saved
     answers  the file of a server's stored responses; None for none
+    server   returns what has the server that runs here let go of KV; None while none runs. It may
+             have computed a conversation that now runs in this process
     """
 
     store: SessionStore | None
     kept: KeptKv | None = None
     typed: TypedLines | None = None
     answers: Path | None = None
+    server: Callable[[], DropFromMemory | None] = lambda: None
 
     def delete(self, session_ids: Collection[str], drop: DropFromMemory | None = None) -> Deleted:
         """Delete conversations that this process has not open, for good. Any thread may call it.
@@ -108,12 +111,14 @@ class SavedPlaces:
         What `shared` contexts have too stays.
         """
         trouble = ""
-        if drop is not None and contexts:
+        drops = [each for each in (drop, self.server()) if each is not None and contexts]
+        if drops:
             kept = [max((common_len(ids, each) for each in shared), default=0) for ids in contexts]
-            try:
-                drop(list(zip(contexts, kept, strict=True)))
-            except GenerationError as error:  # a server that runs, and does not answer
-                trouble = one_line(error.message, 4096)
+            for let_go in drops:
+                try:
+                    let_go(list(zip(contexts, kept, strict=True)))
+                except GenerationError as error:  # a server that runs, and does not answer
+                    trouble = one_line(error.message, 4096)
         if self.kept is None or not contexts:
             return Deleted(trouble=trouble)
         try:

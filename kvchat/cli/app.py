@@ -402,13 +402,10 @@ def sessions_remove(
 ) -> None:
     """Delete conversations permanently, with their KV and what was typed in them."""
     from kvchat.cli import sessions
-    from kvchat.cli.build import user_paths
-    from kvchat.cli.running_server import drop_in_server
 
     given = context.find_root().params
     of_kv = {name: given.get(name) for name in OF_KV}
-    drop = drop_in_server(user_paths().state)
-    sessions.remove(sessions.open_places(context.obj, of_kv), session, drop)
+    sessions.remove(sessions.open_places(context.obj, of_kv), session)
 
 
 @models_app.callback()

@@ -5,6 +5,7 @@ torch is imported only on the engine's thread.
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,11 +77,13 @@ def saved_places(settings: Settings) -> "SavedPlaces":
     """Return every place that has something of saved conversations; none for an incognito chat."""
     from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.typed_lines import TypedLines
+    from kvchat.cli.running_server import drop_in_server
 
     if settings["incognito"]:
         return SavedPlaces(None)
     store, typed = session_store(settings), TypedLines(history_path())
-    return SavedPlaces(store, store_admin(settings), typed, answers_path(settings))
+    server = partial(drop_in_server, user_paths().state)
+    return SavedPlaces(store, store_admin(settings), typed, answers_path(settings), server)
 
 
 def answers_path(settings: Settings) -> Path:

@@ -110,7 +110,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
         FedContexts(path),
-        replace(saved_places(settings), answers=None),
+        replace(saved_places(settings), answers=None, server=lambda: None),
     )
 
 

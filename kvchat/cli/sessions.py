@@ -10,7 +10,7 @@ from typing import Any
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
-from kvchat.chat.deletion import DropFromMemory, SavedPlaces
+from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
@@ -132,12 +132,12 @@ def rename(store: SessionStore, text: str, title: str) -> None:
     store.rename(store.find(text), title)
 
 
-def remove(places: SavedPlaces, texts: list[str], drop: DropFromMemory | None = None) -> None:
-    """Delete conversations permanently, everywhere; `drop` has a server that runs let go of KV."""
+def remove(places: SavedPlaces, texts: list[str]) -> None:
+    """Delete conversations permanently, everywhere, also in the server that runs here."""
     store = places.store
     assert store is not None, "the command saves"
     session_ids = list(dict.fromkeys(store.find(text) for text in texts))
-    gone = places.delete(session_ids, drop)
+    gone = places.delete(session_ids)
     for session_id in session_ids:
         _print(f"deleted {session_id}")
     gone.require_all("Deleted", "`kvchat cache clear` deletes all KV, once it can be reached.")

@@ -6,7 +6,7 @@ input history.
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +295,25 @@ def test_while_others_hold_the_kv_the_text_stays_to_delete_it_by(
     assert home.store.ids() == []
 
 
+def test_a_running_server_lets_go_of_a_chat_that_runs_elsewhere_now(
+    home: Home, start: Start
+) -> None:
+    """It computed the chat before, and kept the KV in its memory when /delete ran in a terminal."""
+    told: list[tuple[list[int], int]] = []
+    places = replace(home.places, server=lambda: told.extend)
+    controller = home.chat(start())
+    finish(controller.ask(SECRET))
+    session = controller.require_session()
+    contexts = session.conversation.contexts()
+    session_id = session.session_id
+    controller.close_session()
+    controller.host.close()
+
+    places.delete([session_id])
+
+    assert [ids for ids, _ in told] == contexts
+
+
 def test_a_server_that_does_not_answer_keeps_no_text(home: Home, start: Start) -> None:
     """It may hold KV in memory: the user is told, and all the rest goes."""
     controller = home.chat(start())
@@ -307,7 +326,7 @@ def test_a_server_that_does_not_answer_keeps_no_text(home: Home, start: Start) -
         raise GenerationError("The server does not tell this.")
 
     with pytest.raises(StoreError, match=r"not all .* kept of it\. The server does not tell"):
-        sessions.remove(home.places, [session_id], silent)
+        sessions.remove(replace(home.places, server=lambda: silent), [session_id])
 
     assert home.store.ids() == []
     assert home.kv.status().num_packs == 0
