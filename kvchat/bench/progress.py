@@ -15,7 +15,7 @@ class Progress:
     """Context manager: a thread that tells the phase again and again until it is left.
 
     On a terminal it is one line, which is redrawn. Elsewhere it is a line each time: as often in a
-    quick run, which somebody waits for, and each half minute in one that takes hours.
+    quick run, for its user waits, and each half minute in one that takes hours.
     """
 
     def __init__(
