@@ -9,15 +9,20 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 SOURCES := kvchat kernels tests demo_recipe
-# What is measured on a GPU; make test-gpu GPU_SHAPE=0.4b for a small one. So many tests run at once.
+# What is measured on a GPU; make test-gpu GPU_SHAPE=0.4b for a small one. So many tests run at once: compiling
+# kernels keeps a core busy, and each process takes half a gigabyte of the GPU.
 GPU_SHAPE ?= 8b
-GPU_JOBS ?= 4
+GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
 # A machine with a GPU may have no package index, but torch, triton, transformers and pytest in its own Python:
 # there `make test-gpu PYTHON=python3 VENV=` makes no environment. What that Python lacks comes from the wheels of
 # `make gpu-wheels`, run on a machine with an index and copied along with the checkout.
 GPU_TESTS := tests/gpu tests/model/test_spec.py
 TIMED := twice_the_work
 WHEELS := .gpu/wheels
+GPU_PACKAGES := platformdirs gguf httpx2 httpcore2 truststore prompt-toolkit wcwidth llguidance starlette uvicorn \
+	websockets
+GPU_PLATFORM := --python-version 3.12 --implementation cp $(foreach tag,2_28_x86_64 2_17_x86_64 2014_x86_64 \
+	1_x86_64,--platform manylinux$(if $(findstring 2_,$(tag)),_)$(tag))
 SITE := .gpu/site
 ifeq ($(VENV),)
 GPU_STAMP := $(SITE)/.installed
@@ -52,8 +57,8 @@ test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its
 	exit $$status
 
 gpu-wheels:  ## fetch what a GPU machine without a package index lacks, into .gpu/wheels
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: -c .ci/constraints.txt -d $(WHEELS) \
-		platformdirs
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: $(GPU_PLATFORM) -c .ci/constraints.txt \
+		-d $(WHEELS) $(GPU_PACKAGES)
 
 $(SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
 	@mkdir -p $(SITE)

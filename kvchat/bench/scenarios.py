@@ -1,5 +1,6 @@
-"""The table of benchmark scenarios by name. Each scenario has a module of its own."""
+"""The benchmark scenarios by name. Each has a module of its own, of the same name."""
 
+import importlib
 from collections.abc import Callable
 
 from kvchat.bench.report import Result
@@ -10,48 +11,14 @@ Scenario = Callable[[BenchSetup], Result]
 
 
 def scenario(name: str) -> Scenario:
-    """Return a scenario's function; raises UsageError for an unknown name."""
+    """Return a scenario's function; raises UsageError for an unknown name.
+
+    Imports no other scenario: each needs packages of its own.
+    """
     if name not in NAMES:
         raise UsageError(f"There is no scenario {name!r}.", f"Choose from {', '.join(NAMES)}.")
-    from kvchat.bench import (
-        clients,
-        cold,
-        concurrency,
-        decode,
-        equality,
-        kernels,
-        kv,
-        memory,
-        prefill,
-        radix,
-        replay,
-        resume,
-        spec,
-        startup,
-        tiers,
-        turns,
-        weights,
-    )
-
-    return {
-        "turns": turns.run,
-        "resume": resume.run,
-        "cold": cold.run,
-        "decode": decode.run,
-        "radix": radix.run,
-        "memory": memory.run,
-        "startup": startup.run,
-        "tiers": tiers.run,
-        "replay": replay.run,
-        "kernels": kernels.run,
-        "prefill": prefill.run,
-        "weights": weights.run,
-        "spec": spec.run,
-        "equality": equality.run,
-        "clients": clients.run,
-        "concurrency": concurrency.run,
-        "kv": kv.run,
-    }[name]
+    run: Scenario = importlib.import_module(f"kvchat.bench.{name}").run
+    return run
 
 
 # The scenarios that run by default. Of the others `replay` and `weights` need recordings, `kernels`

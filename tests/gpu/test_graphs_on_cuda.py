@@ -23,9 +23,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-# Grouped expert products may need the host: whether they do is torch's and the GPU's affair.
-EXPERTS = {"qwen2_moe, window in its mask only", "qwen3_moe", "gpt_oss, sinks"} | {
-    "deepseek_v3, wide keys"
+# Grouped expert products may need the host: whether they do is torch's and the GPU's affair. Gemma
+# 3n's module makes a number on the host in transformers 5.17, and not in 5.23.
+MAY_NEED_HOST = {"qwen2_moe, window in its mask only", "qwen3_moe", "gpt_oss, sinks"} | {
+    "deepseek_v3, wide keys",
+    "gemma3n, shared KV",
 }
 
 
@@ -41,7 +43,7 @@ def test_every_family_is_captured_and_computes_the_same(name: str, tmp_path: Pat
     piece = scene.read(70, [3])
     scene.capture_for([piece])
     trouble = scene.graphs.status().trouble
-    if trouble and name in EXPERTS:
+    if trouble and name in MAY_NEED_HOST:
         assert scene.graphs.run([piece]) is None, "what cannot be captured runs eagerly"
         return
 

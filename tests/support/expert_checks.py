@@ -111,7 +111,7 @@ def check_block_experts(case: Case, device: str = "cpu", impl: str = "triton") -
     with poisoned_memory():
         out = step.by(impl)
 
-    assert_as_exact(out.cpu(), plain, oracle)
+    assert_as_exact(out, plain.to(device), oracle.to(device))
     exact = replace(step, x=step.x.float(), factors=step.factors.float())
     twin = block_experts_reference(
         exact.x, exact.chosen, exact.factors, exact.gate_up, exact.down, gate

@@ -1,7 +1,10 @@
 """When a kernel counts as exact, and memory that shows what a kernel forgot to write.
 
 The rule of tolerance is FlashAttention's: an error against a float64 oracle at most twice that of
-plain arithmetic in the same dtype, plus one unit in the last place of the largest number.
+plain arithmetic in the same dtype, plus one unit in the last place of the largest number. In
+float32 a GPU's product without tensor cores adds one term after another, where plain arithmetic
+adds parts of a sum: measured 23 units over 4,096 terms on an H200. It has 32 units, and tf32, which
+such a product must not be, has thousands.
 """
 
 import mmap
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 
+_PLACES_ONE_BY_ONE = 32
 EPSILON = {torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -25,6 +29,8 @@ def assert_as_exact(out: torch.Tensor, plain: torch.Tensor, oracle: torch.Tensor
     allowed = (plain.double() - oracle).abs().max()
     error = (out.double() - oracle).abs().max()
     ulp = EPSILON[out.dtype] * oracle.abs().max()
+    if out.is_cuda and out.dtype == torch.float32:
+        ulp *= _PLACES_ONE_BY_ONE
     message = f"error {error:.3g}, plain arithmetic {allowed:.3g}, last place {ulp:.3g}"
     assert error <= 2 * allowed + ulp, message
 
