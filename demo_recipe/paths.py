@@ -1,6 +1,6 @@
 """Where the shipped demo pair lives in the source tree."""
 
-from kvchat.model.source import demo_directory
+from kvchat.model.checkpoint.source import demo_directory
 
 TARGET = demo_directory("target")
 DRAFT = demo_directory("draft")

@@ -35,7 +35,7 @@ from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import ModelSource, find_model
 
 _CLIENTS = (1, 8, 64)
 # Requests of a client, so that a run takes about as long for any number of them.

@@ -19,7 +19,7 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.tokenizer import Segment
 from kvchat.core.errors import KvchatError
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 
 _HISTORY = 3072
 _DEMO = "demo"

@@ -32,7 +32,7 @@ from kvchat.core.types import SamplingParams, rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.quantise import pack_of
+from kvchat.model.packed.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
 
 _CONTEXTS = {"cpu": (128, 1024, 4096), "cuda": (1024, 8192, 32768)}

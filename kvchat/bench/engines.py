@@ -14,8 +14,8 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel
-from kvchat.model.source import ModelSource
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -28,7 +28,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
 
 _NUM_CONVERSATIONS = 48
 _NUM_TURNS = 4

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import Size
-from kvchat.model.source import ModelSource
+from kvchat.model.checkpoint.source import ModelSource
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
-from kvchat.model.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import ModelSource, find_model
 
 
 @dataclass(frozen=True, slots=True)

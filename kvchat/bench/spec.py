@@ -29,7 +29,7 @@ from kvchat.engine.drafters import Offer, Wanted
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
-from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
 
 
 class OracleDrafter:

@@ -23,10 +23,10 @@ from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.checkpoint.source import ModelSource, find_model
+from kvchat.model.packed.quantise import num_packed_bytes
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.quantise import num_packed_bytes
 from kvchat.model.rounding import divergences
-from kvchat.model.source import ModelSource, find_model
 
 _FORMS = ("auto", "int8", "int4")
 _CHUNK = 8

@@ -22,8 +22,8 @@ from kvchat.chat.tokenizer import ChatTokenizer, Segment, TextCodec
 from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
-from kvchat.model.source import ModelSource
-from kvchat.model.text_files import read_text_files
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.text_files import read_text_files
 
 # The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20

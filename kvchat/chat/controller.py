@@ -55,7 +55,7 @@ from kvchat.core.errors import KvchatError, SessionNotFound, StoreError, UsageEr
 from kvchat.core.events import LoadEvent
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
-from kvchat.model.local_models import local_models, model_lines
+from kvchat.model.checkpoint.local_models import local_models, model_lines
 
 # Starts loading a model by its name; load events go to the listener.
 NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]

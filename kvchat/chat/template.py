@@ -33,7 +33,7 @@ from kvchat.chat.thinking import THINKING_MARKS, Think, ThinkSwitch
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse
 from kvchat.core.errors import ModelError
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 
 # Placeholders: letters and digits only, so that no template splits or changes them.
 _USER = "Kv7User3Stands9Here"

@@ -19,7 +19,7 @@ from kvchat.chat.grammar import Grammars
 from kvchat.chat.thinking import THINKING_MARKS
 from kvchat.chat.tokenizer_limits import check_limits
 from kvchat.chat.tool_calls import CALL_TOKENS
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")

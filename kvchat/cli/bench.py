@@ -53,7 +53,7 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     if request.endpoint is not None:
         _run_at_endpoint(request, request.endpoint, progress)
         return
-    from kvchat.model.lean_import import import_transformers
+    from kvchat.model.hf.lean_import import import_transformers
 
     import_transformers()
     from kvchat.bench.report import print_json, print_result, record

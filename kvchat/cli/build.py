@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
     from kvchat.engine.engine import Engine
-    from kvchat.model.source import ModelSource
+    from kvchat.model.checkpoint.source import ModelSource
     from kvchat.tools.toolbox import Toolbox
 
 
@@ -168,7 +168,7 @@ def open_host(
         return host
     from kvchat.chat.chat_model import read_chat_model
     from kvchat.chat.host import ChatHost
-    from kvchat.model.source import find_model
+    from kvchat.model.checkpoint.source import find_model
 
     name = model_name if model_name is not None else settings["model"]
     # An adapter was made for one model, so a model that is switched to gets none.
@@ -222,7 +222,7 @@ def _attached_host(
     from kvchat.cli.endpoints import open_attached_host
 
     def load(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.model.source import find_model
+        from kvchat.model.checkpoint.source import find_model
 
         source = find_model(settings["model"], settings["adapter"])
         return _build(settings, source, _draft(settings, source))(progress)
@@ -241,7 +241,7 @@ def _attached_host(
 
 def _draft(settings: Settings, source: "ModelSource") -> "ModelSource | None":
     """Return the draft model of a model, None for none; raises ModelError if it is not found."""
-    from kvchat.model.source import find_model
+    from kvchat.model.checkpoint.source import find_model
 
     name = settings.draft_name(source.name)
     return find_model(name) if name is not None else None
@@ -282,7 +282,7 @@ def _build(
         save_nothing()
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        from kvchat.model.lean_import import import_transformers, without_collection
+        from kvchat.model.hf.lean_import import import_transformers, without_collection
 
         with without_collection():
             import_transformers()

@@ -28,8 +28,8 @@ from kvchat.cli.settings import Settings, resolve
 from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import from_anywhere, require_working_directory
-from kvchat.model.lean_import import load_library
-from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
+from kvchat.model.hf.lean_import import load_library
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,7 +25,7 @@ from kvchat.cli.settings import (
 from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
-from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 # In the file their meaning would depend on the directory that kvchat is started in. A name of one

@@ -212,7 +212,7 @@ def _own_tokenizer(server: "Server", limit_s: float | None) -> "ChatModel | None
     The server has to encode two texts, and the template's own tokens, to the same ids.
     """
     from kvchat.chat.chat_model import read_chat_model
-    from kvchat.model.source import DEMO, find_model
+    from kvchat.model.checkpoint.source import DEMO, find_model
 
     is_here = server.files == DEMO or Path(server.files).is_absolute()
     if not (server.may_take_ids and is_here):

@@ -15,8 +15,8 @@ from kvchat.core.config import FEWER_BITS, CacheConfig, ModelConfig, format_byte
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import sanitize
-from kvchat.model.local_models import local_models, model_lines
-from kvchat.model.source import DEMO, ModelSource, find_model
+from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
 
 
 def list_models() -> None:
@@ -40,7 +40,7 @@ def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> N
 
 
 def _facts(source: ModelSource, device: str) -> tuple[dict[str, Any], ModelUnsupported | None]:
-    from kvchat.model.lean_import import import_transformers
+    from kvchat.model.hf.lean_import import import_transformers
 
     import_transformers()
     from kvchat.model.loader import inspect_model
@@ -73,9 +73,9 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.kv_storage import device_budget, kv_geometry
-    from kvchat.model.checkpoint_files import read_json
     from kvchat.model.device import choose_device, dtype_name
-    from kvchat.model.packed_weights import packing_of
+    from kvchat.model.files.checkpoint_files import read_json
+    from kvchat.model.packed.formats import packing_of
     from kvchat.model.spec import attention_in_words
 
     where = choose_device(ModelConfig(device=device))
@@ -87,7 +87,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
     blocks = {}
     if source.gguf is not None:
-        from kvchat.model.gguf_tensors import block_formats
+        from kvchat.model.gguf.tensors import block_formats
 
         blocks = {"blocks": block_formats(source.gguf)}
     else:
@@ -115,7 +115,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
 
 def _rounding_facts(source: ModelSource, dtype: Any) -> dict[str, Any]:
     """Return what rounding the weights did, for the forms that were loaded before."""
-    from kvchat.model.identity import sample_digest
+    from kvchat.model.checkpoint.identity import sample_digest
     from kvchat.model.rounding import known_effect
 
     identity, state = sample_digest(source), user_paths().state
@@ -153,7 +153,7 @@ def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
 
 
 def _inputs(config: Any) -> str:
-    from kvchat.model.model_class import loads_towers, reads_more_than_text
+    from kvchat.model.hf.model_class import loads_towers, reads_more_than_text
 
     if not reads_more_than_text(config):
         return "text"

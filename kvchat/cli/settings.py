@@ -24,7 +24,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.text import encoding_of, one_line
-from kvchat.model.source import DEMO, DEMO_DRAFT
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE
 

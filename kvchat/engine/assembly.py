@@ -59,19 +59,19 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
-from kvchat.model.attention_race import race_attention
-from kvchat.model.cuda_graph import CudaGraphs
+from kvchat.model.checkpoint.identity import content_digest
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.text_files import same_vocabulary
 from kvchat.model.device import can_change_threads, device_name, dtype_name
-from kvchat.model.graphs import GraphRunner
-from kvchat.model.identity import content_digest
+from kvchat.model.gpu.attention_race import race_attention
+from kvchat.model.gpu.cuda_graph import CudaGraphs
+from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel, Progress, load_model
+from kvchat.model.packed.quantise import num_packed_bytes
 from kvchat.model.paged_model import PagedModel, StatefulModel
-from kvchat.model.quantise import num_packed_bytes
 from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
-from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
-from kvchat.model.text_files import same_vocabulary
 from kvchat_kernels.cpu.step import FEW_ROWS
 from kvchat_kernels.kv_layer import KvLayer
 

@@ -21,7 +21,7 @@ from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
-from kvchat.model.graphs import GraphRunner
+from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from kvchat.cache.disk.format import FORMAT_VERSION
 from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.core.config import INT8_KV, CacheConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
+from kvchat.model.checkpoint.identity import state_code
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
-from kvchat.model.identity import state_code
 from kvchat.model.loader import LoadedModel
-from kvchat.model.packed_experts import has_packed_experts
+from kvchat.model.packed.experts import has_packed_experts
 from kvchat.model.spec import ModelSpec
 from kvchat.model.state import state_bytes
 from kvchat_kernels.kv_layer import KvLayer

@@ -28,7 +28,7 @@ from kvchat.engine.sampler import (
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.graphs import GraphRunner
+from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw

@@ -21,45 +21,45 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.checkpoint_files import read_json
-from kvchat.model.checkpoint_tensors import CheckpointTensors, read_tensors
-from kvchat.model.compiled_step import CompiledModel, compiled_model
-from kvchat.model.config_limits import ParameterLimit, check_counts, parameter_limit
-from kvchat.model.cpu_linear import limit_kept_shapes, use_cpu_products
+from kvchat.model.checkpoint.identity import sample_digest
+from kvchat.model.checkpoint.lora import merge
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.tensors import CheckpointTensors, read_tensors
+from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
+from kvchat.model.cpu.linear import limit_kept_shapes, use_cpu_products
+from kvchat.model.cpu.matrices import keep_precise
 from kvchat.model.device import choose_device, dtype_name, dtype_of, set_threads
-from kvchat.model.fuse import Fusing
-from kvchat.model.gguf_file import weight_header
-from kvchat.model.gpu_memory import NoRoom, runs_fused, weights_on_gpu
-from kvchat.model.hf_adapter import (
-    OWN_ATTENTION,
-    PAGED,
-    StepContext,
-    freeze_rope,
-    register_attention,
-)
-from kvchat.model.identity import sample_digest
-from kvchat.model.known_specs import KnownSpecs, spec_key
-from kvchat.model.lora import merge
-from kvchat.model.matrices import keep_precise
-from kvchat.model.model_class import (
+from kvchat.model.files.checkpoint_files import read_json
+from kvchat.model.gguf.file import weight_header
+from kvchat.model.gpu.fuse import Fusing
+from kvchat.model.gpu.memory import NoRoom, runs_fused, weights_on_gpu
+from kvchat.model.hf.config_limits import ParameterLimit, check_counts, parameter_limit
+from kvchat.model.hf.known_specs import KnownSpecs, spec_key
+from kvchat.model.hf.model_class import (
     class_and_config,
     operators_on_meta,
     reads_more_than_text,
     tensor_names,
     without_towers,
 )
-from kvchat.model.packed_matrices import NOWHERE, Keeping, WeightStore
-from kvchat.model.packed_weights import packing_of
-from kvchat.model.probe import (
+from kvchat.model.hf.module_adapter import (
+    OWN_ATTENTION,
+    PAGED,
+    StepContext,
+    freeze_rope,
+    register_attention,
+)
+from kvchat.model.hf.probe import (
     ProbeInconclusive,
     attention_to_probe_loaded,
     probe,
     probe_loaded,
     register_probe,
 )
-from kvchat.model.quantise import is_packed, quantise, round_activations, use_blocks
+from kvchat.model.packed.formats import packing_of
+from kvchat.model.packed.matrices import NOWHERE, Keeping, WeightStore
+from kvchat.model.packed.quantise import is_packed, quantise, round_activations, use_blocks
 from kvchat.model.rounding import Effect, effect_on
-from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec, slow_attention
 
 Progress = Callable[[LoadProgress], None]
@@ -159,8 +159,8 @@ def _are_names(value: object) -> bool:
 def _config_content(source: ModelSource) -> dict[str, Any]:
     if source.gguf is None:
         return read_json(source.config_file) or {}
-    from kvchat.model.gguf_config import gguf_config
-    from kvchat.model.gguf_tensors import natural_dtype
+    from kvchat.model.gguf.config import gguf_config
+    from kvchat.model.gguf.tensors import natural_dtype
 
     dtype = dtype_name(natural_dtype(source.gguf))
     return {**gguf_config(source.gguf, source.name), "dtype": dtype}

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from kvchat.model.batch import ForwardBatch, SequencePiece, build_batch
-from kvchat.model.gathered import GatheredSteps
-from kvchat.model.hf_adapter import (
+from kvchat.model.hf.gathered import GatheredSteps
+from kvchat.model.hf.module_adapter import (
     OWN_ATTENTION,
     bind,
     binding_to,

@@ -22,18 +22,18 @@ from tokenizers import Tokenizer
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
 from kvchat.core.paths import read_state, write_state
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.text_files import read_text_files
 from kvchat.model.device import dtype_name
-from kvchat.model.hf_adapter import own_attention
-from kvchat.model.quantise import (
+from kvchat.model.hf.module_adapter import own_attention
+from kvchat.model.packed.quantise import (
     kinds_of_layers,
     multiplying_in_float32,
     multiplying_rounded,
     num_elements,
 )
 from kvchat.model.rounding_text import TEXT
-from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
-from kvchat.model.text_files import read_text_files
 
 _NAME, _VERSION, _MOST_KEPT = "rounding.json", 1, 32
 # Divergences, in nats a token. Below the first nothing is kept in 8 bits; above the second a model

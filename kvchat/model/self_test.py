@@ -27,8 +27,8 @@ from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
 from kvchat.core.paths import write_memory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name
-from kvchat.model.gemm_autotune import autotune_products, machine_name
-from kvchat.model.hf_adapter import own_attention
+from kvchat.model.gpu.gemm_autotune import autotune_products, machine_name
+from kvchat.model.hf.module_adapter import own_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
 

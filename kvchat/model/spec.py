@@ -75,7 +75,7 @@ class CacheCall:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """How a model runs on the gathered path (`model/gathered.py`), and why.
+    """How a model runs on the gathered path (`model/hf/gathered.py`), and why.
 
     `reason` completes "it ...". `calls[i]` is the cache call that layer i of the spec stores.
     `num_layers` is the number of layers of the cache.

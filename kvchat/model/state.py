@@ -32,7 +32,7 @@ class _PassingThrough(DynamicCache):
     """Keys and values are returned as they come: paged attention stores them.
 
     `num_tokens` is the length of the context before the step. Where it `takes_kernels`, modules may
-    change its tensors by kernels of ours (`model/recurrent_prefill.py`).
+    change its tensors by kernels of ours (`model/cpu/recurrent_prefill.py`).
     """
 
     num_tokens = 0

@@ -18,7 +18,7 @@ from kvchat.bench.report import Result
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig, Size
-from kvchat.model.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.commands import Shell
 from support.fork_server import ForkedLife, ForkServer

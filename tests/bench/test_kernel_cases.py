@@ -25,7 +25,7 @@ from kvchat.bench.report import Figure
 from kvchat.bench.scenarios import NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from kvchat_kernels.int8_kv import group_size
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 

@@ -26,7 +26,7 @@ from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig, Size
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer
 from support.gguf_files import write_gguf

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from kvchat.chat.template import turn_format
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 from support.odd_tokenizers import GPT2_END, ODD, Odd, one_token_for_all
 from support.soak_sizes import short_and_long
 from support.tokenizer_zoo import END, START, ZOO, text_files

@@ -17,7 +17,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, ExitCode, ModelError
 from kvchat.core.types import FinishReason
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 from support.other_process import start_python
 from support.saved_sessions import assert_saved, saved_turns

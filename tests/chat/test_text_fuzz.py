@@ -9,7 +9,7 @@ from typing import Any
 from kvchat.chat.template import turn_format
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 from support import template_zoo
 from support.odd_tokenizers import ODD
 from support.soak_sizes import short_and_long

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models, processors
 
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 from support.tokenizer_zoo import CHATML, CONTROL, END, START, ZOO, byte_level, text_files
 
 OPEN, CLOSE = Segment(f"{START}user\n"), Segment(f"{END}\n")

@@ -10,7 +10,7 @@ from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Change, Reuse, beside_earlier, common_len, earlier
 from kvchat.core.types import CachedTokens
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import CHAT_TEMPLATE, byte_tokenizer
 
 SYSTEM = "You count the ships of the harbour, and nothing else."

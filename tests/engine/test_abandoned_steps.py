@@ -19,7 +19,7 @@ from kvchat.core.types import FinishReason
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 from support.engine_harness import EngineHarness
 from support.greedy_answer import greedy_answer

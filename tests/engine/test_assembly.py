@@ -25,7 +25,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.request import RequestSpec
 from kvchat.model import loader
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model

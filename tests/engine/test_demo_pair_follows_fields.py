@@ -19,7 +19,7 @@ from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
-from kvchat.model.source import DEMO, DEMO_DRAFT, find_model
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
 
 NOW = datetime(2026, 1, 2)
 SCHEMA = {

@@ -16,8 +16,8 @@ from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
-from kvchat.model.source import DEMO, DEMO_DRAFT, ModelSource, find_model
-from kvchat.model.text_files import same_vocabulary
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, ModelSource, find_model
+from kvchat.model.checkpoint.text_files import same_vocabulary
 from support.checkpoints import save_checkpoint, tiny_model
 from support.soak_sizes import short_and_long
 

@@ -25,7 +25,7 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner, draw
 from kvchat.engine.speculation import Speculation
-from kvchat.model.graphs import Capturing, GraphRunner
+from kvchat.model.gpu.graphs import Capturing, GraphRunner
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat.terminal.status import graph_lines

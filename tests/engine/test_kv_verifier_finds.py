@@ -27,7 +27,7 @@ import pytest
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import random_ids

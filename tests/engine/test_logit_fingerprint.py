@@ -19,8 +19,8 @@ from kvchat.core.stats import TierStatus
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.checkpoint_files import mark
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.files.checkpoint_files import mark
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.greedy_answer import greedy_answer

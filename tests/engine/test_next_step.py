@@ -21,7 +21,7 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
-from kvchat.model.graphs import GraphRunner
+from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from support.graph_recorder import Recorder

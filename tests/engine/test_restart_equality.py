@@ -18,7 +18,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED
 from support.cached_contexts import images_of
 from support.checkpoints import save_checkpoint, tiny_model

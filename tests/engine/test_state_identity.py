@@ -19,10 +19,10 @@ from kvchat.cache.disk.format import decode_head, layout_of
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine import kv_storage
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
-from kvchat.model import identity
-from kvchat.model.identity import sources_digest, state_code
+from kvchat.model.checkpoint import identity
+from kvchat.model.checkpoint.identity import sources_digest, state_code
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 from support.stateful_models import Chat, load_stateful, open_engine, words
 

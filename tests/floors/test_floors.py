@@ -34,6 +34,17 @@ ALLOWED = {
     "cli": {"core", "kvchat_kernels", "cache", "model", "engine", "remote", "chat", "tools"}
     | {"terminal", "server", "bench"},
 }
+# What each package of kvchat/model may import of the others. All may import the modules of `BASE`.
+ALLOWED_IN_MODEL = {
+    "files": set(),
+    "gguf": {"files"},
+    "hf": {"files"},
+    "packed": {"hf"},
+    "checkpoint": {"files", "gguf", "hf", "packed"},
+    "cpu": {"packed"},
+    "gpu": {"hf", "packed", "loader", "paged_model"},
+}
+BASE = {"batch", "device", "spec", "state"}
 # Who may import a library; a path names a single file.
 OWNERS = {
     "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "cli/doctor.py"}
@@ -45,10 +56,10 @@ OWNERS = {
     "huggingface_hub": {"model", "cli/models.py"},
     "safetensors": {"model", "bench/peers.py"},
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
-    "tokenizers": {"chat", "model/gguf_tokenizer.py", "model/sentencepiece_file.py"}
+    "tokenizers": {"chat", "model/gguf/tokenizer.py", "model/files/sentencepiece_file.py"}
     | {"model/rounding.py"},
     "gguf": {"model"},
-    "regex": {"model/adapter.py"},
+    "regex": {"model/files/adapter.py"},
     "jinja2": {"chat"},
     "llguidance": {"chat/grammar.py"},
     "xxhash": {"cache"},
@@ -139,6 +150,24 @@ def wrong_imports(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: {library} is not {name}'s to import"
         if package == "core" and library not in sys.stdlib_module_names | {"kvchat"}:
             yield f"{path}:{line}: core imports {library}"
+
+
+def wrong_imports_in_model(path: Path) -> Iterator[str]:
+    """Yield what a file of a package of kvchat/model imports against the rules."""
+    package = path.parent.name
+    for line, module in imported_modules(path):
+        target = module.removeprefix("kvchat.model.").split(".")[0]
+        allowed = ALLOWED_IN_MODEL[package] | BASE | {package}
+        if module.startswith("kvchat.model.") and target not in allowed:
+            yield f"{path}:{line}: model/{package} imports {module}"
+
+
+def test_imports_go_down_in_model_too() -> None:
+    files = [path for path in SOURCES if path.parent.parent == ROOT / "kvchat" / "model"]
+    wrong = [line for path in files for line in wrong_imports_in_model(path)]
+
+    assert {path.parent.name for path in files} == set(ALLOWED_IN_MODEL)
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_go_down_and_libraries_have_owners() -> None:

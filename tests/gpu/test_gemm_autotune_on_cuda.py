@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.fused_parts import Operands, few_rows_linear
-from kvchat.model.gemm_autotune import (
+from kvchat.model.gpu.cuda_graph import CudaGraphs
+from kvchat.model.gpu.fused_parts import Operands, few_rows_linear
+from kvchat.model.gpu.gemm_autotune import (
     ROW_BUCKETS,
     AutotuneCache,
     CudaStopwatch,
@@ -129,7 +129,7 @@ def test_a_kernel_that_lost_is_not_used_and_one_that_won_is(
         runs.append(len(x))
         return few_rows_linear(x, weight, bias)
 
-    monkeypatch.setattr("kvchat.model.fused_parts.few_rows_linear", counted)
+    monkeypatch.setattr("kvchat.model.gpu.fused_parts.few_rows_linear", counted)
     autotune_products(loaded, tmp_path)
     scene = Scene(loaded, CudaGraphs(loaded.device), 16, 200)
 

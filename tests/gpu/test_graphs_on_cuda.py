@@ -11,8 +11,8 @@ from kvchat.bench.engines import complete_all, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.cuda_graph import CudaGraphs
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat_kernels.sampler import RowDraw, sample_tokens
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model

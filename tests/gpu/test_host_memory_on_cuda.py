@@ -14,7 +14,7 @@ from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.cached_contexts import images_of
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 

@@ -11,7 +11,7 @@ import torch
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.rms_norm import rms_norm

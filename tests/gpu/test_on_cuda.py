@@ -8,9 +8,9 @@ import torch
 from kvchat.bench.engines import complete, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.engine.assembly import AssembledEngine, build_engine
-from kvchat.model.packed_experts import has_packed_experts
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.packed.experts import has_packed_experts
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from support.checkpoints import VOCAB_SIZE, never_stopping, save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
 from support.gpu_packs import MIXTURES

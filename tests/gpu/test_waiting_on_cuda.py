@@ -13,7 +13,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.runner import QueuedTokens, Runner
 from kvchat.engine.sampler import SamplingRow, parameters_of
 from kvchat.model.batch import build_batch
-from kvchat.model.cuda_graph import CudaGraphs
+from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks
 from kvchat_kernels.sampler import RowDraw, sample_tokens
 from support.paged_scene import Scene, load_tiny

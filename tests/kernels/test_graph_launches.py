@@ -16,7 +16,7 @@ import kvchat_kernels.paged_attention
 import kvchat_kernels.rms_norm
 import kvchat_kernels.rope_kv_write
 import kvchat_kernels.silu_mul
-from kvchat.model import fused_parts
+from kvchat.model.gpu import fused_parts
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation
 from support.graph_recorder import Recorder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from kvchat.model.cuda_graph import trapping_host_reads
+from kvchat.model.gpu.cuda_graph import trapping_host_reads
 from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import FULL, DeviceSequences

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kvchat.model import unpacking
+from kvchat.model.packed import unpacking
 from kvchat_kernels.linear import group_reading
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
 from kvchat_kernels.linear.group_reading import read_floats, read_groups

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat.model import attention_race
-from kvchat.model.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
-from kvchat.model.gemm_autotune import Pass
+from kvchat.model.gpu import attention_race
+from kvchat.model.gpu.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
+from kvchat.model.gpu.gemm_autotune import Pass
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, Implementation
 from kvchat_kernels.paged_attention.adopted import ADOPTED, StepKind
@@ -271,7 +271,7 @@ def test_off_cuda_nothing_of_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "flashinfer.py").write_text("raise SystemExit('imported')")
     code = (
         "import torch; from types import SimpleNamespace as N\n"
-        "from kvchat.model.attention_race import race_attention\n"
+        "from kvchat.model.gpu.attention_race import race_attention\n"
         "loaded = N(device=torch.device('cpu'), spec=None)\n"
         "print(race_attention(loaded, torch.bfloat16, 16, None, print))\n"
     )

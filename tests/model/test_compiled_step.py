@@ -15,14 +15,15 @@ from transformers import CONFIG_MAPPING
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.kv_storage import kv_geometry
-from kvchat.model import decoder, decoder_families
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu import decoder
+from kvchat.model.cpu import families as decoder_families
+from kvchat.model.cpu.step_operations import Activations
+from kvchat.model.cpu.step_program import embedding_into
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
-from kvchat.model.source import find_model
-from kvchat.model.step_operations import Activations
-from kvchat.model.step_program import embedding_into
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
 from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import save_checkpoint, tiny_model
@@ -315,7 +316,7 @@ def test_a_long_prompt_is_computed_group_by_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prompts by the modules had a stream of bfloat16: a cached prompt got another answer."""
-    step = "kvchat.model.compiled_step"
+    step = "kvchat.model.cpu.compiled_step"
     monkeypatch.setattr(f"{step}.is_fast_by_torch", lambda dtype: is_fast_by_torch)
     loaded = load(tmp_path, "llama", **config)
     model = PagedModel(loaded, pools_of(loaded))
@@ -338,7 +339,7 @@ def test_groups_of_long_contexts_have_fewer_rows(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """128 sequences on 32,768 positions took 256 MiB for what attention makes of their parts."""
-    step = "kvchat.model.compiled_step"
+    step = "kvchat.model.cpu.compiled_step"
     loaded = load(tmp_path, family, weights="int8")
     batch = batch_of([(40, 60), (90, 600), (1, 300)], 1)
     taken: list[int] = []
@@ -388,7 +389,7 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
 def test_a_step_of_several_groups_can_be_abandoned_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.compiled_step._RESULT_BYTES", 1)  # groups of FEW_ROWS
+    monkeypatch.setattr("kvchat.model.cpu.compiled_step._RESULT_BYTES", 1)  # groups of FEW_ROWS
     loaded = load(tmp_path, "llama", weights="int8")
     model = PagedModel(loaded, pools_of(loaded))
     asked = iter([False, True])
@@ -404,7 +405,7 @@ def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Esc waited for the end of a decode step, which takes a large model up to seconds."""
-    monkeypatch.setattr("kvchat.model.compiled_step._WEIGHTS_PER_PIECE", 1 << 10)
+    monkeypatch.setattr("kvchat.model.cpu.compiled_step._WEIGHTS_PER_PIECE", 1 << 10)
     loaded = load(tmp_path, "llama", dtype="float32", weights=weights)
     batch = batch_of(STEPS["a verify of five"])
     model = PagedModel(loaded, pools_of(loaded))
@@ -573,7 +574,7 @@ def test_a_machine_without_a_compiler_runs_the_modules(
     def fails(*_: object) -> None:
         raise RuntimeError("no target")
 
-    monkeypatch.setattr("kvchat.model.compiled_step.StepProgram", fails)
+    monkeypatch.setattr("kvchat.model.cpu.compiled_step.StepProgram", fails)
     loaded = load(tmp_path, "llama", dtype="float32")
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None

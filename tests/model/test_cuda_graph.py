@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvchat.model import cuda_graph
-from kvchat.model.cuda_graph import CudaGraphs
+from kvchat.model.gpu import cuda_graph
+from kvchat.model.gpu.cuda_graph import CudaGraphs
 
 
 class NoCuda:

@@ -9,11 +9,12 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import gpu_memory, loader
+from kvchat.model import loader
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.device import free_bytes
+from kvchat.model.gpu import memory as gpu_memory
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -13,7 +13,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 from kvchat.core.errors import ModelUnsupported
-from kvchat.model.probe import probe
+from kvchat.model.hf.probe import probe
 from support.every_type import causal_types, image_text_types
 from support.models_page import PAGE, TABLE, is_exact_on, load_table, page
 from support.type_matrix import EXACT, REFUSED, WRONG, verdict_of

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import find_model
 from kvchat_kernels.cpu_products import few_sizes
 from support.checkpoints import save_checkpoint, tiny_model
 
@@ -52,7 +52,7 @@ class Shapes(TorchDispatchMode):
 @pytest.fixture
 def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
-    for module in ("kvchat_kernels.linear.cpu", "kvchat.model.compiled_step"):
+    for module in ("kvchat_kernels.linear.cpu", "kvchat.model.cpu.compiled_step"):
         monkeypatch.setattr(f"{module}.is_fast_by_torch", lambda dtype: True)
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 

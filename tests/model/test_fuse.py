@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fuse import Fusing, Fusion
-from kvchat.model.fuse_search import Comparison, LayerSearch
-from kvchat.model.fused_parts import MergedProduct
+from kvchat.model.gpu.fuse import Fusing, Fusion
+from kvchat.model.gpu.fuse_search import Comparison, LayerSearch
+from kvchat.model.gpu.fused_parts import MergedProduct
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from support.fused_models import load_fused, load_plain

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from kvchat.model import fused_parts
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.fused_parts import RmsNorm, gate_of
+from kvchat.model.gpu import fused_parts
+from kvchat.model.gpu.fused_parts import RmsNorm, gate_of
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels import kv_layer

@@ -11,12 +11,12 @@ from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
-from kvchat.model.gathered import cache_over
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.hf.gathered import cache_over
+from kvchat.model.hf.model_class import loads_towers, without_towers
 from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
-from kvchat.model.model_class import loads_towers, without_towers
-from kvchat.model.quantise import is_packed
+from kvchat.model.packed.quantise import is_packed
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat.model.spec import CacheCall
 from support.architectures import GATHERED
 from support.checkpoints import save_checkpoint, tiny_model
@@ -104,7 +104,7 @@ def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvchat.core.errors import ModelUnsupported
-    from kvchat.model.gathered import GatheredSteps
+    from kvchat.model.hf.gathered import GatheredSteps
 
     def fail(*args: object) -> torch.Tensor:
         raise ValueError("position_ids are incorrect")

@@ -17,10 +17,12 @@ import torch
 from torch.nn.functional import linear
 
 from kvchat.core.config import ModelConfig
-from kvchat.model import fused_parts, self_test
+from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece
-from kvchat.model.fused_parts import LinearShape, few_rows_linear
-from kvchat.model.gemm_autotune import (
+from kvchat.model.checkpoint.source import ModelSource, find_model
+from kvchat.model.gpu import fused_parts
+from kvchat.model.gpu.fused_parts import LinearShape, few_rows_linear
+from kvchat.model.gpu.gemm_autotune import (
     ROW_BUCKETS,
     AutotuneCache,
     GemmAutotuner,
@@ -32,7 +34,6 @@ from kvchat.model.gemm_autotune import (
 )
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.self_test import ensure_trusted
-from kvchat.model.source import ModelSource, find_model
 from support.autotuning import Cost, TimedProduct, VirtualStopwatch, layers_of
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fused_models import fused, without_cpu_code

@@ -7,7 +7,7 @@ import huggingface_hub.constants as hub_constants
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import tiny_model
 from support.fake_hub import FakeHub
 from support.gguf_files import write_gguf

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import gguf_tensors
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.compiled_step import compiled_model
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.compiled_step import compiled_model
+from kvchat.model.gguf import tensors as gguf_tensors
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed_experts import ExpertPacks, expert_packs_of
+from kvchat.model.packed.experts import ExpertPacks, expert_packs_of
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
 from support.gguf_families import FAMILIES as MORE_FAMILIES

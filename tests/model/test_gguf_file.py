@@ -9,9 +9,9 @@ import gguf
 import pytest
 
 from kvchat.core.errors import ExitCode, ModelError
-from kvchat.model.gguf_file import read_gguf
-from kvchat.model.identity import content_digest, sample_digest
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.identity import content_digest, sample_digest
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gguf.file import read_gguf
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
 from support.soak_sizes import short_and_long
@@ -94,8 +94,8 @@ def test_flipped_bytes_give_a_model_or_one_sentence(
     size: int, model_file: Path, tmp_path: Path
 ) -> None:
     """Only the header is flipped: what weights are is nothing that could be checked."""
+    from kvchat.model.checkpoint.text_files import read_text_files
     from kvchat.model.loader import inspect_model
-    from kvchat.model.text_files import read_text_files
 
     whole = model_file.read_bytes()
     end = min(t.start for t in read_gguf(model_file).tensors.values())

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.gguf_config import gguf_config
-from kvchat.model.gguf_file import GgufModel, GgufTensor
+from kvchat.model.gguf.config import gguf_config
+from kvchat.model.gguf.file import GgufModel, GgufTensor
 
 _PLAIN = {
     "block_count": 2,

@@ -9,9 +9,9 @@ import pytest
 
 from kvchat.cli.models import list_models
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model.gguf_source import label, ollama_gguf
-from kvchat.model.source import find_model
-from kvchat.model.text_files import read_text_files
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.text_files import read_text_files
+from kvchat.model.gguf.source import label, ollama_gguf
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
 

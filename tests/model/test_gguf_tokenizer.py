@@ -18,8 +18,8 @@ from tokenizers import (
 
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model.gguf_file import GgufModel
-from kvchat.model.gguf_tokenizer import read_gguf_text
+from kvchat.model.gguf.file import GgufModel
+from kvchat.model.gguf.tokenizer import read_gguf_text
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 GOLDEN = (

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model import checkpoint_tensors, gguf_tensors
+from kvchat.model.checkpoint import tensors as checkpoint_tensors
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gguf import tensors as gguf_tensors
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
-from kvchat.model.quantise import is_packed, num_packed_bytes, pack_of, packed_table
+from kvchat.model.packed.quantise import is_packed, num_packed_bytes, pack_of, packed_table
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import tiny_model
 from support.gguf_families import EXTRA, FAMILIES

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvchat.model.batch import SequencePiece
-from kvchat.model.graphs import SHAPES
+from kvchat.model.gpu.graphs import SHAPES
+from kvchat.model.gpu.step_buffers import StepBuffers, StepShape
 from kvchat.model.loader import LoadedModel
-from kvchat.model.step_buffers import StepBuffers, StepShape
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 from support.graph_recorder import Broken, Recorder
 from support.paged_scene import MAX_CONTEXT, Scene, load_tiny

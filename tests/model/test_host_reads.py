@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvchat.model.cuda_graph import NotGraphable, trapping_host_reads
-from kvchat.model.hf_adapter import OWN_ATTENTION, PAGED, freeze_rope, register_attention
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.gpu.cuda_graph import NotGraphable, trapping_host_reads
+from kvchat.model.gpu.step_buffers import StepBuffers, StepShape
+from kvchat.model.hf.module_adapter import OWN_ATTENTION, PAGED, freeze_rope, register_attention
+from kvchat.model.hf.probe import ProbeInconclusive, probe
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.probe import ProbeInconclusive, probe
-from kvchat.model.source import ModelSource
 from kvchat.model.spec import ModelSpec
-from kvchat.model.step_buffers import StepBuffers, StepShape
 from support.architectures import SUPPORTED
 from support.checkpoints import tiny_config
 from support.specimens import Specimen

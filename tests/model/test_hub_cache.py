@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.local_models import local_models
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.local_models import local_models
+from kvchat.model.checkpoint.source import find_model
 
 WHOLE, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 

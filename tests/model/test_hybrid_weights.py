@@ -8,13 +8,13 @@ from torch import nn
 
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.hf.probe import probe
+from kvchat.model.hf.weight_reads import watching_reads
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed_experts import expert_packs_of
-from kvchat.model.probe import probe
-from kvchat.model.quantise import pack_of
+from kvchat.model.packed.experts import expert_packs_of
+from kvchat.model.packed.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
-from kvchat.model.weight_reads import watching_reads
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
 from support.hybrid_files import HYBRIDS, write_hybrid

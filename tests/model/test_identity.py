@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.identity import _remember, content_digest, sample_digest
-from kvchat.model.source import ModelSource, find_model
+from kvchat.model.checkpoint.identity import _remember, content_digest, sample_digest
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 

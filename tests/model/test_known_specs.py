@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model import known_specs, loader
-from kvchat.model.config_limits import ParameterLimit
-from kvchat.model.known_specs import KnownSpecs, spec_key
+from kvchat.model import loader
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.hf import known_specs
+from kvchat.model.hf.config_limits import ParameterLimit
+from kvchat.model.hf.known_specs import KnownSpecs, spec_key
+from kvchat.model.hf.probe import probe
 from kvchat.model.loader import inspect_model
-from kvchat.model.probe import probe
-from kvchat.model.source import find_model
 from kvchat.model.spec import ModelSpec
 from support.architectures import GATHERED, SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
@@ -86,7 +87,7 @@ def test_the_key_tells_of_every_change(tmp_path: Path, monkeypatch: pytest.Monke
     keys.append(spec_key(tiny_config("llama", num_hidden_layers=3), _LIMIT))
     for name in ("torch.__version__", "transformers.__version__"):
         with monkeypatch.context() as changed:
-            changed.setattr(f"kvchat.model.known_specs.{name}", "0.0")
+            changed.setattr(f"kvchat.model.hf.known_specs.{name}", "0.0")
             keys.append(spec_key(config, _LIMIT))
     assert spec_key(tiny_config("llama"), _LIMIT) == keys[0]
     own.write_text("another")

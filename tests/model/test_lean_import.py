@@ -14,13 +14,13 @@ import pytest
 from support.checkpoints import save_checkpoint, tiny_model
 from support.other_process import run_python, start_python
 
-_LEAN = "from kvchat.model.lean_import import import_transformers\nimport_transformers()\n"
+_LEAN = "from kvchat.model.hf.lean_import import import_transformers\nimport_transformers()\n"
 _LOGITS = """
 import sys, torch
 from pathlib import Path
 from kvchat.core.config import ModelConfig
 from kvchat.model.loader import load_model
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 source = find_model({path!r})
 state = Path({path!r}) / "state"
 module = load_model(source, ModelConfig(source.name, "cpu"), None, lambda event: None, state).module
@@ -120,8 +120,8 @@ print(sorted(set(transformers.__all__)), len(set(transformers.models.__all__)))
 def test_an_operator_without_memory_is_imported_when_a_model_uses_it(lean: Forks) -> None:
     program = """
 import sys, torch
-from kvchat.model.lean_import import import_meta_operators
-from kvchat.model.model_class import on_meta, operators_on_meta
+from kvchat.model.hf.lean_import import import_meta_operators
+from kvchat.model.hf.model_class import on_meta, operators_on_meta
 with on_meta():
     tokens, table = torch.nn.Embedding(9, 4), 1 / (torch.arange(0, 4, 2.0) + 1)
     layer = torch.nn.Conv1d(4, 4, 3)
@@ -170,7 +170,7 @@ def test_torch_is_the_same_with_its_library_loaded_ahead() -> None:
     program = """
 import sys
 from pathlib import Path
-from kvchat.model import lean_import
+from kvchat.model.hf import lean_import
 lean_import.load_library()
 print("torch" in sys.modules, "libtorch_cpu" in Path("/proc/self/maps").read_text())
 lean_import.import_transformers()
@@ -186,7 +186,7 @@ def test_the_search_for_garbage_goes_on_after_an_import(was_enabled: bool) -> No
     """Also after one that failed; and where it was off it stays off."""
     program = f"""
 import gc
-from kvchat.model.lean_import import without_collection
+from kvchat.model.hf.lean_import import without_collection
 gc.enable() if {was_enabled} else gc.disable()
 try:
     with without_collection():
@@ -202,7 +202,7 @@ def test_a_model_that_is_replaced_is_found_as_garbage() -> None:
     """Each load froze all that was there: after /model the old model's memory was never freed."""
     program = """
 import gc, weakref
-from kvchat.model.lean_import import without_collection
+from kvchat.model.hf.lean_import import without_collection
 with without_collection():
     pass
 class Model: pass
@@ -225,7 +225,7 @@ def test_what_the_stand_in_lacks_costs_the_plain_import_only() -> None:
     """
     program = """
 import os, sys, torch
-from kvchat.model import lean_import
+from kvchat.model.hf import lean_import
 def refuses(self, function=None, *_, **__):
     raise TypeError
 for lacking in ("disable", "allow_in_graph", "assume_constant_result"):

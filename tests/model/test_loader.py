@@ -14,9 +14,9 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.engine.assembly import build_engine
-from kvchat.model.checkpoint_files import read_header
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.files.checkpoint_files import read_header
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 Tensors = dict[str, torch.Tensor]

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
-from kvchat.model.adapter import read_adapter
-from kvchat.model.identity import content_digest, sample_digest
+from kvchat.model.checkpoint.identity import content_digest, sample_digest
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.files.adapter import read_adapter
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 Tensors = dict[str, torch.Tensor]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvchat.model.probe import UnknownMask, read_span
+from kvchat.model.hf.probe import UnknownMask, read_span
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

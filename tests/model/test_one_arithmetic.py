@@ -12,11 +12,11 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.decoder_reader import read_decoder
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model, read_plain_module
+from kvchat.model.packed.quantise import pack_of, round_activations
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.quantise import pack_of, round_activations
-from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
@@ -74,7 +74,7 @@ def logits(
 def test_a_prompt_its_cached_rows_and_an_answer_are_the_same_numbers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.model.compiled_step.is_fast_by_torch", lambda dtype: False)
+    monkeypatch.setattr("kvchat.model.cpu.compiled_step.is_fast_by_torch", lambda dtype: False)
     loaded = of_file(tmp_path, kind)
 
     cold = logits(loaded, [len(IDS)])
@@ -90,7 +90,7 @@ def test_logits_are_those_of_float32_but_for_the_kv(
     family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms, biases, tables in blocks, angles and Gemma's factor are not rounded to bfloat16."""
-    monkeypatch.setattr("kvchat.model.checkpoint_tensors._LARGE_TABLE_BYTES", 1)
+    monkeypatch.setattr("kvchat.model.checkpoint.tensors._LARGE_TABLE_BYTES", 1)
     loaded = of_file(tmp_path, kind, family)
     exact = read_plain_module(loaded.source, torch.float32, "eager")
     with torch.inference_mode():
@@ -123,7 +123,7 @@ def test_activations_of_large_models_have_8_bits_beside_weights_of_4(
     layer = loaded.module.get_submodule("model.layers.0.mlp.down_proj")
     assert pack_of(layer).weights.layout.rounding is Rounding.BYTES
 
-    monkeypatch.setattr("kvchat.model.quantise._MOST_EXACT_WEIGHTS", 1000)
+    monkeypatch.setattr("kvchat.model.packed.quantise._MOST_EXACT_WEIGHTS", 1000)
     round_activations(loaded.module)
 
     assert pack_of(layer).weights.layout.rounding is Rounding.BYTE

@@ -12,12 +12,13 @@ from safetensors import safe_open
 from kvchat.cache.disk.weight_files import NewFile, WeightFiles
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import loader, packed_matrices
+from kvchat.model import loader
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed_experts import ExpertPacks, expert_packs_of
-from kvchat.model.quantise import pack_of
+from kvchat.model.packed import matrices as packed_matrices
+from kvchat.model.packed.experts import ExpertPacks, expert_packs_of
+from kvchat.model.packed.quantise import pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import ModelSource, find_model
 from kvchat_kernels.linear import cpu
 from support.checkpoints import save_checkpoint, tiny_model
 from support.stateful_models import _DELTA

@@ -10,19 +10,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-import kvchat.model.quantise as packing
+import kvchat.model.packed.quantise as packing
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.model import gpu_memory, loader
-from kvchat.model.graphs import SHAPES
+from kvchat.model import loader
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu import memory as gpu_memory
+from kvchat.model.gpu.graphs import SHAPES
 from kvchat.model.loader import load_model
-from kvchat.model.packed_experts import (
+from kvchat.model.packed.experts import (
     DeviceExpertPacks,
     ExpertPacks,
     expert_packs_of,
     has_packed_experts,
 )
-from kvchat.model.quantise import (
+from kvchat.model.packed.quantise import (
     DevicePack,
     DeviceProducts,
     pack_of,
@@ -30,7 +32,6 @@ from kvchat.model.quantise import (
     weight_bytes,
 )
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat_kernels.experts import MAX_ROWS
 from kvchat_kernels.linear import blocks
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised, quantised

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.model.identity import sample_digest
+from kvchat.model.checkpoint.identity import sample_digest
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed_weights import PackedTensor, Packing, unpacked
-from kvchat.model.quantise import is_packed, pack_of
+from kvchat.model.packed.formats import PackedTensor, Packing, unpacked
+from kvchat.model.packed.quantise import is_packed, pack_of
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import dequantised
 from support import packers
 from support.checkpoints import save_checkpoint, tiny_model

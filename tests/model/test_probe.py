@@ -10,11 +10,11 @@ from torch import nn
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelUnsupported
-from kvchat.model import probe as probe_module
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.hf import probe as probe_module
+from kvchat.model.hf.probe import ProbeInconclusive, probe
 from kvchat.model.loader import inspect_model, load_model
-from kvchat.model.probe import ProbeInconclusive, probe
 from kvchat.model.self_test import compare_with_own, ensure_trusted
-from kvchat.model.source import find_model
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
 from support.architectures import GATHERED, REFUSED, SUPPORTED

@@ -11,11 +11,11 @@ from torch import nn
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
-from kvchat.model.fused_parts import MergedProduct
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu.fused_parts import MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import pack_of, use_packed
+from kvchat.model.packed.quantise import pack_of, use_packed
 from kvchat.model.self_test import compare_with_own
-from kvchat.model.source import find_model
 from kvchat_kernels.linear.blocks import quantised
 from kvchat_kernels.linear.cpu import FloatProduct
 from support.architectures import SUPPORTED

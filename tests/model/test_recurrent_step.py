@@ -10,14 +10,14 @@ import torch
 from kvchat.core.config import ModelConfig
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
-from kvchat.model.compiled_step import CompiledStep
-from kvchat.model.decoder import Decoder
-from kvchat.model.decoder_reader import read_decoder
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.compiled_step import CompiledStep
+from kvchat.model.cpu.decoder import Decoder
+from kvchat.model.cpu.reader import read_decoder
+from kvchat.model.cpu.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import StatefulModel
-from kvchat.model.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
 from kvchat.model.self_test import compare_with_own, ensure_trusted
-from kvchat.model.source import find_model
 from kvchat.model.state import StateIo
 from kvchat_kernels.state_buffer import StateBuffer
 from support.checkpoints import save_checkpoint, tiny_model

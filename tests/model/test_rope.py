@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.hf_adapter import freeze_rope
+from kvchat.model.hf.module_adapter import freeze_rope
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from support.architectures import SUPPORTED

@@ -10,11 +10,11 @@ from kvchat.cli import models
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model import rounding
-from kvchat.model.identity import sample_digest
+from kvchat.model.checkpoint.identity import sample_digest
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import pack_of
+from kvchat.model.packed.quantise import pack_of
 from kvchat.model.rounding import Effect, divergences, known_effect
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 FEW, MANY = "self_attn.v_proj", "mlp.up_proj"

@@ -13,14 +13,15 @@ from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.engine.kv_storage import kv_geometry
-from kvchat.model import gemm_autotune, self_test
+from kvchat.model import self_test
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.compiled_step import CompiledStep
-from kvchat.model.fused_parts import FusedAttention
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.compiled_step import CompiledStep
+from kvchat.model.gpu import gemm_autotune
+from kvchat.model.gpu.fused_parts import FusedAttention
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own, ensure_faster_reads, ensure_trusted
-from kvchat.model.source import find_model
 from kvchat_kernels.kv_layer import KvLayer
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fused_models import load_fused
@@ -361,7 +362,7 @@ def test_fused_layers_over_rounded_kv_pass_once(
     name: str, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over any KV but plain, every module of a GPU's model once ran its own code."""
-    monkeypatch.setattr("kvchat.model.fused_parts.takes_kernels", lambda x: has_kernels)
+    monkeypatch.setattr("kvchat.model.gpu.fused_parts.takes_kernels", lambda x: has_kernels)
     loaded = load_fused(tmp_path / "model", name, "float32")
     assert loaded.fusing is not None
     assert str(loaded.fusing.fusion).startswith("2 layers")

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.model.sentencepiece_file import read_pieces, sentencepiece_tokenizer
-from kvchat.model.source import find_model
-from kvchat.model.text_files import TextFiles, read_text_files
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.text_files import TextFiles, read_text_files
+from kvchat.model.files.sentencepiece_file import read_pieces, sentencepiece_tokenizer
 from support.checkpoints import save_checkpoint, tiny_model
 
 _HERE = Path(__file__).parent / "sentencepiece"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from kvchat.model.source import demo_directory
+from kvchat.model.checkpoint.source import demo_directory
 
 TARGET, DRAFT = demo_directory("target"), demo_directory("draft")
 MANIFEST = TARGET.parent / "manifest.json"

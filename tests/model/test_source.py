@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import errors as hub_errors
 
 from kvchat.core.errors import ExitCode, ModelError
-from kvchat.model import source as source_module
-from kvchat.model.source import demo_directory, find_model
+from kvchat.model.checkpoint import source as source_module
+from kvchat.model.checkpoint.source import demo_directory, find_model
 from support.other_process import run_python
 
 
@@ -92,7 +92,7 @@ def test_an_unreachable_hub_is_told_at_once(tmp_path: Path) -> None:
         import os, sys
         os.environ.update(HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=sys.argv[1])
         from kvchat.core.errors import ModelError
-        from kvchat.model.source import find_model
+        from kvchat.model.checkpoint.source import find_model
         try:
             find_model("org/model")
         except ModelError as error:
@@ -197,7 +197,7 @@ def test_looking_for_a_model_imports_neither_torch_nor_transformers() -> None:
     assert source_module.__file__
     output = run_python(
         """
-        import sys, kvchat.model.source
+        import sys, kvchat.model.checkpoint.source
         print("torch" in sys.modules, "transformers" in sys.modules)
         """
     )

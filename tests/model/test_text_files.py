@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.source import ModelSource, TextFiles
-from kvchat.model.text_files import read_text_files
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.text_files import read_text_files
+from kvchat.model.files.text_settings import TextFiles
 from support.tokenizer_zoo import byte_level
 
 

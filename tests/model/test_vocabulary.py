@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.source import ModelSource
-from kvchat.model.text_files import same_vocabulary
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.checkpoint.text_files import same_vocabulary
 
 
 def saved(directory: Path, content: Any) -> ModelSource:

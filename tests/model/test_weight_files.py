@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
 from kvchat.model import loader
-from kvchat.model.identity import content_digest, sample_digest
+from kvchat.model.checkpoint.identity import content_digest, sample_digest
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.source import ModelSource, find_model
 from support.checkpoints import save_checkpoint, tiny_model
 
 INDEX = "model.safetensors.index.json"

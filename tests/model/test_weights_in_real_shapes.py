@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import ModelSource
 from support.real_shapes import REAL_SHAPES, save_random
 from support.soak_sizes import short_and_long
 

@@ -20,7 +20,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_model
 
 LONGEST = 400

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import linear
 
-from kvchat.model.fused_parts import LinearShape, Operands
-from kvchat.model.gemm_autotune import ROW_BUCKETS, GemmAutotuner, LinearFunction, Pass
+from kvchat.model.gpu.fused_parts import LinearShape, Operands
+from kvchat.model.gpu.gemm_autotune import ROW_BUCKETS, GemmAutotuner, LinearFunction, Pass
 from kvchat_kernels.skinny_linear import skinny_linear
 
 Cost = Callable[[int, torch.Tensor], float]

@@ -219,8 +219,8 @@ def main() -> None:
     from kvchat.core.config import ModelConfig
     from kvchat.core.errors import ExitCode, KvchatError
     from kvchat.engine.assembly import load_trusted
-    from kvchat.model.identity import content_digest
-    from kvchat.model.source import find_model
+    from kvchat.model.checkpoint.identity import content_digest
+    from kvchat.model.checkpoint.source import find_model
 
     torch.set_num_threads(1)
     os.environ["TMPDIR"] = work

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import linear, silu
 
-from kvchat.model.cuda_graph import trapping_host_reads
+from kvchat.model.gpu.cuda_graph import trapping_host_reads
 from kvchat_kernels.experts import MAX_ROWS, block_experts
 from kvchat_kernels.experts.kernel import Groups, group_launch
 from kvchat_kernels.experts.reference import block_experts_reference

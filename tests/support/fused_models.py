@@ -6,9 +6,9 @@ from pathlib import Path
 from torch import nn
 
 from kvchat.core.config import ModelConfig
-from kvchat.model.fuse import Fusing
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu.fuse import Fusing
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 

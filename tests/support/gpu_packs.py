@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-import kvchat.model.packed_experts as packing_of_experts
-import kvchat.model.quantise as packing
+import kvchat.model.packed.experts as packing_of_experts
+import kvchat.model.packed.quantise as packing
 from kvchat.core.config import ModelConfig
-from kvchat.model.fuse import Fusing
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu.fuse import Fusing
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.quantise import quantise
-from kvchat.model.source import find_model
+from kvchat.model.packed.quantise import quantise
 from kvchat_kernels.linear.blocks import quantised, quantised_matrices
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model

@@ -6,7 +6,7 @@ tables of a later step reach it by another way, as none reach a graph.
 
 from collections.abc import Callable
 
-from kvchat.model.graphs import StepOutput
+from kvchat.model.gpu.graphs import StepOutput
 
 Step = Callable[[], StepOutput]
 

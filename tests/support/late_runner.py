@@ -11,7 +11,7 @@ import torch
 
 from kvchat.engine.runner import QueuedTokens, Runner
 from kvchat.model.batch import SequencePiece
-from kvchat.model.graphs import GraphRunner
+from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.sampler import RowDraw
 

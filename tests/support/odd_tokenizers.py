@@ -14,7 +14,7 @@ from tokenizers import (
     processors,
 )
 
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 from support.tokenizer_zoo import CHATML, CONTROL
 
 GPT2_END = "<|endoftext|>"

@@ -11,10 +11,10 @@ import torch
 
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.graphs import Capturing, GraphRunner
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gpu.graphs import Capturing, GraphRunner
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import find_model
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvchat.model.source import ModelSource, find_model
+from kvchat.model.checkpoint.source import ModelSource, find_model
 
 # name -> (model type, settings)
 REAL_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

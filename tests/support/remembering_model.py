@@ -18,7 +18,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample, sample_seed
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.hf_adapter import StepContext
+from kvchat.model.hf.module_adapter import StepContext
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 40

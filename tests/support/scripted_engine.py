@@ -32,7 +32,7 @@ from kvchat.core.events import (
 from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, TokenLogprobs, Usage
 from kvchat.engine.request import RequestSpec
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 from support.template_zoo import TOOLS_AS_JSON
 
 _SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|start|>", "<|end|>", "<|eos|>")

@@ -22,10 +22,10 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
-from kvchat.model.compiled_step import compiled_model
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.compiled_step import compiled_model
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
-from kvchat.model.source import find_model
 from kvchat.model.spec import LayerSpec
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model

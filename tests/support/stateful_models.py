@@ -18,8 +18,8 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import engine_around, no_drafts
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint, tiny_model
 from support.models_page import load_table
 

@@ -16,7 +16,7 @@ from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
-from kvchat.model.source import find_model
+from kvchat.model.checkpoint.source import find_model
 
 BLOCK_SIZE = 8
 DISK = Size(num_bytes=1 << 30)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from kvchat.model.source import TextFiles
+from kvchat.model.files.text_settings import TextFiles
 
 START, END = "<|im_start|>", "<|im_end|>"
 CONTROL = ["<unk>", "<s>", "</s>", START, END]

@@ -25,8 +25,8 @@ from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model import self_test
+from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel
-from kvchat.model.source import find_model
 from support.checkpoints import save_checkpoint
 from support.every_type import every_config, every_model
 from support.greedy_answer import greedy_answer

@@ -2,7 +2,7 @@
 
 A first kernel looks whether float16 holds all of them, and whether zeros are all the middle; a
 second one writes what its answer asks for. The numbers are those of the plain form
-(`kvchat/model/unpacking.py`), bit by bit: float32, each product rounded by itself.
+(`kvchat/model/packed/unpacking.py`), bit by bit: float32, each product rounded by itself.
 """
 
 from collections.abc import Callable

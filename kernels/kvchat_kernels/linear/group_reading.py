@@ -1,6 +1,6 @@
 """Reads stored groups of columns by compiled code, each tensor once: into blocks, or as floats.
 
-The plain forms are `Grouped.blocks` and `Grouped.weight` of `kvchat/model/unpacking.py`.
+The plain forms are `Grouped.blocks` and `Grouped.weight` of `kvchat/model/packed/unpacking.py`.
 """
 
 import logging

@@ -1,0 +1,213 @@
+"""The tensors of a checkpoint as transformers receives them: as they are in the files, or unpacked.
+
+Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from kvchat.core.errors import ModelError
+from kvchat.core.events import LoadProgress
+from kvchat.model.checkpoint.source import ModelSource
+from kvchat.model.device import dtype_name, free_bytes
+from kvchat.model.files.checkpoint_files import read_json
+from kvchat.model.hf.model_class import class_and_config, on_meta
+from kvchat.model.packed.experts import expert_tensors
+from kvchat.model.packed.formats import PackedTensor, Packing, packing_of, unpacked
+from kvchat_kernels.linear.blocks import BlockWeights
+
+# A row that is looked up in blocks costs 0.15 ms more: a small model's step should not pay that.
+_LARGE_TABLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensors:
+    """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile.
+
+    `blocks` are weights of linear layers and experts that stay in their blocks, matrices by the
+    tensor's name as GgufTensors has them; `tensors` has zeros for them. `precise` is as there.
+    """
+
+    tensors: Mapping[str, torch.Tensor | PackedTensor]
+    dtype: torch.dtype | None
+    stage: str
+    blocks: dict[str, tuple[BlockWeights, ...]] = field(default_factory=dict)
+    precise: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def read_tensors(
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    progress: Callable[[LoadProgress], None],
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str] = (),
+) -> CheckpointTensors:
+    """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
+
+    What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
+    in the file: linear layers but those of `read_elsewhere`, and plain experts of GGUF files on a
+    CPU. None unpacks all.
+
+    Raises ModelError if packed weights are damaged, or take more memory than is free.
+    """
+    if source.gguf is not None:
+        wanted = dtype or hf_config.dtype
+        return _read_gguf(
+            source, source.gguf, hf_config, wanted, progress, blocks_on, read_elsewhere
+        )
+    found = _read_safetensors(source, hf_config, dtype, blocks_on, read_elsewhere)
+    progress(LoadProgress(found.stage, 0.0))
+    return found
+
+
+def _read_gguf(
+    source: ModelSource,
+    gguf: Any,
+    hf_config: Any,
+    dtype: torch.dtype,
+    progress: Any,
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
+) -> CheckpointTensors:
+    from kvchat.model.gguf.config import architecture_of
+    from kvchat.model.gguf.tensors import read_gguf_tensors, stage_of
+
+    if source.marks() != gguf.marks:
+        raise ModelError(f"{source.name} changed after it was found.", "Start again.")
+    model_class, config = class_and_config(hf_config)
+    with on_meta():
+        module = model_class(config)
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    wanted: list[tuple[str, ...]] = []
+    for_cpu = blocks_on is not None and blocks_on.type == "cpu"
+    if blocks_on is not None:
+        wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
+        wanted += expert_tensors(module)
+    head = _tied_head(module)
+    if for_cpu and (head is None or (head,) in wanted):  # else the head reads the table as it is
+        wanted += [(name,) for name in _large_tables(module, dtype)]
+    stage = stage_of(gguf, dtype, blocks_on is not None)
+    architecture = architecture_of(gguf, source.name)
+    progress(LoadProgress(stage, 0.0))
+
+    def tick(share: float) -> None:
+        progress(LoadProgress(stage, share))
+
+    found = read_gguf_tensors(
+        gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
+    )
+    return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise)
+
+
+def _tied_head(module: Any) -> str | None:
+    """Return the name of the weights of a head that are the embeddings' too; None for others."""
+    head, table = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not table.weight:
+        return None
+    return next(f"{name}.weight" for name, layer in module.named_modules() if layer is head)
+
+
+def _linear_names(module: nn.Module, read_elsewhere: Collection[str]) -> frozenset[str]:
+    """Return the names of the weights of the linear layers that are called."""
+    layers = module.named_modules()
+    return frozenset(
+        f"{name}.weight"
+        for name, layer in layers
+        if type(layer) in (nn.Linear, Conv1D) and name not in read_elsewhere
+    )
+
+
+def _large_tables(module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Return the names of the tables of embeddings that are worth unpacking row by row."""
+    tables = (
+        (name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)
+    )
+    return [
+        f"{name}.weight"
+        for name, part in tables
+        if part.weight.numel() * dtype.itemsize >= _LARGE_TABLE_BYTES
+    ]
+
+
+def _read_safetensors(
+    source: ModelSource,
+    hf_config: Any,
+    dtype: torch.dtype | None,
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
+) -> CheckpointTensors:
+    tensors = _mapped(source)
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    if packing is None:
+        return CheckpointTensors(tensors, dtype, "loading weights")
+    if dtype is None:
+        own = getattr(hf_config, "dtype", None)
+        dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
+    loose = unpacked(tensors, packing, dtype, source.name)
+    blocks: dict[str, tuple[BlockWeights, ...]] = {}
+    if blocks_on is not None:
+        blocks = _in_blocks(loose, hf_config, blocks_on, read_elsewhere)
+    for name in blocks:
+        loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
+    stage = _size_said(loose, packing, dtype, source.name)
+    if blocks and not any(isinstance(tensor, PackedTensor) for tensor in loose.values()):
+        stage = f"loading {packing.title} weights in blocks"
+    return CheckpointTensors(loose, dtype, stage, blocks)
+
+
+def _in_blocks(
+    tensors: Mapping[str, torch.Tensor | PackedTensor],
+    hf_config: Any,
+    blocks_on: torch.device,
+    read_elsewhere: Collection[str],
+) -> dict[str, tuple[BlockWeights, ...]]:
+    """Return the linear layers whose packed weights blocks hold exactly, for products there."""
+    model_class, config = class_and_config(hf_config)
+    with on_meta():
+        names = _linear_names(model_class(config), read_elsewhere)
+    found: dict[str, tuple[BlockWeights, ...]] = {}
+    for name in sorted(names):
+        tensor = tensors.get(name)
+        if not isinstance(tensor, PackedTensor):
+            continue
+        blocks = tensor.blocks(is_interleaved=blocks_on.type == "cpu")
+        if blocks is not None:
+            found[name] = (blocks,)
+    return found
+
+
+def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
+    """Return every tensor of the weight files, memory-mapped: data is read at first use.
+
+    If two files hold a tensor of the same name, the later file wins, as in transformers.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in source.weight_files:
+        with safe_open(path, framework="pt") as file:
+            tensors.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    return tensors
+
+
+def _size_said(
+    tensors: Mapping[str, torch.Tensor | PackedTensor],
+    packing: Packing,
+    dtype: torch.dtype,
+    name: str,
+) -> str:
+    """Return the stage's name with the memory; raises ModelError if that is more than is free."""
+    packed = [tensor for tensor in tensors.values() if isinstance(tensor, PackedTensor)]
+    num_bytes = sum(tensor.num_bytes for tensor in packed)
+    if num_bytes > free_bytes(torch.device("cpu")):
+        raise ModelError(
+            f"The {packing.title} weights of {name} take {num_bytes >> 20:,} MiB unpacked, more "
+            "than is free.",
+            "Use a smaller model.",
+        )
+    return f"unpacking {packing.title} to {dtype_name(dtype)}, {num_bytes >> 20:,} MiB"

@@ -1,0 +1,285 @@
+"""CompiledStep: steps of a model of the Llama family as one compiled program.
+
+The program (`kvchat_kernels.cpu.program`) runs all layers and the head in one call: between Python
+and the next Python there is no operator of torch. Weights are those of the module, read where they
+lie. Activations are float32 throughout, so a step is nearer to exact than transformers' own forward
+in 16 bits. That both compute the same model is for the self-test to show.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from kvchat.model.batch import ForwardBatch
+from kvchat.model.cpu.decoder import Decoder, DecoderAttention, num_weights
+from kvchat.model.cpu.reader import read_decoder
+from kvchat.model.cpu.recurrent_prefill import replace_recurrences
+from kvchat.model.cpu.step_operations import Unfit
+from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
+from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.spec import ModelSpec
+from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
+from kvchat_kernels.cpu_products import is_fast_by_torch
+from kvchat_kernels.kv_layer import KvLayer
+from kvchat_kernels.linear.blocks import BlockWeights
+from kvchat_kernels.paged_attention import PagedSequences
+
+_log = logging.getLogger(__name__)
+
+# With fewer weights in all, a thread more costs more than it saves.
+_WEIGHTS_PER_THREAD = 1 << 20
+# After so many weights a step may be abandoned: one row takes about 5 ms to there, 16 rows 30. With
+# more rows than the second it may be earlier, as many times.
+_WEIGHTS_PER_PIECE, _ROWS_OF_PIECE = 1 << 25, 32
+# Prompts with a state have kernels (`recurrent_prefill.py`) that keep it in the fastest cache: 400
+# rows of Granite's 0.3 B hybrid in 4 bits took twice as long here. So many rows are computed here,
+# and so many of one sequence.
+_MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE = 4 * FEW_ROWS, FEW_ROWS
+# Where torch multiplies float weights as they are: in float32, which its modules have a stream of
+# too, and by instructions for the weights' 16 bits. With those, 512 rows of a 0.4 B model took a
+# seventh of the time on a Xeon with AMX: a near tie may end otherwise than in a cached prompt.
+_MOST_ROWS_BESIDE_TORCH, _MOST_OF_ONE_BESIDE_TORCH = 4 * FEW_ROWS, FEW_ROWS
+# Any number. All rows of other models are computed here, in one arithmetic: a prompt that is read
+# anew and one that comes from the cache get the same answer.
+_ALL_ROWS = 1 << 30
+# Bytes of attention's results, by parts of contexts, that the rows of a group may have. In an 8 B
+# model 128 sequences that share 32,768 positions would have 256 MiB, and a layer's attention, in
+# which nothing asks for a stop, would be as much longer. No group is smaller than FEW_ROWS for it.
+_RESULT_BYTES = 1 << 26
+
+
+class CompiledStep:
+    """Runs steps over the pools it was made for, in groups of up to MAX_ROWS rows; `most_rows` says
+    which steps it takes. One step at a time.
+    """
+
+    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
+        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
+        self._decoder = decoder
+        self._parts = StepProgram(decoder, pools)
+        self._vocab_size = decoder.head.num_out
+        self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
+        self._prepared: tuple[int, ...] = ()  # what the program's units are set for
+        self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
+        self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
+        parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
+        weights = next(parts).matrices[-1].weights
+        self._most_rows, self._most_of_one = most_rows(decoder, weights)
+        self._takes_prompts = all(part.takes_prompts for part in _recurrent_parts(decoder))
+
+    def logits(
+        self,
+        batch: ForwardBatch,
+        check: Callable[[], None] | None = None,
+        states: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor | None:
+        """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
+
+        None, and nothing was done, for a step that is too large. `check` is called between groups
+        of rows, and within them where a model is large. It may raise StepAbandoned.
+
+        Of a model with recurrent layers, `states` are the bytes of each sequence's StateBuffer.
+        They are changed, and undefined if it raises, which it does only by `check` once it has
+        begun.
+        """
+        sequences = batch.sequences
+        if not isinstance(sequences, PagedSequences):
+            return None
+        num_rows = batch.token_ids.shape[0]
+        assert len(states) == (len(sequences.query_lens) if self._decoder.state else 0)
+        if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
+            return None
+        if not (self._takes_prompts or _has_only_decodes(sequences)):
+            return None
+        size = self._rows_of_group(max(sequences.context_lens))
+        if num_rows <= size:
+            return self._run(batch, states, check)
+        rows = []
+        for start in range(0, num_rows, size):
+            if start and check is not None:
+                check()
+            part, of_part = _part(batch, states, start, min(start + size, num_rows))
+            rows.append(self._run(part, of_part, check))
+        return torch.cat(rows)
+
+    def _rows_of_group(self, context_len: int) -> int:
+        """Return the most rows of a group of which none sees more positions than this."""
+        parts = self._parts.parts.values()
+        each = max((of_kind.result_bytes(context_len) for of_kind in parts), default=1)
+        return max(FEW_ROWS, min(MAX_ROWS, _RESULT_BYTES // each))
+
+    def _run(
+        self,
+        batch: ForwardBatch,
+        states: Sequence[torch.Tensor],
+        check: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        sequences = batch.sequences
+        assert isinstance(sequences, PagedSequences)
+        self._embed(batch, max(sequences.context_lens))
+        logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
+        self._set(batch, sequences, logits)
+        self._set_states(sequences, states)
+        num_threads = min(torch.get_num_threads(), self._most_threads)
+        num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
+        self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
+        return self._finished(logits)
+
+    def _embed(self, batch: ForwardBatch, end: int) -> None:
+        """Write the rows of the stream and their angles; all positions are below `end`."""
+        self._embed_into(batch.token_ids)
+        if self._decoder.side_inputs is not None and self._parts.side is not None:
+            side = self._decoder.side_inputs(batch.token_ids)
+            self._parts.side[: len(side)] = side.flatten(1)
+        if self._decoder.embedding_factor != 1.0:
+            self._parts.stream[: batch.token_ids.shape[0]] *= self._decoder.embedding_factor
+        for angles in self._parts.angles.values():
+            angles.set(batch.positions, end)
+        if self._parts.query_factors is not None:
+            self._parts.query_factors.set(batch.positions)
+
+    def _set_states(self, sequences: PagedSequences, states: Sequence[torch.Tensor]) -> None:
+        """Write which rows are of which sequence, where layers keep a state of it."""
+        row = 0
+        for index, (count, state) in enumerate(zip(sequences.query_lens, states, strict=False)):
+            self._parts.sequences[index] = row, count, state.data_ptr()
+            row += count
+
+    def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
+        """Write the headers, and the number of units of each operation."""
+        parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
+        parts.header[Header.NUM_ROWS] = num_rows
+        parts.header[Header.SLOTS] = batch.slot_mapping.data_ptr()
+        parts.head_header[Header.NUM_ROWS] = num_logits
+        parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
+        parts.logits_address[:] = logits.data_ptr()
+        num_jobs = [of_kind.set(sequences) for of_kind in parts.parts.values()]
+        num_sequences = len(sequences.query_lens)
+        prepared = (num_rows, num_logits, num_sequences, *num_jobs)
+        if self._prepared != prepared:
+            self._prepare(num_rows, num_logits, num_sequences, num_jobs)
+            self._prepared = prepared
+
+    def _prepare(
+        self, num_rows: int, num_logits: int, num_sequences: int, num_jobs: Sequence[int]
+    ) -> None:
+        """Write the numbers of units; a step that only follows another one has the same."""
+        parts = self._parts
+        units = parts.program.units
+        for (kind, of_kind), count in zip(parts.parts.items(), num_jobs, strict=True):
+            units[parts.of_parts[kind]] = count * of_kind.num_kv_heads
+        units[parts.of_rows] = num_rows
+        units[parts.of_picked] = num_logits
+        units[parts.of_sequences] = parts.sequence_units * num_sequences
+        units[parts.of_head] = parts.head_units if num_logits else 0
+        if parts.has_pairs:
+            parts.set_pairs(num_rows)
+        parts.program.prepare()
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        decoder = self._decoder
+        if decoder.logits_divisor != 1.0:
+            logits /= decoder.logits_divisor
+        if decoder.logits_softcap is not None:
+            logits.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
+        return logits
+
+
+def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
+    """Return the most rows of a step, and the most of one sequence; modules compute larger ones."""
+    if decoder.state:
+        return _MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE
+    if isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype):
+        return _MOST_ROWS_BESIDE_TORCH, _MOST_OF_ONE_BESIDE_TORCH
+    return _ALL_ROWS, _ALL_ROWS
+
+
+def _recurrent_parts(decoder: Decoder) -> Iterator[Recurrent]:
+    for layer in decoder.layers:
+        for part in (layer.attention, layer.beside):
+            if part is not None and not isinstance(part, DecoderAttention):
+                yield part
+
+
+def _has_only_decodes(sequences: PagedSequences) -> bool:
+    """Return whether all sequences have a past, and one row each."""
+    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+    return all(count == 1 < context_len for count, context_len in lengths)
+
+
+def _part(
+    batch: ForwardBatch, states: Sequence[torch.Tensor], start: int, end: int
+) -> tuple[ForwardBatch, Sequence[torch.Tensor]]:
+    """Return the rows [`start`, `end`) of a step as a step, and the states of its sequences.
+
+    The KV that its rows attend to, of earlier rows of their sequences, is written by then.
+    """
+    sequences = batch.sequences
+    assert isinstance(sequences, PagedSequences)
+    which, query_lens, context_lens, after = [], [], [], 0
+    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+    for index, (count, context_len) in enumerate(lengths):
+        before, after = after, after + count
+        first, last = max(before, start), min(after, end)
+        if first < last:
+            which.append(index)
+            query_lens.append(last - first)
+            context_lens.append(context_len - (after - last))
+    rows, of_part = batch.logit_rows, slice(which[0], which[-1] + 1)
+    part = ForwardBatch(
+        batch.token_ids[start:end],
+        batch.positions[start:end],
+        batch.slot_mapping[start:end],
+        PagedSequences(
+            tuple(query_lens),
+            tuple(context_lens),
+            sequences.block_tables[of_part],
+            sequences.block_size,
+        ),
+        rows[(rows >= start) & (rows < end)] - start,
+    )
+    return part, states[of_part]
+
+
+class CompiledModel:
+    """A model that has compiled steps, until they are abandoned."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.is_off = False
+
+    def step_over(self, pools: Sequence[KvLayer]) -> CompiledStep | None:
+        """Return the compiled step over these pools.
+
+        If there is none, the reason is logged, and all steps are left to the modules.
+        """
+        if self.is_off:
+            return None
+        layers = [pool for pool in pools if isinstance(pool, CompiledKv)]
+        if len(layers) < len(pools):
+            _log.info("no compiled step: KV is of a form that no kernel reads")
+            self.abandon()
+            return None
+        try:
+            return CompiledStep(self._decoder, layers)
+        except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
+            _log.info("no compiled step: it %s", error)
+            self.abandon()
+            return None
+
+    def abandon(self) -> None:
+        """Leave all steps to the model's modules from now on."""
+        self.is_off = True
+
+
+def compiled_model(module: Any, spec: ModelSpec) -> CompiledModel | None:
+    """Return what compiles a loaded model's steps; None, with the reason logged, if nothing can."""
+    decoder = read_decoder(module, spec)
+    if isinstance(decoder, str):
+        _log.info("no compiled steps: it %s", decoder)
+        return None
+    parts = [part for layer in decoder.layers for part in (layer.attention, layer.beside)]
+    replace_recurrences(module, parts)
+    return CompiledModel(decoder)

@@ -1,0 +1,209 @@
+"""Decoder: a model of Llama's kind, or a hybrid, as what the compiled step computes.
+
+`reader.py` reads it from a module.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.cpu.matrices import Matrix, Norm
+from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.spec import LayerSpec, StateTensor
+from kvchat_kernels.cpu.experts import Factors
+from kvchat_kernels.cpu.gates import Activation
+from kvchat_kernels.cpu.rotation import HeadNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderAttention:
+    """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles.
+
+    `turns_neighbours` and `norms_last` are as of `rotation.Heads`. If it is gated, the first matrix
+    has a gate behind each head's query. `norms_value` is as of `rotation.Heads`.
+
+    A layer that shares the KV of another one has Q alone, whose norm is both `head_norms`.
+    """
+
+    spec: LayerSpec
+    qkv: tuple[Matrix, ...]
+    out: Matrix
+    scale: float
+    head_norm: HeadNorm
+    head_norms: tuple[Norm, Norm] | None
+    rotates: bool
+    kind: str | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    is_gated: bool = False
+    turns_neighbours: bool = False
+    norms_last: bool = False
+    norms_value: bool = False
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (*self.qkv, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
+
+    `constants` are the last of `gates.Place`, in their order, where the activation has them.
+    """
+
+    gate_up: tuple[Matrix, ...]
+    down: Matrix
+    activation: Activation
+    is_gated: bool = True
+    constants: tuple[float, ...] = ()
+
+    @property
+    def num_weights(self) -> int:
+        return sum(matrix.num_weights for matrix in (*self.gate_up, self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How factors of experts are made of their scores.
+
+    bias        what sigmoids or shares are raised by for choosing alone, float32 [experts]
+    scale       what they are multiplied with
+    least_sum   what their sum is added to, where they are divided by it; of shares, the least that
+                they are divided by
+    tolerance   of a sparse mixer
+    """
+
+    factors: Factors = Factors.SOFTMAX
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    least_sum: float = 0.0
+    tolerance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts, of which each row has the `top_k` with the largest scores, and their weighted sum.
+
+    router       the scores, a row for each expert
+    normalises   whether a row's factors have the sum 1
+    experts      matrices with the rows of all experts one below another
+    shared       an expert that all rows have beside theirs
+    shared_gate  the matrix of the one number whose sigmoid `shared` is multiplied with; None: by 1
+    """
+
+    router: Matrix
+    top_k: int
+    normalises: bool
+    experts: Mlp
+    shared: Mlp | None
+    shared_gate: Matrix | None
+    routing: Routing = field(default_factory=Routing)
+
+    @property
+    def num_experts(self) -> int:
+        return self.router.num_out
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that one row reads."""
+        shared = 0 if self.shared is None else self.shared.num_weights
+        return (
+            self.router.num_weights
+            + shared
+            + self.experts.num_weights // self.num_experts * self.top_k
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SideGate:
+    """A third part of a layer, after the MLP: act(gate(stream)) times the layer's side input, which
+    is projected, normed and added to the stream. Gemma 4's small models have it.
+    """
+
+    gate: Matrix
+    projection: Matrix
+    norm: Norm
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
+
+    What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
+    input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
+    the two halves may be missing. `beside` has the same input as attention, and is added to it. If
+    the layer is parallel, so is the MLP, and `after_attention` and both norms of it are missing.
+    `stream_factor` is what the stream is multiplied with at the end of the layer.
+    """
+
+    attention: DecoderAttention | Recurrent | None
+    mlp: Mlp | Mixture | None
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    beside: Recurrent | None = None
+    is_parallel: bool = False
+    side: SideGate | None = None
+    stream_factor: float = 1.0
+
+    @property
+    def num_weights(self) -> int:
+        """The weights that one row reads."""
+        matrices = [
+            matrix
+            for part in (self.attention, self.beside)
+            if part is not None
+            for matrix in part.matrices
+        ]
+        if self.side is not None:
+            matrices += self.side.gate, self.side.projection
+        of_mlp = 0 if self.mlp is None else self.mlp.num_weights
+        return of_mlp + sum(matrix.num_weights for matrix in matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Q at position p is multiplied with 1 + beta * ln(1 + floor(p / length)): Ministral 3."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A whole model. `rotary` is transformers' module for angles.
+
+    residual_factor   what attention's and MLP's outputs are multiplied with
+    embedding_factor  the same for the table's rows; the embedding module has its own beside it
+    logits_divisor, logits_softcap   of the logits
+    state             what its layers with a state keep of a sequence
+    first_norm        of the embedded tokens
+    turns_back        heads are rotated by the angles' opposites
+    side_inputs       makes the side inputs [rows, layers, width] of token ids [rows]
+    """
+
+    embedding: nn.Module
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: Matrix
+    rotary: Any
+    residual_factor: float = 1.0
+    embedding_factor: float = 1.0
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
+    query_scale: QueryScale | None = None
+    state: tuple[StateTensor, ...] = ()
+    first_norm: Norm | None = None
+    turns_back: bool = False
+    side_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def num_weights(decoder: Decoder) -> int:
+    """Return how many weights a step of one row reads."""
+    return decoder.head.num_weights + sum(layer.num_weights for layer in decoder.layers)

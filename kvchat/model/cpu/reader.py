@@ -1,0 +1,485 @@
+"""Reads a decoder from a loaded module.
+
+Only what is read here is computed by the compiled step; a model with anything else runs
+transformers' own code. Reading is by model type, and refuses (`Unknown`) what it does not know.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kvchat.model.cpu.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderLayer,
+    Mixture,
+    Mlp,
+    QueryScale,
+    Routing,
+    SideGate,
+)
+from kvchat.model.cpu.families import (
+    FAMILIES,
+    LIKE_DEEPSEEK,
+    LOGITS_CAPPED,
+    LOGITS_FACTORS,
+    Family,
+)
+from kvchat.model.cpu.matrices import (
+    Matrix,
+    Norm,
+    Unknown,
+    float_values,
+    matrices_of,
+    matrix_of,
+    whole,
+)
+from kvchat.model.cpu.step_mamba import Mamba, read_mamba
+from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.packed.experts import ExpertPacks, are_plain_experts, expert_packs_of
+from kvchat.model.spec import LayerSpec, ModelSpec
+from kvchat_kernels.cpu.experts import Factors
+from kvchat_kernels.cpu.gates import Activation
+from kvchat_kernels.cpu.rotation import HeadNorm
+
+# Ends of the names of norms that centre.
+_CENTRED = "LayerNorm", "LayerNorm1P"
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+    "ReLUSquaredActivation": Activation.SQUARED_RELU,
+    "XIELUActivation": Activation.XIELU,
+}
+
+
+def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
+    """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
+    if not spec.layers:
+        return "has no attention"
+    # ...layers.0.self_attn; a model of text and images has its text model inside.
+    path = spec.layers[0].module_name.split(".")[:-3]
+    try:
+        owner = module.get_submodule(".".join(path))
+        family = FAMILIES.get(owner.config.model_type)
+        if family is None:
+            return f"is of the type {owner.config.model_type}"
+        return _Reader(module, owner, spec, family).read()
+    except Unknown as reason:
+        return str(reason)
+    except AttributeError as error:  # another version of transformers names its parts otherwise
+        return f"lacks a part: {error}"
+
+
+class _Reader:
+    """Reads a model; `owner` is the module that has the list of layers."""
+
+    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: Family) -> None:
+        self._module = module
+        self._owner = owner
+        self._config = owner.config
+        self._spec = spec
+        self._family = family
+        self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
+        rope = getattr(owner.config, "rope_parameters", None) or {}
+        if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
+            raise Unknown("scales its angles by the length of a step")
+        act = getattr(owner.config, "hidden_act", None)
+        if act == "xielu" and owner.config.model_type != "apertus":  # bfloat16 there
+            raise Unknown("has the activation xIELU")
+
+    def read(self) -> Decoder:
+        config = self._config
+        head = self._module.get_output_embeddings()
+        norm = self._norm(getattr(self._owner, self._family.last_norm), config.hidden_size)
+        is_nanochat = config.model_type == "nanochat"
+        return Decoder(
+            embedding=self._module.get_input_embeddings(),
+            layers=self._layers(),
+            norm=norm,
+            head=matrix_of(head),
+            rotary=self._rotary,
+            residual_factor=float(getattr(self._owner.layers[0], "residual_multiplier", 1.0)),
+            embedding_factor=float(getattr(self._owner, "embedding_multiplier", 1.0)),
+            logits_divisor=self._logits_divisor(),
+            logits_softcap=self._logits_softcap(),
+            query_scale=self._query_scale(),
+            state=self._spec.state,
+            first_norm=norm if is_nanochat else None,
+            turns_back=is_nanochat,
+            side_inputs=self._side_inputs(),
+        )
+
+    def _side_inputs(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what makes Gemma 4's inputs of layers, in its modules; None if it has none."""
+        owner = self._owner
+        if not getattr(self._config, "hidden_size_per_layer_input", 0):
+            return None
+
+        def side_inputs(token_ids: torch.Tensor) -> torch.Tensor:
+            ids = token_ids[None]
+            found: torch.Tensor = owner.project_per_layer_inputs(
+                owner.embed_tokens(ids), owner.get_per_layer_inputs(ids)
+            )
+            return found[0]
+
+        return side_inputs
+
+    def _logits_divisor(self) -> float:
+        # The class with the head has the code: most image-text classes scale nothing, whatever
+        # the configuration of their text model says.
+        name, divides = LOGITS_FACTORS.get(self._module.config.model_type, (None, False))
+        factor = 1.0 if name is None else float(getattr(self._config, name))
+        return factor if divides else 1 / factor
+
+    def _logits_softcap(self) -> float | None:
+        if self._module.config.model_type not in LOGITS_CAPPED:
+            return None
+        softcap: float | None = self._config.final_logit_softcapping
+        return softcap
+
+    def _query_scale(self) -> QueryScale | None:
+        if self._config.model_type != "ministral3":
+            return None
+        settings = self._config.rope_parameters
+        length = settings["original_max_position_embeddings"]
+        return QueryScale(float(settings["llama_4_scaling_beta"]), int(length))
+
+    def _layers(self) -> tuple[DecoderLayer, ...]:
+        specs = {}
+        for spec in self._spec.layers:
+            path = spec.module_name.split(".")
+            if path[-1] != self._family.attention:
+                raise Unknown("has attention elsewhere")
+            if not spec.stores_kv and not self._family.shares_kv:
+                raise Unknown("shares KV between layers")
+            specs[int(path[-2])] = spec
+        recurrent = self._family.recurrent
+        if self._config.model_type == "nemotron_h":
+            layers = enumerate(self._owner.layers)
+            return tuple(self._block(layer, index, specs.get(index)) for index, layer in layers)
+        if recurrent is None:
+            return tuple(
+                self._layer(self._owner.layers[index], self._attention_of(index, spec))
+                for index, spec in specs.items()
+            )
+        name, read = recurrent
+        found = []
+        for index, layer in enumerate(self._owner.layers):
+            spec_here = specs.get(index)
+            mixer = getattr(layer, name, None)
+            other = None if mixer is None else read(mixer, index)
+            if spec_here is None and other is None:
+                raise Unknown("has a layer without attention and without a state")
+            if spec_here is None:
+                found.append(self._layer(layer, other))
+            else:
+                attention = self._attention_of(index, spec_here)
+                both = replace(self._layer(layer, attention), beside=other)
+                is_scaled = self._config.model_type == "falcon_h1"
+                found.append(_with_multipliers(both, layer) if is_scaled else both)
+        return tuple(found)
+
+    def _block(self, block: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
+        """Read a block of Nemotron-H, which is one half of a layer."""
+        norm, mixer = self._norm(block.norm, self._config.hidden_size), block.mixer
+        if spec is not None:
+            part: Any = self._attention(mixer, spec, index)
+        elif hasattr(mixer, "A_log"):
+            part = read_mamba(mixer, index)
+        else:
+            mlp = self._mlp_or_mixture(block)
+            return DecoderLayer(None, mlp, None, None, norm, None)
+        return DecoderLayer(part, None, norm, None, None, None)
+
+    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
+        return self._attention(self._owner.layers[index].self_attn, spec, index)
+
+    def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
+        before, after, before_mlp, after_mlp = (
+            self._norm_of(layer, name) for name in self._family.norms
+        )
+        mlp = self._mlp_or_mixture(layer)
+        # StableLM's configuration says it.
+        is_parallel = getattr(layer, "use_parallel_residual", self._family.is_parallel)
+        read = DecoderLayer(
+            attention, mlp, before, after, before_mlp, after_mlp, is_parallel=is_parallel
+        )
+        return self._with_side(read, layer) if self._config.model_type == "gemma4_text" else read
+
+    def _with_side(self, read: DecoderLayer, layer: Any) -> DecoderLayer:
+        """Return a layer of Gemma 4 with what it has after its MLP."""
+        if layer.enable_moe_block:
+            raise Unknown("has a mixture beside its MLP")
+        side = None
+        if layer.hidden_size_per_layer_input:
+            side = SideGate(
+                matrix_of(layer.per_layer_input_gate),
+                matrix_of(layer.per_layer_projection),
+                self._norm(layer.post_per_layer_input_norm, self._config.hidden_size),
+                _activation(layer),
+            )
+        return replace(read, side=side, stream_factor=float(layer.layer_scalar))
+
+    def _norm_of(self, layer: Any, name: str | None) -> Norm | None:
+        norm = None if name is None else getattr(layer, name)
+        # HyperCLOVA X has norms of outputs that may do nothing.
+        if norm is None or type(norm) is nn.Identity:
+            return None
+        return self._norm(norm, self._config.hidden_size)
+
+    def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
+        family, module = self._family, getattr(layer, self._family.mlp)
+        if module is None:  # Granite's hybrids without a mixture
+            return _mlp(layer.shared_mlp)
+        if not hasattr(module, "experts"):
+            return _mlp(module)
+        router = getattr(module, family.router)
+        # Granite has it beside the mixture, Qwen and others in it.
+        shared = getattr(layer, "shared_mlp", None)
+        if shared is None:
+            names = "shared_expert", "shared_experts", "shared_mlp"
+            shared = _part(module, *names, default=None)
+        of_all = None if shared is None else _mlp(shared)
+        if of_all is not None and not of_all.num_weights:  # GLM's with no shared expert
+            of_all = None
+        gate = getattr(module, "shared_expert_gate", None)
+        is_inside = hasattr(router, "wg")  # Hunyuan's router has a linear layer
+        return Mixture(
+            router=matrix_of(router.wg) if is_inside else _plain(router),
+            top_k=int(router.top_k),
+            normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
+            experts=_experts(module.experts),
+            shared=of_all,
+            shared_gate=None if gate is None else matrix_of(gate),
+            routing=self._routing(module, router),
+        )
+
+    def _routing(self, mixture: Any, router: Any) -> Routing:
+        model_type = self._config.model_type
+        bias: torch.Tensor | None
+        if model_type in LIKE_DEEPSEEK:
+            latent = getattr(mixture, "fc1_latent_proj", None)
+            if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
+                raise Unknown("has a mixture of another kind")
+            bias = _floats(router.e_score_correction_bias)
+            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
+        if model_type == "minimax_m2":
+            return Routing(Factors.SIGMOID, _floats(mixture.e_score_correction_bias))
+        if model_type == "lfm2_moe":
+            bias = _floats(mixture.expert_bias) if mixture.use_expert_bias else None
+            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-6)
+        if model_type == "ernie4_5_moe":
+            bias = _floats(router.moe_statics.e_score_correction_bias)
+            return Routing(Factors.SHARE, bias, least_sum=float(router.norm_min))
+        if model_type == "phimoe":
+            if router.top_k != 2:  # its code takes two, whatever the configuration says
+                raise Unknown(f"chooses two experts in place of {router.top_k}")
+            return Routing(Factors.SPARSE, tolerance=2 * float(router.router_jitter_noise))
+        return Routing()
+
+    def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
+        head_norm, norms = self._head_norms(attention, spec)
+        kind = None
+        if isinstance(getattr(self._rotary, "rope_type", None), dict):
+            kind = self._config.layer_types[index]
+        if getattr(self._config, "clip_qkv", None) is not None:
+            raise Unknown("clips queries and keys")
+        softcap = getattr(attention, "attn_logit_softcapping", None) if spec.has_softcap else None
+        sinks = getattr(attention, "sinks", None) if spec.has_sinks else None
+        if (softcap is not None) != spec.has_softcap or (sinks is not None) != spec.has_sinks:
+            raise Unknown("has scores of another kind")
+        return DecoderAttention(
+            spec,
+            self._qkv(attention, spec),
+            matrix_of(_part(attention, "o_proj", "out_proj", "dense")),
+            float(attention.scaling),
+            head_norm,
+            norms,
+            self._rotates(attention),
+            kind,
+            None if softcap is None else float(softcap),
+            float_values(sinks) if sinks is not None else None,
+            self._family.is_gated,
+            self._family.turns_neighbours,
+            self._family.norms_last,
+            spec.stores_kv and getattr(attention, "v_norm", None) is not None,
+        )
+
+    def _qkv(self, attention: Any, spec: LayerSpec) -> tuple[Matrix, ...]:
+        if not spec.stores_kv:
+            return (matrix_of(attention.q_proj),)
+        if getattr(attention, "use_alternative_attention", False):  # Gemma 4: V is K, not rotated
+            query, key = matrix_of(attention.q_proj), matrix_of(attention.k_proj)
+            return query, key, key
+        return matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+
+    def _rotates(self, attention: Any) -> bool:
+        if self._config.model_type == "cohere2":  # in the layers with windows only
+            return attention.sliding_window is not None
+        # A model of EXAONE with windows rotates in the layers with windows only.
+        if self._config.model_type == "exaone4" and attention.sliding_window is not None:
+            return bool(attention.is_sliding)
+        return self._rotary is not None and bool(getattr(attention, "use_rope", True))
+
+    def _head_norms(
+        self, attention: Any, spec: LayerSpec
+    ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
+        query = _part(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
+        if query is None:
+            return HeadNorm.NONE, None
+        key = query
+        if spec.stores_kv:
+            key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
+        norms = self._norm(query, spec.key_dim), self._norm(key, spec.key_dim)
+        if norms[0].bias is not None or norms[1].bias is not None:
+            raise Unknown("centres Q and K")
+        widths = tuple(norm.weight.numel() for norm in norms)
+        if norms[0].epsilon != norms[1].epsilon:
+            raise Unknown("norms Q and K differently")
+        if widths == (spec.key_dim, spec.key_dim):
+            return HeadNorm.HEAD, norms
+        if widths == (spec.num_heads * spec.key_dim, spec.num_kv_heads * spec.key_dim):
+            return HeadNorm.ALL_HEADS, norms
+        raise Unknown("norms parts of heads")
+
+    def _norm(self, norm: Any, width: int) -> Norm:
+        """Return a norm; one without weights is of this width."""
+        name = type(norm).__name__
+        is_centred = name.endswith(_CENTRED)
+        if not is_centred and not name.endswith("RMSNorm"):
+            raise Unknown(f"has the norm {name}")
+        weight = getattr(norm, "weight", None)
+        if weight is None:  # OLMo's, nanochat's
+            weight = torch.ones(width, dtype=torch.float32)
+        weight = (_floats(weight) + self._family.norm_offset).contiguous()
+        bias = None
+        if is_centred:
+            own = getattr(norm, "bias", None)  # Cohere has none
+            bias = torch.zeros_like(weight) if own is None else _floats(own).contiguous()
+        return Norm(weight, _epsilon(norm), bias)
+
+
+def _epsilon(norm: Any) -> float:
+    if type(norm).__name__ == "OlmoLayerNorm":  # has it in its forward
+        return 1e-5
+    epsilon = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if epsilon is None else epsilon)
+
+
+def _floats(values: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32, in one row."""
+    return float_values(values).flatten()
+
+
+def _plain(router: Any) -> Matrix:
+    return Matrix(whole(router.weight.detach()), None)
+
+
+def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
+    """Return a layer of Falcon-H1 with the numbers that its inputs and outputs are scaled with."""
+    attention, mamba, mlp = read.attention, read.beside, read.mlp
+    if not (
+        isinstance(attention, DecoderAttention)
+        and isinstance(mamba, Mamba)
+        and isinstance(mlp, Mlp)
+    ):
+        raise Unknown("has layers of another kind")
+    of_input, of_keys = layer.attention_in_multiplier, layer.self_attn.key_multiplier
+    query, key, value = attention.qkv
+    attention = replace(
+        attention,
+        qkv=(
+            query.scaled(1.0, of_input),
+            key.scaled(of_keys, of_input),
+            value.scaled(1.0, of_input),
+        ),
+        out=attention.out.scaled(layer.attn_out_multiplier),
+    )
+    of_parts = layer.mamba.mup_vector.detach().float().flatten()
+    mamba = replace(
+        mamba,
+        inputs=mamba.inputs.scaled(of_parts, layer.mamba.ssm_in_multiplier),
+        out=mamba.out.scaled(layer.ssm_out_multiplier),
+    )
+    module, (gate, up) = layer.feed_forward, mlp.gate_up
+    mlp = replace(
+        mlp,
+        gate_up=(gate.scaled(module.gate_multiplier), up),
+        down=mlp.down.scaled(module.down_multiplier),
+    )
+    return replace(read, attention=attention, beside=mamba, mlp=mlp)
+
+
+_NO_DEFAULT = object()
+
+
+def _part(module: Any, *names: str, default: Any = _NO_DEFAULT) -> Any:
+    """Return the part that has one of these names; raises AttributeError without a `default`."""
+    for name in names:
+        if hasattr(module, name):
+            return getattr(module, name)
+    return getattr(module, names[0]) if default is _NO_DEFAULT else default
+
+
+def _activation(module: Any) -> Activation:
+    found = _part(module, "act_fn", "activation_fn", "activation", "act", default=None)
+    if found is functional.silu:
+        return Activation.SILU
+    act = type(found).__name__
+    if act not in _ACTIVATIONS:
+        raise Unknown(f"has the activation {act}")
+    return _ACTIVATIONS[act]
+
+
+def _xielu(act: Any) -> tuple[float, ...]:
+    """Return the numbers of a module of xIELU, in the order of `gates.Place`."""
+    positive, negative = (
+        float(functional.softplus(_floats(part))) for part in (act.alpha_p, act.alpha_n)
+    )
+    linear = float(act.beta)
+    return positive, linear + negative, linear, float(act.eps)
+
+
+def _mlp(module: Any) -> Mlp:
+    if hasattr(module, "output_linear"):  # Granite's shared expert
+        both, down = matrix_of(module.input_linear), matrix_of(module.output_linear)
+        return Mlp((both,), down, _activation(module))
+    if hasattr(module, "w1"):  # LFM2's, which has silu in its forward
+        apart = matrix_of(module.w1), matrix_of(module.w3)
+        return Mlp(apart, matrix_of(module.w2), Activation.SILU)
+    if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
+        up, down = (
+            _part(module, "up_proj", "fc1", "c_fc"),
+            _part(module, "down_proj", "fc2", "c_proj"),
+        )
+        activation = _activation(module)
+        constants = _xielu(module.act_fn) if activation is Activation.XIELU else ()
+        return Mlp((matrix_of(up),), matrix_of(down), activation, False, constants)
+    gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
+    return Mlp(gate_up, matrix_of(module.down_proj), _activation(module))
+
+
+def _experts(module: Any) -> Mlp:
+    """Return the matrices of plain experts, whose rows are one below another."""
+    packs = expert_packs_of(module)
+    if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
+        parts = [module.up_proj.detach(), module.down_proj.detach()]
+        up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
+        return Mlp((up,), down, _activation(module), is_gated=False)
+    if not isinstance(packs, ExpertPacks):  # those of a GPU have parameters of another form
+        if not are_plain_experts(module):
+            raise Unknown(f"has the experts {type(module).__name__}")
+        parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
+        gate_up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
+        return Mlp((gate_up,), down, _activation(module))
+    gate_up_packs, down_pack = packs.gate_up, packs.down
+    matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
+    return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))

@@ -1,0 +1,241 @@
+"""Prompts of gated delta nets and Mamba-2 on a CPU: the recurrence in compiled kernels.
+
+transformers computes it in chunks, by dozens of operators of torch over float32 copies, which take
+most of a prompt's time. Here a module keeps its linear layers, whichever form their weights have,
+and what lies between them runs in three kernels (`kvchat_kernels.cpu.delta_rows`, `mamba_rows`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.cpu.step_delta import DeltaNet
+from kvchat.model.cpu.step_mamba import Mamba
+from kvchat.model.cpu.step_operations import StepOperations, Task
+from kvchat.model.cpu.step_recurrent import Convolution
+from kvchat.model.state import bound_state
+from kvchat_kernels.cpu import delta_rows, mamba_rows
+from kvchat_kernels.cpu.code import LANES, Kernel
+from kvchat_kernels.cpu.program import Program
+from kvchat_kernels.cpu.step import Header
+
+
+class RecurrentPrefill:
+    """Stands for the forward of a module with a recurrence.
+
+    Steps of several rows over a cache object that `takes_kernels` are computed here, and all others
+    by the module's own forward.
+    """
+
+    def __init__(self, module: Any, layer: int, convolution: Convolution) -> None:
+        self._module = module
+        self._own = module.forward
+        self._layer = layer
+        self._convolution = convolution
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        cache_params: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        is_plain = attention_mask is None and hidden_states.shape[:1] == (1,)
+        num_rows = hidden_states.shape[1]
+        if not (is_plain and num_rows > 1 and getattr(cache_params, "takes_kernels", False)):
+            own: torch.Tensor = self._own(
+                hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
+            )
+            return own
+        mixed, *others = self._inputs(hidden_states)
+        conv, state, has_past = bound_state(cache_params, self._layer)
+        if not has_past:
+            conv.zero_()
+            state.zero_()
+        x = self._with_past(mixed, conv[0])
+        read = self._rule(x, others, state, num_rows)
+        out: torch.Tensor = self._module.out_proj(read.to(hidden_states.dtype)[None])
+        return out
+
+    def _with_past(self, mixed: torch.Tensor, conv: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of the convolution behind the past ones; `conv` gets the last.
+
+        mixed    [rows, channels]
+        conv     [channels, taps], the last inputs
+        """
+        num_channels, num_taps = conv.shape
+        x = torch.empty(num_taps + len(mixed), num_channels, dtype=torch.float32)
+        x[:num_taps] = conv.T
+        x[num_taps:] = mixed
+        conv.copy_(x[-num_taps:].T)
+        return x[1:]
+
+    @abstractmethod
+    def _inputs(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the convolution's inputs [rows, channels], and what else `_rule` needs.
+
+        The rest is contiguous, [rows, width] float32. Each copy of a prompt's numbers takes as long
+        as a kernel, so the inputs stay as they are.
+        """
+
+    @abstractmethod
+    def _rule(
+        self, x: torch.Tensor, others: Sequence[torch.Tensor], state: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        """Return what is read of the state, normed and gated, [rows, width] float32.
+
+        `x` are the convolution's inputs, the past ones first; `state` is changed.
+        """
+
+
+class DeltaPrefill(RecurrentPrefill):
+    """The prompts of a gated delta net."""
+
+    def __init__(self, module: Any, net: DeltaNet) -> None:
+        super().__init__(module, net.layer, net.convolution)
+        self._net = net
+        self._form = delta_rows.RowsForm(net.form, len(net.convolution.weights))
+
+    def _inputs(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        module, form = self._module, self._net.form
+        if self._net.order is None:
+            names = ("qkv", "z", "b", "a")
+            parts = [getattr(module, f"in_proj_{name}")(hidden_states) for name in names]
+            mixed, *others = (part[0] for part in parts)
+        else:
+            outputs = module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
+            ordered = torch.cat([part[0] for part in outputs], dim=1)[:, self._net.order]
+            width = form.num_heads * form.value_dim
+            sizes = (self._form.num_channels, width, form.num_heads, form.num_heads)
+            mixed, *others = ordered.split(sizes, dim=1)
+        return mixed, *(part.float().contiguous() for part in others)
+
+    def _rule(
+        self, x: torch.Tensor, others: Sequence[torch.Tensor], state: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        net, form, place = self._net, self._form, delta_rows.Place
+        gates, betas, steps = others
+        out = torch.empty_like(gates)
+        task: Task = {
+            place.X: x,
+            place.WEIGHTS: net.convolution.weights,
+            place.MIXED: torch.empty(num_rows, form.num_channels, dtype=torch.float32),
+            place.STEPS: steps,
+            place.BETAS: betas,
+            place.STEP_BIAS: net.step_bias,
+            place.RATES: net.rates,
+            place.STATE: state,
+            place.GATES: gates,
+            place.NORM: net.norm.weight,
+            place.EPSILON: net.norm.epsilon,
+            place.OUT: out,
+        }
+        kernels = [
+            (delta_rows.inputs_kernel(form), num_rows),
+            (delta_rows.steps_kernel(form), form.num_units),
+            (delta_rows.outputs_kernel(form), num_rows),
+        ]
+        _run(kernels, task, num_rows)
+        return out
+
+
+class MambaPrefill(RecurrentPrefill):
+    """The prompts of a Mamba-2 layer."""
+
+    def __init__(self, module: Any, mamba: Mamba) -> None:
+        super().__init__(module, mamba.layer, mamba.convolution)
+        self._mamba = mamba
+        convolution = mamba.convolution
+        has_bias = convolution.bias is not None
+        self._form = mamba_rows.RowsForm(mamba.form, len(convolution.weights), has_bias)
+
+    def _inputs(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
+        module, form = self._module, self._mamba.form
+        if hasattr(module, "mup_vector"):  # Falcon-H1's scale what goes in and what comes out
+            outputs = module.in_proj(hidden_states * module.ssm_in_multiplier) * module.mup_vector
+        else:
+            outputs = module.in_proj(hidden_states)
+        sizes = (form.num_heads * form.head_dim, self._form.num_channels, form.num_heads)
+        gates, mixed, steps = outputs[0].split(sizes, dim=1)
+        return mixed, gates.float().contiguous(), steps.float().contiguous()
+
+    def _rule(
+        self, x: torch.Tensor, others: Sequence[torch.Tensor], state: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
+        mamba, form, place = self._mamba, self._form, mamba_rows.Place
+        gates, steps = others
+        out = torch.empty_like(gates)
+        task: Task = {
+            place.X: x,
+            place.WEIGHTS: mamba.convolution.weights,
+            place.MIXED: torch.empty(num_rows, form.num_channels, dtype=torch.float32),
+            place.STEPS: steps,
+            place.DECAYS: torch.empty_like(steps),
+            place.STEP_BIAS: mamba.step_bias,
+            place.RATES: mamba.rates,
+            place.SKIPS: mamba.skips,
+            place.LEAST: mamba.limits[0],
+            place.MOST: mamba.limits[1],
+            place.STATE: state,
+            place.GATES: gates,
+            place.OUT: out,
+        }
+        kernels = [
+            (mamba_rows.inputs_kernel(form), num_rows),
+            (mamba_rows.steps_kernel(form), form.num_units),
+        ]
+        if mamba.convolution.bias is not None:
+            task[place.BIAS] = mamba.convolution.bias
+        if mamba.norm is not None:
+            task |= {place.NORM: mamba.norm.weight, place.EPSILON: mamba.norm.epsilon}
+            kernels.append((mamba_rows.norms_kernel(form), num_rows))
+        _run(kernels, task, num_rows)
+        return out
+
+
+def _run(kernels: Sequence[tuple[Kernel, int]], task: Task, num_rows: int) -> None:
+    """Run kernels of one task one after another, each with its number of units."""
+    operations = StepOperations()
+    operations.header[Header.NUM_ROWS] = num_rows
+    for kernel, num_units in kernels:
+        operations.add(kernel, task, num_units)
+    program = Program(operations.all)
+    program.prepare()
+    program.run(torch.get_num_threads())
+
+
+def replace_recurrences(module: nn.Module, parts: Iterable[object]) -> None:
+    """Let prompts of a model's layers be computed here, where a cache object `takes_kernels`.
+
+    `parts` are its layers as the decoder has them; kinds that have no kernels stay as they are.
+    """
+    kinds = (DeltaNet, Mamba)
+    by_layer: dict[Any, DeltaNet | Mamba] = {
+        part.layer: part for part in parts if isinstance(part, kinds) and _takes(part)
+    }
+    for each in module.modules() if by_layer else ():
+        # A layer's other parts know its number as well.
+        part = by_layer.get(getattr(each, "layer_idx", None)) if hasattr(each, "A_log") else None
+        if isinstance(part, DeltaNet):
+            each.forward = DeltaPrefill(each, part)
+        elif part is not None:
+            each.forward = MambaPrefill(each, part)
+
+
+def _takes(part: DeltaNet | Mamba) -> bool:
+    """Return whether the kernels take a layer: of whole vectors, and as its step is computed."""
+    convolution = part.convolution
+    if isinstance(part, DeltaNet):
+        widths = part.form.key_dim, part.form.value_dim
+        channels = delta_rows.RowsForm(part.form, 0).num_channels
+        is_known = convolution.bias is None
+    else:
+        widths = part.form.head_dim, part.form.state_size
+        channels = mamba_rows.RowsForm(part.form, 0, has_bias=False).num_channels
+        is_known = True
+    is_whole = not any(width % LANES for width in widths)
+    is_known = is_known and convolution.is_activated
+    return is_whole and is_known and convolution.num_channels == channels

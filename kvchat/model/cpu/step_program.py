@@ -1,0 +1,556 @@
+"""StepProgram: the operations of a step of a decoder, and the memory that they work in.
+
+One decoder layer is: norm, Q K V, rotation and KV write, attention in parts, joining of the parts,
+output, norm, gate and up, activation, down. Block weights are multiplied with rounded activations;
+rounding is an operation more.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from kvchat.model.cpu.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderLayer,
+    Mixture,
+    Mlp,
+    QueryScale,
+    SideGate,
+)
+from kvchat.model.cpu.matrices import Norm
+from kvchat.model.cpu.step_experts import add_mixture, add_mlp
+from kvchat.model.cpu.step_operations import (
+    Activations,
+    Numbers,
+    StepOperations,
+    Task,
+    Unfit,
+    check_widths,
+    floats,
+)
+from kvchat.model.cpu.step_recurrent import StatePlaces
+from kvchat.model.packed.quantise import packed_table, unpacked_rows
+from kvchat.model.spec import LayerSpec
+from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
+from kvchat_kernels.cpu.attention import AttentionForm
+from kvchat_kernels.cpu.code import Kernel
+from kvchat_kernels.cpu.maths import Stored, stored_as
+from kvchat_kernels.cpu.norms import NormForm
+from kvchat_kernels.cpu.parts import Parts
+from kvchat_kernels.cpu.program import Program
+from kvchat_kernels.cpu.rotation import Heads
+from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
+from kvchat_kernels.int8_kv import Int8Kv
+from kvchat_kernels.kv_layer import PlainKv
+from kvchat_kernels.linear.blocks import BlockWeights
+
+# KV that the kernels write and read.
+CompiledKv = PlainKv | Int8Kv
+
+
+def _stored(pool: CompiledKv) -> tuple[Stored, int, int]:
+    """Return how a pool holds numbers, and how many of a key and of a value share a scale, or 0."""
+    if not all(tensor.is_contiguous() for tensor in pool.tensors):
+        raise Unfit("has KV of another form")
+    if isinstance(pool, Int8Kv):
+        return Stored.INT8, *pool.groups
+    stored = stored_as(pool.keys.dtype)
+    if stored is None:
+        raise Unfit("has KV of another form")
+    return stored, 0, 0
+
+
+def _addresses(pool: CompiledKv, place: Any) -> Task:
+    """Return the places of a pool's tensors in a task of a kernel with these places."""
+    task: Task = {place.KEYS: pool.keys, place.VALUES: pool.values}
+    if isinstance(pool, Int8Kv):
+        task |= {place.KEY_SCALES: pool.key_scales, place.VALUE_SCALES: pool.value_scales}
+    return task
+
+
+def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return what writes the embedded rows of token ids to the beginning of a float32 stream.
+
+    Rows of a table in blocks, and the factor of Gemma's, are not rounded to the model's dtype.
+    """
+    factor = getattr(embedding, "scalar_embed_scale", None)
+    table: Any = embedding.weight
+    is_known = factor is not None or type(embedding) is nn.Embedding
+    if not is_known or table.dtype not in _TABLES:
+
+        def embed(token_ids: torch.Tensor) -> None:
+            stream[: token_ids.shape[0]] = embedding(token_ids[None])[0]
+
+        return embed
+    write = _rows_into(embedding, stream)
+    if factor is None:
+        return write
+
+    def write_scaled(token_ids: torch.Tensor) -> None:
+        write(token_ids)
+        stream[: token_ids.shape[0]] *= factor
+
+    return write_scaled
+
+
+def _rows_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """Return what writes rows of a table as they are.
+
+    A plain table is read by numpy. The operators of torch for it took a tenth of a small model's
+    step: all that they run has left the processor's caches since the step before.
+    """
+    table: Any = embedding.weight
+    blocks = packed_table(embedding)
+    if blocks is not None:
+
+        def unpack(token_ids: torch.Tensor) -> None:
+            stream[: token_ids.shape[0]] = unpacked_rows(blocks, token_ids)
+
+        return unpack
+    if table.dtype != torch.bfloat16:
+        numbers, out = table.detach().numpy(), stream.numpy()
+
+        def read(token_ids: torch.Tensor) -> None:
+            out[: token_ids.shape[0]] = numbers.take(token_ids.numpy(), 0)
+
+        return read
+    # numpy has no such numbers: they are the upper halves of float32.
+    halves, words = table.detach().view(torch.uint16).numpy(), stream.numpy().view(np.uint32)
+
+    def widen(token_ids: torch.Tensor) -> None:
+        rows = words[: token_ids.shape[0]]
+        rows[:] = halves.take(token_ids.numpy(), 0)
+        rows <<= 16
+
+    return widen
+
+
+def _side_memory(decoder: Decoder) -> torch.Tensor | None:
+    """Return memory for the side inputs of all layers, None for a model without them."""
+    widths = [layer.side.gate.num_out for layer in decoder.layers if layer.side is not None]
+    if not widths:
+        return None
+    if decoder.side_inputs is None or len(widths) < len(decoder.layers):
+        raise Unfit("has layers with and without inputs of their own")
+    return floats(sum(widths))
+
+
+_TABLES = (torch.float32, torch.float16, torch.bfloat16)
+Table = np.ndarray[Any, np.dtype[np.float32]]
+
+
+class Angles:
+    """Cosines and sines of a step's positions, from a table made once for many positions."""
+
+    _FIRST, _MOST = 1024, 1 << 14
+
+    def __init__(self, rotary: Any, kind: str | None, *, turns_back: bool = False) -> None:
+        self._sign = -1.0 if turns_back else 1.0
+        self._rotary, self._kinds = rotary, () if kind is None else (kind,)
+        self._like = torch.zeros(1, dtype=torch.float32)
+        self._table = self._made(torch.arange(self._FIRST))
+        self.half = self._table[0].shape[1]
+        self.cosines, self.sines = (floats(self.half) for _ in range(2))
+        self._out = self.cosines.numpy(), self.sines.numpy()
+
+    def set(self, positions: torch.Tensor, end: int) -> None:
+        """Renew both for `positions`, all below `end`."""
+        table, rows = self._table, positions.numpy()
+        if end > self._MOST:
+            table, rows = self._made(positions), np.arange(len(rows))
+        elif end > len(table[0]):
+            table = self._table = self._made(torch.arange(min(2 * end, self._MOST)))
+        for values, out in zip(table, self._out, strict=True):
+            values.take(rows, 0, out[: len(rows)], "clip")  # the only mode that needs no copy
+
+    def _made(self, positions: torch.Tensor) -> tuple[Table, Table]:
+        made = self._rotary(self._like, positions[None], *self._kinds)
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise Unfit("has angles of another kind")
+        cos, sin = (part[0].float() for part in made)
+        half = cos.shape[-1] // 2
+        # A model that turns neighbours may have each angle twice in a row.
+        for first, second in (
+            (slice(half), slice(half, None)),
+            (slice(0, None, 2), slice(1, None, 2)),
+        ):
+            if torch.equal(cos[:, first], cos[:, second]):
+                sin = sin[:, first] * self._sign
+                return cos[:, first].contiguous().numpy(), sin.numpy()
+        raise Unfit("has angles that do not repeat")
+
+
+class QueryFactors:
+    """What Q is multiplied with at a step's positions, float32 [rows]."""
+
+    def __init__(self, scale: QueryScale) -> None:
+        self._scale = scale
+        self.values = floats(1)[:, 0]
+
+    def set(self, positions: torch.Tensor) -> None:
+        """Renew them for `positions`."""
+        periods = torch.floor(positions / self._scale.length)
+        self.values[: len(positions)] = 1 + self._scale.beta * torch.log1p(periods)
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a part of a layer adds to the stream: normed by `norm`, if it has one.
+
+    The sum is multiplied with `stream_factor`.
+    """
+
+    values: torch.Tensor
+    norm: Norm | None
+    stream_factor: float = 1.0
+
+
+class StepProgram:
+    """The program of a decoder over the pools of its layers. Its parts are to be set for a step:
+
+    stream               float32 [MAX_ROWS, hidden], the embedded tokens
+    side                 float32 [MAX_ROWS, layers * width], the side inputs, of a model with them
+    header, head_header  of the layers, and of the rows that logits are wanted of
+    angles, parts        by the kinds of layers that share them
+    query_factors        of a model whose Q is scaled by position
+    of_rows, of_picked, of_head, of_parts, of_sequences
+                         operations with as many units as rows, as wanted rows, as `head_units`
+                         if any row is wanted, as jobs times KV heads, and as `sequence_units` times
+                         sequences
+    sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
+    logits_address       where the logits go, [wanted rows, vocab] float32
+    """
+
+    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
+        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
+        self._decoder = decoder
+        self._pools = pools
+        table: Any = decoder.embedding.weight
+        self._dtype: torch.dtype = table.dtype
+        self._operations = StepOperations()
+        self._of_parts: dict[Any, list[int]] = {}
+        self.stream = floats(decoder.norm.weight.numel())
+        self.side = _side_memory(decoder)
+        self.header, self.head_header = self._operations.header, self._operations.head_header
+        self.sequences = np.zeros((MAX_ROWS, NUM_OF_SEQUENCE), np.int64)
+        self.header[Header.SEQUENCES] = self.sequences.ctypes.data
+        self.angles: dict[str | None, Angles] = {}
+        self.parts: dict[Any, Parts] = {}
+        scale = decoder.query_scale
+        self.query_factors = QueryFactors(scale) if scale is not None else None
+        self.logits_address = self._build()
+        operations = self._operations
+        self.program = Program(operations.all)
+        self.of_rows, self.of_picked, self.of_head = (
+            np.array(of) for of in (operations.of_rows, operations.of_picked, operations.of_head)
+        )
+        self.of_sequences, self.sequence_units = (
+            np.array(list(part), np.int64)
+            for part in (operations.of_sequences, operations.of_sequences.values())
+        )
+        self.has_pairs = operations.has_pairs
+        self.of_parts = {kind: np.array(found) for kind, found in self._of_parts.items()}
+        self.head_units = self.program.units[self.of_head].copy()
+
+    def set_pairs(self, num_rows: int) -> None:
+        """Write the numbers of units that depend on the number of rows times experts of a row."""
+        self._operations.set_pairs(self.program.units, num_rows)
+
+    def _build(self) -> Numbers:
+        """Add all operations; return the place of the logits' address."""
+        hidden = self.stream.shape[1]
+        check_widths(hidden)
+        output: _Output | None = None
+        state = StatePlaces(self._decoder.state, self._dtype)
+        if self._decoder.first_norm is not None:
+            self._norm_stream(self._decoder.first_norm)
+        for index, layer in enumerate(self._decoder.layers):
+            if layer.attention is not None:
+                self._add_norm(output, layer.before_attention)
+                attended = self._operations.output("attended", hidden)
+                self._attended(layer, state, attended)
+                output = _Output(attended, layer.after_attention)
+            if layer.mlp is not None and not layer.is_parallel:
+                self._add_norm(output, layer.before_mlp)
+                of_mlp = self._operations.output("mlp", hidden)
+                self._mlp(layer.mlp, layer.before_mlp is not None, of_mlp)
+                output = _Output(of_mlp, layer.after_mlp)
+            if layer.side is not None:
+                self._add_norm(output, None)
+                output = self._gated_side(layer.side, index)
+            if output is not None:
+                output = replace(output, stream_factor=layer.stream_factor)
+        self._add_norm(output, None)
+        return self._head(hidden)
+
+    def _gated_side(self, part: SideGate, index: int) -> _Output:
+        """Add the part of layer `index` that has a side input; return what it adds."""
+        assert self.side is not None
+        width, hidden, operations = part.gate.num_out, self.stream.shape[1], self._operations
+        check_widths(width)
+        gate = operations.output("side gate", width)
+        operations.products((part.gate,), *self._source(is_normed=False), gate)
+        gated = operations.input("side", width)
+        place = gates.SidePlace
+        task: Task = {
+            place.GATE: gate,
+            place.SIDE: self.side[:, index * width :],
+            place.SIDE_STRIDE: self.side.stride(0) * 4,
+            place.OUT: gated.floats,
+            place.WIDTH: width,
+        }
+        operations.add(gates.side_kernel(part.activation), task, None)
+        out = operations.output("side", hidden)
+        operations.products((part.projection,), gated, gated.floats, out)
+        return _Output(out, part.norm)
+
+    def _norm_stream(self, norm: Norm) -> None:
+        place = norms.Place
+        task: Task = {
+            place.STREAM: self.stream,
+            place.WIDTH: self.stream.shape[1],
+            place.WEIGHT: norm.weight,
+            place.OUT: self.stream,
+            place.EPSILON: norm.epsilon,
+        }
+        if norm.bias is not None:
+            raise Unfit("has embedded tokens with another norm")
+        self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+
+    def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
+        """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""
+        source, values = self._source(layer.before_attention is not None)
+        if isinstance(layer.attention, DecoderAttention):
+            self._attention(layer.attention, source, values, out)
+        elif layer.attention is not None:
+            layer.attention.add(self._operations, state, source, values, out)
+        if layer.beside is not None:
+            beside = self._operations.output("beside", out.shape[1])
+            layer.beside.add(self._operations, state, source, values, beside)
+            self._add_to(out, beside)
+        if layer.is_parallel:
+            self._add_parallel_mlp(layer, out)
+
+    def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
+        """Add the MLP that has attention's input, whose output is added to attention's."""
+        if layer.mlp is None or layer.after_attention is not None:
+            raise Unfit("has parallel layers of another kind")
+        beside = self._operations.output("mlp", out.shape[1])
+        self._mlp(layer.mlp, layer.before_attention is not None, beside)
+        self._add_to(out, beside)
+
+    def _add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
+        place = norms.Place
+        task: Task = {
+            place.STREAM: out,
+            place.ADDEND: addend,
+            place.WIDTH: out.shape[1],
+            place.FACTOR: 1.0,
+        }
+        self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
+
+    def _add_norm(self, output: _Output | None, before: Norm | None) -> None:
+        """Add to the stream what is to be added, and norm it into the input of what follows."""
+        if output is None and before is None:
+            return
+        stream, after = self.stream, None if output is None else output.norm
+        form = NormForm(
+            output is not None,
+            after is not None,
+            before is not None,
+            centres=before is not None and before.bias is not None,
+            scales=output is not None and output.stream_factor != 1.0,
+        )
+        if after is not None and after.bias is not None:
+            raise Unfit("has norms of outputs of another kind")
+        place = norms.Place
+        task: Task = {
+            place.STREAM: stream,
+            place.WIDTH: stream.shape[1],
+            place.FACTOR: self._decoder.residual_factor,
+            place.EPSILON: (after or before or self._decoder.norm).epsilon,
+        }
+        if output is not None:
+            task |= {place.ADDEND: output.values, place.STREAM_FACTOR: output.stream_factor}
+        if after is not None:
+            task[place.ADDEND_WEIGHT] = after.weight
+        if before is not None:
+            task[place.WEIGHT] = before.weight
+            if before.bias is not None:
+                task[place.BIAS] = before.bias
+            task[place.OUT] = self._operations.input("normed", stream.shape[1]).floats
+        if after is not None and before is not None and after.epsilon != before.epsilon:
+            raise Unfit("has norms with different epsilons")
+        self._operations.add(norms.norm_kernel(form), task, None)
+
+    def _source(self, is_normed: bool) -> tuple[Activations, torch.Tensor]:
+        """Return what the products of a layer's half read: the normed stream or the stream."""
+        stream = self.stream
+        source = self._operations.input("normed", stream.shape[1])
+        return source, source.floats if is_normed else stream
+
+    def _attention(
+        self,
+        layer: DecoderAttention,
+        source: Activations,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        spec = layer.spec
+        qkv_width = spec.num_heads * spec.key_dim
+        if spec.stores_kv:
+            qkv_width += spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+        qkv = self._operations.output("qkv", qkv_width)
+        both = self._qkv(layer, source, values, qkv)
+        pool = self._pools[spec.pool_index]
+        check_widths(spec.key_dim, spec.value_dim)
+        stored, *groups = _stored(pool)
+        self._rotation(layer, qkv, pool)
+        form = AttentionForm(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.key_dim,
+            spec.value_dim,
+            pool.keys.shape[1],
+            stored,
+            layer.softcap is not None,
+            layer.sinks is not None,
+            *groups,
+        )
+        kind = (spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
+        parts = self.parts.get(kind)
+        if parts is None:
+            parts = Parts(spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
+            self.parts[kind] = parts
+        attended = self._operations.input("heads", spec.num_heads * spec.value_dim)
+        place = attention.Place
+        task: Task = {
+            place.RECORD: parts.record.ctypes.data,
+            place.QUERY: qkv,
+            place.QUERY_STRIDE: qkv.stride(0) * 4,
+            **_addresses(pool, place),
+            place.SCALE: layer.scale,
+            place.SOFTCAP: layer.softcap or 0.0,
+            place.OUT: attended.floats,
+        }
+        if layer.sinks is not None:
+            task[place.SINKS] = layer.sinks
+        self._of_parts.setdefault(kind, []).append(len(self._operations.all))
+        self._operations.add(attention.attention_kernel(form), task, 0)
+        self._operations.add(attention.joining_kernel(form), task, None)
+        if both is not None:
+            self._add_heads(gates.head_gate_kernel(), spec, both, attended.floats)
+        self._operations.products((layer.out,), attended, attended.floats, out)
+
+    def _qkv(
+        self,
+        layer: DecoderAttention,
+        source: Activations,
+        values: torch.Tensor,
+        qkv: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Multiply with Q, K and V; return the queries with their gates, None without gates."""
+        if not layer.is_gated:
+            self._operations.products(layer.qkv, source, values, qkv)
+            return None
+        spec, query, *others = layer.spec, *layer.qkv
+        width = spec.num_heads * spec.key_dim
+        if query.num_out != 2 * width or spec.value_dim != spec.key_dim:
+            raise Unfit("has gates of another width")
+        both = self._operations.output("queries and gates", 2 * width)
+        self._operations.products((query,), source, values, both)
+        self._operations.products(others, source, values, qkv[:, width:])
+        self._add_heads(gates.queries_kernel(), spec, both, qkv)
+        return both
+
+    def _add_heads(
+        self, kernel: Kernel, spec: LayerSpec, both: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        place = gates.HeadPlace
+        task: Task = {
+            place.BOTH: both,
+            place.OUT: out,
+            place.OUT_STRIDE: out.stride(0) * 4,
+            place.NUM_HEADS: spec.num_heads,
+            place.DIM: spec.key_dim,
+        }
+        self._operations.add(kernel, task, None)
+
+    def _rotation(self, layer: DecoderAttention, qkv: torch.Tensor, pool: CompiledKv) -> None:
+        spec, place = layer.spec, rotation.Place
+        task: Task = {
+            place.QKV: qkv,
+            place.QKV_STRIDE: qkv.stride(0) * 4,
+            **_addresses(pool, place),
+        }
+        rotated = 0
+        if layer.rotates:
+            angles = self.angles.get(layer.kind)
+            if angles is None:
+                angles = Angles(
+                    self._decoder.rotary, layer.kind, turns_back=self._decoder.turns_back
+                )
+                self.angles[layer.kind] = angles
+            check_widths(angles.half)
+            rotated = 2 * angles.half
+            task |= {place.COSINES: angles.cosines, place.SINES: angles.sines}
+        if layer.head_norms is not None:
+            query, key = layer.head_norms
+            task |= {
+                place.QUERY_NORM: query.weight,
+                place.KEY_NORM: key.weight,
+                place.EPSILON: query.epsilon,
+            }
+        if self.query_factors is not None:
+            task[place.QUERY_FACTORS] = self.query_factors.values
+        heads = Heads(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.key_dim,
+            spec.value_dim,
+            rotated,
+            layer.head_norm,
+            *_stored(pool),
+            self.query_factors is not None,
+            layer.turns_neighbours,
+            layer.norms_last,
+            layer.norms_value,
+            spec.stores_kv,
+        )
+        self._operations.add(rotation.rotation_kernel(heads), task, None)
+
+    def _mlp(self, mlp: Mlp | Mixture, is_normed: bool, out: torch.Tensor) -> None:
+        source, values = self._source(is_normed)
+        if isinstance(mlp, Mixture):
+            add_mixture(self._operations, mlp, source, values, out)
+        else:
+            add_mlp(self._operations, mlp, source, values, out)
+
+    def _head(self, hidden: int) -> Numbers:
+        """Norm the rows that logits are wanted of, and multiply with the head."""
+        header, norm = self.head_header, self._decoder.norm
+        source = self._operations.input("last", hidden)
+        place = norms.Place
+        task: Task = {
+            place.STREAM: self.stream,
+            place.WIDTH: hidden,
+            place.WEIGHT: norm.weight,
+            place.OUT: source.floats,
+            place.EPSILON: norm.epsilon,
+        }
+        if norm.bias is not None:
+            task[place.BIAS] = norm.bias
+        form = NormForm(adds=False, picks=True, centres=norm.bias is not None)
+        self._operations.add(norms.norm_kernel(form), task, None, header=header)
+        out = torch.empty(1, self._decoder.head.num_out, dtype=torch.float32)
+        (numbers,) = self._operations.products(
+            (self._decoder.head,), source, source.floats, out, header=header
+        )
+        is_block = isinstance(self._decoder.head.weights, BlockWeights)
+        index = block_rows.Place.OUT if is_block else products.Place.OUT
+        return numbers[index : index + 1]

@@ -1,0 +1,1 @@
+"""Reads GGUF files: header, configuration, tokenizer and tensors, under transformers' names."""

@@ -1,0 +1,393 @@
+"""The tensors of a GGUF file under transformers' names, unpacked to one dtype or in their blocks.
+
+A tensor whose file has the wanted dtype stays mapped. Those of linear layers and of experts may
+stay in blocks, for the products of `kvchat_kernels.linear`. The others are unpacked a few rows at a
+time into the one copy that the model then uses, so that the memory needed is the model's own size
+and a little. Formats that have a layout there are unpacked by its compiled code, the others in
+numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvchat.core.config import format_bytes
+from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.model.device import dtype_name, free_bytes
+from kvchat.model.gguf.architectures import Architecture
+from kvchat.model.gguf.file import GgufModel, GgufTensor
+from kvchat.model.gguf.forms import GENERAL, Form, forms_of
+from kvchat_kernels.linear.blocks import (
+    BlockWeights,
+    can_move_columns,
+    joined,
+    reordered,
+    with_columns,
+)
+from kvchat_kernels.linear.cpu import read_blocks, unpack
+from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, held_bytes
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
+_CHUNK_ELEMENTS = 1 << 19
+_LAYER_NUMBER = re.compile(r"layers\.(\d+)\.")
+
+
+def natural_dtype(gguf: GgufModel) -> torch.dtype:
+    """Return the dtype of most weights: blocks are unpacked to bfloat16.
+
+    bfloat16 also for float16 in Gemma's families, whose activations exceed float16's range.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in gguf.tensors.values():
+        if len(tensor.shape) > 1:
+            dtype = _PLAIN.get(kind_name(tensor), torch.bfloat16)
+            sizes[dtype] = sizes.get(dtype, 0) + prod(tensor.shape)
+    dtype = max(sizes, key=sizes.__getitem__, default=torch.bfloat16)
+    is_gemma = gguf.architecture.startswith("gemma")
+    return torch.bfloat16 if is_gemma and dtype == torch.float16 else dtype
+
+
+def kind_name(tensor: GgufTensor) -> str:
+    """Return the block format's name, such as Q4_K."""
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(tensor.kind).name
+
+
+def block_formats(gguf: GgufModel) -> str:
+    """Return the names of the matrices' formats, that of the most bytes first."""
+    sizes: dict[str, int] = {}
+    for tensor in gguf.tensors.values():
+        if len(tensor.shape) > 1:
+            name = kind_name(tensor)
+            sizes[name] = sizes.get(name, 0) + tensor.num_bytes
+    return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
+
+
+def stage_of(gguf: GgufModel, dtype: torch.dtype, keeps_blocks: bool) -> str:
+    """Return what loading does, in words, with the memory that it takes."""
+    size = unpacked_bytes(gguf, dtype)
+    if not size:
+        return "loading weights"
+    if keeps_blocks:
+        return f"loading weights in blocks of {block_formats(gguf)}"
+    return f"unpacking {block_formats(gguf)} to {format_bytes(size)} of {dtype_name(dtype)}"
+
+
+def unpacked_bytes(gguf: GgufModel, dtype: torch.dtype) -> int:
+    """Return the bytes of memory that unpacking takes; tensors that stay mapped take none."""
+    return sum(
+        prod(tensor.shape) * dtype.itemsize
+        for tensor in gguf.tensors.values()
+        if _PLAIN.get(kind_name(tensor)) != dtype
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensors:
+    """A module's tensors by name, and those that stay in blocks.
+
+    A tensor that stays in blocks is in `tensors` too, as zeros that take no memory. `blocks` are
+    the matrices of each: one, or those of experts, [experts * rows, in], gate before up. `precise`
+    are norms, biases and other tensors of one dimension in float32, where `tensors` has fewer bits.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    blocks: dict[str, tuple[BlockWeights, ...]]
+    precise: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a tensor of the module is made from: the file's tensors, and their form if not plain.
+
+    A tensor of one number may be in the metadata instead: `number`.
+    """
+
+    parts: list[GgufTensor]
+    form: Form | None = None
+    number: float | None = None
+
+    def fits_blocks(self, shape: torch.Size, config: Any) -> bool:
+        """Whether the file's rows are those of a tensor of this shape, in blocks we have.
+
+        Where they are those of several tensors, all have one format: one matrix is made of them.
+        """
+        form, parts = self.form, self.parts
+        if self.number is not None or any(kind_name(p) not in BLOCK_FORMATS for p in parts):
+            return False
+        if form is not None and form.are_experts:
+            widths = sum(part.shape[1] for part in parts if len(part.shape) == 3)
+            sides = {(part.shape[0], part.shape[-1]) for part in parts}
+            return len(shape) == 3 and widths == shape[1] and sides == {(shape[0], shape[2])}
+        own = tuple(reversed(shape)) if form is not None and form.is_turned else tuple(shape)
+        if form is None or form.order is None:
+            are_rows = len(parts) == 1 and parts[0].shape == own
+        else:
+            are_rows = len({(part.kind, part.shape[1:]) for part in parts}) == 1
+            are_rows = are_rows and sum(part.shape[0] for part in parts) == own[0]
+        if form is not None and form.columns is not None:
+            are_rows = are_rows and can_move_columns(form.columns(own[-1], config))
+        is_plain = form is None or (form.places is None and form.make is None)
+        return is_plain and are_rows and len(own) == 2 and parts[0].shape[1:] == own[1:]
+
+
+def read_gguf_tensors(
+    gguf: GgufModel,
+    architecture: Architecture,
+    config: Any,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    tick: Callable[[float], None],
+    wanted: Collection[tuple[str, ...]] = (),
+    tied_head: str | None = None,
+    for_cpu: bool = True,
+) -> GgufTensors:
+    """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
+
+    `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
+    tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
+    a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
+    multiplies with the table's blocks. A tensor that the file lacks is left out. Raises ModelError
+    if memory is too small, and ModelUnsupported for a block format that cannot be unpacked.
+    """
+    sources = _sources(gguf, architecture, shapes)
+    kept = _staying(sources, shapes, wanted, config)
+    needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise ModelError(
+            f"The weights take {format_bytes(needed)} of memory as {dtype_name(dtype)}, and "
+            f"{format_bytes(free)} are free.",
+            "Use a smaller model.",
+        )
+    done, total = 0, sum(t.num_bytes for found in sources.values() for t in found.parts) or 1
+    state: dict[str, torch.Tensor] = {}
+    precise: dict[str, torch.Tensor] = {}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
+        in_full = _Reader(torch.float32, kept, architecture.norm_offset, config, pool, for_cpu)
+        for name, source in sources.items():
+            is_small = len(shapes[name]) == 1 and dtype != torch.float32
+            tensor = (in_full if is_small else reader).read(name, source, shapes[name])
+            if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
+                tensor = tensor.reshape(shapes[name])
+            if is_small:
+                precise[name] = tensor.clone()  # not the mapped file, which may change
+            state[name] = tensor.to(dtype)
+            done += sum(part.num_bytes for part in source.parts)
+            tick(done / total)
+    table = gguf.tensors.get("token_embd.weight")
+    if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
+        return GgufTensors(state, reader.blocks, precise)
+    if _Source([table]).fits_blocks(shapes[tied_head], config):
+        reader.keep_again(tied_head, table)
+    return GgufTensors(state, reader.blocks, precise)
+
+
+def _staying(
+    sources: Mapping[str, _Source],
+    shapes: Mapping[str, torch.Size],
+    wanted: Collection[tuple[str, ...]],
+    config: Any,
+) -> frozenset[str]:
+    """Return the names of the tensors that stay in blocks, of groups that can do so as a whole."""
+    names = {name for group in wanted for name in group if name in sources}
+    fitting = {name for name in names if sources[name].fits_blocks(shapes[name], config)}
+    return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
+
+
+def _needed_bytes(sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str]) -> int:
+    """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
+    needed = 0
+    for name, source in sources.items():
+        for part in source.parts:
+            if name in kept:
+                needed += held_bytes(part.num_bytes, kind_name(part))
+            elif _PLAIN.get(kind_name(part)) != dtype:
+                needed += prod(part.shape) * dtype.itemsize
+    return needed
+
+
+def _sources(
+    gguf: GgufModel, architecture: Architecture, shapes: Mapping[str, torch.Size]
+) -> dict[str, _Source]:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    archs = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(archs[gguf.architecture], gguf.get("block_count"))
+    found = {}
+    for name in shapes:
+        number = _listed(name, architecture, gguf)
+        if number is not None:
+            found[name] = _Source([], number=number)
+            continue
+        form = next(forms_of(name, (*architecture.forms, *GENERAL), gguf.tensors), None)
+        if form is not None:
+            found[name] = _Source([gguf.tensors[stored] for stored in form.names(name)], form)
+            continue
+        known = names.get_name(
+            re.sub("^model[.]", architecture.prefix, name), try_suffixes=(".weight", ".bias")
+        )
+        # Parameters without ".weight" in their name have it in files.
+        tensor = gguf.tensors.get(known or "") or gguf.tensors.get(f"{known}.weight")
+        if tensor is not None:
+            found[name] = _Source([tensor])
+    return found
+
+
+def _listed(name: str, architecture: Architecture, gguf: GgufModel) -> float | None:
+    """Return the number that metadata list for a tensor's layer; None for other tensors."""
+    key = next((key for end, key in architecture.listed.items() if name.endswith(end)), None)
+    layer = _LAYER_NUMBER.search(name)
+    if key is None or layer is None:
+        return None
+    values: Any = gguf.metadata.get(key)
+    index = int(layer[1])
+    if not hasattr(values, "__len__"):
+        return None if values is None else float(values)
+    if index >= len(values):
+        raise ModelError(f"{key} in the metadata has too few numbers.", "Is the file complete?")
+    return float(values[index])
+
+
+class _Reader:
+    """Reads tensors of GGUF files in one dtype, or in their blocks. Keeps the files mapped."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        kept: Set[str],
+        norm_offset: float,
+        config: Any,
+        pool: Any,
+        for_cpu: bool,
+    ) -> None:
+        self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
+        self._kept_as: dict[str, str] = {}
+        self._dtype = dtype
+        self._kept = kept
+        self._norm_offset = norm_offset
+        self._config = config
+        self._pool = pool
+        self._for_cpu = for_cpu
+        self._maps: dict[Path, np.ndarray[Any, Any]] = {}
+
+    def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
+        """Return a tensor as the module has it; of the same size, if not of the same shape."""
+        if source.number is not None:
+            return torch.full(shape, source.number, dtype=self._dtype)
+        form = source.form
+        if name in self._kept:
+            self.keep(name, source.parts, form)
+            return torch.zeros((), dtype=self._dtype).expand(shape)
+        if form is None:
+            return self._plain(source.parts[0])
+        if form.places is not None:
+            return self._placed(form.places, source.parts, shape)
+        if form.make is not None:
+            parts = [self._unpacked(part, torch.float32) for part in source.parts]
+            return form.made(name, parts, self._config).to(self._dtype).contiguous()
+        parts = [self._unpacked(part, self._dtype) for part in source.parts]
+        if form.order is not None:
+            rows = torch.cat(parts)
+            return rows[form.order(len(rows), self._config)]
+        if form.columns is not None:
+            return parts[0][:, form.columns(parts[0].shape[1], self._config)].contiguous()
+        return parts[0].t().contiguous() if form.is_turned else parts[0]
+
+    def keep(self, name: str, parts: list[GgufTensor], form: Form | None = None) -> None:
+        """Keep tensors in blocks that `fits_blocks` allows."""
+        moves_columns = form is not None and form.columns is not None
+        is_interleaved = self._for_cpu and not moves_columns
+        matrices = tuple(self._in_blocks(part, is_interleaved) for part in parts)
+        if form is not None and form.order is not None:
+            whole = joined(matrices)
+            matrices = (reordered(whole, form.order(whole.num_out, self._config)),)
+        if form is not None and form.columns is not None:
+            order = form.columns(matrices[0].num_in, self._config)
+            matrices = (with_columns(matrices[0], order),)
+        self.blocks[name] = matrices
+        if form is None:
+            self._kept_as[parts[0].name] = name
+
+    def keep_again(self, name: str, part: GgufTensor) -> None:
+        """Keep a tensor by another name too; it is held once."""
+        known = self._kept_as.get(part.name)
+        if known is None:
+            self.keep(name, [part])
+        else:
+            self.blocks[name] = self.blocks[known]
+
+    def _placed(self, places: Any, parts: list[GgufTensor], shape: torch.Size) -> torch.Tensor:
+        """Return a tensor whose views hold the parts, without a further copy of it."""
+        out = torch.empty(shape, dtype=self._dtype)
+        for place, part in zip(places(out, self._config), parts, strict=True):
+            if place.shape != part.shape:
+                raise ModelError(f"{part.name} has another shape than its model's.")
+            place.copy_(self._unpacked(part, self._dtype))
+        return out
+
+    def _plain(self, tensor: GgufTensor) -> torch.Tensor:
+        is_norm = tensor.name.endswith("norm.weight") and ".ssm_norm." not in tensor.name
+        if self._norm_offset and is_norm:
+            whole = self._unpacked(tensor, torch.float32)
+            return (whole - self._norm_offset).to(self._dtype)
+        return self._unpacked(tensor, self._dtype)
+
+    def _in_blocks(self, tensor: GgufTensor, is_interleaved: bool) -> BlockWeights:
+        """Return a matrix, or the matrices of all experts as one."""
+        rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
+        return read_blocks(rows, kind_name(tensor), is_interleaved)
+
+    def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
+
+    def _unpacked(self, tensor: GgufTensor, dtype: torch.dtype) -> torch.Tensor:
+        blocks = self._stored(tensor)
+        plain = _PLAIN.get(kind_name(tensor))
+        if plain is not None:
+            return torch.from_numpy(blocks).view(plain).view(tensor.shape).to(dtype)
+        out = torch.empty(tensor.shape, dtype=dtype)
+        rows = blocks.reshape(prod(tensor.shape[:-1]), -1)
+        targets = out.view(len(rows), -1)
+        step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+        spans = [slice(at, at + step) for at in range(0, len(rows), step)]
+        if kind_name(tensor) in BLOCK_FORMATS:  # compiled code, on torch's threads
+            for span in spans:
+                _unpack_compiled(rows[span], tensor, targets[span])
+            return out
+        for _ in self._pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
+            pass
+        return out
+
+    def _map(self, path: Path) -> np.ndarray[Any, Any]:
+        if path not in self._maps:
+            # Copy on write: torch wants memory it may write to, and the file must not change.
+            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
+        return self._maps[path]
+
+
+def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
+    unpack(read_blocks(torch.from_numpy(blocks), kind_name(tensor)), out)
+
+
+def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(blocks, GGMLQuantizationType(tensor.kind))
+    except NotImplementedError as error:
+        raise ModelUnsupported(
+            f"{tensor.name} is in the block format {kind_name(tensor)}, which cannot be unpacked.",
+            "Use a file in another format, such as Q4_K_M or Q8_0.",
+        ) from error
+    out.copy_(torch.from_numpy(values))

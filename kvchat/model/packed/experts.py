@@ -1,0 +1,222 @@
+"""Plain experts of a mixture in blocks of 8 or 4 bits: their products, module by module.
+
+transformers keeps the weights of a layer's experts as two tensors, [experts, 2 * width, hidden] and
+[experts, hidden, width], and so do most mixtures. Packed, they are matrices with the rows of
+all experts one below another; a step multiplies with the rows of the chosen experts alone. On a GPU
+`kvchat_kernels.experts` has the products.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.device import can_change_threads
+from kvchat.model.hf.gates import gate_of
+from kvchat_kernels.experts import block_experts
+from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
+from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
+
+_PACKS = "_kvchat_expert_packs"
+EXPERT_TENSORS = ("gate_up_proj", "down_proj")
+# Flags that transformers gives a class of experts, and what they are where experts are plain.
+_PLAIN = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+}
+# Older versions of transformers know no such norm, and have no flag for it.
+_NORMED = "has_post_expert_norm"
+
+
+class ExpertPacks:
+    """The matrices of a layer's experts on a CPU.
+
+    `gate_up` is one, gate above up in each expert, or two.
+    """
+
+    def __init__(
+        self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int
+    ) -> None:
+        self.gate_up = tuple(BlockProduct(weights) for weights in gate_up)
+        self.down = BlockProduct(down)
+        self._num_experts = num_experts
+
+    def __deepcopy__(self, memo: object) -> "ExpertPacks":
+        return self  # nothing ever changes it
+
+    @property
+    def products(self) -> tuple[BlockProduct, ...]:
+        return (*self.gate_up, self.down)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.weights.num_bytes for product in self.products)
+
+    def multiply(self, x: torch.Tensor, expert: int, act: nn.Module) -> torch.Tensor:
+        """Return what one expert makes of x [rows, hidden] float32."""
+        outputs = [self._of(product, expert)(x) for product in self.gate_up]
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        return self._of(self.down, expert)((act(gate) * up).contiguous())
+
+    def _of(self, product: BlockProduct, expert: int) -> BlockProduct:
+        size = product.weights.num_out // self._num_experts
+        return BlockProduct(product.weights.rows(expert * size, (expert + 1) * size))
+
+
+class DeviceExpertPacks:
+    """The matrices of a layer's experts on a GPU, as those of `ExpertPacks`."""
+
+    def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+        self.gate_up = tuple(gate_up)
+        self.down = down
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weights.num_bytes for weights in (*self.gate_up, self.down))
+
+    def __deepcopy__(self, memo: object) -> "DeviceExpertPacks":
+        return self  # nothing ever changes it
+
+
+def are_plain_experts(module: Any) -> bool:
+    """Return whether a module is experts of the plain form, with their weights as parameters."""
+    parameters = [getattr(module, name, None) for name in EXPERT_TENSORS]
+    if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters):
+        return False
+    # Where transformers names it otherwise, no experts are plain, and all run as they are.
+    gate = getattr(type(module), "_apply_gate", None)
+    is_plain = getattr(gate, "__name__", "") == "_default_apply_gate"
+    if not is_plain or getattr(module, _NORMED, False):
+        return False
+    return all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
+
+
+def expert_packs_of(module: nn.Module) -> ExpertPacks | DeviceExpertPacks | None:
+    """Return what holds the packed weights of a module of experts, None if it has none."""
+    packs: ExpertPacks | DeviceExpertPacks | None = module.__dict__.get(_PACKS)
+    return packs
+
+
+def has_packed_experts(module: nn.Module) -> bool:
+    """Return whether any part of a model is experts with packed weights."""
+    return any(expert_packs_of(part) is not None for part in module.modules())
+
+
+def expert_weights(module: Any) -> list[torch.Tensor]:
+    """Return the weights of plain experts, each [experts, out, in]."""
+    return [getattr(module, name).detach() for name in EXPERT_TENSORS]
+
+
+def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the names of the tensors, gate and up before down, of each plain experts in a model.
+
+    `use_packed_experts` takes both or none.
+    """
+    owners = [name for name, part in module.named_modules() if are_plain_experts(part)]
+    return [tuple(f"{owner}.{name}" for name in EXPERT_TENSORS) for owner in owners]
+
+
+def can_pack_experts(module: Any) -> bool:
+    """Return whether a module is plain experts that are not packed and whose rows fit blocks."""
+    if expert_packs_of(module) is not None or not are_plain_experts(module):
+        return False
+    return all(fits(part.shape[-1]) for part in (module.gate_up_proj, module.down_proj))
+
+
+@torch.inference_mode()
+def pack_experts(module: Any, pack: Callable[[str, torch.Tensor], BlockWeights], name: str) -> None:
+    """Pack the weights of `can_pack_experts` on a CPU, and free them.
+
+    `pack` gets the name of a tensor, below the module's `name`, and it as a matrix.
+    """
+    named = zip(EXPERT_TENSORS, expert_weights(module), strict=True)
+    gate_up, down = (pack(f"{name}.{part}", weight.flatten(0, 1)) for part, weight in named)
+    use_packed_experts(module, (gate_up,), down)
+
+
+@torch.inference_mode()
+def pack_experts_on_gpu(module: Any, bits: int, device: torch.device) -> None:
+    """Round the weights of `can_pack_experts` to blocks on a GPU, and free them.
+
+    An expert after another: no more of a layer is there in 16 bits.
+    """
+    gate_up, down = (quantised_matrices(part, bits, device) for part in expert_weights(module))
+    use_packed_experts_on_gpu(module, (gate_up,), down)
+
+
+def use_packed_experts_on_gpu(
+    module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights
+) -> None:
+    """Let a module of experts multiply with block weights on a GPU, and free its own."""
+    packs, act = DeviceExpertPacks(gate_up, down), module.act_fn
+    gate = gate_of(act) or (lambda gates, ups: act(gates) * ups)
+    _take(module, packs)
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x = hidden_states.contiguous()
+        return block_experts(x, top_k_index, top_k_weights, packs.gate_up, packs.down, gate)
+
+    module.__dict__["forward"] = forward
+
+
+def _take(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
+    dtype = module.gate_up_proj.dtype
+    module.__dict__[_PACKS] = packs
+    for name in EXPERT_TENSORS:
+        setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
+
+
+def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+    """Let a module of experts multiply with block weights on a CPU, and free its own."""
+    packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
+    act = module.act_fn
+    _take(module, packs)
+
+    def forward(
+        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x, factors = hidden_states.float(), top_k_weights.float()
+        out = torch.zeros_like(x)
+        experts = top_k_index.unique().tolist()
+        chosen = [torch.where(top_k_index == expert) for expert in experts]
+
+        @torch.inference_mode()
+        def computed(number: int) -> torch.Tensor:
+            return packs.multiply(x[chosen[number][0]], experts[number], act)
+
+        for (rows, places), outputs in zip(
+            chosen, _mapped(computed, len(chosen), len(x)), strict=True
+        ):
+            out.index_add_(0, rows, outputs * factors[rows, places, None])
+        return out.to(hidden_states.dtype)
+
+    module.__dict__["forward"] = forward
+
+
+def _mapped(
+    computed: Callable[[int], torch.Tensor], count: int, num_rows: int
+) -> Iterator[torch.Tensor]:
+    """Yield what `computed` returns for each number below `count`, in order.
+
+    The experts of a step of many rows are shared out among threads, each of which computes alone.
+    If all threads took part in each product, each product would wait for the slowest of them, and
+    the products are small and many: beside a busy program that took many times as long.
+    """
+    most = torch.get_num_threads()
+    if min(most, count) == 1 or num_rows <= FEW_ROWS or not can_change_threads():
+        yield from map(computed, range(count))
+        return
+    workers = min(most, count)
+    try:
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield from pool.map(computed, range(count))
+    finally:
+        torch.set_num_threads(most)  # threads that begin later take the number that was set last
