@@ -1,5 +1,6 @@
 """The compiled step computes what transformers' own modules compute, for each family it knows."""
 
+import ast
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,7 @@ from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.cpu import decoder
-from kvchat.model.cpu import families as decoder_families
+from kvchat.model.cpu import decoder, families, reader
 from kvchat.model.cpu.step_operations import Activations
 from kvchat.model.cpu.step_program import embedding_into
 from kvchat.model.loader import LoadedModel, load_model
@@ -558,7 +558,7 @@ def test_a_family_that_is_read_wrongly_fails_the_self_test(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights of Gemma's norms are offsets from one."""
-    monkeypatch.setitem(decoder_families.FAMILIES, "gemma", decoder_families.FAMILIES["llama"])
+    monkeypatch.setitem(families.FAMILIES, "gemma", families.FAMILIES["llama"])
     loaded = load(tmp_path, "gemma", dtype=dtype)
     assert loaded.compiled is not None
 
@@ -579,3 +579,11 @@ def test_a_machine_without_a_compiler_runs_the_modules(
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
     ensure_trusted(loaded, None)
+
+
+def test_what_a_family_differs_in_is_in_its_row() -> None:
+    """A type named elsewhere was forgotten by the next one that is built alike."""
+    source = ast.parse(Path(reader.__file__).read_text())
+    texts = {node.value for node in ast.walk(source) if isinstance(node, ast.Constant)}
+
+    assert not texts & set(families.COMPILED_TYPES)

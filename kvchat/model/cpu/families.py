@@ -6,8 +6,11 @@ no line can say yet is an attribute more of Family.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
+from kvchat.model.cpu import routings
+from kvchat.model.cpu.decoder import Routing
 from kvchat.model.cpu.step_delta import read_delta_net
 from kvchat.model.cpu.step_mamba import read_mamba
 from kvchat.model.cpu.step_recurrent import Recurrent
@@ -33,7 +36,24 @@ _GLM4: _Names = (
 )
 _HYPERCLOVA: _Names = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
 _VAULT: _Names = ("input_layernorm", None, "pre_feedforward_layernorm", None)
+_APERTUS: _Names = ("attention_layernorm", None, "feedforward_layernorm", None)
 _ONE: _Names = ("input_layernorm", None, None, None)
+
+
+class Rotated(Enum):
+    """Which layers with attention rotate their heads."""
+
+    ALL = auto()  # but those whose module says no
+    WITH_WINDOWS = auto()  # in every model
+    WITH_WINDOWS_IF_ANY = auto()  # all layers of a model without windows
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsFactor:
+    """The name of a factor of the logits in the configuration; the logits may be divided by it."""
+
+    name: str
+    divides: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +68,17 @@ class Family:
     is_parallel   whether attention and MLP have the same input
     shares_kv     whether a layer may attend to the KV of an earlier one
     recurrent     the name of the part of a layer that keeps a state, and what reads it
+    has_halves    whether a layer is attention, or a part with a state, or an MLP, with one norm
+    routing       what reads how factors of experts are made of scores; None: of softmax alone
+    rotated       which layers rotate their heads
+    turns_back    whether heads are rotated by the angles' opposites
+    norms_embedding    whether the last norm is the first one too, of the embedded tokens
+    scales_queries     whether queries grow with their positions
+    has_multipliers    whether inputs and outputs of a layer's parts have factors, as Falcon-H1's
+    has_sides          whether a layer may have a third part for its side input, as Gemma 4's
+    allows_xielu       whether the activation xIELU is computed in float32, as here
+    logits_factor, caps_logits   of the logits, by the configuration
+    outer_types   types of models around this one whose heads treat logits as its own head does
     """
 
     norms: _Names = _LLAMA
@@ -64,6 +95,18 @@ class Family:
     is_parallel: bool = False
     shares_kv: bool = False
     recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
+    has_halves: bool = False
+    routing: Callable[[Any, Any], Routing] | None = None
+    rotated: Rotated = Rotated.ALL
+    turns_back: bool = False
+    norms_embedding: bool = False
+    scales_queries: bool = False
+    has_multipliers: bool = False
+    has_sides: bool = False
+    allows_xielu: bool = False
+    logits_factor: LogitsFactor | None = None
+    caps_logits: bool = False
+    outer_types: tuple[str, ...] = ()
 
 
 _DELTA = ("linear_attn", read_delta_net)
@@ -71,14 +114,20 @@ _MAMBA = ("mamba", read_mamba)
 _SHORT_CONVOLUTION = ("conv", read_short_convolution)
 _LFM2 = Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
 _BAMBAS = Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
-_GRANITE_MIXTURE = Family(mlp="block_sparse_moe", router="router", normalises=True)
-_COHERE = Family(_ONE, turns_neighbours=True, is_parallel=True)
+_GRANITE_FACTOR = LogitsFactor("logits_scaling", divides=True)
+_GRANITE_MIXTURE = Family(
+    mlp="block_sparse_moe", router="router", normalises=True, logits_factor=_GRANITE_FACTOR
+)
+_COHERE = Family(
+    _ONE, turns_neighbours=True, is_parallel=True, logits_factor=LogitsFactor("logit_scale")
+)
+_DEEPSEEK_MIXTURE = Family(routing=routings.of_deepseek)
 _HUNYUAN = Family(norms_last=True)
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
     "ministral": Family(),
-    "ministral3": Family(),
+    "ministral3": Family(scales_queries=True),
     "qwen2": Family(),
     "qwen3": Family(),
     "seed_oss": Family(),
@@ -94,65 +143,64 @@ FAMILIES = {
     "stablelm": Family(),
     "phi": Family(_ONE, last_norm="final_layernorm", is_parallel=True),
     "cohere": _COHERE,
-    "cohere2": _COHERE,
+    "cohere2": replace(_COHERE, rotated=Rotated.WITH_WINDOWS),
     "glm": Family(turns_neighbours=True),
     "glm4": Family(_GLM4, turns_neighbours=True),
     "ernie4_5": Family(turns_neighbours=True),
     "helium": Family(turns_neighbours=True),
     "hunyuan_v1_dense": _HUNYUAN,
-    "nanochat": _HUNYUAN,
-    "apertus": Family(("attention_layernorm", None, "feedforward_layernorm", None)),
-    "hyperclovax": Family(_HYPERCLOVA),
+    "nanochat": replace(_HUNYUAN, turns_back=True, norms_embedding=True, caps_logits=True),
+    "apertus": Family(_APERTUS, allows_xielu=True),
+    "hyperclovax": Family(
+        _HYPERCLOVA,
+        logits_factor=LogitsFactor("logits_scaling"),
+        outer_types=("hyperclovax_vision_v2",),
+    ),
     "phi3": Family(),
-    "granite": Family(),
+    "granite": Family(logits_factor=_GRANITE_FACTOR),
     "gemma": Family(norm_offset=1.0),
-    "gemma2": Family(_GEMMA, 1.0),
-    "gemma3_text": Family(_GEMMA, 1.0),
-    "gemma4_text": Family(_GEMMA, shares_kv=True),
-    "vaultgemma": Family(_VAULT, 1.0),
+    "gemma2": Family(_GEMMA, 1.0, caps_logits=True),
+    "gemma3_text": Family(_GEMMA, 1.0, caps_logits=True),
+    "gemma4_text": Family(
+        _GEMMA, shares_kv=True, has_sides=True, caps_logits=True, outer_types=("gemma4",)
+    ),
+    "vaultgemma": Family(_VAULT, 1.0, caps_logits=True),
     "olmo2": Family(_OLMO),
     "olmo3": Family(_OLMO),
-    "exaone4": Family(_OLMO),
+    "exaone4": Family(_OLMO, rotated=Rotated.WITH_WINDOWS_IF_ANY),
     "mixtral": Family(normalises=True),
     "qwen2_moe": Family(),
     "qwen3_moe": Family(),
     "olmoe": Family(),
     "flex_olmo": Family(_OLMO),
     "mellum": Family(),
-    "glm4_moe": Family(),
-    "dots1": Family(),
-    "solar_open": Family(),
-    "minimax_m2": Family(normalises=True),
-    "ernie4_5_moe": Family(normalises=True, turns_neighbours=True),
+    "glm4_moe": _DEEPSEEK_MIXTURE,
+    "dots1": _DEEPSEEK_MIXTURE,
+    "solar_open": _DEEPSEEK_MIXTURE,
+    "minimax_m2": Family(normalises=True, routing=routings.of_minimax),
+    "ernie4_5_moe": Family(normalises=True, turns_neighbours=True, routing=routings.of_ernie),
     "hunyuan_v1_moe": replace(_HUNYUAN, normalises=True),
-    "phimoe": Family(router="router", normalises=False),
+    "phimoe": Family(router="router", normalises=False, routing=routings.of_phi),
     "qwen3_next": Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_text": Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_moe_text": Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
     "lfm2": _LFM2,
-    "lfm2_moe": replace(_LFM2, rotary="pos_emb"),
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=routings.of_lfm2),
     "bamba": _BAMBAS,
-    "falcon_h1": _BAMBAS,
-    "nemotron_h": Family(last_norm="norm_f", rotary=None, attention="mixer", mlp="mixer"),
+    "falcon_h1": replace(
+        _BAMBAS, has_multipliers=True, logits_factor=LogitsFactor("lm_head_multiplier")
+    ),
+    "nemotron_h": Family(
+        last_norm="norm_f",
+        rotary=None,
+        attention="mixer",
+        mlp="mixer",
+        recurrent=("mixer", read_mamba),
+        has_halves=True,
+        routing=routings.of_deepseek,
+    ),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
 COMPILED_TYPES = tuple(sorted(FAMILIES))
-# Types whose experts have factors as DeepSeek V3's: sigmoids, a bias chooses, then one scale.
-LIKE_DEEPSEEK = frozenset({"nemotron_h", "glm4_moe", "dots1", "solar_open"})
-# Types whose logits have a factor: its name, and whether they are divided by it.
-LOGITS_FACTORS = {
-    "granite": ("logits_scaling", True),
-    "granitemoe": ("logits_scaling", True),
-    "granitemoeshared": ("logits_scaling", True),
-    "granitemoehybrid": ("logits_scaling", True),
-    "hyperclovax": ("logits_scaling", False),
-    "hyperclovax_vision_v2": ("logits_scaling", False),
-    "falcon_h1": ("lm_head_multiplier", False),
-    "cohere": ("logit_scale", False),
-    "cohere2": ("logit_scale", False),
-}
-LOGITS_CAPPED = frozenset(
-    {"gemma2", "gemma3_text", "gemma4", "gemma4_text", "vaultgemma", "nanochat"}
-)

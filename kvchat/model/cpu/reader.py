@@ -22,13 +22,7 @@ from kvchat.model.cpu.decoder import (
     Routing,
     SideGate,
 )
-from kvchat.model.cpu.families import (
-    FAMILIES,
-    LIKE_DEEPSEEK,
-    LOGITS_CAPPED,
-    LOGITS_FACTORS,
-    Family,
-)
+from kvchat.model.cpu.families import FAMILIES, Family, Rotated
 from kvchat.model.cpu.matrices import (
     Matrix,
     Norm,
@@ -38,11 +32,10 @@ from kvchat.model.cpu.matrices import (
     matrix_of,
     whole,
 )
-from kvchat.model.cpu.step_mamba import Mamba, read_mamba
+from kvchat.model.cpu.step_mamba import Mamba
 from kvchat.model.cpu.step_recurrent import Recurrent
 from kvchat.model.packed.experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec
-from kvchat_kernels.cpu.experts import Factors
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -92,14 +85,17 @@ class _Reader:
         if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
             raise Unknown("scales its angles by the length of a step")
         act = getattr(owner.config, "hidden_act", None)
-        if act == "xielu" and owner.config.model_type != "apertus":  # bfloat16 there
+        if act == "xielu" and not family.allows_xielu:  # others compute it in bfloat16
             raise Unknown("has the activation xIELU")
+        # The class with the head has the code of the logits: most image-text classes change
+        # nothing, whatever the configuration of their text model says.
+        own_types = (owner.config.model_type, *family.outer_types)
+        self._changes_logits = module.config.model_type in own_types
 
     def read(self) -> Decoder:
         config = self._config
         head = self._module.get_output_embeddings()
         norm = self._norm(getattr(self._owner, self._family.last_norm), config.hidden_size)
-        is_nanochat = config.model_type == "nanochat"
         return Decoder(
             embedding=self._module.get_input_embeddings(),
             layers=self._layers(),
@@ -112,8 +108,8 @@ class _Reader:
             logits_softcap=self._logits_softcap(),
             query_scale=self._query_scale(),
             state=self._spec.state,
-            first_norm=norm if is_nanochat else None,
-            turns_back=is_nanochat,
+            first_norm=norm if self._family.norms_embedding else None,
+            turns_back=self._family.turns_back,
             side_inputs=self._side_inputs(),
         )
 
@@ -133,20 +129,20 @@ class _Reader:
         return side_inputs
 
     def _logits_divisor(self) -> float:
-        # The class with the head has the code: most image-text classes scale nothing, whatever
-        # the configuration of their text model says.
-        name, divides = LOGITS_FACTORS.get(self._module.config.model_type, (None, False))
-        factor = 1.0 if name is None else float(getattr(self._config, name))
-        return factor if divides else 1 / factor
+        factor = self._family.logits_factor
+        if factor is None or not self._changes_logits:
+            return 1.0
+        value = float(getattr(self._config, factor.name))
+        return value if factor.divides else 1 / value
 
     def _logits_softcap(self) -> float | None:
-        if self._module.config.model_type not in LOGITS_CAPPED:
+        if not (self._family.caps_logits and self._changes_logits):
             return None
         softcap: float | None = self._config.final_logit_softcapping
         return softcap
 
     def _query_scale(self) -> QueryScale | None:
-        if self._config.model_type != "ministral3":
+        if not self._family.scales_queries:
             return None
         settings = self._config.rope_parameters
         length = settings["original_max_position_embeddings"]
@@ -162,9 +158,9 @@ class _Reader:
                 raise Unknown("shares KV between layers")
             specs[int(path[-2])] = spec
         recurrent = self._family.recurrent
-        if self._config.model_type == "nemotron_h":
+        if self._family.has_halves:
             layers = enumerate(self._owner.layers)
-            return tuple(self._block(layer, index, specs.get(index)) for index, layer in layers)
+            return tuple(self._half(layer, index, specs.get(index)) for index, layer in layers)
         if recurrent is None:
             return tuple(
                 self._layer(self._owner.layers[index], self._attention_of(index, spec))
@@ -183,17 +179,17 @@ class _Reader:
             else:
                 attention = self._attention_of(index, spec_here)
                 both = replace(self._layer(layer, attention), beside=other)
-                is_scaled = self._config.model_type == "falcon_h1"
+                is_scaled = self._family.has_multipliers
                 found.append(_with_multipliers(both, layer) if is_scaled else both)
         return tuple(found)
 
-    def _block(self, block: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
-        """Read a block of Nemotron-H, which is one half of a layer."""
+    def _half(self, block: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
+        """Read a block of Nemotron-H, which is one half of a layer: it has one norm."""
         norm, mixer = self._norm(block.norm, self._config.hidden_size), block.mixer
         if spec is not None:
             part: Any = self._attention(mixer, spec, index)
-        elif hasattr(mixer, "A_log"):
-            part = read_mamba(mixer, index)
+        elif self._family.recurrent is not None and hasattr(mixer, "A_log"):
+            part = self._family.recurrent[1](mixer, index)
         else:
             mlp = self._mlp_or_mixture(block)
             return DecoderLayer(None, mlp, None, None, norm, None)
@@ -212,7 +208,7 @@ class _Reader:
         read = DecoderLayer(
             attention, mlp, before, after, before_mlp, after_mlp, is_parallel=is_parallel
         )
-        return self._with_side(read, layer) if self._config.model_type == "gemma4_text" else read
+        return self._with_side(read, layer) if self._family.has_sides else read
 
     def _with_side(self, read: DecoderLayer, layer: Any) -> DecoderLayer:
         """Return a layer of Gemma 4 with what it has after its MLP."""
@@ -259,31 +255,8 @@ class _Reader:
             experts=_experts(module.experts),
             shared=of_all,
             shared_gate=None if gate is None else matrix_of(gate),
-            routing=self._routing(module, router),
+            routing=Routing() if family.routing is None else family.routing(module, router),
         )
-
-    def _routing(self, mixture: Any, router: Any) -> Routing:
-        model_type = self._config.model_type
-        bias: torch.Tensor | None
-        if model_type in LIKE_DEEPSEEK:
-            latent = getattr(mixture, "fc1_latent_proj", None)
-            if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
-                raise Unknown("has a mixture of another kind")
-            bias = _floats(router.e_score_correction_bias)
-            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
-        if model_type == "minimax_m2":
-            return Routing(Factors.SIGMOID, _floats(mixture.e_score_correction_bias))
-        if model_type == "lfm2_moe":
-            bias = _floats(mixture.expert_bias) if mixture.use_expert_bias else None
-            return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-6)
-        if model_type == "ernie4_5_moe":
-            bias = _floats(router.moe_statics.e_score_correction_bias)
-            return Routing(Factors.SHARE, bias, least_sum=float(router.norm_min))
-        if model_type == "phimoe":
-            if router.top_k != 2:  # its code takes two, whatever the configuration says
-                raise Unknown(f"chooses two experts in place of {router.top_k}")
-            return Routing(Factors.SPARSE, tolerance=2 * float(router.router_jitter_noise))
-        return Routing()
 
     def _attention(self, attention: Any, spec: LayerSpec, index: int) -> DecoderAttention:
         head_norm, norms = self._head_norms(attention, spec)
@@ -322,10 +295,10 @@ class _Reader:
         return matrices_of(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
 
     def _rotates(self, attention: Any) -> bool:
-        if self._config.model_type == "cohere2":  # in the layers with windows only
+        if self._family.rotated is Rotated.WITH_WINDOWS:
             return attention.sliding_window is not None
-        # A model of EXAONE with windows rotates in the layers with windows only.
-        if self._config.model_type == "exaone4" and attention.sliding_window is not None:
+        is_mixed = self._family.rotated is Rotated.WITH_WINDOWS_IF_ANY
+        if is_mixed and attention.sliding_window is not None:  # of the model, in every layer
             return bool(attention.is_sliding)
         return self._rotary is not None and bool(getattr(attention, "use_rope", True))
 
