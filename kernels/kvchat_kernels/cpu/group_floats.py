@@ -1,7 +1,7 @@
 """Makes floats of levels in blocks and the factors of stored groups, in any order of columns.
 
-The numbers are those of the plain form (`kvchat/model/packed/unpacking.py`): float32, each product and sum
-rounded by itself, and then to what is written.
+The numbers are those of the plain form (`kvchat/model/packed/unpacking.py`): float32, each product
+and sum rounded by itself, and then to what is written.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Reads the levels of stored groups of columns into block weights, each word once.
 
-The bytes are those that torch's operations make of them (`kvchat/model/packed/unpacking.py`), interleaved
-if asked for. Words that hold several rows, or lie beside those of other rows, are turned in
-registers: 8 of them and 8 blocks at once.
+The bytes are those that torch's operations make of them (`kvchat/model/packed/unpacking.py`),
+interleaved if asked for. Words that hold several rows, or lie beside those of other rows, are
+turned in registers: 8 of them and 8 blocks at once.
 """
 
 from collections.abc import Iterator, Sequence
