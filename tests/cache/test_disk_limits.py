@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cache.disk import quota
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.disk.quota import least_bytes
 from kvchat.cache.disk.table import Parts, PayloadFiles
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
-from kvchat.cache.tier import DamagedRecord, Layout
+from kvchat.cache.tier import DamagedRecord, Layout, PackHead
 from support.pack_chains import (
     LAYOUT,
+    ROOM,
     find,
+    image_of,
     keys_of,
     num_found,
     open_tier,
@@ -50,6 +53,23 @@ def test_a_branch_inside_a_pack_shares_what_it_has_in_common(tmp_path: Path) -> 
     assert restored(tier, [1, 2, 3, 4, 5, 6, 7, 8]) == 4
     assert restored(tier, [1, 2, 3, 4, 7, 7]) == 2
     assert restored(tier, [2, 2]) == 0
+
+
+@pytest.mark.parametrize("theirs", [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 9, 9]], ids=str)
+def test_a_shorter_pack_that_another_process_wrote_meanwhile_is_continued(
+    tmp_path: Path, theirs: list[int]
+) -> None:
+    """It counted as all that was to be written, and the rest was never kept."""
+    tier, ids = open_tier(tmp_path), [1, 2, 3, 4, 5, 6, 7, 8]
+    keys = keys_of(tier, ids)
+    assert find(tier, ids) == []
+    save(open_tier(tmp_path), theirs)
+
+    assert tier.write(PackHead(tier.root, encode_ids(ids)), memoryview(image_of(keys)))
+
+    assert restored(tier, ids) == 4
+    assert restored(tier, theirs) == len(theirs) // 2
+    assert tier.status().num_packs == 2
 
 
 def test_another_model_in_the_same_directory_finds_nothing(tmp_path: Path) -> None:
@@ -173,6 +193,28 @@ def test_what_another_model_left_goes_before_what_this_one_just_wrote(tmp_path: 
         assert save(tier, ids)
         assert num_found(tier, ids) == len(ids) // 2
         assert used_bytes(tmp_path) <= limit
+
+
+def test_a_full_store_lists_the_other_models_once_for_all_packs_that_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All model directories were listed for each pack that went, while the store was locked."""
+    tier = open_tier(tmp_path)
+    for start in range(0, 400, 2):
+        save(tier, [start, start + 1])
+    tier.close()
+    num_listed = []
+    listed = quota.list_model_dirs
+
+    def counted(directory: Path) -> list[Path]:
+        num_listed.append(1)
+        return listed(directory)
+
+    monkeypatch.setattr(quota, "list_model_dirs", counted)
+    shrunk = open_tier(tmp_path, limit_bytes=ROOM // 2)
+
+    assert shrunk.status().num_evicted > 40
+    assert len(num_listed) < 20
 
 
 def test_a_store_whose_limit_was_lowered_shrinks_at_the_next_opening(tmp_path: Path) -> None:

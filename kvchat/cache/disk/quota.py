@@ -7,6 +7,7 @@ another identity's directory is deleted as a whole; `eviction.py` orders the pac
 import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -236,8 +237,10 @@ class DiskQuota:
         It has already deleted other model directories that were used less recently.
         """
         keys: list[bytes] = []
+        loose = deque(sorted((last_used(path), path) for path in self._loose()))
         for key in eviction_order(known, parent, self._pinned(table)):
-            to_free -= self._drop_older(known[key].use.last_s)
+            while loose and loose[0][0] < known[key].use.last_s:
+                to_free -= drop(loose.popleft()[1])
             if to_free <= 0:
                 break
             keys.append(key)

@@ -312,8 +312,10 @@ class DiskTier:
         with self._db.changing() as table:
             if table.files.has_leftovers:
                 self._collect(table)
-            if self._reader.head(table, head.keys(self._layout)[0]) is not None:
+            num_there = self._num_there(table, head, is_one_shot)
+            if num_there == head.num_blocks(self._layout):
                 return True
+            head, image = self._without(head, image, num_there)
             followed = self._last_of(head.parent)
             self._note_uses(table)  # what was found is used: it must not be evicted now
             num_bytes = _kept_bytes(head, image)
@@ -326,6 +328,32 @@ class DiskTier:
             self._keep(table, head, image, first_use(self._clock(), is_one_shot))
             table.note_followed(followed)
         return True
+
+    def _num_there(self, table: PackTable, head: PackHead, is_one_shot: bool) -> int:
+        """Return how many leading blocks of a pack other processes have written since `find`.
+
+        Their packs may be shorter, or go on otherwise.
+        """
+        keys, block = head.keys(self._layout), 0
+        while block < len(keys):
+            other = self._reader.head(table, keys[block])
+            shared = other.num_shared(head.ids, block, self._layout) if other is not None else 0
+            if not shared:
+                break
+            self._used[keys[block]] = is_one_shot
+            block += shared
+        return block
+
+    def _without(
+        self, head: PackHead, image: memoryview, num_blocks: int
+    ) -> tuple[PackHead, memoryview]:
+        """Return a pack without its first `num_blocks` blocks."""
+        if not num_blocks:
+            return head, image
+        parent = head.keys(self._layout)[num_blocks - 1]
+        ids = head.ids[num_blocks * self._layout.ids_bytes :]
+        rest = image[num_blocks * self._layout.block_bytes :]
+        return replace(head, parent=parent, ids=ids, checksum=payload_checksum(rest)), rest
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         """Note that a context is not written because there was no room for the last pack.
