@@ -19,12 +19,12 @@ from kvchat_kernels.experts import block_experts
 from kvchat_kernels.int8_kv import Int8Kv, quantised, restored
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
+from kvchat_kernels.one_row_linear import one_row_linear
 from kvchat_kernels.paged_attention import FULL, PagedSequences, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
 from kvchat_kernels.silu_mul import silu_mul
-from kvchat_kernels.skinny_linear import skinny_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,19 +410,18 @@ def _products(shape: KernelShape, place: Place) -> Iterator[KernelCase]:
     for name, (out_size, in_size) in products.items():
         num_bytes = out_size * in_size * place.dtype.itemsize
         weights = [place.random(out_size, in_size) for _ in range(place.copies(num_bytes))]
-        for num_rows in _ROWS:
-            yield _product(f"{name}, {num_rows} rows", weights, place.random(num_rows, in_size))
+        yield _product(f"{name}, 1 row", weights, place.random(1, in_size))
 
 
-def _product(name: str, weights: list[torch.Tensor], rows: torch.Tensor) -> KernelCase:
+def _product(name: str, weights: list[torch.Tensor], row: torch.Tensor) -> KernelCase:
     return KernelCase(
         name,
         weights[0].nbytes,
         True,
         len(weights),
-        lambda i: skinny_linear(rows, weights[i]),
-        lambda: skinny_linear(rows, weights[0], impl="reference"),
-        (Peer("torch's linear", lambda i: functional.linear(rows, weights[i])),),
+        lambda i: one_row_linear(row, weights[i]),
+        lambda: one_row_linear(row, weights[0], impl="reference"),
+        (Peer("torch's linear", lambda i: functional.linear(row, weights[i])),),
     )
 
 

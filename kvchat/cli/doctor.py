@@ -161,8 +161,8 @@ def _attention(device: "torch.device") -> Iterator[Finding]:
     version = installed_version()
     if version is None:
         return
+    from kvchat.model.device import machine_name
     from kvchat.model.gpu.attention_race import RaceMemory, rival_machine
-    from kvchat.model.gpu.gemm_autotune import machine_name
 
     machine = rival_machine(machine_name(device), version)
     times = RaceMemory(user_paths().state, machine).read()

@@ -1,10 +1,12 @@
 """Chooses a model's device, dtype and number of threads, and measures free memory."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from kvchat import __version__
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 
@@ -28,6 +30,16 @@ def choose_device(config: ModelConfig) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the GPU's name or `cpu`: the key under which measured speeds are stored."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def machine_name(device: torch.device) -> str:
+    """Return what timings depend on: the device and the versions of torch, Triton and kvchat."""
+    name = device_name(device)
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    return f"{name}, torch {torch.__version__}, triton {triton}, kvchat {__version__}"
 
 
 def dtype_of(name: str) -> torch.dtype | None:

@@ -26,8 +26,7 @@ from kvchat.core.config import CacheConfig
 from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
 from kvchat.core.paths import write_memory
 from kvchat.model.batch import SequencePiece, build_batch
-from kvchat.model.device import dtype_name
-from kvchat.model.gpu.gemm_autotune import autotune_products, machine_name
+from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
@@ -69,12 +68,11 @@ _MIN_SIMILARITY_OF_ROUNDED_KV = 0.999
 def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
     """Run the self-test unless a stored verdict says that it passes.
 
-    Also runs the GEMM autotuning. Stores both results in `state_directory`, or nowhere if it is
-    None; an unusable directory is logged and the test runs again next time. Raises ModelUnsupported
-    if the outputs differ, ModelError if the logits are NaN.
+    Stores the result in `state_directory`, or nowhere if it is None; an unusable directory is
+    logged and the test runs again next time. Raises ModelUnsupported if the outputs differ,
+    ModelError if the logits are NaN.
     """
-    # Autotune first: the test must run the kernels that will be used.
-    key = _verdict_key(loaded, autotune_products(loaded, state_directory))
+    key = _verdict_key(loaded)
     path = state_directory / "self_test.json" if state_directory is not None else None
     known = _read_verdicts(path)
     if key in known:
@@ -111,7 +109,7 @@ def ensure_faster_reads(
     faster = loaded.fusing or loaded.compiled
     if faster is None or faster.is_off:
         return
-    key = _verdict_key(loaded, (), kv_name)
+    key = _verdict_key(loaded, kv_name)
     path = state_directory / "self_test.json" if state_directory is not None else None
     known = _read_verdicts(path)
     if key in known:
@@ -307,7 +305,7 @@ def _small_pools(loaded: LoadedModel, num_blocks: int) -> list[tuple[torch.Tenso
     ]
 
 
-def _verdict_key(loaded: LoadedModel, own_products: Sequence[str], kv_name: str = "") -> str:
+def _verdict_key(loaded: LoadedModel, kv_name: str = "") -> str:
     facts = (
         str(_CODE_VERSION),
         loaded.module.config.to_json_string(),
@@ -317,7 +315,6 @@ def _verdict_key(loaded: LoadedModel, own_products: Sequence[str], kv_name: str 
         "modules" if (loaded.fusing or loaded.compiled) is None else "faster",
         machine_name(loaded.device),
         transformers.__version__,
-        *own_products,
         *([f"kv {kv_name}"] if kv_name else ()),
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

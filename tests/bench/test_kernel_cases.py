@@ -57,7 +57,7 @@ def test_data_is_more_than_the_cache_holds_twice(cases: list[KernelCase]) -> Non
 
 def test_peers_compute_the_same_where_masks_do_not_differ(cases: list[KernelCase]) -> None:
     compared = [(case, peer) for case in cases for peer in case.peers if peer.is_same]
-    assert len(compared) > 10
+    assert len(compared) >= 8
     for case, peer in compared:
         assert case.is_near_twin(peer.run(0)), f"{case.name}: {peer.name}"
     others = [case.name for case in cases for peer in case.peers if not peer.is_same]

@@ -15,7 +15,7 @@ FLASHINFER = "kvchat_kernels.paged_attention.flashinfer_gpu.installed_version"
 def facts(monkeypatch: pytest.MonkeyPatch, state: Path, version: str | None) -> list[str]:
     monkeypatch.setattr(FLASHINFER, lambda: version)
     monkeypatch.setattr(doctor, "user_paths", lambda: SimpleNamespace(state=state))
-    monkeypatch.setattr("kvchat.model.gpu.gemm_autotune.machine_name", lambda device: "H200")
+    monkeypatch.setattr("kvchat.model.device.machine_name", lambda device: "H200")
     findings = list(doctor._attention(torch.device("cpu")))
     assert not any(finding.advice for finding in findings)
     return [finding.fact for finding in findings]

@@ -12,6 +12,7 @@ import torch
 from interpreter import Interpreter
 
 import kvchat_kernels.kv_write
+import kvchat_kernels.one_row_linear
 import kvchat_kernels.paged_attention
 import kvchat_kernels.rms_norm
 import kvchat_kernels.rope_kv_write
@@ -25,6 +26,7 @@ from support.paged_scene import Scene, load_tiny
 Log = list[tuple[Any, ...]]
 _WRAPPERS = (
     kvchat_kernels.kv_write,
+    kvchat_kernels.one_row_linear,
     kvchat_kernels.rms_norm,
     kvchat_kernels.rope_kv_write,
     kvchat_kernels.silu_mul,

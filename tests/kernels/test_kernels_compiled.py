@@ -17,13 +17,13 @@ from kvchat_kernels.int8_kv_write import group_size
 from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
 from kvchat_kernels.kv_write.kernel import kv_write_launch
 from kvchat_kernels.launch import Launch
+from kvchat_kernels.one_row_linear.kernel import one_row_linear_launch
 from kvchat_kernels.rms_norm.kernel import rms_norm_launch
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv
 from kvchat_kernels.rope_kv_write.kernel import rope_kv_write_launch
 from kvchat_kernels.sampler import SamplerRows
 from kvchat_kernels.sampler.kernel import sampler_launches
 from kvchat_kernels.silu_mul.kernel import gated_mul_launch
-from kvchat_kernels.skinny_linear.kernel import skinny_linear_launch
 
 
 def sweep(*values: object) -> list[object]:
@@ -167,28 +167,24 @@ def test_gates(dtype: torch.dtype, activation: str) -> None:
 
 @pytest.mark.parametrize("has_bias", sweep(True, False), ids=["bias", ""])
 @pytest.mark.parametrize("sizes", sweep((12288, 4096), (4096, 24576), (896, 1152)), ids=str)
-@pytest.mark.parametrize("num_rows", [1, 5])
-def test_skinny_products(num_rows: int, sizes: tuple[int, int], has_bias: bool) -> None:
+def test_products_with_one_row(sizes: tuple[int, int], has_bias: bool) -> None:
     in_size, out_size = sizes
-    rows, weight = meta(num_rows, in_size), meta(out_size, in_size)
+    row, weight = meta(1, in_size), meta(out_size, in_size)
     bias = meta(out_size) if has_bias else None
 
-    code = compiled(skinny_linear_launch(rows, weight, bias, meta(num_rows, out_size)))
+    code = compiled(one_row_linear_launch(row, weight, bias, meta(1, out_size)))
 
-    is_one_step = num_rows == 1 and in_size < 1024
-    assert is_one_step or code.ptx_count("cp.async.cg") >= 8
-    assert (code.ptx_count("mma.sync") > 0) == (num_rows > 1)
+    assert in_size < 1024 or code.ptx_count("cp.async.cg") >= 8
     if in_size == 12288:  # a power of two would be a shift
-        row = rf"mad\.wide\.s32\s.*, {in_size * 2},"
-        assert re.search(row, code.ptx), "rows are found with 32 bits"
+        stride = rf"mad\.wide\.s32\s.*, {in_size * 2},"
+        assert re.search(stride, code.ptx), "rows are found with 32 bits"
 
 
 @pytest.mark.parametrize("dtype", sweep(torch.float32, torch.float16), ids=str)
-@pytest.mark.parametrize("num_rows", sweep(1, 5))
-def test_skinny_products_of_other_dtypes(num_rows: int, dtype: torch.dtype) -> None:
-    rows, weight = meta(num_rows, 4096, dtype=dtype), meta(4096, 4096, dtype=dtype)
+def test_products_with_one_row_of_other_dtypes(dtype: torch.dtype) -> None:
+    row, weight = meta(1, 4096, dtype=dtype), meta(4096, 4096, dtype=dtype)
 
-    code = compiled(skinny_linear_launch(rows, weight, None, meta(num_rows, 4096, dtype=dtype)))
+    code = compiled(one_row_linear_launch(row, weight, None, meta(1, 4096, dtype=dtype)))
 
     assert code.ptx_count("cp.async.cg") >= 8
 
@@ -216,7 +212,7 @@ def test_every_kernel_has_a_test_here() -> None:
         "block_copies": copy_launch,
         "rms_norm": rms_norm_launch,
         "gates": gated_mul_launch,
-        "skinny_products": skinny_linear_launch,
+        "products_with_one_row": one_row_linear_launch,
         "sampler": sampler_launches,
     }
     assert set(kernels) <= tested

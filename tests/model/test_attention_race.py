@@ -14,7 +14,7 @@ import torch
 
 from kvchat.model.gpu import attention_race
 from kvchat.model.gpu.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
-from kvchat.model.gpu.gemm_autotune import Pass
+from kvchat.model.gpu.stopwatch import Pass
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, Implementation
 from kvchat_kernels.paged_attention.adopted import ADOPTED, StepKind

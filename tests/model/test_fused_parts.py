@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu import fused_parts
-from kvchat.model.gpu.fused_parts import RmsNorm, gate_of
+from kvchat.model.gpu.fused_parts import MergedProduct, RmsNorm, gate_of
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels import kv_layer
@@ -111,6 +112,24 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
     run_step(loaded)
 
     assert called == ["rms_norm", "rope_kv_write", "add_rms_norm", "gate_of"] * 2 + ["rms_norm"]
+
+
+@pytest.mark.usefixtures("with_kernels")
+def test_one_row_takes_the_kernel_and_more_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which it is depends on the number of rows alone: once a race at load decided."""
+    shapes: list[tuple[int, ...]] = []
+
+    def counted(row: torch.Tensor, *operands: torch.Tensor | None) -> torch.Tensor:
+        shapes.append(tuple(row.shape))
+        return linear(row, *operands)
+
+    monkeypatch.setattr(fused_parts, "one_row_linear", counted)
+    product = MergedProduct([nn.Linear(6, 4), nn.Linear(6, 2)])
+
+    outs = [product(torch.ones(*shape, 6)) for shape in ((1,), (1, 1), (2,), (1, 17))]
+
+    assert [tuple(out.shape) for out in outs] == [(1, 6), (1, 1, 6), (2, 6), (1, 17, 6)]
+    assert shapes == [(1, 6), (1, 6)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from kvchat.model import self_test
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import CompiledStep
-from kvchat.model.gpu import gemm_autotune
 from kvchat.model.gpu.fused_parts import FusedAttention
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
@@ -162,7 +161,7 @@ def test_another_gpu_or_triton_is_tested_anew(
     loaded = replace(specimen("llama").loaded, device=torch.device("cuda", 0))
     names = {"GPU": "Small GPU", "Triton": "3.6.0"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["GPU"])
-    monkeypatch.setattr(gemm_autotune, "version", lambda package: names["Triton"])
+    monkeypatch.setattr("kvchat.model.device.version", lambda package: names["Triton"])
     ensure_trusted(loaded, tmp_path)
     ensure_trusted(loaded, tmp_path)
     assert test.count == 1

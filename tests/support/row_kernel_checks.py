@@ -7,9 +7,9 @@ own data from a seed and raises AssertionError.
 import torch
 from torch.nn import functional
 
+from kvchat_kernels.one_row_linear import one_row_linear
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
-from kvchat_kernels.skinny_linear import skinny_linear
 from support.rounding import assert_as_exact, assert_same_bits, poisoned_memory, sparse_memory
 
 EPS = 1e-6
@@ -74,21 +74,21 @@ def check_gates(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu")
         assert_as_exact(out, gated(gate, up, impl="reference"), oracle)
 
 
-def check_skinny_linear(
-    sizes: tuple[int, int, int], dtype: torch.dtype, has_bias: bool, device: str = "cpu"
+def check_one_row_linear(
+    sizes: tuple[int, int], dtype: torch.dtype, has_bias: bool, device: str = "cpu"
 ) -> None:
-    """A product of `sizes`: rows, inputs, outputs; memory around the operands is NaN."""
+    """A product of `sizes`: inputs, outputs; memory around the operands is NaN."""
     torch.manual_seed(sum(sizes))
-    num_rows, in_size, out_size = sizes
-    rows = _between_nans((num_rows, in_size), dtype, device)
+    in_size, out_size = sizes
+    row = _between_nans((1, in_size), dtype, device)
     weight = _between_nans((out_size, in_size), dtype, device)
     bias = _between_nans((out_size,), dtype, device) if has_bias else None
-    oracle = rows.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+    oracle = row.double() @ weight.double().T + (bias.double() if bias is not None else 0)
 
     with poisoned_memory():
-        out = skinny_linear(rows, weight, bias, impl="triton")
+        out = one_row_linear(row, weight, bias, impl="triton")
 
-    assert_as_exact(out, skinny_linear(rows, weight, bias, impl="reference"), oracle)
+    assert_as_exact(out, one_row_linear(row, weight, bias, impl="reference"), oracle)
 
 
 def _between_nans(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -96,19 +96,6 @@ def _between_nans(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> to
     memory = torch.full((count + 4096,), float("nan"), dtype=dtype, device=device)
     part = memory[2048 : 2048 + count].view(shape)
     return part.copy_(torch.randn(shape))
-
-
-def check_rows_do_not_depend_on_each_other(device: str = "cpu") -> None:
-    """Of two rows on, a row's product is the same to the bit, whatever else is computed."""
-    torch.manual_seed(1)
-    dtype = torch.float16
-    rows, weight = torch.randn(16, 300).to(dtype), torch.randn(40, 300).to(dtype)
-    rows, weight = rows.to(device), weight.to(device)
-    together = skinny_linear(rows, weight, impl="triton")
-
-    for count in (2, 5, 11):
-        some = skinny_linear(rows[:count], weight, impl="triton")
-        assert_same_bits(some, together[:count], f"{count} rows")
 
 
 def check_rows_in_any_order(device: str = "cpu") -> None:

@@ -17,8 +17,8 @@ import torch
 
 from kvchat.core.events import LoadProgress
 from kvchat.core.paths import read_state, write_state
-from kvchat.model.device import dtype_name
-from kvchat.model.gpu.gemm_autotune import CudaStopwatch, Stopwatch, machine_name
+from kvchat.model.device import dtype_name, machine_name
+from kvchat.model.gpu.stopwatch import CudaStopwatch, Stopwatch
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat_kernels.paged_attention import implementation_for
 from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind, adopt, drop, is_adopted

@@ -40,7 +40,6 @@ class Installer:
     def __init__(self, context: StepContext) -> None:
         self._context = context
         self.is_off = False
-        self.merged: list[MergedProduct] = []
 
     def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
         """Replace a decoder layer's forward."""
@@ -90,7 +89,6 @@ class Installer:
         for product in products:
             if isinstance(product, MergedProduct):
                 product.adopt()
-                self.merged.append(product)
 
     def _rowwise(self, module: Any, fused: Any) -> None:
         own = module.forward
@@ -147,10 +145,6 @@ class Fusing:
         self._install_final_norm()
         self.fusion = Fusion(self._num_layers, self._num_parts)
         _log.info("fused model=%s: %s", spec.model_type, self.fusion)
-
-    def merged_products(self) -> list[MergedProduct]:
-        """Return the products in place that run on the model's own weights."""
-        return [] if self.is_off else list(self._installer.merged)
 
     @property
     def is_off(self) -> bool:

@@ -21,50 +21,14 @@ from kvchat.model.hf.gates import gate_of
 from kvchat.model.hf.module_adapter import KvBinding, LayerBinding
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.cpu_products import linear_of_few_sizes
+from kvchat_kernels.one_row_linear import one_row_linear
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
-from kvchat_kernels.skinny_linear import skinny_linear
 
 
 def takes_kernels(x: torch.Tensor) -> bool:
     """Tell whether operations on `x` go through kernels of kvchat_kernels."""
     return x.is_cuda
-
-
-def few_rows_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return what torch's linear does, by the kernel for 1 to 16 rows: x [..., in_features]."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return skinny_linear(rows, weight, bias).view(*x.shape[:-1], -1)
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """What layers have in common that take the same time."""
-
-    out_features: int
-    in_features: int
-    dtype: str
-    has_bias: bool
-
-    def __str__(self) -> str:
-        bias = " with bias" if self.has_bias else ""
-        return f"{self.out_features}x{self.in_features} {self.dtype}{bias}"
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """A layer's weight [out_features, in_features], and bias [out_features] or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    @property
-    def shape(self) -> LinearShape:
-        dtype = str(self.weight.dtype).removeprefix("torch.")
-        out_features, in_features = self.weight.shape
-        return LinearShape(out_features, in_features, dtype, self.bias is not None)
 
 
 class Product(Protocol):
@@ -77,8 +41,7 @@ class MergedProduct:
     """One product with the weights of several layers, for any number of rows.
 
     The layers' parameters become views of the merged ones on `adopt`, so that nothing is held
-    twice; until then the layers are untouched. It is torch's product but for the numbers of rows
-    given to `take_kernel`.
+    twice; until then the layers are untouched. On a GPU one row is multiplied by kvchat's kernel.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -88,19 +51,6 @@ class MergedProduct:
         else:
             self._weight = torch.cat([layer.weight.data for layer in layers])
             self._bias = _joined_bias(layers, False)
-        self._kernel_rows: frozenset[int] = frozenset()
-
-    @property
-    def operands(self) -> Operands:
-        """The merged weight and bias, which stay this product's."""
-        return Operands(self._weight, self._bias)
-
-    def take_kernel(self, row_counts: frozenset[int]) -> None:
-        """Use kvchat's kernel for these numbers of rows, each from 1 to 16, and torch's for others.
-
-        Not to be changed once a step was captured.
-        """
-        self._kernel_rows = row_counts
 
     def adopt(self) -> None:
         """Let the layers' parameters be views of the merged ones."""
@@ -116,9 +66,10 @@ class MergedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # By the shape alone, which is the same at every replay of a captured step.
-        if x.numel() // x.shape[-1] in self._kernel_rows:
-            return few_rows_linear(x, self._weight, self._bias)
-        if x.is_cuda:
+        if takes_kernels(x) and x.numel() == x.shape[-1] and self._weight.is_contiguous():
+            row = one_row_linear(x.reshape(1, -1), self._weight, self._bias)
+            return row.view(*x.shape[:-1], -1)
+        if takes_kernels(x):
             return linear(x, self._weight, self._bias)
         return linear_of_few_sizes(x, self._weight, self._bias)
 
