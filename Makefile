@@ -10,9 +10,14 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 SOURCES := kvchat kernels tests demo_recipe
 # What is measured on a GPU; make test-gpu GPU_SHAPE=0.4b for a small one. So many tests run at once: compiling
-# kernels keeps a core busy, and each process takes half a gigabyte of the GPU.
+# kernels keeps a core busy, and each process takes half a gigabyte of the GPU. The limits are in seconds: a GPU may be
+# lent for minutes, and what was found until then is printed.
 GPU_SHAPE ?= 8b
+GPU_DEVICE ?= cuda
 GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 16 ? n : 16)))
+GPU_LIMIT ?= 480
+GPU_FIGURES_LIMIT ?= 240
+GPU_BENCH ?= --repeats 3
 # A machine with a GPU may have no package index, but torch, triton, transformers and pytest in its own Python:
 # there `make test-gpu PYTHON=python3 VENV=` makes no environment. What that Python lacks comes from the wheels of
 # `make gpu-wheels`, run on a machine with an index and copied along with the checkout.
@@ -48,12 +53,13 @@ test: $(DEV_STAMP)  ## everything that needs no GPU
 		-m "not soak and not gpu" --ignore tests/gpu
 
 # A test that times something runs alone. The figures are worth having where a test fails, too.
-test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into docs/benchmarks
-	@status=0; set -x; \
-	$(GPU_PYTHON) -m pytest -q -m gpu -k "not $(TIMED)" -n $(GPU_JOBS) --dist worksteal $(GPU_TESTS) || status=1; \
-	$(GPU_PYTHON) -m pytest -q -m gpu -k "$(TIMED)" $(GPU_TESTS) || status=1; \
-	$(GPU_PYTHON) -m kvchat bench kernels decode prefill --device cuda --shape $(GPU_SHAPE) \
-		--record docs/benchmarks || status=1; \
+test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into .gpu/figures
+	@status=0; limited="timeout -s INT -k 20"; set -x; \
+	$$limited $(GPU_LIMIT) env $(GPU_PYTHON) -m pytest -q --tb=short -m gpu -k "not $(TIMED)" \
+		-n $(GPU_JOBS) --dist worksteal $(GPU_TESTS) || status=1; \
+	$$limited 60 env $(GPU_PYTHON) -m pytest -q -m gpu -k "$(TIMED)" $(GPU_TESTS) || status=1; \
+	$$limited $(GPU_FIGURES_LIMIT) env $(GPU_PYTHON) -m kvchat bench kernels decode prefill --device $(GPU_DEVICE) \
+		--shape $(GPU_SHAPE) $(GPU_BENCH) --record .gpu/figures || status=1; \
 	exit $$status
 
 gpu-wheels:  ## fetch what a GPU machine without a package index lacks, into .gpu/wheels

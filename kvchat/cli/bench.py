@@ -56,7 +56,7 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     from kvchat.model.hf.lean_import import import_transformers
 
     import_transformers()
-    from kvchat.bench.report import print_json, print_result, record
+    from kvchat.bench.report import Result, print_json, print_result, record
     from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
     from kvchat.bench.setup import BenchSetup, subject
     from kvchat.model.device import choose_device
@@ -72,7 +72,10 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     if size is None and device.type == "cuda":
         size = _SHARE_OF_A_GPU
     cache = CacheConfig(request.block_size, size, kv_dtype=request.kv_dtype)
-    results = []
+    results: list[Result] = []
+    command = shlex.join(["kvchat", *sys.argv[1:]])
+    if request.record is not None:
+        record(results, request.record, device, command)  # fails before anything is measured
     progress.begin("preparing the model")
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
@@ -92,11 +95,11 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
             results.append(result)
             progress.erase()
             print_result(results[-1], sys.stdout)
+            if request.record is not None:  # now: a later scenario may be interrupted
+                paths = record(results, request.record, device, command)
     print_json(results, sys.stdout)
-    if request.record is not None:  # last, so that the results are printed even if this fails
-        command = shlex.join(["kvchat", *sys.argv[1:]])
-        for path in record(results, request.record, device, command):
-            sys.stderr.write(f"{path}\n")
+    if request.record is not None:
+        sys.stderr.write("".join(f"{path}\n" for path in paths))
 
 
 def _run_at_endpoint(request: BenchRequest, endpoint: str, progress: "Progress") -> None:

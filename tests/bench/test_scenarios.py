@@ -288,33 +288,53 @@ def test_a_report_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
         record([], tmp_path / "file", torch.device("cpu"), "kvchat bench")
 
 
-def test_what_was_measured_is_told_even_where_it_cannot_be_kept(
+RADIX = BenchRequest(
+    scenarios=("radix",),
+    model=None,
+    shape="tiny",
+    dtype="float32",
+    weights="auto",
+    device="cpu",
+    device_cache="64M",
+    block_size=16,
+    threads=None,
+    repeats=1,
+    is_quick=True,
+    sessions=None,
+    gguf=None,
+    record=None,
+)
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An hour's figures were lost to the reader of the document, for a mistyped directory."""
     (tmp_path / "file").touch()
-    request = BenchRequest(
-        scenarios=("radix",),
-        model=None,
-        shape="tiny",
-        dtype="float32",
-        weights="auto",
-        device="cpu",
-        device_cache="64M",
-        block_size=16,
-        threads=None,
-        repeats=1,
-        is_quick=True,
-        sessions=None,
-        gguf=None,
-        record=tmp_path / "file",
-    )
+    request = replace(RADIX, record=tmp_path / "file")
 
     with pytest.raises(StoreError, match="cannot be written"):
         run_bench(request)
 
-    [told] = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert told["scenario"] == "radix"
+    assert not capsys.readouterr().out
+
+
+def test_a_report_has_what_was_measured_before_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of time ended the third scenario, and the figures of two were lost."""
+
+    def interrupted(setup: BenchSetup) -> Result:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prefill, "run", interrupted)
+    request = replace(RADIX, scenarios=("radix", "prefill"), record=tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(request)
+
+    [data] = tmp_path.glob("*.json")
+    assert [each["scenario"] for each in json.loads(data.read_text())["results"]] == ["radix"]
 
 
 def installed(name: str) -> ModuleType:
