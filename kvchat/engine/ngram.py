@@ -123,7 +123,7 @@ _SHORTEST, _LONGEST = 3, 24
 _GRADES = (12, 6, 4, _SHORTEST)
 # Shared beginnings of contexts are entered once: they are recognised by pieces of this length.
 _PIECE = 32
-# About forty megabytes of index; above this it is emptied at the next lookup.
+# About forty megabytes of index. Above this it begins anew with the ends of the running contexts.
 _MAX_TOKENS = 1 << 18
 
 
@@ -150,6 +150,11 @@ class NgramDrafter:
 
     def forget(self, contexts: Sequence[tuple[Sequence[int], int]] = ()) -> None:
         """Forget everything: the index does not record which texts hold a context."""
+        self._begin_anew(self._max_tokens)
+
+    def _begin_anew(self, most_each: int) -> None:
+        """Empty the index; at most the last `most_each` tokens of a context enter the new one."""
+        self._most_each = most_each
         self._index = NgramIndex(_SHORTEST, _LONGEST)
         self._known: set[int] = set()
         self._entered: dict[Request, _Entered] = {}
@@ -196,7 +201,9 @@ class NgramDrafter:
     def _enter(self, request: Request) -> _Entered:
         """Bring the index up to a request's newest token."""
         if self._index.num_tokens > self._max_tokens:
-            self.forget()
+            # The running contexts fill half of the new index at most. If they filled all of it,
+            # every step would begin anew and enter them again.
+            self._begin_anew(self._max_tokens // 2 // max(1, len(self._entered)))
         entered = self._entered.get(request)
         if entered is None:
             entered = self._entered[request] = self._begin(request.ids)
@@ -213,11 +220,15 @@ class NgramDrafter:
             entered.chain = self._note_pieces(ids, start, entered.chain)
 
     def _begin(self, ids: Sequence[int]) -> _Entered:
-        """Begin a text after the known pieces of a context, with the last few tokens of those."""
+        """Begin a text after the known pieces of a context, with the last few tokens of those.
+
+        Pieces that the index has no room for count as known.
+        """
         chain, start = 0, 0
+        first = len(ids) - self._most_each
         while start + _PIECE <= len(ids):
             longer = hash((chain, *ids[start : start + _PIECE]))
-            if longer not in self._known:
+            if start >= first and longer not in self._known:
                 break
             chain, start = longer, start + _PIECE
         text = Text()

@@ -153,6 +153,17 @@ def test_a_full_disk_leaves_no_file(
     assert stored(files.directory) == []
 
 
+def test_a_system_without_posix_fallocate_keeps_files_too(
+    files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has none."""
+    monkeypatch.delattr(os, "posix_fallocate")
+
+    keep(files, KEYS[0])
+
+    assert files.num_bytes() == SIZE
+
+
 def test_a_nearly_full_disk_takes_none(files: WeightFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "leaves_free", lambda *_: False)
 

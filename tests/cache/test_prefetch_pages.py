@@ -55,6 +55,15 @@ def test_the_model_dir_used_last_is_the_likeliest(store: Path) -> None:
     assert prefetch_pages(store, CONTEXT, 2) < 3 * LAYOUT.block_bytes
 
 
+def test_files_are_read_where_the_system_cannot_be_asked_to(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has no posix_fadvise."""
+    monkeypatch.delattr(os, "posix_fadvise")
+
+    assert prefetch_pages(store, CONTEXT, 2) > 9 * LAYOUT.block_bytes
+
+
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_another_block_size_finds_nothing(store: Path, block_size: int) -> None:
     assert prefetch_pages(store, CONTEXT, block_size) == 0

@@ -114,6 +114,33 @@ def test_what_it_remembers_is_bounded() -> None:
     assert drafter._index.num_tokens <= 500 + 93
 
 
+@pytest.mark.parametrize("num_running", [1, 3])
+def test_contexts_longer_than_the_index_are_not_entered_again_at_every_step(
+    num_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole index was forgotten and built again twice a step, above 262,144 tokens."""
+    drafter, rng = NgramDrafter(max_tokens=2000), random.Random(1)
+    running = [request([rng.randrange(1000) for _ in range(3000)]) for _ in range(num_running)]
+    entered, extend = [0], NgramIndex.extend
+
+    def counted(index: NgramIndex, text: Text, ids: Sequence[int]) -> None:
+        entered[0] += len(ids)
+        extend(index, text, ids)
+
+    monkeypatch.setattr(NgramIndex, "extend", counted)
+    for _ in range(100):
+        for each in running:
+            each.ids.append(rng.randrange(1000))
+            drafter.offer(each, 4)
+            drafter.propose([Wanted(each, 4)])
+
+    assert entered[0] < 4 * 2000 * num_running
+    for each in running:  # the end of a context is still looked up
+        each.ids.extend(each.ids[-500:-490])
+        assert drafter.offer(each, 4) is not None
+        assert list(drafter.propose([Wanted(each, 4)])[0]) == list(each.ids[-500:-496])
+
+
 def test_branches_of_a_conversation_that_was_opened_are_known() -> None:
     drafter = NgramDrafter()
     drafter.learn([[1, 2, *FILE, 7, 8, 9, 10], [1, 2, *FILE, 3, 4, 5, 6]])
