@@ -454,7 +454,7 @@ class ChatController:
     def _is_original_open(self) -> bool:
         """Whether the conversation is a copy of one that another kvchat has open."""
         store, original = self.host.store, self.place.copied_from
-        return store is not None and original is not None and store.is_open_elsewhere(original)
+        return store is not None and original is not None and bool(store.open_elsewhere([original]))
 
     def _why_changed(self, reuse: Reuse) -> MissReason | None:
         """Return what changed about the model's run since its KV was kept; None if nothing did."""

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,7 +19,7 @@ from pathlib import Path
 from kvchat.chat import session_file
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
-from kvchat.core.locks import Lock, try_lock
+from kvchat.core.locks import Lock, is_at, try_lock
 from kvchat.core.paths import open_private, private_directory
 from kvchat.core.text import one_line
 
@@ -35,7 +35,8 @@ _MAX_LISTED = 5
 # The most titles that an error offers as what may have been meant.
 _MAX_NEAR = 2
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-# A lock on a file, as Linux lists it: the process, and the file's number on its device.
+_LOCKS = Path("/proc/locks")
+# A lock on a file, as Linux lists it there: the process, and the file's number on its device.
 _LOCK = re.compile(r"^\d+: FLOCK +ADVISORY +WRITE (\d+) \w+:\w+:(\d+) ", re.MULTILINE)
 _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 
@@ -155,7 +156,7 @@ class SessionLog:
         """Delete the file and release it; what is there and not ours stays."""
         if self._descriptor is None:
             return
-        if _is_at(self._path, self._descriptor):
+        if is_at(self._path, self._descriptor):
             with suppress(OSError):
                 self._path.unlink()
         os.close(self._descriptor)
@@ -245,19 +246,6 @@ class SessionStore:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 
-    def is_open_elsewhere(self, session_id: str) -> bool:
-        """Whether another process, or another part of this one, has a session open."""
-        try:
-            descriptor = open_private(self._path(session_id), os.O_RDONLY)
-        except (StoreError, OSError):
-            return False
-        try:
-            return try_lock(descriptor) is Lock.ANOTHERS
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
-
     def _open(self, session_id: str, flags: int) -> SessionLog:
         path = self._path(session_id)
         descriptor, is_locked = self._open_locked(path, flags)
@@ -280,7 +268,7 @@ class SessionStore:
             if lock is Lock.ANOTHERS:
                 os.close(descriptor)
                 break
-            if _is_at(path, descriptor):
+            if is_at(path, descriptor):
                 return descriptor, lock is Lock.OURS
             os.close(descriptor)
         raise StoreError(
@@ -385,18 +373,19 @@ class SessionStore:
         """Return one summary per session, the most recently changed first."""
         return [self._summary(session_id) for session_id in self.ids()]
 
-    def open_elsewhere(self) -> set[str]:
-        """Return the ids of the sessions that other processes have open.
+    def open_elsewhere(self, session_ids: Iterable[str]) -> set[str]:
+        """Return which of these sessions another process has open; this one has none of them.
 
-        Linux tells who holds a lock; elsewhere none is returned. To try the lock could keep another
-        process from opening the session at that moment.
+        Linux tells who holds a lock. Elsewhere the lock is tried, which keeps another process from
+        opening the session at that moment.
         """
+        paths = {session_id: self._path(session_id) for session_id in session_ids}
         try:
-            locks = _LOCK.findall(Path("/proc/locks").read_text())
+            locks = _LOCK.findall(_LOCKS.read_text())
         except OSError:
-            return set()
+            return {session_id for session_id, path in paths.items() if _is_locked(path)}
         inodes = {int(inode) for process, inode in locks if int(process) != os.getpid()}
-        return {session_id for session_id in self.ids() if _inode(self._path(session_id)) in inodes}
+        return {session_id for session_id, path in paths.items() if _inode(path) in inodes}
 
     def _summary(self, session_id: str) -> SessionSummary:
         modified_s = _modified_ns(self._path(session_id)) / 1e9
@@ -461,12 +450,18 @@ def _settle_directory(directory: Path) -> None:
             os.close(descriptor)
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether an open file is still the one at its path; if not, writes would be lost."""
+def _is_locked(path: Path) -> bool:
+    """Return whether a file is locked by another holder; false if that cannot be determined."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
+        descriptor = open_private(path, os.O_RDONLY)
+    except (StoreError, OSError):
+        return False
+    try:
+        return try_lock(descriptor) is Lock.ANOTHERS
     except OSError:
         return False
+    finally:
+        os.close(descriptor)
 
 
 def _has_text(path: Path) -> bool:

@@ -9,12 +9,12 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.core.errors import StoreError
-from kvchat.core.locks import Lock, try_lock
+from kvchat.core.locks import Lock, is_at, try_lock
 from kvchat.core.paths import open_private, private_directory, replace_private
 
 MAX_LINES = 5000
@@ -108,7 +108,7 @@ class TypedLines:
             descriptor = open_private(self._path, flags)
             try:
                 is_ours = try_lock(descriptor) is not Lock.ANOTHERS
-                if not left or (is_ours and _is_at(self._path, descriptor)):
+                if not left or (is_ours and is_at(self._path, descriptor)):
                     yield descriptor
                     return
             finally:
@@ -121,12 +121,6 @@ class TypedLines:
 
     def _replace(self, lines: Sequence[bytes]) -> None:
         replace_private(self._path, b"".join(lines))
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    return False
 
 
 def _newest(lines: Sequence[bytes]) -> list[bytes]:

@@ -64,7 +64,7 @@ def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
     if reason is not None:
         [*_, last] = conversation.path()
         reason = dated(reason, last.created_s, Times(cleared_s=kept.cleared_s()))
-        if reason is MissReason.NEVER_WRITTEN and store.is_open_elsewhere(session_id):
+        if reason is MissReason.NEVER_WRITTEN and store.open_elsewhere([session_id]):
             reason = MissReason.OPEN_ELSEWHERE
         lines.append(missing(cost.num_read, reason))
     _print(lines)

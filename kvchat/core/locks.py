@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
+import os
 from enum import Enum, auto
+from pathlib import Path
 
 # Network and user file systems answer with these if they have no locks, or no lock server.
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS))
@@ -37,3 +39,11 @@ def try_lock(descriptor: int) -> Lock:
         else:
             break
     return Lock.OURS
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether an open file is still the one at its path; if not, writes would be lost."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False

@@ -31,7 +31,9 @@ async def pick_session(
 ) -> str | None:
     """Return the id of the conversation that the user picks; None if none."""
     chats = await asyncio.to_thread(read_chats, store, summaries)
-    elsewhere = await asyncio.to_thread(store.open_elsewhere)
+    own = context.controller.conversation
+    others = {each.session_id for each in summaries} - {own.session_id if own is not None else ""}
+    elsewhere = await asyncio.to_thread(store.open_elsewhere, others)
     picker = SessionPicker(context, store, chats, elsewhere)
     if context.page.painter.look.is_plain:  # a list that cannot change once it is shown
         await picker.look_up()

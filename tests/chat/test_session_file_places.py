@@ -97,7 +97,7 @@ def test_a_file_that_is_replaced_again_and_again_is_somebody_elses(
 ) -> None:
     conversation = branching_conversation()
     store.create(conversation, "demo").close()
-    monkeypatch.setattr(store_module, "_is_at", lambda *_: False)
+    monkeypatch.setattr(store_module, "is_at", lambda *_: False)
 
     with pytest.raises(StoreError, match="open in another kvchat"):
         store.open(conversation.session_id)
