@@ -23,6 +23,7 @@ _MOST_SEARCHED_BYTES = 1 << 20
 _MOST_ENTRIES = 500
 _MOST_LINES = 400
 _SEARCH_S = 20.0
+_MORE = "[there may be more]"
 # Directories of other programs: thousands of files that are not the user's own work.
 _PASSED_OVER = frozenset({".git", ".venv", "node_modules", "__pycache__"})
 # What separates lines elsewhere, but not for other programs: grep counts line feeds.
@@ -79,12 +80,14 @@ class ListFiles:
         names: list[str] = []
         is_cut = False
         with self._root.directory(arguments.get("path") or ".") as (start, path):
-            for _, name, below in _files(start, arguments.get("pattern") or "*", stop):
+            files = _Files(start, arguments.get("pattern") or "*", stop)
+            for _, name, below in files:
                 if len(names) == _MOST_ENTRIES:
                     is_cut = True
                     break
                 names.append(os.path.join(path, below, name))
         more = [f"[more than {_MOST_ENTRIES} files; give a path or a pattern]"] if is_cut else []
+        more += [_MORE] if files.is_cut else []
         return "\n".join([*names, *more]) or "There is no such file."
 
 
@@ -104,15 +107,15 @@ class SearchFiles:
 
     def run(self, arguments: Mapping[str, Any], stop: threading.Event) -> str:
         wanted = str(arguments["text"]).lower()
-        deadline_s = time.monotonic() + _SEARCH_S
         lines: list[str] = []
         with self._root.directory(arguments.get("path") or ".") as (start, path):
-            for directory, name, below in _files(start, arguments.get("pattern") or "*", stop):
-                if time.monotonic() > deadline_s or len(lines) >= _MOST_LINES:
-                    lines.append("[there may be more]")
-                    break
+            files = _Files(start, arguments.get("pattern") or "*", stop)
+            for directory, name, below in files:
                 lines += _matches(directory, name, os.path.join(path, below, name), wanted)
-        return "\n".join(lines) or "No line contains it."
+                if len(lines) >= _MOST_LINES:
+                    break
+        is_cut = files.is_cut or len(lines) >= _MOST_LINES
+        return "\n".join([*lines, *([_MORE] if is_cut else [])]) or "No line contains it."
 
 
 def _matches(directory: int, name: str, path: str, wanted: str) -> Iterator[str]:
@@ -124,18 +127,34 @@ def _matches(directory: int, name: str, path: str, wanted: str) -> Iterator[str]
                 yield f"{path}:{number}: {line.strip()[:300]}"
 
 
-def _files(start: int, pattern: str, stop: threading.Event) -> Iterator[tuple[int, str, str]]:
-    """Yield the regular files below an open directory in order, without following links.
+class _Files:
+    """The regular files below an open directory in order, without following links.
 
-    Each comes as the descriptor of its directory, its name, and the path of the directory.
+    Each comes as the descriptor of its directory, its name, and the path of the directory. They end
+    after 20 seconds, however few names are like the pattern: `is_cut` then.
     """
-    for below, names, files, directory in os.fwalk(".", dir_fd=start):
-        if stop.is_set():
+
+    def __init__(self, start: int, pattern: str, stop: threading.Event) -> None:
+        self._start, self._pattern, self._stop = start, pattern, stop
+        self.is_cut = False
+
+    def __iter__(self) -> Iterator[tuple[int, str, str]]:
+        deadline_s = time.monotonic() + _SEARCH_S
+        for below, names, files, directory in os.fwalk(".", dir_fd=self._start):
+            names[:] = sorted(name for name in names if name not in _PASSED_OVER)
+            if self._must_end(deadline_s):  # a directory may be empty
+                return
+            for name in sorted(files):
+                if self._must_end(deadline_s):
+                    return
+                if fnmatch.fnmatch(name, self._pattern) and _is_regular(directory, name):
+                    yield directory, name, below.removeprefix(".").removeprefix("/")
+
+    def _must_end(self, deadline_s: float) -> bool:
+        if self._stop.is_set():
             raise ToolFailed("the user stopped it.")
-        names[:] = sorted(name for name in names if name not in _PASSED_OVER)
-        for name in sorted(files):
-            if fnmatch.fnmatch(name, pattern) and _is_regular(directory, name):
-                yield directory, name, below.removeprefix(".").removeprefix("/")
+        self.is_cut = time.monotonic() > deadline_s
+        return self.is_cut
 
 
 def _is_regular(directory: int, name: str) -> bool:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ def test_files_are_listed_without_those_of_other_programs(place: Path) -> None:
 def test_lines_are_found_in_texts(place: Path) -> None:
     assert run(place, "search_files", text="HELLO") == "src/a.py:2: print('Hello')"
     assert run(place, "search_files", text="hello", pattern="*.txt") == "No line contains it."
+
+
+@pytest.mark.parametrize("name", ["list_files", "search_files"])
+@pytest.mark.parametrize("inside", ["other.md", "empty/.keep/"])
+def test_a_search_ends_in_time_where_no_file_is_like_the_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, inside: str
+) -> None:
+    """The time was looked at for files like the pattern only: one of *.py among a million others
+    went through all of them.
+    """
+    for number in range(5):
+        path = tmp_path / str(number) / inside
+        path.mkdir(parents=True) if inside.endswith("/") else path.parent.mkdir()
+        path.touch()
+    clock = count(0, 9)  # each look is nine seconds later
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+
+    assert run(tmp_path, name, text="x", pattern="*.py") == "[there may be more]"
+    assert next(clock) <= 9 * 6
 
 
 OUTSIDE = ("../secret.txt", "/etc/hostname", "link.txt", "linked/secret.txt")
