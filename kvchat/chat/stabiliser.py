@@ -26,6 +26,8 @@ _MAX_LINES = 4096
 _LEAST_SHARE = 0.75
 NOTE = "[System note]\n{}\n[End of the system note]"
 
+_NOTHING = "What the note before says does not hold any more."
+
 _Lines = tuple[str, ...]
 
 
@@ -142,7 +144,8 @@ class Stabiliser:
     ) -> tuple[Message, ...]:
         """Return the messages with the notes that they had, and one for the last question.
 
-        A note that says the same as the one before it is not needed.
+        A note that says the same as the one before it is not needed. One that holds no more is
+        followed by one that says so.
         """
         noted, before = list(messages), ""
         last = max(i for i, message in enumerate(messages) if message.role is Role.USER)
@@ -152,7 +155,8 @@ class Stabiliser:
             if index < last:
                 found = _note_in(self._records.find(name))
             else:
-                found = note if note != before else ""
+                now = note or (_NOTHING if before else "")
+                found = now if now != before else ""
                 if found and is_kept:
                     self._records.put(name, {"note": found})
             if found:

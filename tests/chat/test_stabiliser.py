@@ -48,6 +48,20 @@ def test_a_line_that_changes_is_moved_behind_the_last_question() -> None:
     assert texts(second) == [f"b\n\n{note(2)}"]
 
 
+def test_a_line_that_is_gone_is_told_once_to_hold_no_more() -> None:
+    """The newest note went on to say it."""
+    stabiliser = Stabiliser()
+    for day in (1, 2):
+        stabiliser.stabilised(resent_chat(dated(day), [U("a")]))
+    said = [U("a"), A("x"), U("b")]
+
+    stabiliser.stabilised(resent_chat(STABLE, said))
+    last = stabiliser.stabilised(resent_chat(STABLE, [*said, A("y"), U("c")]))
+
+    gone = NOTE.format("What the note before says does not hold any more.")
+    assert texts(last) == [f"a\n\n{note(2)}", "x", f"b\n\n{gone}", "y", "c"]
+
+
 def test_messages_keep_the_notes_that_they_were_sent_with() -> None:
     stabiliser = Stabiliser()
     stabiliser.stabilised(resent_chat(dated(1), [U("a")]))
