@@ -60,7 +60,10 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         close_log()
     state = None if settings["incognito"] else user_paths().state
     is_local = is_loopback(request.host)
-    api_key = server_key(request.key, os.environ, is_local, state, _say, is_used_by_others)
+    is_terminal = sys.stderr.isatty()
+    api_key = server_key(
+        request.key, os.environ, is_local, state, _say, is_used_by_others, is_terminal
+    )
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
@@ -81,14 +84,12 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     finally:
         service.answering.close()
         service.responses.close()
-        service.fed.close()
         if host.ready is not None:
             host.close()
 
 
 def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
     from kvchat.chat.answer_memory import AnswerMemory
-    from kvchat.chat.fed_contexts import FedContexts
     from kvchat.chat.resent import ResentChats
     from kvchat.chat.response_memory import ResponseMemory
     from kvchat.server.answering import Answering
@@ -109,7 +110,6 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         (short_name(name), *request.names),
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
-        FedContexts(path),
         replace(saved_places(settings), answers=None, server=lambda: None),
     )
 

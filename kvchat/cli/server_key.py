@@ -18,6 +18,7 @@ from kvchat.core.errors import StoreError, UnreadableFile, UsageError
 from kvchat.core.paths import open_private, private_directory, replace_private
 
 _NAME = "serve.key"
+_REASON = "other people use this machine, so requests need a key"
 _MOST_BYTES = 4096
 _FIRST_PERSON = 501 if sys.platform == "darwin" else 1000  # the system's have lower numbers
 _NOBODY = 65534
@@ -42,6 +43,7 @@ def server_key(
     state: Path | None,
     tell: Callable[[str], None],
     is_shared: Callable[[], bool],
+    is_seen_by_user_only: bool = True,
 ) -> str | None:
     """Return the key that clients must send, None for none.
 
@@ -49,6 +51,7 @@ def server_key(
     state       where a key that is made is kept; None keeps none
     tell        takes a sentence for the user
     is_shared   says whether other people use this machine
+    is_seen_by_user_only   whether `tell` writes to a terminal, and not to a log that stays
 
     Raises UsageError where a key is needed and none is given, UnreadableFile for its file.
     """
@@ -71,7 +74,19 @@ def server_key(
             "The address can be reached from other machines, so a key is needed.",
             f"Set {API_KEY_VARIABLE}, for instance to {secrets.token_urlsafe(24)}.",
         )
-    return _own_key(state, tell) if is_shared() else None
+    if not is_shared():
+        return None
+    key = secrets.token_urlsafe(24)
+    if state is not None and (kept := _own_key(state, key)) is not None:
+        tell(f"{_REASON}: it is in {state / _NAME} (--no-api-key lets everybody in)")
+        return kept
+    if not is_seen_by_user_only:
+        raise UsageError(
+            f"{_REASON[0].upper()}{_REASON[1:]}, and one that is made is kept nowhere.",
+            f"Give one: --api-key-file or {API_KEY_VARIABLE}; --no-api-key lets everybody in.",
+        )
+    tell(f"{_REASON}: {key} (it is kept nowhere; --no-api-key lets everybody in)")
+    return key
 
 
 def _key_in(path: Path) -> str:
@@ -87,21 +102,15 @@ def _key_in(path: Path) -> str:
     return key
 
 
-def _own_key(state: Path | None, tell: Callable[[str], None]) -> str:
-    """Return the key that was made before, or a new one; say where it is."""
-    reason = "other people use this machine, so requests need a key"
-    key = secrets.token_urlsafe(24)
-    if state is None:
-        tell(f"{reason}: {key} (--no-api-key lets everybody in)")
-        return key
+def _own_key(state: Path, new_key: str) -> str | None:
+    """Return the key that was made before, or keep a new one; None where that is not possible."""
     path = state / _NAME
     try:
-        key = _kept_key(path) or key
+        key = _kept_key(path) or new_key
         private_directory(state)
         replace_private(path, f"{key}\n".encode())
-        tell(f"{reason}: it is in {path} (--no-api-key lets everybody in)")
     except (StoreError, OSError):
-        tell(f"{reason}: {key} (it cannot be kept; --no-api-key lets everybody in)")
+        return None
     return key
 
 

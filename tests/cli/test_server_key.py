@@ -21,9 +21,12 @@ class Told(list[str]):
         state: Path | None = None,
         is_local: bool = True,
         is_shared: bool = True,
+        is_terminal: bool = True,
         **environment: str,
     ) -> str | None:
-        return server_key(request, environment, is_local, state, self.append, lambda: is_shared)
+        return server_key(
+            request, environment, is_local, state, self.append, lambda: is_shared, is_terminal
+        )
 
 
 def test_on_a_machine_of_one_person_no_key_is_needed() -> None:
@@ -56,6 +59,17 @@ def test_a_key_that_is_kept_nowhere_is_told() -> None:
 
     assert key is not None
     assert key in told[0]
+
+
+def test_a_key_that_is_kept_nowhere_is_not_written_to_a_log() -> None:
+    """The log of a service that ran incognito held it."""
+    told = Told()
+
+    with pytest.raises(UsageError, match="needs? a key.* nowhere"):
+        told.key(state=None, is_terminal=False)
+
+    assert told == []
+    assert told.key(state=None, is_terminal=False, KVCHAT_API_KEY="open") == "open"
 
 
 def test_a_link_in_the_place_of_the_key_is_not_followed(tmp_path: Path) -> None:
