@@ -32,8 +32,6 @@ MOST_KEYS = 1 << 18
 _MOST_BYTES_AT_ONCE = 1 << 17
 _MOST_OBJECTS_AT_ONCE = 1000
 _BYTES_OF_PIECE = 1 << 18
-# Of a body that was compressed; one that was not is limited before it comes here.
-MOST_BYTES = 32 << 20
 # The forms of zlib's streams: gzip, and what HTTP calls deflate, which begins with zlib's head.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 # What stands in any body with half a character.
@@ -57,13 +55,25 @@ class Body(Fields):
         return read(self) if is_small else await _reader().run(lambda: read(self))
 
 
+async def plain_body(body: bytes, encoding: str, most_bytes: int) -> bytes:
+    """Return a body as it was before it was compressed, as its Content-Encoding says.
+
+    Raises ApiError if it cannot be, or has more than `most_bytes`.
+    """
+    encoding = encoding.strip().lower()
+    if not body or encoding in ("", "identity"):
+        return body
+    return await _reader().run(lambda: _decompressed(body, encoding, most_bytes))
+
+
+def too_large(most_bytes: int) -> ApiError:
+    """Return the error for a body of more bytes than are read."""
+    return ApiError(413, f"The body has more than {most_bytes:,} bytes.")
+
+
 async def read_request(request: Request) -> Body:
-    """Parse the body of a request, which may be compressed; errors as `read_body`."""
-    body = await request.body()
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        body = await _reader().run(lambda: _decompressed(body, encoding))
-    return await read_body(body)
+    """Parse the body of a request; errors as `read_body`."""
+    return await read_body(await request.body())
 
 
 async def read_body(body: bytes) -> Body:
@@ -121,20 +131,21 @@ def count_values(body: bytes, piece: int = _BYTES_OF_PIECE) -> Counts:
     return Counts(1 + num_commas + num_nested, num_nested, num_keys)
 
 
-def _decompressed(body: bytes, encoding: str) -> bytes:
-    """Return a body as it was before it was compressed; raises ApiError if it cannot be."""
+def _decompressed(body: bytes, encoding: str, most_bytes: int) -> bytes:
     if encoding not in _WINDOW_BITS:
         sentence = f"Bodies may be plain or in {' or '.join(_WINDOW_BITS)}, not in {encoding!r}."
         raise ApiError(415, sentence, code="unsupported_encoding")
     stream = zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
-        plain = stream.decompress(body, MOST_BYTES + 1)
+        plain = stream.decompress(body, most_bytes + 1)
     except zlib.error:
         raise ApiError(400, f"The body is not in {encoding}.") from None
-    if len(plain) > MOST_BYTES:
-        raise ApiError(413, f"The body has more than {MOST_BYTES:,} bytes.")
+    if len(plain) > most_bytes:
+        raise too_large(most_bytes)
     if not stream.eof:
         raise ApiError(400, f"The body ends within its {encoding}.")
+    if stream.unused_data:
+        raise ApiError(400, f"The body goes on after its {encoding}.")
     return plain
 
 

@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from kvchat.server.api_errors import ApiError, response_to
+from kvchat.server.bodies import plain_body, too_large
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,7 +35,7 @@ _MOST_DISCARDED = 4
 class Limits:
     """What a request may cost before it is understood.
 
-    body_bytes   most bytes of a body
+    body_bytes   most bytes of a body, as it comes and as it was before it was compressed
     body_s       most seconds from the request's headers to the end of its body
     """
 
@@ -91,12 +92,15 @@ class Guard:
         limit = self._limits.body_bytes
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > _MOST_DISCARDED * limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         try:
             async with asyncio.timeout(self._limits.body_s):
-                return await _read(receive, limit)
+                body = await _read(receive, limit)
         except TimeoutError:
             raise ApiError(408, "The body did not arrive in time.") from None
+        return await plain_body(
+            body, headers.get(b"content-encoding", b"").decode("latin-1"), limit
+        )
 
 
 def _check_same_origin(headers: dict[bytes, bytes]) -> None:
@@ -107,10 +111,6 @@ def _check_same_origin(headers: dict[bytes, bytes]) -> None:
     origin = headers.get(b"origin")
     if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
         raise ApiError(403, "Sockets of web pages are refused.")
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The body has more than {limit:,} bytes.")
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
@@ -130,7 +130,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
             body += piece
         is_over = not message.get("more_body", False)
         if num_bytes > (limit if is_over else _MOST_DISCARDED * limit):
-            raise _too_large(limit)
+            raise too_large(limit)
         if is_over:
             return bytes(body)
 

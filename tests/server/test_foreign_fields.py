@@ -243,9 +243,10 @@ def test_a_compressed_body_is_read(app: App, encoding: str) -> None:
         ("gzip, gzip", b"{}", 415),
         ("gzip", b"{}", 400),
         ("gzip", gzip.compress(b"{}")[:-9], 400),
+        ("gzip", gzip.compress(b"{}") + b"{}", 400),
         ("gzip", gzip.compress(bytes(40 << 20)), 413),
     ],
-    ids=["unknown", "two", "plain", "cut off", "a bomb"],
+    ids=["unknown", "two", "plain", "cut off", "goes on", "a bomb"],
 )
 def test_a_body_that_cannot_be_decompressed_is_refused(
     app: App, encoding: str, body: bytes, status: int

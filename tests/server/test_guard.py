@@ -1,6 +1,7 @@
 """The guard: keys, other sites, sizes, slow bodies, clients that go; and the counts of it all."""
 
 import asyncio
+import gzip
 import json
 
 import pytest
@@ -12,6 +13,15 @@ from support.scripted_engine import Script
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
+
+
+def test_the_limit_of_a_body_holds_for_a_compressed_one_too(serve: Serve) -> None:
+    """Another limit was written down for these."""
+    app, body = serve(limits=Limits(body_bytes=300)), {**BODY, "user": "x" * 300}
+
+    got = post(app, CHAT, gzip.compress(json.dumps(body).encode()), **{"content-encoding": "gzip"})
+
+    assert got.status == 413
 
 
 def test_a_key_is_asked_for_in_either_header(serve: Serve) -> None:
