@@ -96,7 +96,7 @@ class AnswerMemory:
             self._db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
             self._num_unpruned += len(ids)
             if self._num_puts % _PRUNE_EVERY == 0 or self._num_unpruned > self._max_bytes // 8:
-                drop_oldest(self._db, _NAME, "ids", self._max_bytes)
+                drop_oldest(self._db, _NAME, ("ids",), self._max_bytes)
                 self._num_unpruned = 0
             self._num_puts += 1
         except sqlite3.Error as error:

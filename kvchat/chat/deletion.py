@@ -17,15 +17,15 @@ from pathlib import Path
 
 from kvchat.chat import session_file
 from kvchat.chat.conversation import Conversation, Role
-from kvchat.chat.fed_contexts import stored_contexts
 from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.response_memory import stored_contexts
 from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len
 from kvchat.core.errors import GenerationError, KvchatError, StoreError, StoreInUse
 from kvchat.core.text import one_line
 
-Contexts = Sequence[list[int]]
+Contexts = Sequence[Sequence[int]]
 # Drops the KV of contexts from memory; each keeps its given number of leading tokens.
 DropFromMemory = Callable[[list[tuple[list[int], int]]], None]
 
@@ -92,8 +92,7 @@ class SavedPlaces:
         if is_open is not None:
             gone.append(is_open)
             contexts += is_open.contexts()
-        shared = [*self.other_contexts(session_ids), *stored_contexts(self.answers)]
-        deleted = self.delete_kv(contexts, shared, drop, session_ids)
+        deleted = self.delete_kv(contexts, self.other_contexts(session_ids), drop, session_ids)
         texts = {turn.text for each in gone for turn in each.turns() if turn.role is Role.USER}
         texts.update(text for each in gone for text in each.waiting)
         trouble = self.delete_typed(texts, session_ids)
@@ -116,7 +115,7 @@ class SavedPlaces:
             kept = [max((common_len(ids, each) for each in shared), default=0) for ids in contexts]
             for let_go in drops:
                 try:
-                    let_go(list(zip(contexts, kept, strict=True)))
+                    let_go([(list(ids), num) for ids, num in zip(contexts, kept, strict=True)])
                 except GenerationError as error:  # a server that runs, and does not answer
                     trouble = one_line(error.message, 4096)
         if self.kept is None or not contexts:
@@ -135,10 +134,11 @@ class SavedPlaces:
         return self.delete_kv([token_ids], [*self.other_contexts(()), *shared], drop)
 
     def other_contexts(self, session_ids: Collection[str]) -> Contexts:
-        """Return the contexts of all saved conversations but these."""
+        """Return the contexts of all saved conversations but these, and of all stored responses."""
         ids = self.store.ids() if self.store is not None else []
         others = (session_id for session_id in ids if session_id not in session_ids)
-        return [context for session_id in others for context in self._contexts(session_id)]
+        saved = [context for session_id in others for context in self._contexts(session_id)]
+        return [*saved, *stored_contexts(self.answers)]
 
     def _read(self, session_id: str) -> Conversation | None:
         """Return a conversation as it is saved; None if its file is missing or damaged."""

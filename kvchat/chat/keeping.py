@@ -15,7 +15,6 @@ from kvchat.chat.attachment import read_attachment
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.deletion import Deleted, DropFromMemory, joined
-from kvchat.chat.fed_contexts import stored_contexts
 from kvchat.chat.why import common_len
 from kvchat.core.errors import SessionNotFound, UsageError
 
@@ -99,19 +98,26 @@ async def delete_last_turn(controller: "ChatController") -> Deleted:
     last = asked[-1]
     below = conversation.contexts(last.turn_id)
     beside = [ids for ids in conversation.contexts() if ids not in below]
-    shared = [*beside, conversation.context_ids(last.parent_id), *stored_contexts(places.answers)]
-    shared += await asyncio.to_thread(places.other_contexts, [session.session_id])
+    beside.append(conversation.context_ids(last.parent_id))
     copies = conversation.copies(last.turn_id)
     removed = {turn_id for copy in copies for turn_id in conversation.below(copy)}
-    for path in places.recorded_paths(session.session_id):  # of all models
-        before = list(takewhile(lambda turn: turn[0] not in removed, path))
-        shared.append(joined(before))
-        if len(before) < len(path):
-            below.append(joined(path))
-    gone = await asyncio.to_thread(places.delete_kv, below, shared, drop_from(controller.host))
-    trouble = places.delete_typed({last.text})
+    drop = drop_from(controller.host)
+
+    def delete() -> Deleted:
+        """Read the files of all conversations: that takes long where there are many."""
+        gone, shared = [*below], [*beside, *places.other_contexts([session.session_id])]
+        for path in places.recorded_paths(session.session_id):  # of all models
+            before = list(takewhile(lambda turn: turn[0] not in removed, path))
+            shared.append(joined(before))
+            if len(before) < len(path):
+                gone.append(joined(path))
+        deleted = places.delete_kv(gone, shared, drop)
+        trouble = places.delete_typed({last.text})
+        return replace(deleted, texts=frozenset((last.text,)), trouble=deleted.trouble or trouble)
+
+    deleted = await asyncio.to_thread(delete)
     controller.place.forget(last.turn_id)
-    return replace(gone, texts=frozenset((last.text,)), trouble=gone.trouble or trouble)
+    return deleted
 
 
 def drop_from(host: "ChatHost") -> DropFromMemory | None:

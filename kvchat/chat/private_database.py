@@ -35,13 +35,15 @@ def open_private_database(path: Path | None, table: str) -> sqlite3.Connection:
     return _connect(_IN_MEMORY, table)
 
 
-def drop_oldest(db: sqlite3.Connection, table: str, column: str, max_bytes: int) -> None:
+def drop_oldest(
+    db: sqlite3.Connection, table: str, columns: tuple[str, ...], max_bytes: int
+) -> None:
     """Drop the least recently used rows until three quarters of the limit are used.
 
-    Nothing goes while the blobs of `column` have at most `max_bytes`. The table has the columns
-    `key` and `used_s`. The names are this program's own, never input.
+    Nothing goes while the blobs of `columns` have at most `max_bytes` together. The table has the
+    columns `key` and `used_s`. The names are this program's own, never input.
     """
-    size = f"LENGTH({column})"
+    size = " + ".join(f"COALESCE(LENGTH({column}), 0)" for column in columns)
     [(used,)] = db.execute(f"SELECT COALESCE(SUM({size}), 0) FROM {table}").fetchall()
     if used <= max_bytes:
         return

@@ -13,11 +13,11 @@ from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats
+from kvchat.chat.response_memory import Fed
 from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think

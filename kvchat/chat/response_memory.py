@@ -2,6 +2,8 @@
 
 A record is JSON: what the client gave and what it got. It is kept as token ids, as the answers in
 the same file are, so the file shows no words to a search; who has the tokenizer can decode them.
+Beside a record stand the ids of the request's whole context: by them its KV is found when the
+response is deleted, and KV that another stored response has too is known. They go with the record.
 The records of a stabiliser are kept in the same way, in a table of their own.
 """
 
@@ -12,6 +14,8 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +25,29 @@ from kvchat.core.errors import KvchatError
 
 _log = logging.getLogger(__name__)
 
+_RESPONSES = "responses"
 _COLUMNS = "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"
+_LATER_COLUMNS = ("context", "answer")  # earlier versions made the table without them
+_SIZED = ("ids", "context")
 _DEFAULT_MAX_BYTES = 64 << 20
 _PIECE_CHARACTERS = 1 << 16
 # Making ids of a million characters takes most of a second, in which no other request is encoded.
 _DEFAULT_MAX_CHARACTERS = 1 << 20
 
 
+@dataclass(slots=True)
+class Fed:
+    """What a request was: all ids of its context, and the key of its answer in the AnswerMemory."""
+
+    token_ids: list[int] = field(default_factory=list)
+    answer_key: bytes = b""
+
+
 class ResponseMemory:
     """Records by id, the least recently used dropped first. One thread uses it.
 
-    `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records,
-    `max_characters` the JSON of one. `table` is a name of this program's own, never input.
+    `path` is the file, None keeps them in memory. `max_bytes` limits the bytes of all records and
+    their contexts, `max_characters` the JSON of one. `table` is a name of this program's own.
     """
 
     def __init__(
@@ -41,16 +56,18 @@ class ResponseMemory:
         tokenizer: TextCodec,
         max_bytes: int = _DEFAULT_MAX_BYTES,
         max_characters: int = _DEFAULT_MAX_CHARACTERS,
-        table: str = "responses",
+        table: str = _RESPONSES,
     ) -> None:
         self._table = table
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._max_characters = max_characters
-        self._db = open_private_database(path, f"CREATE TABLE IF NOT EXISTS {table} {_COLUMNS}")
+        self._db = _open(path, table)
 
-    def put(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep a record of JSON's types; what is too long or cannot be written is dropped."""
+    def put(self, name: str, record: Mapping[str, Any], fed: Fed | None = None) -> None:
+        """Keep a record of JSON's types, and what its request was; what is too long or cannot be
+        written is dropped.
+        """
         text = json.dumps(record, separators=(",", ":"))
         if len(text) > self._max_characters:
             _log.warning("a record of %d characters is too long to be kept", len(text))
@@ -59,9 +76,15 @@ class ResponseMemory:
             ids = self._ids(text)
             if ids is None:
                 return
-            row = (self._key(name), ids, time.time())
-            self._db.execute(f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?)", row)
-            drop_oldest(self._db, self._table, "ids", self._max_bytes)
+            context = array("i", fed.token_ids).tobytes() if fed is not None else None
+            answer = fed.answer_key if fed is not None else None
+            row = (self._key(name), ids, time.time(), context, answer)
+            self._db.execute(
+                f"INSERT OR REPLACE INTO {self._table} (key, ids, used_s, context, answer) "
+                "VALUES (?, ?, ?, ?, ?)",
+                row,
+            )
+            drop_oldest(self._db, self._table, _SIZED, self._max_bytes)
         except (sqlite3.Error, KvchatError) as error:
             _log.warning("a record cannot be kept: %s", error)
 
@@ -79,6 +102,21 @@ class ResponseMemory:
         except (sqlite3.Error, KvchatError, ValueError, TypeError, RecursionError) as error:
             _log.warning("a record cannot be read: %s", type(error).__name__)
             return None
+
+    def fed(self, name: str) -> Fed | None:
+        """Return what the request of a record was; None where it is not known."""
+        query = f"SELECT context, answer FROM {self._table} WHERE key = ?"
+        try:
+            row = self._db.execute(query, (self._key(name),)).fetchone()
+            known = row is not None and row[0] is not None
+            return Fed(_context(row[0]).tolist(), bytes(row[1])) if known else None
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            _log.warning("a context cannot be read: %s", error)
+            return None
+
+    def other_contexts(self, name: str) -> "list[array[int]]":
+        """Return the contexts of all other records; none where they cannot be read."""
+        return _contexts(self._db, self._table, self._key(name))
 
     def remove(self, name: str) -> bool:
         """Remove a record for good; return whether it was there. Raises StoreError."""
@@ -119,3 +157,40 @@ class ResponseMemory:
             pieces.append(self._tokenizer.decode(ids[place + 1 : end]))
             place = end
         return "".join(pieces)
+
+
+def stored_contexts(path: Path | None) -> "list[array[int]]":
+    """Return the contexts of all responses stored in a file, which need not exist."""
+    if path is None or not path.is_file():
+        return []
+    db = _open(path, _RESPONSES)
+    try:
+        return _contexts(db, _RESPONSES)
+    finally:
+        db.close()
+
+
+def _open(path: Path | None, table: str) -> sqlite3.Connection:
+    db = open_private_database(path, f"CREATE TABLE IF NOT EXISTS {table} {_COLUMNS}")
+    with suppress(sqlite3.Error):
+        known = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
+        for column in _LATER_COLUMNS:
+            if column not in known:
+                db.execute(f"ALTER TABLE {table} ADD COLUMN {column} BLOB")
+        db.execute("DROP TABLE IF EXISTS contexts")  # where earlier versions kept contexts
+    return db
+
+
+def _contexts(db: sqlite3.Connection, table: str, but: bytes = b"") -> "list[array[int]]":
+    query = f"SELECT context FROM {table} WHERE context IS NOT NULL AND key <> ?"
+    try:
+        return [_context(ids) for (ids,) in db.execute(query, (but,))]
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        _log.warning("contexts cannot be read: %s", error)
+        return []
+
+
+def _context(data: bytes) -> "array[int]":
+    ids = array("i")
+    ids.frombytes(data)
+    return ids

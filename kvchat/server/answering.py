@@ -22,9 +22,9 @@ from kvchat.chat.events import (
     ReadingPrompt,
     SavingFailed,
 )
-from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.resent import Asked, ResentChats
 from kvchat.chat.resent_chat import Difference, ResentChat
+from kvchat.chat.response_memory import Fed
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import max_summary_tokens, request_text
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
-from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.resent_chat import ResentChat
+from kvchat.chat.response_memory import Fed
 from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
@@ -329,6 +329,7 @@ class _ResponseEvents:
         self._is_thinking = False
         self._text = ""
         self._logprobs: list[ShownToken] = []
+        self._complete: dict[str, Any] = {}  # once the answer has ended
 
     def begin(self) -> str:
         return self._event("response.created", response=self._response.begun()) + self.ping()
@@ -364,11 +365,11 @@ class _ResponseEvents:
         is_said = self._item_id or event.calls
         opening = "" if is_said else self._open(is_thinking=False)
         closing = opening + self._close(event.is_whole)
-        complete = self._response.complete(event, self._answer, self._items)
-        return closing + self._event(f"response.{complete['status']}", response=complete)
+        self._complete = self._response.complete(event, self._answer, self._items)
+        return closing
 
     def finish(self) -> str:
-        return ""
+        return self._event(f"response.{self._complete['status']}", response=self._complete)
 
     def fail(self, error: ApiError) -> str:
         failed = self._event("response.failed", response=self._response.failed(error))

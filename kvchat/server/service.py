@@ -11,7 +11,6 @@ from starlette.requests import Request
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.fed_contexts import FedContexts
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
 from kvchat.chat.response_memory import ResponseMemory
@@ -35,7 +34,6 @@ class Service:
                 stands for any text
     responses   what clients may continue by its id; used on the encoder's thread
     files       where the model's files are on this machine, or the name by which it is found
-    fed         the contexts of stored responses; used on the encoder's thread
     places      every place that has something of saved conversations, for deleting a response
     """
 
@@ -46,7 +44,6 @@ class Service:
     names: tuple[str, ...]
     responses: ResponseMemory
     files: str = ""
-    fed: FedContexts = field(default_factory=lambda: FedContexts(None))
     places: SavedPlaces = field(default_factory=lambda: SavedPlaces(None))
 
     @property

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.deletion import Deleted
-from kvchat.chat.fed_contexts import Fed
 from kvchat.chat.keeping import drop_from
+from kvchat.chat.response_memory import Fed
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.bodies import Body
@@ -137,8 +137,7 @@ class StoredResponses:
         record, service = {"input": given, "response": response}, self._service
 
         def put() -> None:
-            service.responses.put(response["id"], record)
-            service.fed.put(response["id"], fed)
+            service.responses.put(response["id"], record, fed)
 
         await service.answering.on_encoder(put)
 
@@ -179,7 +178,10 @@ class StoredResponses:
         """
         service, on_encoder = self._service, self._service.answering.on_encoder
         fed, others = await on_encoder(
-            lambda: (service.fed.find(response_id), service.fed.others(response_id))
+            lambda: (
+                service.responses.fed(response_id),
+                service.responses.other_contexts(response_id),
+            )
         )
         gone = Deleted()
         if fed is not None:
@@ -190,7 +192,6 @@ class StoredResponses:
         def remove() -> bool:
             if fed is not None:
                 service.answering.forget(fed)
-                service.fed.remove(response_id)
             return service.responses.remove(response_id)
 
         is_gone = await on_encoder(remove)

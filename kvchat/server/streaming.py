@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScored, ReadingPrompt
+from kvchat.server import answering
 from kvchat.server.answering import Answer, Told
 from kvchat.server.api_errors import ApiError, failed_server
 
@@ -77,7 +78,7 @@ def stream_response(
     """Return a response that streams an answer; the answer is closed when the client goes.
 
     `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
-    if the client does not want to know. `before_end` is awaited before the end is told.
+    if the client does not want to know. `before_end` is awaited before `finish` tells the end.
     """
     return _EventStream(answer, writer, progress, scored, before_end)
 
@@ -135,8 +136,7 @@ class _EventStream(Response):
                 async for told in events:
                     written = await self._written(told)
                     if answer.is_complete:
-                        written += writer.finish()
-                        await self._settle()
+                        written = await self._settled(send, written) + writer.finish()
                     if not told:
                         written = writer.ping()
                     if written:
@@ -148,9 +148,22 @@ class _EventStream(Response):
             _log.exception("a request failed")
             await send(_piece(writer.fail(failed_server())))
 
-    async def _settle(self) -> None:
-        if self._before_end is not None:
-            await self._before_end()
+    async def _settled(self, send: Send, written: str) -> str:
+        """Wait for what comes before the end; return what is to be sent then.
+
+        While that takes long, `written` is sent, and then that the stream lives.
+        """
+        if self._before_end is None:
+            return written
+        settling = asyncio.ensure_future(self._before_end())
+        try:
+            while not (await asyncio.wait((settling,), timeout=answering.PING_INTERVAL_S))[0]:
+                await send(_piece(written or self._writer.ping()))
+                written = ""
+            settling.result()
+        finally:
+            settling.cancel()
+        return written
 
     async def _written(self, told: list[Told]) -> str:
         """Return events as text; the logprobs of a prompt, which are many, from another thread."""

@@ -10,7 +10,6 @@ import pytest
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
-from kvchat.chat.fed_contexts import FedContexts
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
@@ -86,14 +85,12 @@ def served_by(
     answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
     responses = ResponseMemory(memory, host.model.tokenizer)
     every = ("scripted", *names)
-    fed = FedContexts(memory)
     places = places if places is not None else SavedPlaces(None)
     options = answer_options(200)
-    service = Service(host, answering, metrics, options, every, responses, "", fed, places)
+    service = Service(host, answering, metrics, options, every, responses, "", places)
     yield new_app(service, api_key, limits or Limits())
     answering.close()
     responses.close()
-    fed.close()
 
 
 @pytest.fixture

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
+from kvchat.chat.private_database import open_private_database
+from kvchat.chat.response_memory import Fed, ResponseMemory, stored_contexts
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreInUse
 from kvchat.server.guard import App
@@ -116,3 +119,39 @@ def test_while_others_hold_the_kv_the_response_stays_to_delete_it_by(
         assert delete(app, response_id).status >= 500
     assert get(app, f"{PATH}/{response_id}").status == 200
     assert delete(app, response_id).status == 200
+
+
+def test_the_ids_of_a_response_go_with_its_record(model: ChatModel, tmp_path: Path) -> None:
+    """Each had a limit of its own, so that a response could outlive the ids of its KV, and they it."""
+    path = tmp_path / "answers.db"
+    memory = ResponseMemory(path, model.tokenizer, max_bytes=40_000)
+
+    for number in range(30):
+        memory.put(f"r{number}", {"text": "x" * 400}, Fed([number] * 500, b"key"))
+        memory.find("r0")
+
+    known = [number for number in range(30) if memory.find(f"r{number}") is not None]
+    assert {0, 29} < set(known)
+    assert len(known) < 30
+    assert [n for n in range(30) if memory.fed(f"r{n}") == Fed([n] * 500, b"key")] == known
+    assert sorted(ids[0] for ids in stored_contexts(path)) == known
+    assert memory.remove("r0")
+    assert sorted(ids[0] for ids in memory.other_contexts("r29")) == known[1:-1]
+    memory.close()
+
+
+def test_a_file_of_an_earlier_version_goes_on(model: ChatModel, tmp_path: Path) -> None:
+    path = tmp_path / "answers.db"
+    columns = "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"
+    earlier = open_private_database(path, f"CREATE TABLE responses {columns}")
+    earlier.execute("CREATE TABLE contexts (key TEXT PRIMARY KEY, ids BLOB)")
+    earlier.close()
+
+    memory = ResponseMemory(path, model.tokenizer)
+    memory.put("r", {"text": "x"}, Fed([1, 2]))
+
+    assert memory.fed("r") == Fed([1, 2])
+    memory.close()
+    later = ResponseMemory(path, model.tokenizer)
+    assert later.find("r") == {"text": "x"}
+    later.close()

@@ -10,6 +10,7 @@ import pytest
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.resent import ResentChats
+from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.errors import ContextTooLong
 from server.conftest import Serve
 from support.asgi_client import Got, call
@@ -125,3 +126,27 @@ def test_a_request_that_waits_for_its_turn_to_be_encoded(
     assert got.status == 200
     assert (b"Too long." in got.body) == is_refused
     assert (b"done" in got.body) != is_refused
+
+
+def test_a_response_that_is_stored_slowly(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stored before its end is told, on a disk that may be slow."""
+    path, seen, put = "/v1/responses", threading.Event(), ResponseMemory.put
+
+    def late(*args: Any) -> None:
+        seen.wait(20.0)
+        put(*args)
+
+    def release(got: Got) -> bool:
+        if b"output_item.done" in got.body and got.body.count(_PATHS[path]) >= 4:
+            seen.set()
+        return False
+
+    monkeypatch.setattr(ResponseMemory, "put", late)
+    data = json.dumps(body_for(path, "go")).encode()
+    app = serve(lambda question, sample: Script("done"))
+    got = asyncio.run(call(app, "POST", path, data, leaves_after=release))
+
+    assert seen.is_set()
+    assert got.events[-1][0] == "response.completed"
+    numbers = [data["sequence_number"] for _, data in got.events]
+    assert numbers == list(range(len(numbers)))

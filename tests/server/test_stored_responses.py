@@ -83,9 +83,9 @@ def test_a_response_is_on_the_disk_before_its_client_hears_of_its_end(
     """A server that was killed just then did not know the response that it had given."""
     path, put, is_told = tmp_path / "answers.db", ResponseMemory.put, threading.Event()
 
-    def slow_put(memory: ResponseMemory, response_id: str, record: Any) -> None:
+    def slow_put(memory: ResponseMemory, *args: Any) -> None:
         is_told.wait(0.2)
-        put(memory, response_id, record)
+        put(memory, *args)
 
     monkeypatch.setattr(ResponseMemory, "put", slow_put)
     known: list[bool] = []
