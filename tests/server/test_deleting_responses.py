@@ -122,7 +122,7 @@ def test_while_others_hold_the_kv_the_response_stays_to_delete_it_by(
 
 
 def test_the_ids_of_a_response_go_with_its_record(model: ChatModel, tmp_path: Path) -> None:
-    """Each had a limit of its own, so that a response could outlive the ids of its KV, and they it."""
+    """Each had a limit of its own: a response outlived the ids of its KV, or they outlived it."""
     path = tmp_path / "answers.db"
     memory = ResponseMemory(path, model.tokenizer, max_bytes=40_000)
 
