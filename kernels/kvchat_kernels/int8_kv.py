@@ -21,7 +21,7 @@ the bit like `quantised`, and so does a GPU (`int8_kv_write`, and the kernels of
 None of these figures are of a GPU, where no kernel has run yet.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -140,7 +140,7 @@ def _visible(sequences: PagedSequences, span: AttentionSpan) -> tuple[torch.Tens
     """
     size = sequences.block_size
     firsts = [
-        span.first_visible(end - count) // size
+        span.first_visible(end - count) // size if sequences.positions is None else 0
         for count, end in zip(sequences.query_lens, sequences.context_lens, strict=True)
     ]
     key = ("visible blocks", *firsts)
@@ -152,6 +152,6 @@ def _visible(sequences: PagedSequences, span: AttentionSpan) -> tuple[torch.Tens
         parts = places.int().split([len(table) for table in tables])
         for index, (first, part) in enumerate(zip(firsts, parts, strict=True)):
             copied[index, first : first + len(part)] = part
-        own = PagedSequences(sequences.query_lens, sequences.context_lens, copied, size)
+        own = replace(sequences, block_tables=copied)
         found = sequences.plans[key] = (blocks.long(), own)
     return found

@@ -7,6 +7,7 @@ import torch
 
 from kvchat_kernels.launch import each_on_device, on_device
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
+from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 from kvchat_kernels.state_buffer import StateBuffer
 
 
@@ -19,9 +20,9 @@ class ForwardBatch:
     """The new tokens of several sequences, one after another, without padding.
 
     token_ids      [num_tokens] int64
-    positions      [num_tokens] int64, absolute position of each token in its sequence
-    slot_mapping   [num_tokens] int64, where each token's KV is written
-    sequences      lengths and block tables; context lengths include the new tokens.
+    positions      [num_tokens] int64, the position of each token in its sequence
+    slot_mapping   [num_tokens] int64, the pool's slot that each token's KV is written to
+    sequences      lengths and block tables in slots; context lengths include the new tokens'.
                    DeviceSequences where the same tensors are refilled for every step
     logit_rows     [num_rows] int64, the rows of the batch to compute logits for
     """
@@ -39,11 +40,13 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """The new tokens of one sequence: `token_ids` follow `start` tokens whose KV is in `blocks`.
+    """The new tokens of one sequence: `token_ids` have the positions from `start` on.
 
-    `blocks` are the sequence's block ids in position order, with room for the new tokens. The
-    forward pass computes logits for the last `num_logit_rows` new tokens. `state` is that of the
-    recurrent layers after the `start` tokens, for a model that has such layers.
+    `blocks` are the sequence's block ids in slot order, with room for the new tokens. Earlier slots
+    hold the KV of the tokens before `start`: of all of them if `table_positions` is None, where
+    slots are positions; otherwise of those that this names. The forward pass computes logits for
+    the last `num_logit_rows` new tokens. `state` is that of the recurrent layers after the `start`
+    tokens, for a model that has such layers.
     """
 
     token_ids: Sequence[int]
@@ -51,16 +54,31 @@ class SequencePiece:
     blocks: Sequence[int]
     num_logit_rows: int
     state: StateBuffer | None = None
+    table_positions: SlotPositions | None = None
 
     @property
     def end(self) -> int:
+        """The position after the last token's."""
         return self.start + len(self.token_ids)
 
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first new token; the others follow it."""
+        if self.table_positions is None:
+            return self.start
+        return self.table_positions.slot_of(self.start)
+
+    @property
+    def num_slots(self) -> int:
+        """The slots of the sequence, including those of the new tokens."""
+        return self.first_slot + len(self.token_ids)
+
     def slots(self, block_size: int) -> list[int]:
-        """Return the slot of each new token's KV, in order."""
+        """Return the pool's slot of each new token's KV, in order."""
+        first = self.first_slot
         return [
-            self.blocks[position // block_size] * block_size + position % block_size
-            for position in range(self.start, self.end)
+            self.blocks[slot // block_size] * block_size + slot % block_size
+            for slot in range(first, first + len(self.token_ids))
         ]
 
 
@@ -85,9 +103,10 @@ def build_batch(
         slot_mapping=tensors[2],
         sequences=PagedSequences(
             query_lens=tuple(len(piece.token_ids) for piece in pieces),
-            context_lens=tuple(piece.end for piece in pieces),
+            context_lens=tuple(piece.num_slots for piece in pieces),
             block_tables=_block_tables(pieces, block_size, device),
             block_size=block_size,
+            positions=_positions_of_slots(pieces, device),
         ),
         logit_rows=tensors[3],
     )
@@ -97,10 +116,25 @@ def _block_tables(
     pieces: Sequence[SequencePiece], block_size: int, device: torch.device
 ) -> torch.Tensor:
     """Return [num_sequences, max_blocks] int32: the blocks of each context, padded with 0."""
-    lengths = [-(-piece.end // block_size) for piece in pieces]
+    lengths = [-(-piece.num_slots // block_size) for piece in pieces]
     width = max(lengths)
     table = [
         list(piece.blocks[:length]) + [0] * (width - length)
         for piece, length in zip(pieces, lengths, strict=True)
     ]
     return on_device(table, torch.int32, device)
+
+
+def _positions_of_slots(
+    pieces: Sequence[SequencePiece], device: torch.device
+) -> torch.Tensor | None:
+    """Return [num_sequences, max_slots] int32, padded with EMPTY; None if no table is private."""
+    if all(piece.table_positions is None for piece in pieces):
+        return None
+    width = max(piece.num_slots for piece in pieces)
+    rows = []
+    for piece in pieces:
+        count, own = piece.num_slots, piece.table_positions
+        positions = range(count) if own is None else own.of_slots(count)
+        rows.append([*positions, *[EMPTY] * (width - count)])
+    return on_device(rows, torch.int32, device)

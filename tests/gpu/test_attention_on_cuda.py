@@ -1,11 +1,18 @@
 """The attention kernels on a CUDA device: exact in all dtypes, at real sizes, and when replayed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support.attention_checks import CASES, MIXED, check_attention
+from support.attention_checks import (
+    CASES,
+    MIXED,
+    POSITION_RULES,
+    check_attention,
+    check_private_tables,
+)
 from support.attention_kernel_checks import (
     check_distant_blocks,
     check_lengths_on_the_device,
@@ -17,6 +24,7 @@ from support.attention_kernel_checks import (
 )
 from support.int8_kv_checks import check_int8_attention, check_int8_replay, check_int8_write
 from support.plain_attention import AttentionCase
+from support.private_tables import check_private_table
 
 DEVICE = "cuda"
 pytestmark = [
@@ -42,6 +50,21 @@ LAYERS = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_on_a_mixed_batch(name: str, dtype: torch.dtype) -> None:
     check_attention(CASES[name], MIXED, "triton", DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", POSITION_RULES)
+def test_spans_look_at_positions_where_a_table_has_its_own(name: str, dtype: torch.dtype) -> None:
+    check_private_tables(POSITION_RULES[name], MIXED, "triton", DEVICE, dtype)
+    if name in ("full", "chunk 48"):
+        check_int8_attention(POSITION_RULES[name], MIXED, DEVICE, dtype, is_private=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "gpt_oss, sinks"])
+def test_logits_over_a_private_table_are_those_of_a_cache_without_the_dropped_tokens(
+    name: str, tmp_path: Path
+) -> None:
+    check_private_table(name, tmp_path, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

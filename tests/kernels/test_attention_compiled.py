@@ -4,7 +4,7 @@ What the interpreter cannot show: that nothing spills, that shared memory suffic
 run on the tensor cores, and that keys and values are loaded ahead of their use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -83,6 +83,11 @@ def attention_call(
     )
 
 
+def plain_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> AttentionCall:
+    """The layer with a window, a softcap and sinks."""
+    return attention_call(dims, query_len, dtype, True)
+
+
 def int8_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> AttentionCall:
     """The same layer, with a window, a softcap and sinks, over KV of 8 bits."""
     call = attention_call(dims, query_len, dtype, True)
@@ -99,6 +104,25 @@ def int8_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> Atte
     return replace(
         call, key_pool=keys, value_pool=values, key_scales=scales[0], value_scales=scales[1]
     )
+
+
+# Of private tables what most models need; long runs compile every tile for every kind of GPU.
+PRIVATE_VARIANTS = [
+    pytest.param(
+        gpu,
+        (dim, dim),
+        query_len,
+        make,
+        id=f"{gpu}-{dim}-{query_len}-{make.__name__}",
+        marks=()
+        if dim == 128 and make is plain_call and query_len in (1, 2048)
+        else pytest.mark.soak,
+    )
+    for gpu in GPUS
+    for dim in (64, 128, 256, 512)
+    for query_len in QUERIES
+    for make in (plain_call, int8_call)
+]
 
 
 def compiled(launch: Launch, num_stages: int | None = None, gpu: Gpu = HOPPER) -> GpuCode:
@@ -154,6 +178,25 @@ def test_over_kv_of_8_bits_nothing_spills(gpu: Gpu, dims: tuple[int, int], query
 
     assert code.ptx_count("cp.async") > 0
     assert code.ptx_count("wgmma.mma_async") + code.ptx_count("mma.sync") > 0
+
+
+def with_private_table(call: AttentionCall) -> AttentionCall:
+    positions = torch.empty(1, CONTEXT, dtype=torch.int32, device="meta")
+    return replace(call, sequences=replace(call.sequences, positions=positions))
+
+
+@pytest.mark.parametrize(("gpu", "dims", "query_len", "make"), PRIVATE_VARIANTS)
+def test_over_private_tables_nothing_spills(
+    gpu: Gpu, dims: tuple[int, int], query_len: int, make: Callable[..., AttentionCall]
+) -> None:
+    """Positions are loaded as block ids are, and leave the pipeline of a decode its stages."""
+    call = make(dims, query_len, torch.bfloat16)
+    private = compiled(next(launches(with_private_table(call), gpu)), gpu=gpu)
+
+    assert private.ptx_count("cp.async") > 0
+    if query_len == 1:
+        shared = compiled(next(launches(call, gpu)), gpu=gpu)
+        assert private.shared_bytes == shared.shared_bytes
 
 
 @pytest.mark.parametrize("query_len", QUERIES)

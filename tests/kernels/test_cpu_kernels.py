@@ -1,5 +1,6 @@
 """Each compiled CPU kernel against the formula it stands for, in torch."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,9 @@ from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
+from support.attention_checks import POSITION_RULES, assert_exact, span_of
 from support.cpu_tasks import attended, header, task
+from support.paged_fixture import paged_problem, with_private_tables
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPSILON = 1e-5
@@ -414,6 +417,38 @@ def test_attention_is_that_of_the_formula(shape: str, form: str) -> None:
             expected = torch.einsum("hk,khd->hd", weights, value)
             assert torch.allclose(out[row], expected, atol=1e-5)
             row += 1
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("name", POSITION_RULES)
+def test_spans_look_at_positions_where_a_table_has_its_own(name: str, block_size: int) -> None:
+    """Holes of NaN, positions that jump, more rows than a job has, and a shared table beside."""
+    case = replace(POSITION_RULES[name], key_dim=64, value_dim=48)
+    lengths = (1, 257), (3, 700), (20, 90), (1, 33)
+    problem = with_private_tables(paged_problem(case, lengths, block_size))
+    form = attention.AttentionForm(
+        case.num_heads,
+        case.num_kv_heads,
+        case.key_dim,
+        case.value_dim,
+        block_size,
+        Stored.FLOAT,
+        case.softcap is not None,
+        case.has_sinks,
+    )
+    assert isinstance(problem.sequences, PagedSequences)
+
+    out = attended(
+        form,
+        span_of(case),
+        problem.sequences,
+        problem.query.flatten(1),
+        (problem.key_pool, problem.value_pool),
+        softcap=case.softcap or 0.0,
+        sinks=problem.sinks,
+    )
+
+    assert_exact(out, problem, case)
 
 
 @pytest.mark.parametrize("span", [AttentionSpan(None, None), AttentionSpan(300, None)])

@@ -1,7 +1,7 @@
 """KV of 8 bits: the compiled kernels and the layer's own code against the plain formulas."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.int8_kv import Int8Kv, group_size, quantised, restored
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, DeviceSequences, PagedSequences
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from support.attention_checks import CASES, assert_exact, span_of
 from support.cpu_tasks import attended, header, task
+from support.int8_kv_checks import int8_problem
 
 SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
 
@@ -135,6 +137,17 @@ def test_attention_by_torch_is_that_of_the_formula(seed: int) -> None:
     assert torch.allclose(found.by_torch(), found.exact(), atol=2e-5)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.allclose(found.by_torch(dtype).float(), found.exact(), atol=0.06)
+
+
+@pytest.mark.parametrize("name", ["window 100", "chunk 48"])
+def test_tables_with_positions_of_their_own_are_read_alike_by_both(name: str) -> None:
+    case = replace(CASES[name], key_dim=64, value_dim=64)
+    problem, parts = int8_problem(case, ((1, 63), (3, 50), (18, 300)), is_private=True)
+    assert isinstance(problem.sequences, PagedSequences)
+    found = Scene(Int8Kv(*parts), problem.sequences, problem.query, span_of(case), None, None)
+
+    assert_exact(found.compiled(), problem, case)
+    assert_exact(found.by_torch(), problem, case)
 
 
 def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:

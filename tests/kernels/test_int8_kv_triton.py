@@ -51,6 +51,14 @@ def test_chunks_by_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_int8_attention, CASES[name], MANY_ROWS)
 
 
+@pytest.mark.parametrize("name", ["window 100", "chunk 48"])
+def test_spans_look_at_positions_where_a_table_has_its_own(
+    interpreter: Interpreter, name: str
+) -> None:
+    lengths = (*FEW_ROWS, (18, 70))
+    interpreter(check_int8_attention, CASES[name], lengths, "cpu", torch.float32, 16, True)
+
+
 def test_float16_and_other_blocks(interpreter: Interpreter) -> None:
     case = AttentionCase(num_heads=6, num_kv_heads=3, key_dim=64, value_dim=32, softcap=2.0)
     interpreter(check_int8_attention, case, ((1, 257), (18, 70)), "cpu", torch.float16, 8)

@@ -19,6 +19,7 @@ from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.paged_attention import Implementation
 from support.fused_models import load_fused, load_plain
 from support.gpu_packs import load_packed_as_on_gpu
+from support.private_tables import check_private_table
 from support.specimens import make_specimen
 
 
@@ -79,6 +80,19 @@ def similarity_over_int8_on_kernels(
         )
 
 
+def private_table_on_kernels(name: str, directory: Path) -> int:
+    """Check a model over a private table; return how often a layer's attention was chosen."""
+    layers: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            paged_attention_package,
+            "implementation_for",
+            lambda *layer: layers.append(layer) or Implementation("triton"),
+        )
+        check_private_table(name, directory, by_modules=True)
+    return len(layers)
+
+
 LONG = [pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2, softcap")]
 
 
@@ -90,6 +104,13 @@ def test_logits_are_those_of_the_models_own_attention(
 
     assert similarity > 0.9999
     assert calls >= 2 * 7, "some layer's attention ran otherwise"
+
+
+@pytest.mark.parametrize("name", ["llama4, chunks", "gemma2, softcap"])
+def test_logits_over_a_private_table_are_those_of_a_cache_without_the_dropped_tokens(
+    name: str, interpreter: Interpreter, tmp_path: Path
+) -> None:
+    assert interpreter(private_table_on_kernels, name, tmp_path) == 2 * 5
 
 
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.soak)])

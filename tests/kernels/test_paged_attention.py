@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.attention_checks import CASES, MIXED, attend, check_attention
+from support.attention_checks import (
+    CASES,
+    MIXED,
+    POSITION_RULES,
+    attend,
+    check_attention,
+    check_private_tables,
+)
 from support.paged_fixture import PagedProblem, paged_problem
 from support.plain_attention import AttentionCase, plain_attention
 
@@ -17,6 +24,12 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("name", CASES)
 def test_every_rule_agrees_with_its_formula_on_a_mixed_batch(name: str, impl: str) -> None:
     check_attention(CASES[name], MIXED, impl)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("name", POSITION_RULES)
+def test_spans_look_at_positions_where_a_table_has_its_own(name: str, impl: str) -> None:
+    check_private_tables(POSITION_RULES[name], MIXED, impl)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

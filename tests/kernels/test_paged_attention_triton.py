@@ -6,7 +6,12 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from support.attention_checks import CASES, check_attention
+from support.attention_checks import (
+    CASES,
+    POSITION_RULES,
+    check_attention,
+    check_private_tables,
+)
 from support.attention_kernel_checks import (
     check_distant_blocks,
     check_lengths_on_the_device,
@@ -37,6 +42,14 @@ def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
 @pytest.mark.parametrize("name", TILE_RULES)
 def test_chunks_by_every_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_attention, CASES[name], MANY_ROWS, "triton")
+
+
+@pytest.mark.parametrize("lengths", [FEW_ROWS, MANY_ROWS], ids=["few rows", "chunks"])
+@pytest.mark.parametrize("name", POSITION_RULES)
+def test_spans_look_at_positions_where_a_table_has_its_own(
+    interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    interpreter(check_private_tables, POSITION_RULES[name], (*lengths, (2, 300)), "triton")
 
 
 @pytest.mark.parametrize(

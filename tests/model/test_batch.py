@@ -7,6 +7,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import choose_device, dtype_name, dtype_of, free_bytes
+from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 
 CPU = torch.device("cpu")
 
@@ -31,6 +32,37 @@ def test_pieces_lie_one_after_another_with_their_slots_and_rows() -> None:
     assert batch.sequences.block_tables.tolist() == [[5, 2], [9, 0], [1, 6]]
     assert batch.sequences.query_starts.tolist() == [0, 3, 4, 6]
     assert batch.sequences.context_lens_device.tolist() == [6, 1, 8]
+
+
+def test_a_private_table_has_fewer_slots_than_positions() -> None:
+    """Two holes, a block less, and a text that goes on later; beside a shared table."""
+    own = SlotPositions((0, EMPTY, EMPTY, 3, 8, 9), next_position=20)
+    batch = build_batch(
+        [
+            SequencePiece([7, 8, 9], 21, [5, 2, 3], 1, table_positions=own),
+            SequencePiece([1], 2, [9, 4], 0),
+            SequencePiece([6], 100, [8], 0, table_positions=SlotPositions((), 99)),
+        ],
+        block_size=4,
+        device=CPU,
+    )
+
+    assert batch.positions.tolist() == [21, 22, 23, 2, 100]
+    assert batch.slot_mapping.tolist() == [2 * 4 + 3, 3 * 4, 3 * 4 + 1, 9 * 4 + 2, 8 * 4 + 1]
+    assert batch.sequences.context_lens == (10, 3, 2)
+    assert batch.sequences.block_tables.tolist() == [[5, 2, 3], [9, 0, 0], [8, 0, 0]]
+    assert batch.sequences.positions.tolist() == [
+        [0, -1, -1, 3, 8, 9, 20, 21, 22, 23],
+        [0, 1, 2, *[-1] * 7],
+        [99, 100, *[-1] * 8],
+    ]
+    assert batch.sequences.position_end == 101
+
+
+def test_positions_of_slots_ascend() -> None:
+    for first, following in (((3, 2), 5), ((0, 4, EMPTY), 4), ((-2,), 1)):
+        with pytest.raises(AssertionError):
+            SlotPositions(first, following)
 
 
 def test_a_table_too_short_for_its_context_is_refused() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
-from support.paged_fixture import PagedProblem, paged_problem
+from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase, plain_attention
 from support.rounding import assert_as_exact, poisoned_memory
 
@@ -66,9 +66,10 @@ def by_formula(
     """Return all rows as the formula says, computed in `dtype` on `device`."""
     sinks = None if problem.sinks is None else problem.sinks.to(device)
     rows = problem.rows(problem.query)
+    positions = problem.positions or [None] * len(problem.keys)
     outputs = [
-        plain_attention(case, query.to(device), key.to(device), value.to(device), sinks, dtype)
-        for query, key, value in zip(rows, problem.keys, problem.values, strict=True)
+        plain_attention(case, query.to(device), key.to(device), value.to(device), sinks, dtype, at)
+        for query, key, value, at in zip(rows, problem.keys, problem.values, positions, strict=True)
     ]
     return torch.cat(outputs)
 
@@ -92,4 +93,30 @@ def check_attention(
 ) -> None:
     """One batch of (new tokens, context) is as exact as plain arithmetic."""
     problem = paged_problem(case, tuple(lengths), block_size, dtype, layout)
+    assert_exact(attend(problem, case, impl, device), problem, case, device)
+
+
+# Rules that look at positions, and one for each thing beside that.
+POSITION_RULES = {
+    name: CASES[name]
+    for name in (
+        *("full", "window 5", "window 100", "chunk 48", "window in chunk"),
+        *("softcap and window", "sinks and window"),
+    )
+}
+
+
+def check_private_tables(
+    case: AttentionCase,
+    lengths: Iterable[tuple[int, int]],
+    impl: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int = 16,
+) -> None:
+    """Tables with holes and positions of their own, beside a shared one, are as exact too.
+
+    (new tokens, slots); spans look at positions, and no hole is read.
+    """
+    problem = with_private_tables(paged_problem(case, tuple(lengths), block_size, dtype))
     assert_exact(attend(problem, case, impl, device), problem, case, device)

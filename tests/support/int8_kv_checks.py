@@ -13,7 +13,7 @@ from kvchat_kernels.paged_attention import PagedSequences
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_int8_triton
 from support.attention_checks import assert_exact, span_of
 from support.attention_kernel_checks import captured
-from support.paged_fixture import PagedProblem, paged_problem
+from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase
 from support.rounding import assert_same_bits, poisoned_memory
 
@@ -25,9 +25,12 @@ def int8_problem(
     lengths: tuple[tuple[int, int], ...],
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
+    is_private: bool = False,
 ) -> tuple[PagedProblem, Int8Parts]:
     """Return a problem whose oracle has the stored numbers, and the pools; NaN beside sequences."""
     problem = paged_problem(case, lengths, block_size, torch.float32)
+    if is_private:
+        problem = with_private_tables(problem)
     parts = (*quantised(problem.key_pool), *quantised(problem.value_pool))
     keys, values = (
         tuple(restored(*quantised(own)).to(dtype) for own in side)
@@ -44,9 +47,10 @@ def check_int8_attention(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
+    is_private: bool = False,
 ) -> None:
     """One batch of (new tokens, context) is as exact as arithmetic over the stored numbers."""
-    problem, parts = int8_problem(case, lengths, dtype, block_size)
+    problem, parts = int8_problem(case, lengths, dtype, block_size, is_private)
     moved = problem.to(device)
     with poisoned_memory():
         out = paged_attention_int8_triton(

@@ -11,7 +11,10 @@ from support.plain_attention import AttentionCase
 
 @dataclass(frozen=True)
 class PagedProblem:
-    """Sequences with their KV in pools, and the same KV sequence by sequence for an oracle."""
+    """Sequences with their KV in pools, and the same KV sequence by sequence for an oracle.
+
+    `positions` are those of the oracle's keys, where tables are private.
+    """
 
     query: torch.Tensor
     key_pool: torch.Tensor
@@ -20,6 +23,7 @@ class PagedProblem:
     sinks: torch.Tensor | None
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    positions: tuple[list[int], ...] | None = None
 
     def rows(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Split a [num_tokens, ...] tensor by sequence."""
@@ -95,6 +99,47 @@ def paged_problem(
         sinks=random(case.num_heads) if case.has_sinks else None,
         keys=tuple(keys),
         values=tuple(values),
+    )
+
+
+def with_private_tables(problem: PagedProblem, seed: int = 1) -> PagedProblem:
+    """Return a problem whose tables have holes, full of NaN, and positions that jump.
+
+    Every second sequence begins at a position of its own. The first has the table of a shared one.
+    The new tokens are one after another, at the end.
+    """
+    given = problem.sequences
+    assert isinstance(given, PagedSequences)
+    generator = torch.Generator().manual_seed(seed)
+    pools = problem.key_pool.clone(), problem.value_pool.clone()
+    shape = len(problem.keys), max(given.context_lens) + 3
+    positions, filled_of = torch.full(shape, -1, dtype=torch.int32), []
+    for index, (new, end) in enumerate(zip(given.query_lens, given.context_lens, strict=True)):
+        chance = torch.rand(2, end, generator=generator)
+        steps = 1 + 40 * (chance[0] < 0.1).int()
+        is_empty = chance[1] < 0.2
+        is_empty[given.block_size : 2 * given.block_size] = True  # a whole block
+        steps[end - new + 1 :], is_empty[end - new :] = 1, False
+        if index == 0:
+            steps[:], is_empty[:] = 1, False
+        steps[0] = 77 if index % 2 else 0
+        positions[index, :end] = steps.cumsum(0).masked_fill(is_empty, -1)
+        for slot in is_empty.nonzero().flatten().tolist():
+            block = int(given.block_tables[index, slot // given.block_size])
+            for pool in pools:
+                pool[block, slot % given.block_size] = float("nan")
+        filled_of.append(~is_empty)
+    own = [row[row >= 0].tolist() for row in positions]
+    return replace(
+        problem,
+        key_pool=pools[0],
+        value_pool=pools[1],
+        sequences=replace(given, positions=positions),
+        keys=tuple(key[filled] for key, filled in zip(problem.keys, filled_of, strict=True)),
+        values=tuple(
+            value[filled] for value, filled in zip(problem.values, filled_of, strict=True)
+        ),
+        positions=tuple(own),
     )
 
 

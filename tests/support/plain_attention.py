@@ -4,6 +4,7 @@ Shares no line with the code it judges: visibility is spelled out position by po
 arithmetic runs in whatever dtype the caller asks for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +44,18 @@ def plain_attention(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     dtype: torch.dtype,
+    positions: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return [num_rows, num_heads, value_dim] for the last rows of a sequence, all in `dtype`."""
+    """Return [num_rows, num_heads, value_dim] for the last rows of a sequence, all in `dtype`.
+
+    `positions` are those of the keys; without them, key j is at position j.
+    """
     num_rows, context_len = query.shape[0], key.shape[0]
+    where = range(context_len) if positions is None else positions
     group = case.num_heads // case.num_kv_heads
     hidden = torch.tensor(
         [
-            [not sees(case, context_len - num_rows + row, j) for j in range(context_len)]
+            [not sees(case, where[context_len - num_rows + row], at) for at in where]
             for row in range(num_rows)
         ],
         device=query.device,

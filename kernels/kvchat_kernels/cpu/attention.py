@@ -1,11 +1,14 @@
 """Attention of few rows over paged KV, and the joining of its parts.
 
-The context is cut at positions that are multiples of PART. A unit of the first kernel is a part of
-the context of one sequence, for one KV head: it reads K and V of these positions once, for all rows
-of the sequence and all query heads of the KV head, and writes each row's weighted sum of values,
-its largest score and the sum of its weights. The second kernel joins a row's parts. Where a part
-ends depends on nothing but positions, so a row's result does not depend on the rows beside it, nor
-on the number of threads.
+The context is cut at slots that are multiples of PART, and where a private table has empty slots.
+A unit of the first kernel is a part of the context of one sequence, for one KV head: it reads K and
+V of these slots once, for all rows of the sequence and all query heads of the KV head, and writes
+each row's weighted sum of values, its largest score and the sum of its weights. The second kernel
+joins a row's parts. Where a part ends depends on nothing but the table, so a row's result does not
+depend on the rows beside it, nor on the number of threads.
+
+No kernel here knows a position: those of a table ascend, so what a row sees of a part without empty
+slots is all slots between two, which `parts.py` finds.
 
 Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 """
@@ -31,7 +34,7 @@ from kvchat_kernels.cpu.code import (
 from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
 from kvchat_kernels.cpu.products import are_wide_floats_faster
 
-# Positions of a part, and of a tile of K or V that is converted to float32 at once.
+# Slots of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
 _TILE = 32
 # Rows of a job, for whose scores there is room on a thread's stack.
@@ -53,8 +56,8 @@ class Job(IntEnum):
     """A part of a context: 64-bit numbers.
 
     ROW, NUM_ROWS   the sequence's rows of the step
-    START           the part's first position, a multiple of PART
-    FIRST, END      the positions that any of the rows sees of the part
+    START           a multiple of PART, at most PART slots before END
+    FIRST, END      the slots that any of the rows sees of the part, none of them empty
     TABLE           address of the sequence's block table, int32
     RESULT          number of the first row's result of this part; the other rows' follow
     """
@@ -72,10 +75,10 @@ JOB_NUMBERS = 8
 
 
 class Record(IntEnum):
-    """What layers that see the same positions have in common: addresses, renewed for every step.
+    """What layers that see the same slots have in common: addresses, renewed for every step.
 
     JOBS              [jobs, JOB_NUMBERS] int64
-    FIRST, END        [rows] int64: each row sees positions FIRST to END - 1
+    FIRST, END        [rows] int64: each row sees slots FIRST to END - 1, but for empty ones
     RESULTS           [rows] int64: number of a row's first result
     STRIDES, COUNTS   [rows] int64: how far apart a row's results are, and how many they are
     SUMS, STATS       float32 [results, heads, value dim] and [results, heads, 2]
@@ -217,7 +220,7 @@ class _Part:
     # K and V
 
     def _tokens(self, pool: Place, head_bytes: int, first: Value) -> list[Value]:
-        """Return the addresses of what a pool has of the head of 8 positions from `first` on.
+        """Return the addresses of what a pool has of the head of 8 slots from `first` on.
 
         `first` is a multiple of 8. Positions that no row sees have any address within the pool.
         """
@@ -225,44 +228,45 @@ class _Part:
         token_bytes = form.num_kv_heads * head_bytes
         head = code.field(pool) + self._head * head_bytes
         if form.block_size >= LANES:  # all in one block
-            start = head + self._slot(first) * token_bytes
+            start = head + self._in_pool(first) * token_bytes
             return [start + lane * token_bytes for lane in range(LANES)]
-        positions = [
+        slots = [
             code.least(code.greatest(first + lane, self._first), self._end - 1)
             for lane in range(LANES)
         ]
-        return [head + self._slot(position) * token_bytes for position in positions]
+        return [head + self._in_pool(slot) * token_bytes for slot in slots]
 
-    def _slot(self, position: Value) -> Value:
+    def _in_pool(self, slot: Value) -> Value:
+        """Return the pool's number of a slot of the table."""
         code, size = self._code, self._form.block_size
         table = self._of_job(Job.TABLE)
-        block = code.load(table, position // size * 4, I32)
-        return code.convert("sext", block, I64) * size + position % size
+        block = code.load(table, slot // size * 4, I32)
+        return code.convert("sext", block, I64) * size + slot % size
 
-    def _ask_ahead(self, pool: Place, head_bytes: int, position: Value) -> None:
-        """Ask for what the next tile has in the place of 8 positions, while this one is used."""
+    def _ask_ahead(self, pool: Place, head_bytes: int, slot: Value) -> None:
+        """Ask for what the next tile has in the place of 8 slots, while this one is used."""
         code = self._code
         last = self._end - 1
-        ahead = code.least(position + _TILE, last - last % LANES)
+        ahead = code.least(slot + _TILE, last - last % LANES)
         for token in self._tokens(pool, head_bytes, ahead):
             for line in range(0, head_bytes, _CACHE_LINE):
                 code.prefetch(token, line)
 
-    def _scales(self, pool: Place, dim: int, group: int, position: Value) -> list[Value]:
-        """Return the addresses of the scales of 8 positions; none where numbers have no scales."""
-        return self._tokens(pool, dim // group * _SCALE_BYTES, position) if group else []
+    def _scales(self, pool: Place, dim: int, group: int, slot: Value) -> list[Value]:
+        """Return the addresses of the scales of 8 slots; none where numbers have no scales."""
+        return self._tokens(pool, dim // group * _SCALE_BYTES, slot) if group else []
 
     def _convert_keys(self, tile: Value) -> None:
-        """Write a tile of K as float32 [dim, positions]."""
+        """Write a tile of K as float32 [dim, slots]."""
         code, form = self._code, self._form
         dim, size, group = form.key_dim, form.stored.num_bytes, form.key_group
         width = group or LANES
         start = code.greatest(tile, self._first - self._first % LANES)
-        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
-            self._ask_ahead(Place.KEYS, dim * size, position)
-            tokens = self._tokens(Place.KEYS, dim * size, position)
-            scales = self._scales(Place.KEY_SCALES, dim, group, position)
-            to = self._tile + (position - tile) * 4
+        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
+            self._ask_ahead(Place.KEYS, dim * size, slot)
+            tokens = self._tokens(Place.KEYS, dim * size, slot)
+            scales = self._scales(Place.KEY_SCALES, dim, group, slot)
+            to = self._tile + (slot - tile) * 4
             with code.loop(0, dim, width) as first:
                 of_group = [code.load(at, first // width * _SCALE_BYTES, I16) for at in scales]
                 factors = as_floats(code, code.gathered(of_group), _SCALES) if scales else None
@@ -273,16 +277,16 @@ class _Part:
                         code.store(right, to, (column + index) * (_TILE * 4))
 
     def _convert_values(self, tile: Value) -> None:
-        """Write a tile of V as float32 [positions, dim]."""
+        """Write a tile of V as float32 [slots, dim]."""
         code, form = self._code, self._form
         dim, size, group = form.value_dim, form.stored.num_bytes, form.value_group
         width = group or LANES
         start = code.greatest(tile, self._first - self._first % LANES)
-        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as position:
-            self._ask_ahead(Place.VALUES, dim * size, position)
-            tokens = self._tokens(Place.VALUES, dim * size, position)
-            scales = self._scales(Place.VALUE_SCALES, dim, group, position)
-            to = self._tile + (position - tile) * (dim * 4)
+        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
+            self._ask_ahead(Place.VALUES, dim * size, slot)
+            tokens = self._tokens(Place.VALUES, dim * size, slot)
+            scales = self._scales(Place.VALUE_SCALES, dim, group, slot)
+            to = self._tile + (slot - tile) * (dim * 4)
             with code.loop(0, dim, width) as first:
                 for index, token in enumerate(tokens):
                     factors = None
@@ -297,7 +301,7 @@ class _Part:
     # Scores, weights, sums
 
     def _write_scores(self, pairs: Sequence[Value], tile: Value) -> None:
-        """Write the pairs' scores of a tile, also of positions that a row does not see."""
+        """Write the pairs' scores of a tile, also of slots that a row does not see."""
         code, form = self._code, self._form
         queries = []
         for pair in pairs:
@@ -307,9 +311,9 @@ class _Part:
         width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
         places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
         zeros = code.floats(0.0, self._lanes)
-        with code.loop(tile, code.least(tile + _TILE, self._end), width) as position:
+        with code.loop(tile, code.least(tile + _TILE, self._end), width) as slot:
             sums = [[code.variable(zeros) for _ in places] for _ in pairs]
-            keys = self._tile + (position - tile) * 4
+            keys = self._tile + (slot - tile) * 4
             with code.loop(0, form.key_dim) as column:
                 loaded = [
                     code.load(keys, column * (_TILE * 4) + place * 4, kind) for place in places
@@ -320,7 +324,7 @@ class _Part:
                         total.set(total.get() + factor * key)
             scale = code.spread(code.float_field(Place.SCALE), self._lanes)
             for pair, of_pair in zip(pairs, sums, strict=True):
-                to = self._scores_of(pair) + (position - self._start) * 4
+                to = self._scores_of(pair) + (slot - self._start) * 4
                 for place, total in zip(places, of_pair, strict=True):
                     code.store(total.get() * scale, to, place * 4)
 
@@ -329,36 +333,42 @@ class _Part:
         code = self._code
         scores = self._scores_of(pair) - self._start * 4
         lanes, kind = self._lanes, ir.VectorType(F32, self._lanes)
-        first = self._first - self._first % lanes
+        first, seen = self._first - self._first % lanes, self._seen(pair)
         most = code.variable(code.floats(_HIDDEN, lanes))
-        with code.loop(first, self._end, lanes) as position:
-            value = self._seen(pair, position, code.load(scores, position * 4, kind))
-            code.store(value, scores, position * 4)
+        with code.loop(first, self._end, lanes) as slot:
+            value = self._bounded(code.load(scores, slot * 4, kind), slot, *seen)
+            code.store(value, scores, slot * 4)
             most.set(code.greatest(most.get(), value))
         largest = code.maximum(most.get())
         total = code.variable(code.floats(0.0, lanes))
-        with code.loop(first, self._end, lanes) as position:
-            score = code.load(scores, position * 4, kind)
+        with code.loop(first, self._end, lanes) as slot:
+            score = code.load(scores, slot * 4, kind)
             weight = exp(code, score - code.spread(largest, lanes))
-            code.store(weight, scores, position * 4)
+            code.store(weight, scores, slot * 4)
             total.set(total.get() + weight)
         stats = self._result(pair, Record.STATS, 2)
         code.store(largest, stats, 0)
         code.store(code.tree_total(total.get()), stats, 4)
 
-    def _seen(self, pair: Value, position: Value, scores: Value) -> Value:
-        """Return scores from `position` on; what the row does not see is far below all others."""
+    def _seen(self, pair: Value) -> tuple[Value, Value]:
+        """Return the first slot of the part that a pair's row sees, and the one after the last."""
+        code, (row, _) = self._code, self._row_of(pair)
+        first, end = (
+            code.load(code.load(self._record, 8 * place, I64), row * 8, I64)
+            for place in (Record.FIRST, Record.END)
+        )
+        return code.greatest(first, self._first), code.least(end, self._end)
+
+    def _bounded(self, scores: Value, slot: Value, first: Value, end: Value) -> Value:
+        """Return scores from `slot` on; those of slots outside [first, end) are far below all."""
         code, count = self._code, self._lanes
         if self._form.has_softcap:
             cap = code.spread(code.float_field(Place.SOFTCAP), count)
             scores = tanh(code, scores / cap) * cap
-        row, _ = self._row_of(pair)
-        first, end = (
-            code.load(code.load(self._record, 8 * place, I64), row * 8, I64) - position
-            for place in (Record.FIRST, Record.END)
-        )
         lanes, hidden = code.counting(count), code.floats(_HIDDEN, count)
-        first, end = (code.spread(code.convert("trunc", at, I32), count) for at in (first, end))
+        first, end = (
+            code.spread(code.convert("trunc", at - slot, I32), count) for at in (first, end)
+        )
         scores = code.select(lanes < first, hidden, scores)
         return code.select(lanes < end, scores, hidden)
 
@@ -386,11 +396,11 @@ class _Part:
                 [code.variable(code.load(at, column * 4, kind)) for column in columns]
                 for at in sums
             ]
-            with code.loop(begin, end) as position:
-                value = self._tile + (position - tile) * (form.value_dim * 4)
+            with code.loop(begin, end) as slot:
+                value = self._tile + (slot - tile) * (form.value_dim * 4)
                 loaded = [code.load(value, column * 4, kind) for column in columns]
                 for at, of_pair in zip(weights, totals, strict=True):
-                    weight = code.spread(code.load(at, position * 4, F32), lanes)
+                    weight = code.spread(code.load(at, slot * 4, F32), lanes)
                     for vector, total in zip(loaded, of_pair, strict=True):
                         total.set(total.get() + vector * weight)
             for at, of_pair in zip(sums, totals, strict=True):

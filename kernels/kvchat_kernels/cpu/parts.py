@@ -1,6 +1,6 @@
 """Parts: how the contexts of a step's sequences are cut for the compiled attention."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,10 +8,11 @@ import torch
 from kvchat_kernels.cpu.attention import JOB_NUMBERS, JOB_ROWS, PART, Record
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
+from kvchat_kernels.slot_positions import EMPTY
 
 
 class Parts:
-    """Owns the record of layers that see the same positions, and the room for their results."""
+    """Owns the record of layers that see the same slots, and the room for their results."""
 
     def __init__(
         self, span: AttentionSpan, num_heads: int, num_kv_heads: int, value_dim: int
@@ -43,27 +44,41 @@ class Parts:
         tables = self._tables = sequences.block_tables  # kept while the step runs
         address, table_bytes = tables.data_ptr(), tables.stride(0) * 4
         for index, count, end in _runs_of_rows(sequences):
-            first = self._span.first_visible(end - count)
-            parts = range(first // PART, (end - 1) // PART + 1)
-            for local in range(count):
-                position = end - count + local
+            firsts, runs = self._seen(sequences, index, count, end)
+            parts = [part for run in runs for part in _parts_of(*run)]
+            for local, first in enumerate(firsts):
                 self._rows[:, row + local] = (
-                    self._span.first_visible(position),
-                    position + 1,
+                    first,
+                    end - count + local + 1,
                     num_results + local,
                     count,
                     len(parts),
                 )
             for part in parts:
-                start = part * PART
-                bounds = max(start, first), min(start + PART, end)
-                jobs.append(
-                    (row, count, start, *bounds, address + index * table_bytes, num_results)
-                )
+                jobs.append((row, count, *part, address + index * table_bytes, num_results))
                 num_results += count
             row += count
         self._store(jobs, num_results)
         return len(jobs)
+
+    def _seen(
+        self, sequences: PagedSequences, index: int, count: int, end: int
+    ) -> tuple[list[int], Sequence[tuple[int, int]]]:
+        """Return the first slot that each of `count` rows before slot `end` sees, and the runs of
+        slots that any of them sees: each first slot, and the one after the last.
+        """
+        first_visible = self._span.first_visible
+        if sequences.positions is None:
+            firsts = [first_visible(slot) for slot in range(end - count, end)]
+            return firsts, [(firsts[0], end)]
+        positions = sequences.positions_of(index)[:end].numpy()
+        filled = np.flatnonzero(positions != EMPTY)
+        known = positions[filled]
+        lowest = [first_visible(position) for position in known[-count:].tolist()]
+        starts = np.searchsorted(known, lowest)
+        visible = filled[starts[0] :]
+        runs = np.split(visible, np.flatnonzero(np.diff(visible) > 1) + 1)
+        return filled[starts].tolist(), [(int(run[0]), int(run[-1]) + 1) for run in runs]
 
     def _store(self, jobs: list[tuple[int, ...]], num_results: int) -> None:
         if len(jobs) > len(self._jobs):
@@ -80,8 +95,14 @@ class Parts:
         self.record[Record.STATS] = self._stats.data_ptr()
 
 
+def _parts_of(first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a run of slots: a multiple of PART, the first slot, one after the last."""
+    for start in range(first // PART * PART, end, PART):
+        yield start, max(start, first), min(start + PART, end)
+
+
 def _runs_of_rows(sequences: PagedSequences) -> Iterator[tuple[int, int, int]]:
-    """Yield a sequence's number, a number of rows, and the end of what the last of them sees.
+    """Yield a sequence's number, a number of rows, and the slot after that of the last of them.
 
     A sequence of many rows has several runs, since a job has room for so many scores.
     """

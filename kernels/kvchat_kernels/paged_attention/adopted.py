@@ -47,7 +47,8 @@ ADOPTED: dict[_Key, AttentionFunction] = {}
 
 
 def step_kind(sequences: Sequences) -> StepKind | None:
-    """Return the kind of a step; None for a verification, which stays with our kernels.
+    """Return the kind of a step; None for one that stays with our kernels: a verification, and a
+    step with a private table.
 
     A decode has one token in every sequence. A prefill has its lengths on the host, and a sequence
     of more tokens than a verification has.
@@ -55,6 +56,8 @@ def step_kind(sequences: Sequences) -> StepKind | None:
     if isinstance(sequences, DeviceSequences):
         one_each = sequences.num_tokens == sequences.block_tables.shape[0]
         return StepKind.DECODE if one_each and sequences.max_query_len == 1 else None
+    if sequences.positions is not None:
+        return None
     longest = max(sequences.query_lens)
     if longest == 1:
         return StepKind.DECODE

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import few_sizes, multiplies_in
 from kvchat_kernels.paged_attention.cpu_fused import additive_mask, attend_fused
+from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
 
 # With more runs than this, one gather is cheaper than reading each run.
@@ -211,7 +212,13 @@ def paged_attention_cpu(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
+    """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes.
+
+    Steps with a private table are left to the reference.
+    """
+    if sequences.positions is not None:
+        pools = key_pool, value_pool
+        return paged_attention_reference(query, *pools, sequences, span, scale, softcap, sinks)
     compute_dtype = _compute_dtype(query.dtype)
     whole = query if query.dtype == compute_dtype else query.to(compute_dtype)
     num_kv_heads, key_dim = key_pool.shape[2:]

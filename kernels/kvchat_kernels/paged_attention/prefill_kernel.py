@@ -7,10 +7,17 @@ tables, and a tile's rows are all query heads of one KV head.
 import triton
 import triton.language as tl
 
-from kvchat_kernels.paged_attention.tile_kernel import attend_keys, first_visible, load_rows
+from kvchat_kernels.paged_attention.tile_kernel import (
+    attend_keys,
+    first_visible,
+    load_positions,
+    load_rows,
+)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "min_query_len", "tables_stride"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "min_query_len", "tables_stride", "positions_stride"]
+)
 def paged_attention_prefill_kernel(
     query_ptr,
     key_ptr,
@@ -20,6 +27,7 @@ def paged_attention_prefill_kernel(
     sinks_ptr,
     out_ptr,
     tables_ptr,
+    positions_ptr,
     query_starts_ptr,
     context_lens_ptr,
     scale,
@@ -37,6 +45,7 @@ def paged_attention_prefill_kernel(
     out_stride_token,
     out_stride_head,
     tables_stride,
+    positions_stride,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -78,7 +87,7 @@ def paged_attention_prefill_kernel(
     num_rows = query_len * GROUP
     row = first_row + tl.arange(0, BLOCK_M)
     position = start + row // GROUP
-    # Visible to some row: [begin, end). Visible to all of them: [all_begin, all_end).
+    # Slots visible to some row: [begin, end). Visible to all of them: [all_begin, all_end).
     lowest = start + first_row // GROUP
     highest = start + (tl.minimum(first_row + BLOCK_M, num_rows) - 1) // GROUP
     begin = first_visible(lowest, WINDOW, CHUNK) // BLOCK_N * BLOCK_N
@@ -86,6 +95,14 @@ def paged_attention_prefill_kernel(
     all_begin = tl.cdiv(first_visible(highest, WINDOW, CHUNK), BLOCK_N) * BLOCK_N
     all_begin = tl.minimum(all_begin, end)
     all_end = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, all_begin)
+    FIRST_PART: tl.constexpr = (
+        2 if positions_ptr is not None else 0 if WINDOW > 0 or CHUNK > 0 else 1
+    )
+    if positions_ptr is not None:
+        # Any slot may be empty, and where a window begins only a search tells: mask all of them.
+        all_end = 0
+        positions_ptr += sequence.to(tl.int64) * positions_stride
+        position = load_positions(positions_ptr, position, end)
 
     query = load_rows(
         query_ptr,
@@ -109,7 +126,7 @@ def paged_attention_prefill_kernel(
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
     # Three ranges: a window's start (masked), keys that every row sees, the diagonal (masked).
-    for part in tl.static_range(0 if WINDOW > 0 or CHUNK > 0 else 1, 3):
+    for part in tl.static_range(FIRST_PART, 3):
         total, top, weight = attend_keys(
             total,
             top,
@@ -119,6 +136,7 @@ def paged_attention_prefill_kernel(
             begin if part == 0 else (all_begin if part == 1 else all_end),
             all_begin if part == 0 else (all_end if part == 1 else end),
             table_ptr,
+            positions_ptr,
             key_ptr,
             value_ptr,
             key_scales_ptr,

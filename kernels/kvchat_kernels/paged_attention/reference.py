@@ -6,6 +6,7 @@ The tests compare every faster implementation with it.
 import torch
 
 from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
+from kvchat_kernels.slot_positions import EMPTY
 
 
 def paged_attention_reference(
@@ -26,8 +27,11 @@ def paged_attention_reference(
         blocks = sequences.blocks_of(index, 0).long()
         key = key_pool[blocks].flatten(0, 1)[:context_len]
         value = value_pool[blocks].flatten(0, 1)[:context_len]
-        positions = torch.arange(context_len, device=query.device)
-        visible = span.mask(positions[context_len - query_len :], positions)
+        positions = sequences.positions_of(index)
+        if sequences.positions is not None:
+            filled = positions != EMPTY
+            key, value, positions = key[filled], value[filled], positions[filled]
+        visible = span.mask(positions[len(positions) - query_len :], positions)
         rows = query[start : start + query_len]
         outputs.append(_attend(rows, key, value, visible, scale, softcap, sinks))
         start += query_len

@@ -1,5 +1,6 @@
 """The rows, lengths and block tables of a step's sequences, and the span that a query sees.
 
+A span speaks of positions, a table of slots; `slot_positions.py` says what these are.
 PagedSequences belongs to one step and has its lengths on the host. DeviceSequences is refilled for
 every step and has its lengths on the device only. All layers of a forward pass share them.
 """
@@ -56,24 +57,45 @@ class PagedSequences:
     exist twice: as tuples for code on the host, and as device tensors for kernels.
 
     query_lens      new tokens per sequence
-    context_lens    tokens per sequence including the new ones
-    block_tables    [num_sequences, max_blocks] int32, block ids in position order, 0 where unused
-    block_size      tokens per block
+    context_lens    slots per sequence; the last ones hold the new tokens
+    block_tables    [num_sequences, max_blocks] int32, block ids in slot order, 0 where unused
+    block_size      slots per block
+    positions       [num_sequences, max_slots] int32 on the tables' device: the position of each
+                    slot as of SlotPositions. None if all tables are shared: slot s holds position s
     """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: torch.Tensor
     block_size: int
+    positions: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert len(self.query_lens) == len(self.context_lens) == self.block_tables.shape[0]
         assert all(0 < q <= c for q, c in zip(self.query_lens, self.context_lens, strict=True))
         assert max(self.context_lens) <= self.block_tables.shape[1] * self.block_size
+        if self.positions is not None:
+            assert self.positions.dtype == torch.int32
+            assert self.positions.shape[0] == len(self.query_lens)
+            assert self.positions.shape[1] >= max(self.context_lens)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
+
+    @property
+    def position_end(self) -> int:
+        """One more than the largest position of a slot."""
+        if self.positions is None:
+            return max(self.context_lens)
+        return int(self.positions.max()) + 1
+
+    def positions_of(self, sequence: int) -> torch.Tensor:
+        """Return the positions of a sequence's slots, [context_len] on the tables' device."""
+        context_len = self.context_lens[sequence]
+        if self.positions is None:
+            return torch.arange(context_len, device=self.block_tables.device)
+        return self.positions[sequence, :context_len]
 
     @cached_property
     def query_starts(self) -> torch.Tensor:
@@ -114,39 +136,39 @@ class PagedSequences:
     def _runs(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
         return {}
 
-    def runs(self, sequence: int, first_token: int) -> tuple[tuple[int, int], ...]:
-        """Return the runs of slots of a sequence's tokens from `first_token` on, in position order.
+    def runs(self, sequence: int, first_slot: int) -> tuple[tuple[int, int], ...]:
+        """Return a sequence's slots from `first_slot` on as runs of the pool's slots, in order.
 
-        A run is (first slot, slot after the last) of adjacent tokens in adjacent blocks. The result
-        is cached, because every layer needs it.
+        A run is (first, after the last) of slots in adjacent blocks. The result is cached, because
+        every layer needs it.
         """
-        key = (sequence, first_token)
+        key = (sequence, first_slot)
         runs = self._runs.get(key)
         if runs is None:
-            runs = self._runs[key] = self._find_runs(sequence, first_token)
+            runs = self._runs[key] = self._find_runs(sequence, first_slot)
         return runs
 
-    def _find_runs(self, sequence: int, first_token: int) -> tuple[tuple[int, int], ...]:
+    def _find_runs(self, sequence: int, first_slot: int) -> tuple[tuple[int, int], ...]:
         size, end = self.block_size, self.context_lens[sequence]
         table = self._tables_on_host[sequence]
         runs: list[tuple[int, int]] = []
-        position = first_token
-        while position < end:
-            slot = table[position // size] * size + position % size
-            length = min(size - position % size, end - position)
-            if runs and runs[-1][1] == slot:
-                runs[-1] = (runs[-1][0], slot + length)
+        slot = first_slot
+        while slot < end:
+            in_pool = table[slot // size] * size + slot % size
+            length = min(size - slot % size, end - slot)
+            if runs and runs[-1][1] == in_pool:
+                runs[-1] = (runs[-1][0], in_pool + length)
             else:
-                runs.append((slot, slot + length))
-            position += length
+                runs.append((in_pool, in_pool + length))
+            slot += length
         return tuple(runs)
 
-    def blocks_of(self, sequence: int, first_token: int) -> torch.Tensor:
-        """Return the ids of the blocks from the one that holds `first_token` on.
+    def blocks_of(self, sequence: int, first_slot: int) -> torch.Tensor:
+        """Return the ids of the blocks from the one that has `first_slot` on.
 
-        [num_blocks] int32; `first_token` is a multiple of the block size.
+        [num_blocks] int32; `first_slot` is a multiple of the block size.
         """
-        first = first_token // self.block_size
+        first = first_slot // self.block_size
         end = -(-self.context_lens[sequence] // self.block_size)
         return self.block_tables[sequence, first:end]
 
@@ -157,14 +179,15 @@ class DeviceSequences:
 
     A captured CUDA graph repeats the same launches. So the host plans with bounds that hold for
     every step: the numbers of rows and of sequences, and `max_query_len`. A sequence may have no
-    tokens. Sequences with tokens come first, and together they have all rows.
+    tokens. Sequences with tokens come first, and together they have all rows. All tables are
+    shared ones, where slot s holds position s.
 
     num_tokens       rows of the step
     max_query_len    the most new tokens of one sequence
     query_starts     [num_sequences + 1] int32, first rows, then `num_tokens`
-    context_lens     [num_sequences] int32, tokens including the new ones; 0 without tokens
+    context_lens     [num_sequences] int32, slots including the new tokens'; 0 without tokens
     block_tables     [num_sequences, max_blocks] int32, as in PagedSequences; any row stride
-    block_size       tokens per block
+    block_size       slots per block
 
     The code that fills the tensors owns them.
     """

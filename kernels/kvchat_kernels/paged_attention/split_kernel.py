@@ -7,7 +7,12 @@ captured launch stays correct when they change. README.md derives the division.
 import triton
 import triton.language as tl
 
-from kvchat_kernels.paged_attention.tile_kernel import attend_keys, first_visible, load_rows
+from kvchat_kernels.paged_attention.tile_kernel import (
+    attend_keys,
+    first_visible,
+    load_positions,
+    load_rows,
+)
 
 
 @triton.jit
@@ -24,11 +29,11 @@ def divide_keys(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Return [B] the number of splits of each sequence, and the scalar length of a split in keys.
+    """Return [B] the number of splits of each sequence, and the scalar length of a split in slots.
 
     Sequences with fewer than `min_query_len` or more than `max_query_len` new tokens get none. All
     splits of a step have the same length, so a long sequence gets many. In total there are at most
-    `num_splits` + the number of handled sequences.
+    `num_splits` + the number of handled sequences. With WINDOW and CHUNK, slots are positions.
     """
     sequence = tl.arange(0, BLOCK_B)
     there = sequence < num_sequences
@@ -51,6 +56,7 @@ def divide_keys(
         "min_query_len",
         "max_query_len",
         "tables_stride",
+        "positions_stride",
     ]
 )
 def paged_attention_split_kernel(
@@ -60,6 +66,7 @@ def paged_attention_split_kernel(
     key_scales_ptr,
     value_scales_ptr,
     tables_ptr,
+    positions_ptr,
     query_starts_ptr,
     context_lens_ptr,
     partial_ptr,
@@ -79,6 +86,7 @@ def paged_attention_split_kernel(
     value_stride_slot,
     value_stride_head,
     tables_stride,
+    positions_stride,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -103,6 +111,9 @@ def paged_attention_split_kernel(
     the values, [splits, max_query_len * GROUP, KV heads, VALUE_DIM] float32, and the log2 of the
     sum of their weights, the same shape without the last dimension.
     """
+    # Of private tables all slots are walked: where a window begins among them, only a search tells.
+    WALKED_WINDOW: tl.constexpr = WINDOW if positions_ptr is None else 0
+    WALKED_CHUNK: tl.constexpr = CHUNK if positions_ptr is None else 0
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row_tile = tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
@@ -116,8 +127,8 @@ def paged_attention_split_kernel(
         BLOCK_B,
         BLOCK_N,
         MIN_SPLIT,
-        WINDOW,
-        CHUNK,
+        WALKED_WINDOW,
+        WALKED_CHUNK,
     )
     if split >= tl.sum(counts, 0):
         return
@@ -133,9 +144,12 @@ def paged_attention_split_kernel(
         return
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = context_len - query_len + row // GROUP
-    first = first_visible(tl.maximum(context_len - query_len, 0), WINDOW, CHUNK)
+    first = first_visible(tl.maximum(context_len - query_len, 0), WALKED_WINDOW, WALKED_CHUNK)
     begin = first + nth * split_len
     end = tl.minimum(begin + split_len, context_len)
+    if positions_ptr is not None:
+        positions_ptr += sequence.to(tl.int64) * positions_stride
+        position = load_positions(positions_ptr, position, context_len)
 
     query = load_rows(
         query_ptr,
@@ -161,6 +175,7 @@ def paged_attention_split_kernel(
         begin,
         end,
         tables_ptr + sequence.to(tl.int64) * tables_stride,
+        positions_ptr,
         key_ptr + kv_head * key_stride_head,
         value_ptr + kv_head * value_stride_head,
         key_scales_ptr,

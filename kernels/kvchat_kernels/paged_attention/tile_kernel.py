@@ -21,11 +21,17 @@ def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(table_ptr, token, end, BLOCK_SIZE: tl.constexpr):
-    """Return the ids of the blocks that hold each token, 0 for tokens from `end` on."""
-    ids = tl.load(table_ptr + token // BLOCK_SIZE, mask=token < end, other=0)  # [N]
+def load_blocks(table_ptr, slot, end, BLOCK_SIZE: tl.constexpr):
+    """Return the ids of the blocks that have each slot of the table, 0 for slots from `end` on."""
+    ids = tl.load(table_ptr + slot // BLOCK_SIZE, mask=slot < end, other=0)  # [N]
     # A pool exceeds 2^31 elements at 4 GB of bfloat16: widen the id before it is multiplied.
     return ids.to(tl.int64)
+
+
+@triton.jit
+def load_positions(positions_ptr, slot, end):
+    """Return the positions of a private table's slots: -1 for empty ones and from `end` on."""
+    return tl.load(positions_ptr + slot, mask=slot < end, other=-1)
 
 
 @triton.jit
@@ -120,6 +126,7 @@ def attend_keys(
     begin,
     end,
     table_ptr,
+    positions_ptr,
     key_ptr,
     value_ptr,
     key_scales_ptr,
@@ -144,12 +151,13 @@ def attend_keys(
     VALUE_GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add the keys [begin, end) of a sequence to the running softmax of a program's rows.
+    """Add the keys of slots [begin, end) of a sequence to the running softmax of a program's rows.
 
     total, top, weight   [M, V], [M], [M]: weighted values, highest score, sum of weights so far
     position             [M], the rows' positions in the sequence
+    positions_ptr        the positions of the sequence's slots; None if its table is a shared one
     MASKED               whether some row may not see all of these keys; without it, begin and end
-                         are a whole number of tiles apart
+                         are a whole number of tiles apart, and the table is a shared one
 
     `key_ptr` and `value_ptr` point at the KV head's first element, and so do the pointers to
     scales, which are None if keys and values are floats. Scores are in units of log2.
@@ -160,24 +168,29 @@ def attend_keys(
     # Load block ids one tile ahead. If they were loaded in the iteration that needs them, Triton's
     # pipeline would spend its stages on them and have only one buffer for keys and values.
     blocks = load_blocks(table_ptr, begin + offset, end, BLOCK_SIZE)
+    if positions_ptr is not None:
+        positions = load_positions(positions_ptr, begin + offset, end)
     for tile in range(begin, end, BLOCK_N):
-        token = tile + offset  # [N]
-        next_blocks = load_blocks(table_ptr, token + BLOCK_N, end, BLOCK_SIZE)
-        slot = token % BLOCK_SIZE
-        key_offset = blocks * key_stride_block + slot * key_stride_slot
-        value_offset = blocks * value_stride_block + slot * value_stride_slot
+        slot = tile + offset  # [N]
+        next_blocks = load_blocks(table_ptr, slot + BLOCK_N, end, BLOCK_SIZE)
+        of_block = slot % BLOCK_SIZE
+        key_offset = blocks * key_stride_block + of_block * key_stride_slot
+        value_offset = blocks * value_stride_block + of_block * value_stride_slot
+        there, key_position = slot < end, slot
+        if positions_ptr is not None:
+            there, key_position = positions >= 0, positions
+            positions = load_positions(positions_ptr, slot + BLOCK_N, end)
         key_there = key_dim[:, None] < KEY_DIM
         value_there = value_dim[None, :] < VALUE_DIM
         if MASKED:
             # Slots after the end may hold any value, including NaN, and 0 * NaN is NaN.
-            key_there = key_there & (token[None, :] < end)
-            value_there = value_there & (token[:, None] < end)
+            key_there = key_there & there[None, :]
+            value_there = value_there & there[:, None]
         key = tl.load(key_ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
         value = tl.load(
             value_ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
         )
         if key_scales_ptr is not None:
-            there = token < end
             key = restored_keys(
                 key,
                 key_scales_ptr,
@@ -205,9 +218,9 @@ def attend_keys(
             # cap * tanh(x) with tanh(x) = 1 - 2 / (1 + exp(2x)); the factors are in scale and cap.
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
         if MASKED:
-            seen = (token[None, :] <= position[:, None]) & (token[None, :] < end)
+            seen = (key_position[None, :] <= position[:, None]) & there[None, :]
             if WINDOW > 0 or CHUNK > 0:
-                seen = seen & (token[None, :] >= lowest[:, None])
+                seen = seen & (key_position[None, :] >= lowest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = new_top

@@ -6,7 +6,7 @@ the A100, on which two programs of that table share a multiprocessor. A test com
 the kinds of GPU that people have.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -150,6 +150,16 @@ def split_tile(tiles: _Row, num_rows: int) -> Tile:
 def prefill_tile(tiles: _Row) -> Tile:
     """Return the tile of the prefill kernel."""
     return tiles[3]
+
+
+def over_private_tables(tiles: _Row) -> _Row:
+    """Return the tiles for private tables: positions of keys are in registers too, so that there is
+    room for half the keys beside more than 16 rows.
+    """
+    return tuple(
+        replace(tile, block_n=max(16, tile.block_n // 2)) if tile.block_m > 16 else tile
+        for tile in tiles
+    )
 
 
 def merge_warps(value_dim: int) -> int:

@@ -16,7 +16,12 @@ import torch
 
 from kvchat_kernels.launch import Launch, next_power_of_2
 from kvchat_kernels.paged_attention.prefill_kernel import paged_attention_prefill_kernel
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, DeviceSequences, Sequences
+from kvchat_kernels.paged_attention.sequences import (
+    FULL,
+    AttentionSpan,
+    DeviceSequences,
+    Sequences,
+)
 from kvchat_kernels.paged_attention.split_kernel import (
     merge_splits_kernel,
     paged_attention_split_kernel,
@@ -27,6 +32,7 @@ from kvchat_kernels.paged_attention.tiles import (
     Card,
     Tile,
     merge_warps,
+    over_private_tables,
     padded,
     prefill_tile,
     split_tile,
@@ -70,8 +76,9 @@ class AttentionCall:
         return key_dim // self.key_scales.shape[3], value_dim // self.value_scales.shape[3]
 
     def tiles(self, card: Card) -> tuple[Tile, ...]:
-        """Return the layer's tiles, as of `tiles_of`."""
-        return tiles_of(*self.dims, self.query.dtype, card, self.key_scales is not None)
+        """Return the layer's tiles: for 16, 32 and 64 rows of split keys, and for a prefill."""
+        tiles = tiles_of(*self.dims, self.query.dtype, card, self.key_scales is not None)
+        return tiles if self.positions is None else over_private_tables(tiles)
 
     @property
     def num_kv_heads(self) -> int:
@@ -98,6 +105,16 @@ class AttentionCall:
         if isinstance(self.sequences, DeviceSequences):
             return self.sequences.context_lens
         return self.sequences.context_lens_device
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """The positions of slots; None if all tables are shared ones."""
+        return None if isinstance(self.sequences, DeviceSequences) else self.sequences.positions
+
+    @property
+    def walked_span(self) -> AttentionSpan:
+        """The span that bounds which slots are read; of private tables all are."""
+        return self.span if self.positions is None else FULL
 
 
 def paged_attention_triton(
@@ -235,7 +252,8 @@ def split_launches(
     }
     split = {**_inputs(call), **division, "BLOCK_M": tile.block_m}
     yield _launch(paged_attention_split_kernel, (programs, shape[0]), split, tile)
-    merge = {**_output(call), **division, **_shared(call), "BLOCK_S": MERGE_BLOCK}
+    merge = {**_output(call), **division, **_shared(call, call.walked_span)}
+    merge["BLOCK_S"] = MERGE_BLOCK
     warps = merge_warps(call.dims[1])
     yield Launch(merge_splits_kernel, tuple(call.query.shape[:2]), merge, warps, num_stages=2)
 
@@ -265,13 +283,13 @@ def _sequence_block(call: AttentionCall) -> int:
     return max(16, next_power_of_2(len(call.query_lens)))
 
 
-def _shared(call: AttentionCall) -> dict[str, Any]:
+def _shared(call: AttentionCall, span: AttentionSpan) -> dict[str, Any]:
     """The parameters that all kernels take."""
     return {
         "GROUP": call.group,
         "VALUE_DIM": call.dims[1],
-        "WINDOW": call.span.window or 0,
-        "CHUNK": call.span.chunk or 0,
+        "WINDOW": span.window or 0,
+        "CHUNK": span.chunk or 0,
         "BLOCK_V": padded(call.dims[1]),
     }
 
@@ -285,13 +303,14 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
     query_strides = call.query.stride()
     key_strides, value_strides = call.key_pool.stride(), call.value_pool.stride()
     return {
-        **_shared(call),
+        **_shared(call, call.span),
         "query_ptr": call.query,
         "key_ptr": call.key_pool,
         "value_ptr": call.value_pool,
         "key_scales_ptr": _bits(call.key_scales),
         "value_scales_ptr": _bits(call.value_scales),
         "tables_ptr": call.sequences.block_tables,
+        "positions_ptr": call.positions,
         "scale": scale,
         "cap": cap,
         "query_stride_token": query_strides[0],
@@ -303,6 +322,7 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
         "value_stride_slot": value_strides[1],
         "value_stride_head": value_strides[2],
         "tables_stride": call.sequences.block_tables.stride(0),
+        "positions_stride": call.positions.stride(0) if call.positions is not None else 0,
         "KEY_DIM": call.dims[0],
         "BLOCK_SIZE": call.sequences.block_size,
         "HAS_SOFTCAP": call.softcap is not None,

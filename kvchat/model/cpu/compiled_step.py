@@ -105,7 +105,7 @@ class CompiledStep:
         return torch.cat(rows)
 
     def _rows_of_group(self, context_len: int) -> int:
-        """Return the most rows of a group of which none sees more positions than this."""
+        """Return the most rows of a group of which none sees more slots than this."""
         parts = self._parts.parts.values()
         each = max((of_kind.result_bytes(context_len) for of_kind in parts), default=1)
         return max(FEW_ROWS, min(MAX_ROWS, _RESULT_BYTES // each))
@@ -118,7 +118,7 @@ class CompiledStep:
     ) -> torch.Tensor:
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
-        self._embed(batch, max(sequences.context_lens))
+        self._embed(batch, sequences.position_end)
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
         self._set_states(sequences, states)
@@ -237,6 +237,7 @@ def _part(
             tuple(context_lens),
             sequences.block_tables[of_part],
             sequences.block_size,
+            sequences.positions[of_part] if sequences.positions is not None else None,
         ),
         rows[(rows >= start) & (rows < end)] - start,
     )

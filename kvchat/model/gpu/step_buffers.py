@@ -121,8 +121,10 @@ class StepBuffers:
         )
 
     def has_room_for(self, pieces: Sequence[SequencePiece]) -> bool:
-        """Return whether every piece's context has at most `max_context` tokens."""
-        return all(piece.end <= self.max_context for piece in pieces)
+        """Return whether every piece's context has at most `max_context` tokens, in a shared table:
+        captured steps know no others.
+        """
+        return all(p.end <= self.max_context and p.table_positions is None for p in pieces)
 
     def fill(
         self,

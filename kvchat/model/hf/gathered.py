@@ -124,6 +124,7 @@ class GatheredSteps:
         """
         sequences = batch.sequences
         assert isinstance(sequences, PagedSequences)
+        assert sequences.positions is None, "these models take a slot's number for its position"
         wanted: list[int] = batch.logit_rows.tolist()
         first, logits = 0, []
         for number, count in enumerate(sequences.query_lens):
@@ -150,7 +151,7 @@ class GatheredSteps:
 
 
 def _slots(sequences: PagedSequences, number: int) -> torch.Tensor:
-    """Return the slots of a sequence's context, in position order."""
+    """Return the pool's slots of a sequence's context, in order."""
     size, length = sequences.block_size, sequences.context_lens[number]
     blocks = sequences.block_tables[number, : -(-length // size)].long()
     offsets = torch.arange(size, device=blocks.device)

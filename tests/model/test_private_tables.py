@@ -1,0 +1,22 @@
+"""A model over a table with holes and positions of its own has the logits of a plain cache."""
+
+from pathlib import Path
+
+import pytest
+
+from support.private_tables import MODELS, check_private_table
+
+NOT_COMPILED = {"gpt_oss, sinks", "llama4, chunks"}
+
+
+@pytest.mark.parametrize(
+    ("name", "by_modules"),
+    [
+        *((name, True) for name in MODELS),
+        *((name, False) for name in MODELS if name not in NOT_COMPILED),
+    ],
+)
+def test_logits_are_those_of_a_cache_without_the_dropped_tokens(
+    name: str, by_modules: bool, tmp_path: Path
+) -> None:
+    check_private_table(name, tmp_path, by_modules=by_modules)
