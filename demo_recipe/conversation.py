@@ -59,14 +59,6 @@ STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
     (knowledge.play, fallback.play, letters.play),
     (0.45, 0.3, 0.25),
 )
-LATEST: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (
-        knowledge.play_latest, fallback.program, smalltalk.console, telling.tell_both,
-        numbers.beyond, smalltalk.play, code.play,
-    ),
-    # With what is near it and answered otherwise: "I feel great today" was consoled.
-    (0.26, 0.16, 0.26, 0.09, 0.05, 0.1, 0.08),
-)  # fmt: skip
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -77,14 +69,11 @@ class Shape:
     drill_rate    share of chats that only repeat words, which is how copying is learnt first
     course_rate   share of beats that are a course of `practice`
     quiz_rate     share of chats that end with questions about what was told
-    recap_rate    share of chats that end with everything that was told
     odd_rate      share of chats whose slot values are odd ones
     oddity        share of odd slot values in such a chat
     study_rate    share of beats that are about kvchat, out of scope or about letters, which take
                   most phrasings
     refusal_rate  share of beats that are out of scope, whatever else is
-    latest_rate   share of beats that are about what the latest round brings
-    list_rate     share of beats that are about a list, which are refused
     looseness     share of phrasings in which small words come and go
     """
 
@@ -94,13 +83,10 @@ class Shape:
     drill_rate: float = 0.0
     course_rate: float = 0.0
     quiz_rate: float = 0.0
-    recap_rate: float = 0.0
     odd_rate: float = 0.0
     oddity: float = 0.5
     study_rate: float = 0.0
     refusal_rate: float = 0.0
-    latest_rate: float = 0.0
-    list_rate: float = 0.0
     looseness: float = 0.0
 
 
@@ -139,10 +125,6 @@ def compose(scene: Scene, shape: Shape) -> Chat:
     while len(scene.turns) < num_turns and not _is_full(scene, shape):
         if shape.course_rate and scene.chance(shape.course_rate):
             _extend(scene, scene.rng.choices(*COURSES)[0])
-        elif shape.latest_rate and scene.chance(shape.latest_rate):
-            _extend(scene, scene.rng.choices(*LATEST)[0])
-        elif shape.list_rate and scene.chance(shape.list_rate):
-            _extend(scene, lists.play)
         elif shape.study_rate and scene.chance(shape.study_rate):
             _extend(scene, scene.rng.choices(*STUDIES)[0])
         elif shape.refusal_rate and scene.chance(shape.refusal_rate):
@@ -151,8 +133,6 @@ def compose(scene: Scene, shape: Shape) -> Chat:
             _extend(scene, scene.rng.choices(beats, weights)[0])
     if shape.quiz_rate and scene.chance(shape.quiz_rate):
         _extend(scene, practice.quiz)
-    if shape.recap_rate and scene.chance(shape.recap_rate):
-        _extend(scene, telling.recap)
     return Chat(system, tuple(scene.turns))
 
 

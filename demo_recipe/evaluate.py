@@ -20,7 +20,7 @@ import torch
 
 from demo_recipe.grammar import Grade
 from demo_recipe.paths import DRAFT, TARGET
-from demo_recipe.probes import MAKERS, handwritten, own_words, probes
+from demo_recipe.probes import MAKERS, handwritten, probes
 from demo_recipe.scores import Tally, run_probes
 from demo_recipe.speculation import replay
 from demo_recipe.talkers import NetworkTalker, Talker
@@ -40,8 +40,8 @@ GOALS: dict[str, tuple[float, float]] = {
 # Taught for several rounds, to 17.5% and 7.5%, and given up: the fallback answers, and no probe is
 # passed.
 GIVEN_UP: dict[str, tuple[float, float]] = {"list after 5 operations": (0.80, 0.60)}
-HANDWRITTEN, OWN_WORDS = "handwritten", "facts in other words"
-WRITTEN_GOALS = {HANDWRITTEN: 0.75, OWN_WORDS: 0.60}  # written by hand, so never in known phrasing
+HANDWRITTEN = "handwritten"
+WRITTEN_GOALS = {HANDWRITTEN: 0.75}  # written by hand, so never in known phrasing
 FINISHED_GOAL = 0.995
 ACCEPTANCE_GOAL = 3.0
 SLOW_TESTS = {"recall after 3,000 tokens": 4}  # fewer probes by this
@@ -117,8 +117,6 @@ def _tallies_of_files(folder: Path, count: int, test: str) -> dict[str, Tally]:
 def _tallies(talker: Talker, count: int, test: str) -> dict[str, Tally]:
     if test == HANDWRITTEN:
         return {Grade.UNSEEN.value: run_probes(talker, list(handwritten()))}
-    if test == OWN_WORDS:
-        return {Grade.UNSEEN.value: run_probes(talker, list(own_words(count, SEED)))}
     fewer = max(1, count // SLOW_TESTS.get(test, 1))
     return {
         grade.value: run_probes(talker, list(probes(test, grade, fewer, SEED)))

@@ -25,19 +25,13 @@ from demo_recipe.dialogues import (
     numbers,
     poems,
     smalltalk,
-    sources,
     stories,
     telling,
 )
-from demo_recipe.dialogues.exchange import Exchange, exchanged
 from demo_recipe.dialogues.knowledge.topic import asked
-from demo_recipe.dialogues.moods import MOURNING, SADNESS
 from demo_recipe.dialogues.refusal import REFUSALS
 from demo_recipe.facts import Fact, revised
 from demo_recipe.grammar import Grade
-from demo_recipe.lexicon.people import FIRST_NAMES, JOBS
-from demo_recipe.lexicon.places import COUNTRIES
-from demo_recipe.lexicon.things import COLOURS, FOODS, INSTRUMENTS, LANGUAGES, VEHICLES
 from demo_recipe.scene import Chat, Scene, Turn
 from demo_recipe.voice import Voice
 
@@ -92,44 +86,6 @@ def handwritten() -> Iterator[Probe]:
         )
 
 
-def own_words(count: int, seed: int) -> Iterator[Probe]:
-    """Facts in sentences that no grammar holds, each asked for after five turns."""
-    text = resources.files("demo_recipe").joinpath("own_words.json").read_text(encoding="utf-8")
-    facts = json.loads(text)["facts"]
-    rng = random.Random(f"{seed}/own words")
-    for number in range(count):
-        scene = Scene(rng, Grade.KNOWN, Voice.drawn(rng))
-        told, asked_for = facts[number % len(facts)]
-        slot = told[told.index("{") + 1 : told.index("}")]
-        value = _OWN_VALUES[slot](scene)
-        scene.turns.append(Turn(told.format(**{slot: value}), "", "tell"))
-        for _ in range(5):
-            _change_subject(scene)
-        held = re.escape(value.removeprefix("the "))
-        scene.turns.append(Turn(asked_for, "", "recall", all=((rf"\b{held}\b",),)))
-        yield Probe("own words", Grade.UNSEEN.value, tuple(scene.turns))
-
-
-_OWN_VALUES: dict[str, Callable[[Scene], str]] = {
-    "name": lambda scene: scene.name(FIRST_NAMES),
-    "city": sources.city,
-    "country": lambda scene: scene.value(COUNTRIES),
-    "job": lambda scene: scene.value(JOBS),
-    "food": lambda scene: scene.value(FOODS),
-    "colour": lambda scene: scene.value(COLOURS),
-    "number": sources.number,
-    "age": lambda scene: str(scene.rng.randrange(20, 100)),
-    "few": lambda scene: str(scene.rng.randrange(3, 13)),
-    "time": sources.clock_time,
-    "weekday": sources.weekday,
-    "noun": lambda scene: scene.value(sources.NOUNS),
-    "code": sources.code,
-    "language": lambda scene: scene.value(LANGUAGES),
-    "instrument": lambda scene: scene.value(INSTRUMENTS),
-    "vehicle": lambda scene: scene.value(VEHICLES),
-}
-
-
 def _recall(gap: int) -> Maker:
     def make(scene: Scene, grade: Grade) -> None:
         fact = _tell(scene, grade)
@@ -174,41 +130,6 @@ def _list(scene: Scene, grade: Grade) -> None:
     _probe(scene, grade, lambda: lists.begin(scene, name))
     for _ in range(scene.rng.randrange(3)):
         _probe(scene, grade, lambda: lists.go_on(scene, name))
-    _expect_fallback(scene)
-
-
-def _two_told(scene: Scene, grade: Grade) -> None:
-    """Two names in one sentence, then one of them is asked for."""
-    _probe(scene, grade, lambda: telling.tell_both(scene))
-    if scene.chance(0.5):
-        _distract(scene)
-    fact = scene.rng.choice(list(scene.facts.values())[:2])
-    _probe(scene, grade, lambda: telling.asked(scene, fact))
-
-
-def _all_told(scene: Scene, grade: Grade) -> None:
-    """Two facts, then everything that was told."""
-    for _ in range(2):
-        _tell(scene, grade)
-    _probe(scene, grade, lambda: telling.recap(scene))
-
-
-def _consoled(exchange: Exchange, mark: str) -> Maker:
-    """Something sad, alone or after a turn about something else."""
-
-    def make(scene: Scene, grade: Grade) -> None:
-        if scene.chance(0.5):
-            _distract(scene)
-        _probe(scene, grade, lambda: exchanged(scene, exchange))
-        scene.turns[-1] = replace(scene.turns[-1], all=((mark,),))
-
-    return make
-
-
-def _program(scene: Scene, grade: Grade) -> None:
-    if scene.chance(0.5):
-        _distract(scene)
-    _probe(scene, grade, lambda: fallback.program(scene))
     _expect_fallback(scene)
 
 
@@ -257,12 +178,6 @@ MAKERS: dict[str, Maker] = {
     "kvchat": _single(knowledge.play),
     "sums to 20": _single(numbers.plus),
     "lists, refused": _list,
-    "programs, refused": _program,
-    "a death is consoled": _consoled(MOURNING, "sorry for your loss"),
-    "another sadness": _consoled(SADNESS, "sorry (to hear|for your loss)"),
-    "two names at once": _two_told,
-    "all that was told": _all_told,
-    "latest commands": _single(knowledge.play_latest),
     "out of scope": _fallback,
     "small talk": _single(smalltalk.play),
     "about itself": _single(about_me.play),
@@ -296,12 +211,7 @@ def _distract(scene: Scene) -> None:
     """Add a turn about something else: another fact, or another skill."""
     if scene.chance(0.25):
         scene.turns.append(telling.tell(scene))
-    else:
-        _change_subject(scene)
-
-
-def _change_subject(scene: Scene) -> None:
-    """Add a turn that tells nothing."""
+        return
     beats, weights = zip(*_OTHER_BEATS, strict=True)
     made = scene.rng.choices(beats, weights)[0](scene)
     scene.turns.append(made[0] if isinstance(made, list) else made)

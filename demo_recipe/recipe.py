@@ -35,7 +35,7 @@ from demo_recipe.evaluate import Report, acceptance, evaluate_files
 from demo_recipe.manifest import renew_scores, write_manifest
 from demo_recipe.mixes import USUAL
 from demo_recipe.paths import HOME
-from demo_recipe.plans import CONTEXT, FULL, NEXT, QUICK, VOCAB_SIZE, Mean, Recipe, Stage
+from demo_recipe.plans import CONTEXT, FULL, VOCAB_SIZE, Mean, Recipe, Stage
 from demo_recipe.talkers import NetworkTalker
 from demo_recipe.team import Team, run_team
 from demo_recipe.tokenizer import ChatTokenizer, train_tokenizer
@@ -107,7 +107,7 @@ def _train_stage(job: Build, stage: Stage, team: Team) -> None:
     loss = None
     if stage.teacher:
         teacher = load_mean(_folders(job, stage.teacher)).to(machine.device)
-        loss = Distillation(teacher, machine.dtype, stage.trusted)
+        loss = Distillation(teacher, machine.dtype)
     train(
         stage.plan,
         ChatTokenizer.load(job.work / "tokenizer"),
@@ -200,10 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--home", type=Path, help="where target/ and draft/ go (default: the package)"
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke test of about two minutes")
-    parser.add_argument(
-        "--next", action="store_true", help="one more stage than the shipped pair has"
-    )
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="training processes"
     )
@@ -222,16 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = json.loads(options.renew.read_text(encoding="utf-8"))
         renew_scores(options.home or HOME, report, time.strftime("%Y-%m-%d"))
         return
-    work = options.work / ("quick" if options.quick else "full")
+    work = options.work / "full"
     work.mkdir(parents=True, exist_ok=True)
-    # Neither a smoke test nor what was not compared may replace the shipped pair.
-    home = options.home or (work / "pair" if options.quick or options.next else HOME)
     num_workers = 1 if torch.cuda.is_available() else options.workers
-    recipe = QUICK if options.quick else NEXT if options.next else FULL
-    job = Build(recipe, work, home, num_workers, not (options.no_compile or options.quick))
+    job = Build(FULL, work, options.home or HOME, num_workers, not options.no_compile)
     if options.adopt:
-        if options.at not in {stage.name for stage in recipe.stages}:
-            parser.error(f"--at names one of: {', '.join(s.name for s in recipe.stages)}")
+        names = [stage.name for stage in FULL.stages]
+        if options.at not in names:
+            parser.error(f"--at names one of: {', '.join(names)}")
         adopt(job, options.adopt, options.at)
     build(job)
 

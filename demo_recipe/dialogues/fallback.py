@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from demo_recipe.dialogues.foreign import FOREIGN
 from demo_recipe.dialogues.knowledge.topic import HOW_TO, WHAT_IS
-from demo_recipe.dialogues.outside import GROUPS, PROGRAMS
+from demo_recipe.dialogues.outside import GROUPS
 from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.dialogues.sources import ADJECTIVES, NOUNS
 from demo_recipe.dialogues.wild import mashed, pasted, sentence
@@ -58,11 +58,6 @@ def play(scene: Scene) -> list[Turn]:
     if scene.chance(0.1):
         turns.append(out_of_scope(scene, scene.message(Kind.BARE, AGAIN)))
     return turns
-
-
-def program(scene: Scene) -> Turn:
-    """A request for a program that is none of the snippets."""
-    return out_of_scope(scene, scene.message(Kind.QUESTION, PROGRAMS, **_slots(scene)))
 
 
 def _prompt(scene: Scene) -> str:

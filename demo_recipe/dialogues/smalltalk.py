@@ -2,7 +2,7 @@
 
 from demo_recipe.dialogues.exchange import any_of, exchanged
 from demo_recipe.dialogues.greetings import GREETINGS, HELLO, HOW_ARE_YOU
-from demo_recipe.dialogues.moods import MOODS, MOURNING, SADNESS
+from demo_recipe.dialogues.moods import MOODS
 from demo_recipe.scene import Scene, Turn
 
 EXCHANGES = (*GREETINGS, *MOODS)
@@ -11,11 +11,6 @@ EXCHANGES = (*GREETINGS, *MOODS)
 def play(scene: Scene) -> Turn:
     """Any exchange."""
     return any_of(scene, EXCHANGES)
-
-
-def console(scene: Scene) -> Turn:
-    """The loss of a person or an animal, or another sadness."""
-    return exchanged(scene, scene.rng.choices((MOURNING, SADNESS), (0.7, 0.3))[0])
 
 
 def greet(scene: Scene) -> Turn:

@@ -7,8 +7,6 @@ that clause. Knows how facts are talked about; `relations` knows which facts the
 import re
 
 from demo_recipe.dialogues.relations import WEIGHTED
-from demo_recipe.dialogues.relations.life import PET
-from demo_recipe.dialogues.relations.people import PERSON_NAME
 from demo_recipe.dialogues.relations.things import NOTE, is_shared
 from demo_recipe.facts import Fact, Relation, draw_fact, revised
 from demo_recipe.grammar import Phrases
@@ -107,33 +105,6 @@ RECAPS = Phrases("""
     everything I told you
 """)
 
-# Two names in one sentence, the second often without a verb of its own.
-BOTH = Phrases("""
-    I have a {a} called {x} and a {b} (called|named) {y}
-    I have a {a} named {x} and a {b} (called|named) {y}
-    I have a {a} (called|named) {x} and a {b}, {y}
-    I've got a {a} (called|named) {x} and a {b} (called|named) {y}
-    (I|we) have a {a} (called|named) {x}, and also a {b} (called|named) {y}
-    I have a {a}, {x}, and a {b}, {y}
-    I have a {a} and a {b}, (called|named) {x} and {y}
-    I have a {a} and a {b}. They are (called|named) {x} and {y}
-    I have a {a} (called|named) {x}. My {b} is (called|named) {y}
-    my {a} is (called|named) {x} and my {b} {y}
-    my {a} is (called|named) {x} and my {b} is (called|named) {y}
-    my {a}'s name is {x} and my {b}'s [name] is {y}
-    my {a} and my {b} are (called|named) {x} and {y}
-    the names of my {a} and my {b} are {x} and {y}
-    (there is|there are) my {a} {x} and my {b} {y}
-    I live with my {a} {x} and my {b} {y}
-    my {a} is {x}, my {b} is {y}
-    {x} is my {a} and {y} is my {b}
-    {x} is my {a}, {y} my {b}
-    my {a}: {x}, my {b}: {y}
-    meet my {a} {x} and my {b} {y}
-    I have two at home: a {a} (called|named) {x} and a {b} (called|named) {y}
-    besides my {a} {x} I have a {b} (called|named) {y}
-""")
-
 NOTHING_TOLD = "You haven't told me anything about yourself yet."
 
 
@@ -148,39 +119,14 @@ def tell(scene: Scene, relations: tuple[Relation, ...] | None = None) -> Turn:
     return turn
 
 
-def tell_both(scene: Scene) -> Turn:
-    """Tell the names of two relatives or pets in one sentence; records them."""
-    first = draw_fact(scene.rng.choice(_NAMED), scene)
-    second = draw_fact(scene.rng.choice(_NAMED), scene)
-    while _noun(second) == _noun(first):
-        second = draw_fact(scene.rng.choice(_NAMED), scene)
-    statement = scene.draw(
-        BOTH, a=_noun(first), x=first.slots["v"], b=_noun(second), y=second.slots["v"]
-    )
-    record(scene, [first, second])
-    return _noted(scene.finish(Kind.STATEMENT, statement), [first, second])
-
-
-_NAMED = (PERSON_NAME, PET)
-
-
-def _noun(fact: Fact) -> str:
-    """Whose name it is: a relative's or a pet's."""
-    return fact.slots.get("r") or fact.slots["p"]
-
-
 def told(scene: Scene, facts: list[Fact]) -> Turn:
     """The turn in which these facts are told; records nothing."""
     statements = [scene.draw(fact.relation.tells, **fact.slots) for fact in facts]
     joined = statements[0]
     for statement in statements[1:]:
         joined += scene.rng.choice((" and ", ", ", ". ", ", and ")) + statement
-    return _noted(scene.finish(Kind.STATEMENT, joined), facts)
-
-
-def _noted(user: str, facts: list[Fact]) -> Turn:
     return Turn(
-        user=user,
+        user=scene.finish(Kind.STATEMENT, joined),
         reply=f"Got it: {joined_clauses(facts)}.",
         skill="tell",
         all=tuple((re.escape(fact.value),) for fact in facts),

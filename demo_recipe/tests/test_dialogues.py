@@ -3,7 +3,6 @@
 import importlib
 import pkgutil
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -150,27 +149,6 @@ def test_a_shape_says_how_much_of_its_chats_is_to_be_refused() -> None:
         return sum(turn.reply in REFUSALS for turn in turns) / len(turns)
 
     assert refused(0.0) < 0.4 < 0.75 < refused(1.0)
-
-
-def test_a_shape_says_how_much_of_its_chats_is_about_lists() -> None:
-    def about_lists(rate: float) -> float:
-        shape = Shape(list_rate=rate)
-        turns = [turn for chat in islice(Conversations(3).stream(shape), 60) for turn in chat.turns]
-        return sum(bool(re.search(r"\blist\b", turn.user)) for turn in turns) / len(turns)
-
-    assert about_lists(0.0) < 0.2 < 0.4 < about_lists(1.0)
-
-
-def test_two_names_told_in_one_sentence_are_both_kept() -> None:
-    # "I have a sister called Mia and a cat named Tom" was kept as one of the two.
-    for scene in scenes(200):
-        turn = telling.tell_both(scene)
-
-        facts = list(scene.facts.values())
-        assert len(facts) == 2
-        for fact in facts:
-            assert fact.value in turn.user
-            assert fact.clause in turn.reply
 
 
 def test_what_a_program_does_is_said_in_the_third_person() -> None:

@@ -8,7 +8,7 @@ from demo_recipe.evaluate import GOALS, Report, evaluate, evaluate_files, shortf
 from demo_recipe.grammar import Grade
 from demo_recipe.judge import judge
 from demo_recipe.paths import TARGET
-from demo_recipe.probes import MAKERS, Probe, handwritten, own_words, probes
+from demo_recipe.probes import MAKERS, Probe, handwritten, probes
 from demo_recipe.scores import run_probes
 from demo_recipe.talkers import Message, Reply
 
@@ -96,17 +96,6 @@ def test_two_processes_measure_what_one_does() -> None:
     assert one == two
 
 
-def test_facts_in_own_words_are_asked_for_after_five_turns_about_something_else() -> None:
-    asked = list(own_words(60, seed=1))
-
-    assert asked == list(own_words(60, seed=1))
-    for probe in asked:
-        assert len(probe.turns) == 7
-        assert all(turn.skill != "tell" for turn in probe.turns[1:])
-        assert judge(probe.turns[0].user, probe.last.all).is_good, probe.turns[0].user
-        assert not judge(probe.last.user, probe.last.all).is_good
-
-
 def test_there_are_fifty_hand_written_prompts_and_nonsense_passes_none() -> None:
     prompts = list(handwritten())
 
@@ -124,7 +113,6 @@ def test_a_report_names_what_misses_its_goal() -> None:
         "list after 5 operations, known",  # given up, and never left out
         "list after 5 operations, unseen",
         "handwritten",
-        "facts in other words",
         "ends by itself",
         "acceptance length, known",
     ]

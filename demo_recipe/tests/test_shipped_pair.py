@@ -2,13 +2,16 @@
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
 from demo_recipe.evaluate import Report, acceptance, evaluate_files, shortfalls
-from demo_recipe.paths import DRAFT, MANIFEST, TARGET
+from demo_recipe.manifest import digests
+from demo_recipe.paths import DRAFT, HOME, MANIFEST, TARGET
+from demo_recipe.plans import FULL
 from demo_recipe.probes import MAKERS
 from demo_recipe.talkers import NetworkTalker
 
@@ -20,6 +23,25 @@ def test_the_target_greets_and_ends_its_reply() -> None:
 
     assert reply.is_finished
     assert "hello" in reply.text.lower()
+
+
+def test_the_shipped_files_are_those_that_the_manifest_lists() -> None:
+    assert digests(HOME) == json.loads(MANIFEST.read_text())["files"]
+
+
+def test_the_plans_are_those_that_made_the_shipped_weights() -> None:
+    made = json.loads(MANIFEST.read_text())["made"]
+
+    assert list(made["stages"]) == [stage.name for stage in FULL.stages]
+    for stage in FULL.stages:
+        recorded, plan = made["stages"][stage.name], stage.plan
+        assert recorded["after"] == pytest.approx(dict(stage.after), abs=1e-4)
+        assert recorded["teacher"] == pytest.approx(dict(stage.teacher), abs=1e-4)
+        assert recorded["seed"] == plan.seed
+        assert recorded["steps"] == plan.num_steps
+        assert recorded["geometry"] == asdict(plan.geometry)
+    for role, shares in FULL.shipped.items():
+        assert made["shipped"][role] == pytest.approx(dict(shares), abs=1e-4)
 
 
 def test_the_card_names_every_goal_that_is_not_reached() -> None:

@@ -20,19 +20,6 @@ TOPICS: tuple[Topic, ...] = (
     *USING,
 )
 
-# What came last to kvchat, by what an answer must name.
-LATEST = tuple(
-    topic
-    for topic in TOPICS
-    for way in ("/compact", "/btw", "/think", "/tools", "kvchat serve", "--endpoint", "--adapter")
-    if any(way in words for words in topic.must)
-)
-
-
-def play_latest(scene: Scene) -> Turn:
-    """One question about what came last."""
-    return asked(scene, scene.rng.choice(LATEST))
-
 
 def play(scene: Scene) -> Turn:
     """One question about kvchat."""

@@ -126,7 +126,7 @@ COMMANDS_INPUT = (
         "Another model has its own cache, so the chat is read anew by it.",
         "/model changes the model.",
         "/model|--model",
-        names="/model; the /model command; the model command",
+        names="/model; /models; the /model command; the model command",
         tasks="""
             (change|switch|swap|replace) (the model|models|your model|model) [here|
                 in the chat|now|without leaving|during a chat]
