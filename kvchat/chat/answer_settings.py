@@ -43,6 +43,7 @@ class AskOptions:
     stop_token_ids     further tokens that end an answer
     grammar       what the text of the answer after its thinking matches; None for any text
     repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
+    client        who asks, "" for the user of this program: clients have equal shares
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -62,6 +63,7 @@ class AskOptions:
     repetition_limit: int = 0
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    client: str = ""
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""

@@ -480,6 +480,7 @@ class ChatSession:
             num_top_logprobs=options.num_top_logprobs,
             scores_prompt=options.scores_prompt,
             session_id=self.session_id if self._log is not None and is_kept else "",
+            client=options.client,
             repetition_limit=options.repetition_limit,
         )
         ticket = self._engine.submit(spec, reply.listen)

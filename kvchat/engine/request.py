@@ -41,6 +41,7 @@ class RequestSpec:
     is_kept            its KV may be kept on slower tiers; false for a prompt not yet sent
     new_constraint     makes what limits the tokens, one per sample; such a request has no drafts
     session_id         the conversation that it belongs to, "" if that is not saved
+    client             who asks, "" for the user of this program: clients have equal shares
     num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
     scores_prompt      whether the prompt's tokens have theirs told too. KV alone gives no logits:
                        all of such a prompt is computed, whatever is cached
@@ -60,6 +61,7 @@ class RequestSpec:
     num_top_logprobs: int | None = None
     scores_prompt: bool = False
     session_id: str = ""
+    client: str = ""
     repetition_limit: int = 0
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ and preempts requests when blocks run out.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,6 +14,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.keys import common_tokens, encode_ids
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
 from kvchat.engine.request import Request, State
+from kvchat.engine.shares import Shares
 
 # A waiting request's cost falls by this many tokens per step, so that short or cached prompts do
 # not delay a long uncached one for ever.
@@ -67,7 +67,7 @@ class Scheduler:
     they leave less than half of a step for prompts, prompts get half of one on top: else those of
     new requests would be read a few tokens at a time. A prompt that needs more than that leaves
     half to those after it, as far as they need it, so a long one keeps a short one waiting for one
-    step. Where all places are taken, a request that waits gets one of a request with more samples.
+    step. Where places or blocks are short, clients share them, and requests of one client.
     `promote` is called before a request starts. It returns true if it began to promote KV for
     the request, which then waits.
     """
@@ -169,7 +169,7 @@ class Scheduler:
         budget = max(most - num_decoding, most // 2, 1)
         if most_beside and (is_short or num_decoding):
             budget = min(budget, most_beside)
-        self._share_places()
+        self._share()
         plan = list(self._continue_running(budget))
         budget -= sum(item.num_tokens for item in plan if not item.request.is_decoding)
         plan.extend(self._admit(budget))
@@ -177,23 +177,23 @@ class Scheduler:
             request.steps_waited += 1
         return plan
 
-    def _share_places(self) -> None:
-        """Where all places are taken, send back a sample of the request that has the most of them,
-        if another one waits that has two fewer. One in a step: that is soon enough.
+    def _share(self) -> None:
+        """Where places or blocks are short, send back a sample of the client that has the most of
+        them, or of one client's request, for one that waits and has less. One in a step: that is
+        soon enough.
         """
-        if len(self._running) < self._max_running:
+        is_short = len(self._running) >= self._max_running
+        ready = [request for request in self._waiting if request.num_due]
+        if not (is_short or self._is_full) or not ready or not self._running:
             return
-        shares = self._shares()
-        largest, num_samples = shares.most_common(1)[0]
-        fewest = min(
-            (shares[r.request_id] for r in self._waiting if r.num_due), default=num_samples
-        )
-        if num_samples > fewest + 1:
-            self._send_back(next(r for r in reversed(self._running) if r.request_id == largest))
-
-    def _shares(self) -> Counter[int]:
-        """Return how many running samples each request has."""
-        return Counter(request.request_id for request in self._running)
+        shares = Shares(self._running)
+        waiting = min(ready, key=shares.places)
+        needed = 0 if is_short else -(-len(waiting.ids) // self._cache.block_size)
+        own = [each for each in self._running if each.spec.client == waiting.spec.client]
+        for running in (self._running, own):
+            if running and shares.is_due(waiting, shares.largest(running), needed):
+                self._send_back(shares.largest(running))
+                return
 
     def may_give_way(self, plan: Sequence[ScheduledRequest]) -> bool:
         """Whether a step may be given up for a new request: it is larger than steps usually are.
@@ -226,8 +226,8 @@ class Scheduler:
             most = 1 if is_decoding else prefill_budget
             if not is_decoding and request.num_due > whole:
                 most = self._left_for(prefill_budget, index)
-            num_tokens = self._share(request, most)
-            if num_tokens and not self._reserve_or_preempt(request, num_tokens):
+            num_tokens = self._num_tokens(request, most)
+            if num_tokens and not self._reserve_or_preempt(index, num_tokens):
                 continue  # this request was preempted; the next one now has its index
             if num_tokens:
                 if not is_decoding:
@@ -251,7 +251,7 @@ class Scheduler:
             return 0
         return len(request.ids) - self._cache.num_reusable_tokens(self._reusable(request))
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _num_tokens(self, request: Request, budget: int) -> int:
         """Return how many of `budget` tokens a step computes of a request."""
         if self._max_pairs and budget > self._max_step_tokens:
             few = self._max_pairs // (request.num_computed + 1)
@@ -277,12 +277,17 @@ class Scheduler:
             num_joined = max(0, request.num_computed - before)
             request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
 
-    def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks, preempting the youngest until they fit; false if it was `request`."""
+    def _reserve_or_preempt(self, index: int, num_tokens: int) -> bool:
+        """Reserve blocks for the running request `index`; false if it was preempted itself.
+
+        Until they fit, the youngest of those with the most places is preempted, of it and those
+        after it: the step is planned for those before.
+        """
+        request = self._running[index]
         while not self._reserve(request, num_tokens):
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is request:
+            largest = Shares(self._running).largest(self._running[index:])
+            self._preempt(largest)
+            if largest is request:
                 return False
         return True
 
@@ -316,7 +321,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
-            num_tokens = self._share(request, budget)
+            num_tokens = self._num_tokens(request, budget)
             if not num_tokens:
                 continue  # other requests have already computed its front
             if not self._reserve(request, num_tokens):
@@ -329,16 +334,16 @@ class Scheduler:
 
     def _next_waiting(self) -> Request | None:
         """Choose the sample with the fewest tokens left to compute, less its bonus for waiting, of
-        those whose requests have the fewest samples running.
+        those whose clients, and then requests, have the fewest samples running.
 
         A request waits if a running one is computing its next block. It also waits while a slower
         tier delivers its KV, unless a front is left to compute in the meantime.
         """
-        shares = self._shares()
+        shares = Shares(self._running)
         ready = [request for request in self._waiting if request.num_due]
-        fewest = min((shares[request.request_id] for request in ready), default=0)
+        fewest = min(map(shares.places, ready), default=(0, 0))
         best, best_cost = None, 0.0
-        first = (request for request in ready if shares[request.request_id] == fewest)
+        first = (request for request in ready if shares.places(request) == fewest)
         for request in islice(first, _MAX_COMPARED):
             reusable = self._reusable(request)
             cached = self._cache.num_reusable_tokens(reusable)

@@ -19,6 +19,7 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_request
+from kvchat.server.clients import client_of
 from kvchat.server.fields import Fields, sampling_options, stops, token_limit
 from kvchat.server.foreign_fields import own_fields
 from kvchat.server.format_fields import AnswerFormat, answer_format, foreign_format
@@ -47,7 +48,7 @@ class AnthropicApi:
         _require_no_thread(fields)
         self._service.require_room(fields, "messages")
         chat, offered = await fields.read(read_chat)
-        options = self._options(fields, chat)
+        options = replace(self._options(fields, chat), client=client_of(request))
         choice = anthropic_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
         answer = await self._service.answering.chat(chat, options)

@@ -30,6 +30,7 @@ from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_request
+from kvchat.server.clients import client_of
 from kvchat.server.fields import Fields, num_samples, sampling_options, stops, token_limit
 from kvchat.server.foreign_fields import own_fields
 from kvchat.server.format_fields import answer_format, foreign_format, with_format
@@ -97,6 +98,7 @@ class OpenAiApi:
         num_of_prompt = prompt_logprobs(fields, num_top)
         options = replace(
             self._options(fields, limits, chat),
+            client=client_of(request),
             max_calls=openai_choice(fields).max_calls,
             think=self._think(fields),
             num_top_logprobs=num_top if num_top is not None else num_of_prompt,
@@ -138,6 +140,7 @@ class OpenAiApi:
         num_of_prompt = prompt_logprobs(fields, num_top)
         options = replace(
             options,
+            client=client_of(request),
             num_top_logprobs=num_top if num_top is not None else num_of_prompt,
             scores_prompt=num_of_prompt is not None or (echoes and num_top is not None),
             tells_ids=tells_ids,

@@ -1,5 +1,7 @@
 """Who runs when: budgets, order, ageing, waiting for a shared prefix, preemption, cancellation."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvchat.core.errors import ContextTooLong, GenerationError
@@ -389,3 +391,76 @@ def test_cancelling_after_the_fork_ends_every_sample_once() -> None:
 
     for sample in range(3):
         assert engine.ending(request_id, sample).usage.completion_tokens == 2
+
+
+def of_client(name: str, *prompt: int, max_tokens: int = 60) -> RequestSpec:
+    return replace(greedy(*prompt, max_tokens=max_tokens), client=name)
+
+
+def running(engine: EngineHarness, request_ids: list[int]) -> int:
+    """Return how many of these requests the last step had."""
+    return sum(request_id in request_ids for request_id, _ in engine.steps[-1])
+
+
+def test_a_client_of_many_requests_gives_places_to_others() -> None:
+    """Each request counted as much as another: who opened 40 had all places but a few."""
+    engine = EngineHarness(max_step_tokens=32, max_running=8)
+    many = [engine.submit(of_client("many", *run_of(n, 9))) for n in range(20)]
+    for _ in range(20):
+        engine.step()
+    assert running(engine, many) == 8
+    few = [engine.submit(of_client("few", *run_of(n, 7), max_tokens=20)) for n in (3, 11)]
+    one = engine.submit(of_client("one", *run_of(5, 8), max_tokens=20))
+
+    for _ in range(12):
+        engine.step()
+
+    assert (running(engine, few), running(engine, [one]), running(engine, many)) == (2, 1, 5)
+    engine.run()
+    for request_id in (*many, *few, one):
+        engine.assert_complete(request_id)
+
+
+def test_two_clients_have_half_of_the_places_each_however_many_requests_they_have() -> None:
+    engine = EngineHarness(max_step_tokens=32, max_running=8)
+    many = [engine.submit(of_client("many", *run_of(n, 9))) for n in range(20)]
+    for _ in range(20):
+        engine.step()
+    others = [engine.submit(of_client("other", *run_of(n, 7))) for n in range(5)]
+
+    for _ in range(15):
+        engine.step()
+
+    assert (running(engine, many), running(engine, others)) == (4, 4)
+
+
+def test_a_client_whose_requests_fill_the_cache_gives_room_to_another() -> None:
+    """It waited until one of them had ended."""
+    engine = EngineHarness(num_blocks=31, max_context=100)  # of 4 tokens; one is kept free
+    many = [engine.submit(of_client("many", *run_of(n, 20), max_tokens=70)) for n in range(5)]
+    for _ in range(10):
+        engine.step()
+    other = engine.submit(of_client("other", *run_of(3, 30), max_tokens=3))
+    start = len(engine.steps)
+
+    engine.run()
+
+    steps = [dict(step) for step in engine.steps[start:]]
+    assert max(number for number, step in enumerate(steps) if other in step) < 12
+    for request_id in (*many, other):
+        engine.assert_complete(request_id)
+
+
+def test_a_client_that_needs_more_room_than_others_have_takes_none_from_them() -> None:
+    engine = EngineHarness(num_blocks=31, max_context=100)
+    many = [engine.submit(of_client("many", *run_of(n, 20), max_tokens=16)) for n in range(3)]
+    for _ in range(5):
+        engine.step()
+    large = engine.submit(of_client("large", *run_of(3, 95), max_tokens=3))
+
+    engine.step()
+    assert running(engine, many) == 3
+    engine.run()
+
+    for request_id in (*many, large):
+        engine.assert_complete(request_id)
