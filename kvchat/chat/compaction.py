@@ -8,10 +8,15 @@ messages. If the model writes no summary, a note takes its place: the oldest mes
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Protocol
 
+from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.thinking import Think
+from kvchat.chat.tools import ToolResult
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 
@@ -60,6 +65,19 @@ _WAYS_OUT = (
 REPLY = "Thank you. I will continue from this summary."
 LEFT_OUT = "The older messages of our conversation were left out here, to make room."
 LEFT_OUT_REPLY = "I see. I will continue from what is left."
+
+
+class Said(Protocol):
+    """A message of a conversation: a turn, or what a client sent."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def results(self) -> tuple[ToolResult, ...]: ...
 
 
 class NoSummary(UsageError):
@@ -158,24 +176,51 @@ def num_asking_tokens(num_request: int, context_limit: int) -> int:
     return num_request + _AROUND_MESSAGE + max_summary_tokens(context_limit)
 
 
-def excerpt_request(
-    turns: Sequence[Turn], request: str, room: int, num_tokens: Callable[[str], int]
-) -> str:
-    """Return one message with as much of the turns' text as `room` tokens hold, and a request.
+def summary_options(options: AskOptions, model: ChatModel, context_limit: int) -> AskOptions:
+    """Return how a model is asked for a summary."""
+    return replace(
+        options,
+        sampling=replace(options.sampling, temperature=0.0),
+        max_tokens=max_summary_tokens(context_limit),
+        stops=(),
+        think=Think.AUTO if model.think_problem(Think.OFF) else Think.OFF,
+    )
 
-    What is left out is in the middle. Raises NoSummary where there is no room for any of it.
+
+def excerpt_request(
+    turns: Sequence[Said], request: str, context_limit: int, num_tokens: Callable[[str], int]
+) -> str:
+    """Return one message with as much of the turns' text as leaves room for a summary, and a
+    request for it.
+
+    Raises NoSummary where there is no room for any of it.
     """
-    room -= num_tokens(request) + _AROUND_MESSAGE
+    room = context_limit - num_asking_tokens(num_tokens(request), context_limit)
     if room < _LEAST_EXCERPT:
         raise NoSummary("The context has no room for a summary.", _WAYS_OUT)
+    return f"{excerpt(turns, room, num_tokens)}\n\n{request}"
+
+
+def without_summary(
+    turns: Sequence[Said], context_limit: int, num_tokens: Callable[[str], int]
+) -> str:
+    """Return what stands for messages where they are one text, and the model wrote no summary."""
+    room = int(context_limit * _LEFT_SHARE / 2)
+    return f"{LEFT_OUT}\n\n{excerpt(turns, room, num_tokens)}"
+
+
+def excerpt(turns: Sequence[Said], room: int, num_tokens: Callable[[str], int]) -> str:
+    """Return as much of the turns' text as `room` tokens hold; the middle is left out."""
     text = "\n\n".join(f"{turn.role.value.title()}: {_whole_text(turn)}" for turn in turns)
     num_chars = len(text)
-    while (num_now := num_tokens(excerpt := _shortened(text, num_chars))) > room:
+    shown = text
+    while num_chars and (num_now := num_tokens(shown)) > room:
         num_chars = min(num_chars - 1, int(num_chars * room / num_now * 0.95))
-    return f"{_EXCERPT_OPENING}{excerpt}\n\n{request}"
+        shown = _shortened(text, num_chars)
+    return f"{_EXCERPT_OPENING}{shown}"
 
 
-def _whole_text(turn: Turn) -> str:
+def _whole_text(turn: Said) -> str:
     return "\n".join([*(result.text for result in turn.results), turn.text])
 
 
@@ -212,22 +257,25 @@ def _whole_sentences(text: str) -> str:
     return text[: ends[-1]].rstrip() if ends else f"{text} ..." if text else ""
 
 
-def require_substance(summary: str, num_tokens: int, plan: CompactionPlan) -> None:
+def require_substance(
+    summary: str, num_tokens: int, num_replaced: int, turns: Sequence[Said]
+) -> None:
     """Raise NoSummary for a summary that is far too short for what it replaces, and for a refusal.
 
+    It takes the place of `turns`, which have `num_replaced` tokens.
     A summary of `_ENOUGH_TOKENS` is taken as it is. A shorter one is a refusal if it begins as one,
     or if hardly any of its telling words is in the messages: so it is found in other languages too.
     """
     if num_tokens >= _ENOUGH_TOKENS:
         return
-    if num_tokens < min(plan.num_tokens // _MAX_SHRINKING, _ENOUGH_TOKENS):
+    if num_tokens < min(num_replaced // _MAX_SHRINKING, _ENOUGH_TOKENS):
         raise NoSummary(
-            f"The summary has {num_tokens:,} tokens for {plan.num_tokens:,}, which is far too "
+            f"The summary has {num_tokens:,} tokens for {num_replaced:,}, which is far too "
             "short, so nothing is compacted.",
             _WAYS_OUT,
         )
     telling = _telling_words(summary)
-    said = _stems(_WORD.findall(" ".join(turn.text for turn in plan.older)))
+    said = _stems(_WORD.findall(" ".join(turn.text for turn in turns)))
     num_known = sum(word in said for word in telling)
     if _REFUSAL.match(summary) or num_known < _MIN_KNOWN_SHARE * len(telling):
         raise NoSummary(

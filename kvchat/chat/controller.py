@@ -15,17 +15,6 @@ from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, mentioned_files, mentioned_pins, read_attachment
 from kvchat.chat.chat_model import readopt
-from kvchat.chat.compaction import (
-    OPENING,
-    REPLY,
-    CompactionPlan,
-    excerpt_request,
-    max_summary_tokens,
-    num_asking_tokens,
-    plan_compaction,
-    plan_leaving_out,
-    request_text,
-)
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
@@ -35,7 +24,6 @@ from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.place import Place
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
-from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (
@@ -323,73 +311,9 @@ class ChatController:
         """Answer a message in the conversation's context; neither joins the conversation."""
         return self.require_session().ask_aside(text, self.options, notify)
 
-    def plan_compaction(self, focus: str = "") -> CompactionPlan:
-        """Return what /compact would summarise; raises UsageError if that is nothing."""
-        limit = self._context_limit
-        num_asking = num_asking_tokens(self.num_tokens(request_text(focus, limit)), limit)
-        return plan_compaction(self.require_conversation(), limit, num_asking)
-
-    def plan_leaving_out(self, was_refused: bool = False) -> CompactionPlan | None:
-        """Return which of the oldest messages to leave out where there is no summary.
-
-        None if the conversation can go on as it is; not if it `was_refused` as too long, by a
-        server that may hold less than it tells.
-        """
-        limit = self._context_limit
-        if was_refused:
-            limit = min(limit, len(self.context_ids))
-        return plan_leaving_out(self.require_conversation(), limit)
-
-    def summarise(
-        self, plan: CompactionPlan, focus: str = "", notify: Callable[[], None] | None = None
-    ) -> Reply:
-        """Let the model summarise a plan's older turns; the answer joins no conversation.
-
-        Raises NoSummary where the context has no room for one.
-        """
-        sampling = replace(self.options.sampling, temperature=0.0)
-        limit = max_summary_tokens(self._context_limit)
-        think = Think.AUTO if self.host.model.think_problem(Think.OFF) else Think.OFF
-        options = replace(self.options, sampling=sampling, max_tokens=limit, stops=(), think=think)
-        request, session = request_text(focus, self._context_limit), self.require_session()
-        if plan.is_excerpt:
-            room = self._context_limit - limit
-            text = excerpt_request(plan.older, request, room, self.num_tokens)
-            return session.ask_apart(text, options, notify)
-        return session.ask_aside(request, options, notify, plan.older[-1].turn_id)
-
     def num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text as it stands."""
         return len(self.host.model.tokenizer.encode([Segment(text, is_inert=True)]))
-
-    def compact(self, plan: CompactionPlan, summary: str) -> int:
-        """Continue with a summary in place of the plan's older turns; return the tokens saved.
-
-        Raises UsageError, and changes nothing, if the summary would save no token.
-        """
-        session = self.require_session()
-        text = self.host.model.user_ids(
-            Conversation("", 0.0), ROOT, OPENING + summary + REPLY, plan.older[0].system
-        )
-        if len(text) >= plan.num_tokens:
-            raise UsageError(
-                "The summary is as long as what it stands for, so nothing has changed.",
-                "/new begins another conversation.",
-            )
-        before = len(self.context_ids)
-        session.compact(plan, summary)
-        self.place.reset()
-        return before - len(self.context_ids)
-
-    def leave_out(self, plan: CompactionPlan) -> None:
-        """Continue without the plan's older turns, but for an earlier summary among them."""
-        self.require_session().compact(plan, plan.left_out)
-        self.place.reset()
-
-    @property
-    def _context_limit(self) -> int:
-        ready = self.host.ready
-        return ready.context_limit if ready is not None else self.host.model.max_context
 
     def note_ended(self, ended: AnswerEnded) -> None:
         """Remember a finished answer, for `why` and for the statistics; not that of an aside."""

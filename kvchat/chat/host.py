@@ -99,6 +99,11 @@ class ChatHost:
         return self._outcome if isinstance(self._outcome, ModelReady) else None
 
     @property
+    def context_limit(self) -> int:
+        """The most tokens of a context; what the model allows until it is loaded."""
+        return self.ready.context_limit if self.ready is not None else self.model.max_context
+
+    @property
     def failure(self) -> KvchatError | None:
         """Why the model could not be loaded; None while it loads or after it was loaded."""
         return self._outcome.error if isinstance(self._outcome, LoadFailed) else None

@@ -37,6 +37,10 @@ class Change(StrEnum):
     CLOCK = "clock"
     TEMPLATE = "template"
     IMPORTED = "imported"
+    COMPACTED = "compacted"
+
+
+_FIRST = (Change.NEW, Change.IMPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class Reuse:
     ids           the token ids of the requested context
     before        the ids of the earlier prefilled context with the longest common prefix; empty if
                   there is none
-    change        why the two differ; IMPORTED if no model had prefilled the turns before
+    change        why the two differ; IMPORTED if no model had prefilled the turns before, COMPACTED
+                  if a summary takes their place that none had
     cached        tokens that were not computed, by tier
     miss_reason   why a slower tier did not have more, None if it was not asked
     num_unread    tokens that were not reached: the reading was stopped
@@ -121,8 +126,8 @@ def reuse_of(
     change = Change.NEW
     if best is not None and common_len(ids, before) < min(len(ids), len(before)):
         change = _change(conversation, asked, best, common_len(ids, before))
-    if change in (Change.NEW, Change.EDITED) and _reads_some(conversation, asked, unread, cached):
-        change = Change.IMPORTED
+    if change in (Change.NEW, Change.EDITED):
+        change = _first_reading(conversation, asked, unread, cached) or change
     return Reuse(ids, before, change, cached, miss_reason)
 
 
@@ -155,15 +160,20 @@ def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) 
 
 
 def _unread(conversation: Conversation, turn_id: int) -> set[int]:
-    """Return the imported turns that no model had prefilled before the answer `turn_id`.
+    """Return the turns that no model had prefilled before the answer `turn_id`.
 
-    These are the imported turns that are in no other generated answer's context.
+    These are imported turns, summaries and copies that are in no other generated answer's context.
     """
-    unread = {turn.turn_id for turn in conversation.turns() if turn.is_imported}
+    unread = {turn.turn_id for turn in conversation.turns() if _is_written(turn)}
     for turn in conversation.turns() if unread else ():
-        if turn.role is Role.ASSISTANT and not turn.is_imported and turn.turn_id != turn_id:
+        if turn.role is Role.ASSISTANT and not _is_written(turn) and turn.turn_id != turn_id:
             unread.difference_update(each.turn_id for each in conversation.path(turn.turn_id))
     return unread
+
+
+def _is_written(turn: Turn) -> bool:
+    """Whether a turn was put into the conversation, and not said in it."""
+    return turn.is_imported or turn.summary_of is not None or turn.copy_of is not None
 
 
 def _last_read(
@@ -190,14 +200,17 @@ def _is_answered(conversation: Conversation, turn: Turn, turn_id: int) -> bool:
     )
 
 
-def _reads_some(
+def _first_reading(
     conversation: Conversation, asked: Turn, unread: set[int], cached: CachedTokens
-) -> bool:
-    """Whether the turns before a turn were imported and had to be prefilled."""
+) -> Change | None:
+    """Return why turns before a turn had never been prefilled, and now had to be; None if not."""
     before = conversation.path(asked.parent_id) if asked.parent_id != ROOT else []
-    if not any(turn.turn_id in unread for turn in before):
-        return False
-    return cached.total + NOT_WORTH_MENTIONING <= sum(len(turn.token_ids) for turn in before)
+    first = [turn for turn in before if turn.turn_id in unread]
+    if cached.total + NOT_WORTH_MENTIONING > sum(len(turn.token_ids) for turn in before):
+        return None
+    if any(turn.summary_of is not None for turn in first):
+        return Change.COMPACTED
+    return Change.IMPORTED if any(turn.is_imported for turn in first) else None
 
 
 def _is_copy(conversation: Conversation, turn: Turn) -> bool:
@@ -269,7 +282,7 @@ def cause(reuse: Reuse) -> str:
     context was never prefilled before.
     """
     if not reuse.num_lost:
-        is_first = reuse.change in (Change.NEW, Change.IMPORTED)
+        is_first = reuse.change in _FIRST
         return "" if is_first else str(reuse.change)
     return str(reuse.miss_reason or MissReason.EVICTED)
 
@@ -295,7 +308,7 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
         were = "was" if reuse.num_unread == 1 else "were"
         stopped = f"{reuse.num_unread:,} {were} not read, as the reading was stopped"
         lines.append(f"{stopped}: /continue goes on from there.")
-    if reuse.change not in (Change.NEW, Change.IMPORTED):
+    if reuse.change not in (*_FIRST, Change.COMPACTED):
         lines.append(_difference(reuse, decode))
     return lines
 
@@ -307,6 +320,7 @@ _CHANGES = {
     Change.TOKENIZER: "the model changed, and writes the same words with other tokens.",
     Change.CLOCK: "the template puts the time into the context.",
     Change.TEMPLATE: "the template writes the same words in another way.",
+    Change.COMPACTED: "the conversation was compacted, and no model had read it so yet.",
     Change.IMPORTED: "the conversation was imported, and no model had read it yet.",
 }
 _FEW = "the end of what is kept is a whole block."

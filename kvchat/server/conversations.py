@@ -70,6 +70,11 @@ class RequestChat:
         """
         self._kept.append((len(self._messages) + self._open_calls.have_results, ttl_s, text))
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All that was added, but results of calls that may still get others."""
+        return tuple(self._messages)
+
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
         """Return the conversation, or raise ApiError for one that cannot be answered."""
         self._end_calls()

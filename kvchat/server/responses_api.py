@@ -11,15 +11,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.compaction import max_summary_tokens, request_text
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.response_memory import Fed
 from kvchat.chat.shown_logprobs import ShownToken
-from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import Body, read_request
+from kvchat.server.clients import client_of
+from kvchat.server.compacting import Compacting
 from kvchat.server.fields import Fields, sampling_options, token_limit
 from kvchat.server.foreign_fields import own_fields
 from kvchat.server.format_fields import answer_format, foreign_format
@@ -67,7 +68,7 @@ class ResponsesApi:
 
     async def respond(self, request: Request) -> Response:
         fields = await read_request(request)
-        answer, response = await self._begun(fields, None)
+        answer, response = await self._begun(fields, None, client_of(request))
         if fields.flag("stream"):
             return self._left_out.tell(_stream(answer, response), response.offered.left_out)
         [ended] = await until_gone(request, whole_answers(answer, 1))
@@ -75,11 +76,13 @@ class ResponsesApi:
         await response.keep()
         return self._left_out.tell(JSONResponse(complete), response.offered.left_out)
 
-    async def stream(self, fields: Body, held: HeldResponse) -> Response:
+    async def stream(self, fields: Body, held: HeldResponse, client: str) -> Response:
         """Begin the response to one message of a connection, which holds its last response."""
-        return _stream(*await self._begun(fields, held))
+        return _stream(*await self._begun(fields, held, client))
 
-    async def _begun(self, fields: Body, held: HeldResponse | None) -> "tuple[Answer, _Response]":
+    async def _begun(
+        self, fields: Body, held: HeldResponse | None, client: str
+    ) -> "tuple[Answer, _Response]":
         """Read a request and submit it; raises ApiError if it cannot be answered."""
         fields = own_fields(fields, "responses")
         self._service.require_model(fields)
@@ -89,7 +92,7 @@ class ResponsesApi:
         earlier = await self.stored.earlier_items(fields, held)
         fields = await self.stored.with_items(fields, earlier)
         chat, offered = await fields.read(lambda body: read_chat(body, earlier), len(earlier))
-        options = self._options(fields, chat)
+        options = replace(self._options(fields, chat), client=client)
         require_tellable(self._service, chat, options)
         wanted = answer_format(fields.nested("text"), "format", ("schema",))
         wanted = wanted or foreign_format(fields)
@@ -115,26 +118,19 @@ class ResponsesApi:
         """Answer with one item that takes the place of a conversation."""
         fields = await read_request(request)
         self._service.require_model(fields)
-        self._service.require_room(fields, "input")
+        self._service.require_room(fields, "input", CONTEXTS_COUNTED)
         earlier = await self.stored.earlier_items(fields)
         fields = await self.stored.with_items(fields, earlier)
         # The tools stand before the conversation: without them nothing of it would be cached.
         given, offered = await fields.read(lambda body: read_items(body, earlier), len(earlier))
-        ready = self._service.host.ready
-        limit = ready.context_limit if ready is not None else self._service.host.model.max_context
-        given.ask(request_text("", limit))
-        options = replace(self._service.options, max_tokens=max_summary_tokens(limit))
-        answer = await self._service.answering.chat(given.chat(offered.tools), options)
-        [ended] = await until_gone(request, whole_answers(answer, 1))
-        if ended.reason is not FinishReason.STOP or not ended.text.strip():
-            sentence = "The model wrote no complete summary; nothing is compacted."
-            raise ApiError(400, sentence, "input", "not_compacted")
+        compacting = Compacting(self._service, given, offered.tools, client_of(request))
+        compact = await until_gone(request, compacting.run())
         compaction = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [compacted(ended.text.strip())],
-            "usage": _usage(ended, answer),
+            "output": [compacted(compact.text)],
+            "usage": _usage(*compact.asked) if compact.asked is not None else None,
         }
         return JSONResponse(compaction)
 

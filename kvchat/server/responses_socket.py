@@ -14,6 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from kvchat.server.api_errors import ApiError, failed_server, response_to
 from kvchat.server.bodies import Body, read_body
+from kvchat.server.clients import client_of
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.service import Service
 from kvchat.server.stored_responses import HeldResponse
@@ -124,7 +125,7 @@ class _Connection:
             if fields.text("type") != "response.create":
                 raise fields.fault("type", "must be response.create")
             fields.refuse(*_NOT_OVER_SOCKETS)
-            response = await self._responses.stream(fields, self._held)
+            response = await self._responses.stream(fields, self._held, client_of(self._socket))
             await response(self._socket.scope, _never, self._send_events)
         except ApiError as refused:
             error = refused

@@ -10,6 +10,7 @@ from functools import partial
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, unattached
+from kvchat.chat.compacting import summarise
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
@@ -252,7 +253,7 @@ class Answering:
         self._name = "the summary"
         try:
             answer_view = await self._follow(
-                lambda n: self._controller.summarise(plan, focus, n), stats_level, joins=False
+                lambda n: summarise(self._controller, plan, focus, n), stats_level, joins=False
             )
         finally:
             self._name = "the answer"

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from kvchat.chat import compacting
 from kvchat.chat.compaction import CompactionPlan, NoSummary, checked_summary, require_substance
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
@@ -133,7 +134,7 @@ async def btw(context: "CommandContext", arguments: str) -> None:
 
 async def compact(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    plan = controller.plan_compaction(arguments)
+    plan = compacting.planned(controller, arguments)
     before = len(controller.context_ids)
     cost = await controller.engine.cost(controller.context_ids[: plan.num_tokens])
     if not await context.confirm_cost(cost, "/compact"):
@@ -151,12 +152,13 @@ async def compact(context: "CommandContext", arguments: str) -> None:
             context.say("Stopped: nothing is compacted.")
             return
         summary = checked_summary(ended.text, ended.reason)
-        require_substance(summary, controller.num_tokens(summary), plan)
+        num_tokens = controller.num_tokens(summary)
+        require_substance(summary, num_tokens, plan.num_tokens, plan.older)
     except (NoSummary, ContextTooLong) as error:
         await _leave_out(context, error)
         return
     old_branch = _old_branch(context, plan)
-    saved = controller.compact(plan, summary)
+    saved = compacting.compact(controller, plan, summary)
     after = before - saved
     context.say(
         f"Compacted: {some}{before:,} tokens became {after:,}. It cost {_reading(ended)}, and the "
@@ -169,7 +171,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
 async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
     """Leave out the oldest messages, if that is needed and wanted; else raise the error."""
     controller = context.controller
-    plan = controller.plan_leaving_out(isinstance(error, ContextTooLong))
+    plan = compacting.planned_leaving_out(controller, isinstance(error, ContextTooLong))
     if plan is None:
         raise error
     context.say(error.message)
@@ -179,7 +181,7 @@ async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
         context.say("Nothing is changed. /new begins another conversation, /rewind goes back.")
         return
     old_branch, before = _old_branch(context, plan), len(controller.context_ids)
-    controller.leave_out(plan)
+    compacting.leave_out(controller, plan)
     some, after = about(controller.host.model), len(controller.context_ids)
     context.say(
         f"Left out {oldest}: {some}{before:,} tokens became {after:,}. All messages are kept: "

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.compacting import summarise
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
@@ -183,7 +184,7 @@ class ScriptCommands(CommandContext):
 
     async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
         """Wait for the summary, and print it with what the command says."""
-        reply = self.controller.summarise(plan, focus)
+        reply = summarise(self.controller, plan, focus)
         last = (await asyncio.to_thread(list, reply))[-1]
         if isinstance(last, AnswerFailed):
             raise last.error

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.chat import compacting
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import (
     LEFT_OUT,
     OPENING,
-    CompactionPlan,
     NoSummary,
     checked_summary,
     excerpt_request,
@@ -131,15 +131,15 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
 ) -> None:
     long = "My dog is called Rex. " * 20
     _say(controller, long, "two", "three", "four")
-    plan = controller.plan_compaction()
+    plan = compacting.planned(controller)
     assert [turn.text for turn in plan.messages] == [long, "two"]
     before = list(controller.context_ids)
-    [*_, ended] = controller.summarise(plan)
+    [*_, ended] = compacting.summarise(controller, plan)
     assert ended.text == "Rex is a dog."
     assert ended.usage.cached.total > plan.num_tokens - 16, "all but the request is cached"
     assert controller.context_ids == before, "asking for it changes nothing"
 
-    saved = controller.compact(plan, ended.text)
+    saved = compacting.compact(controller, plan, ended.text)
 
     path = _conversation(controller).path()
     assert path[0].text == f"{OPENING}Rex is a dog."
@@ -164,11 +164,11 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
     """It went back before the newest kept message, and only /switch led to the old branch."""
     _say(controller, "Rex " * 100, "two", "three")
     first = controller.context_ids
-    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
     compacted = controller.context_ids
     _say(controller, "four " * 60)
     second = controller.context_ids
-    controller.compact(controller.plan_compaction(), "Rex is still a dog.")
+    compacting.compact(controller, compacting.planned(controller), "Rex is still a dog.")
     twice = controller.context_ids
     assert len(twice) < len(second)
 
@@ -186,17 +186,12 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
 
 def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
-    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
     controller.set_system("Be brief.")
 
     [turn] = controller.place.undo()
 
     assert turn.text == "three"
-
-
-def _plan(num_tokens: int, *texts: str) -> CompactionPlan:
-    older = [turn(number, text=text, ids=()) for number, text in enumerate(texts, start=2)]
-    return CompactionPlan((turn(1, text="Hm.", ids=(7,) * num_tokens), *older), ())
 
 
 @pytest.mark.parametrize(
@@ -206,19 +201,19 @@ def _plan(num_tokens: int, *texts: str) -> CompactionPlan:
 def test_a_summary_far_too_short_is_refused(
     num_tokens: int, num_replaced: int, is_taken: bool
 ) -> None:
-    plan = _plan(num_replaced, "Ada has a dog called Rex.")
+    turns = [turn(1, text="Ada has a dog called Rex.")]
     if is_taken:
-        require_substance("Ada's dog is Rex.", num_tokens, plan)
+        require_substance("Ada's dog is Rex.", num_tokens, num_replaced, turns)
         return
     with pytest.raises(UsageError, match="far too short, so nothing is compacted"):
-        require_substance("Ada's dog is Rex.", num_tokens, plan)
+        require_substance("Ada's dog is Rex.", num_tokens, num_replaced, turns)
 
 
-_SAID = (
-    "My name is Ada, and I cannot find my dog. I am sorry: he is called Rex.",
-    "Where did you see Rex, your dog? I cannot help with that yet.",
-    "Behind the harbour of Bergen, at 17:40.",
-)
+_SAID = [
+    turn(1, text="My name is Ada, and I cannot find my dog. I am sorry: he is called Rex."),
+    turn(2, 1, Role.ASSISTANT, "Where did you see Rex, your dog? I cannot help with that yet."),
+    turn(3, 2, text="Behind the harbour of Bergen, at 17:40."),
+]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +231,7 @@ _SAID = (
 def test_a_refusal_in_words_is_no_summary(answer: str) -> None:
     """31 tokens of "I can't do that" took the place of a conversation of 1,900."""
     with pytest.raises(UsageError, match="says nothing of the conversation, so nothing"):
-        require_substance(answer, 31, _plan(1900, *_SAID))
+        require_substance(answer, 31, 1900, _SAID)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +246,12 @@ def test_a_refusal_in_words_is_no_summary(answer: str) -> None:
     ],
 )
 def test_a_short_summary_is_taken(summary: str) -> None:
-    require_substance(summary, 31, _plan(1900, *_SAID))
+    require_substance(summary, 31, 1900, _SAID)
 
 
 def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
-    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
     _say(controller, "four")
     drawn, ids, session = _drawn(controller), controller.context_ids, controller.require_session()
 
@@ -272,9 +267,9 @@ def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(
     controller: ChatController,
 ) -> None:
     _say(controller, "Rex " * 100, "a secret", "three " * 20, "four")
-    controller.compact(controller.plan_compaction(), "There is a secret.")
+    compacting.compact(controller, compacting.planned(controller), "There is a secret.")
     _say(controller, "five", "six")
-    controller.compact(controller.plan_compaction(), "Of a secret.")
+    compacting.compact(controller, compacting.planned(controller), "Of a secret.")
     place = find_place(_conversation(controller), "2")
     assert place is not None
     controller.place.forget(place.turn_id)
@@ -288,7 +283,7 @@ def test_a_summary_that_saves_nothing_changes_nothing(controller: ChatController
     _say(controller, "one")
     before = controller.context_ids
     with pytest.raises(UsageError, match="as long as what it stands for"):
-        controller.compact(controller.plan_compaction(), "Many words. " * 50)
+        compacting.compact(controller, compacting.planned(controller), "Many words. " * 50)
     assert controller.context_ids == before
 
 
@@ -431,12 +426,12 @@ def test_without_a_summary_the_oldest_messages_are_left_out(
 def test_leaving_out_is_a_branch_that_undo_goes_back_from(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
     before = controller.context_ids
-    controller.compact(controller.plan_compaction(), "Rex is a dog.")
+    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
     _say(controller, "four " * 60)
     compacted = controller.context_ids
     plan = plan_leaving_out(_conversation(controller), len(compacted))
     assert plan is not None
-    controller.leave_out(plan)
+    compacting.leave_out(controller, plan)
 
     path = _conversation(controller).path()
 
@@ -448,5 +443,5 @@ def test_leaving_out_is_a_branch_that_undo_goes_back_from(controller: ChatContro
     assert controller.context_ids == before
     plan = plan_leaving_out(_conversation(controller), len(before))
     assert plan is not None
-    controller.leave_out(plan)
+    compacting.leave_out(controller, plan)
     assert _conversation(controller).path()[0].text == LEFT_OUT

@@ -1,10 +1,12 @@
 """The Responses interface: the response object and its events."""
 
+import base64
 from typing import Any
 
 import pytest
 
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.compaction import LEFT_OUT
 from server.conftest import Serve
 from support.asgi_client import post
 from support.scripted_engine import Script
@@ -203,13 +205,66 @@ def test_a_compaction_item_of_another_server_is_refused(serve: Serve, held: str 
     assert "encrypted_content" in refused.json["error"]["param"]
 
 
-@pytest.mark.parametrize("text", ["", "   ", "x" * 9000])
-def test_what_is_no_summary_compacts_nothing(serve: Serve, text: str) -> None:
-    app = serve(lambda question, sample: Script(text))
-    refused = post(app, f"{PATH}/compact", asked("A long story."))
+def shown(item: dict[str, Any]) -> str:
+    return base64.b64decode(item["encrypted_content"]).decode().removeprefix("kvchat summary\n")
 
-    assert refused.status == 400
-    assert refused.json["error"]["code"] == "not_compacted"
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        (
+            "Ada looks for her dog Rex, seen at noon. He was " + "x" * 9000,
+            "Ada looks for her dog Rex, seen at noon.",
+        ),
+        ("", None),
+        ("   ", None),
+        ("I cannot do that.", None),
+    ],
+    ids=["cut off", "empty", "blank", "a refusal"],
+)
+def test_compacting_ends_in_a_conversation_that_goes_on_whatever_the_model_writes(
+    serve: Serve, text: str, summary: str | None
+) -> None:
+    """A summary that was cut off was refused, and an agent with a full context stood still."""
+    app = serve(lambda question, sample: Script(text), max_context=4000)
+    items = [
+        {"role": "user", "content": "My dog Rex is gone."},
+        {"role": "assistant", "content": "word " * 500},
+        {"role": "user", "content": "I saw him at noon."},
+    ]
+
+    got = post(app, f"{PATH}/compact", asked(items))
+
+    assert got.status == 200, got.json
+    [item] = got.json["output"]
+    if summary is not None:
+        assert shown(item) == summary
+    else:
+        assert shown(item).startswith(LEFT_OUT)
+        assert shown(item).endswith("User: I saw him at noon.")
+    assert post(app, PATH, asked([item, {"role": "user", "content": "When?"}])).status == 200
+
+
+def test_a_full_context_is_compacted_by_an_excerpt(serve: Serve) -> None:
+    """It was refused as too long, by the advice that it should make room."""
+    heard: list[str] = []
+
+    def author(question: str, sample: int) -> Script:
+        heard.append(question)
+        return Script("Ada looks for her dog Rex, who was at the harbour at noon.")
+
+    app = serve(author, max_context=1000)
+    items = [{"role": "user", "content": "My dog is Rex. " + "word " * 300 + "Bye."}]
+    refused = post(app, PATH, asked(items))
+
+    got = post(app, f"{PATH}/compact", asked(items))
+
+    assert refused.json["error"]["code"] == "context_length_exceeded"
+    assert got.status == 200, got.json
+    [item] = got.json["output"]
+    assert shown(item).startswith("Ada looks for her dog")
+    assert "My dog is Rex." in heard[-1]
+    assert "Bye." in heard[-1]
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_tokens_are_counted_beyond_the_context_but_not_without_end(serve: Serve)
         ("/v1/messages", "messages", 100),
         ("/v1/messages/count_tokens", "messages", 200),
         ("/v1/responses", "input", 100),
-        ("/v1/responses/compact", "input", 100),
+        ("/v1/responses/compact", "input", 200),
     ],
 )
 def test_more_messages_than_the_context_has_tokens_are_not_looked_at(
