@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.fact_memory import FactMemory
+
 if TYPE_CHECKING:
     from support.fork_server import ForkServer
 
@@ -19,6 +21,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels are compiled once, and not once for every private home of a test.
 _KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
 os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
+
+
+@pytest.fixture
+def memory() -> FactMemory:
+    """A memory of facts, which all of a test shares."""
+    return FactMemory()
 
 
 @pytest.fixture(scope="session")

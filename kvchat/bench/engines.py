@@ -3,13 +3,13 @@
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
@@ -33,10 +33,10 @@ def new_engine(
     model: ModelConfig,
     cache: CacheConfig,
     engine: EngineConfig | None = None,
-    state: Path | None = None,
+    memory: Memory = NO_MEMORY,
 ) -> AssembledEngine:
-    """Build an engine. It stores facts about the model in `state`, or nowhere if that is None."""
-    return build_engine(source, model, cache, engine or EngineConfig(), state, lambda event: None)
+    """Build an engine. It stores facts about the model in `memory`."""
+    return build_engine(source, model, cache, engine or EngineConfig(), memory, lambda event: None)
 
 
 def model_facts(source: ModelSource, loaded: LoadedModel) -> dict[str, object]:

@@ -26,6 +26,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
@@ -155,7 +156,9 @@ class _Chats:
         draft = find_model(DEMO_DRAFT) if self._setup.source.name == DEMO else None
         source, model, cache = self._setup.source, self._setup.model, self._setup.cache
         configs = EngineConfig(), SpeculationConfig("auto")
-        return build_speculating_engine(source, draft, model, cache, *configs, None, lambda _: None)
+        return build_speculating_engine(
+            source, draft, model, cache, *configs, NO_MEMORY, lambda _: None
+        )
 
     def _hold(self, assembled: AssembledEngine) -> list[Answers]:
         return self._all(lambda number, context: self._answer(assembled, context))

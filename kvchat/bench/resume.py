@@ -18,8 +18,10 @@ from kvchat.bench.measure import Sample
 from kvchat.bench.peers import beside_transformers, first_token_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.page_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
 _HISTORY = 4096
@@ -35,7 +37,7 @@ def run(setup: BenchSetup) -> Result:
     with _directory() as directory:
         cold = replace(setup.cache, directory=None)
         kept = replace(setup.cache, directory=directory / "kv", disk_bytes=_DISK)
-        assembled = new_engine(setup.source, setup.model, kept, state=directory)
+        assembled = new_engine(setup.source, setup.model, kept, memory=DiskMemory(directory))
         history = random_ids(setup.scaled(_HISTORY), assembled.loaded.spec.vocab_size, seed=1)
         complete(assembled.engine, history, 1)
         assembled.engine.close()
@@ -91,8 +93,8 @@ class _Turn:
 
 def _turn(assembled: AssembledEngine, config: CacheConfig, prompt: list[int]) -> _Turn:
     """Answer a prompt with a new engine, whose device tier is empty."""
-    state = config.directory.parent if config.directory is not None else None
-    engine = engine_around(assembled.loaded, config, EngineConfig(), state)
+    memory = DiskMemory(config.directory.parent) if config.directory is not None else NO_MEMORY
+    engine = engine_around(assembled.loaded, config, EngineConfig(), memory)
     try:
         completion = complete(engine, prompt, _ANSWER_TOKENS)
         status = engine.status()

@@ -23,6 +23,7 @@ from kvchat.chat.session_file import read_session
 from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.drafters import Offer, Wanted
@@ -136,7 +137,7 @@ def run(setup: BenchSetup) -> Result:
         setup.cache,
         EngineConfig(),
         SpeculationConfig("auto"),
-        None,
+        NO_MEMORY,
         lambda event: None,
     )
     settings = {

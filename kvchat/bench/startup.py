@@ -24,6 +24,7 @@ from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, in_a_process, private_home
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import (
     LoadEvent,
@@ -82,12 +83,12 @@ def _in_a_process(setup: BenchSetup, state: Path) -> Prompts:
     return in_a_process(measure, setup, state)
 
 
-def measure(setup: BenchSetup, state: Path | None) -> Prompts:
+def measure(setup: BenchSetup, state: Path) -> Prompts:
     """Load the model and run prompts; the first is submitted before the model is loaded."""
     ready: queue.SimpleQueue[LoadEvent] = queue.SimpleQueue()
 
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[Engine, ModelReady]":
-        assembled = new_engine(setup.source, setup.model, setup.cache, state=state)
+        assembled = new_engine(setup.source, setup.model, setup.cache, memory=DiskMemory(state))
         return assembled.engine, assembled.ready
 
     def hear(event: LoadEvent) -> None:

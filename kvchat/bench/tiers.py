@@ -21,6 +21,7 @@ from kvchat.bench.measure import Sample, alternated, wait_for_device
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
@@ -151,7 +152,7 @@ def run(setup: BenchSetup) -> Result:
     """Measure the tiers' rates, the disk tier's cost in a chat, and the bytes it writes."""
     with _directory() as directory:
         figures = _rates(setup, directory / "rates")
-        assembled = new_engine(setup.source, setup.model, setup.cache, state=directory)
+        assembled = new_engine(setup.source, setup.model, setup.cache, memory=DiskMemory(directory))
         pool = assembled.engine.cache.kv_pool
         figures += host_figures(pool.geometry, pool.device, setup.repeats, setup.is_quick)
         figures += _chats(setup, assembled, directory)
@@ -309,7 +310,7 @@ def _chats(setup: BenchSetup, assembled: AssembledEngine, directory: Path) -> li
 
 
 def _chat(assembled: AssembledEngine, config: CacheConfig, state: Path, num_turns: int) -> _Chat:
-    engine = engine_around(assembled.loaded, config, EngineConfig(), state)
+    engine = engine_around(assembled.loaded, config, EngineConfig(), DiskMemory(state))
     vocab_size = assembled.loaded.spec.vocab_size
     context: list[int] = []
     seconds = 0.0

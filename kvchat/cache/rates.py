@@ -16,10 +16,9 @@ middle.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvchat.core.cost import num_like_first
-from kvchat.core.paths import read_state, write_state
+from kvchat.core.memory import Memory
 
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3
@@ -43,41 +42,33 @@ def moved_computing(rate: float | None, newest: float) -> float:
     return moved(rate, newest)
 
 
-_NAME = "rates.json"
-_VERSION = 1
-_MAX_SUBJECTS = 64
+_KIND = "rates"
 # Rates that differ by less are the same.
 _NEWS = 0.1
 
 
 class RateMemory:
-    """The rates of one `subject`, a model on a device, in `directory`; None keeps none.
+    """The rates of one `subject`, a model on a device, in a memory.
 
     Several may keep rates of the same subject, of different names or measured alike, and several
-    processes or threads write at once: the last one stands. Each memory is used by one at a time.
+    processes or threads write at once: of a name the last one stands. Each is used by one at a
+    time.
     """
 
-    def __init__(self, directory: Path | None, subject: str) -> None:
-        self._path = directory / _NAME if directory is not None else None
+    def __init__(self, memory: Memory, subject: str) -> None:
+        self._memory = memory
         self._subject = subject
         self._written = self.read()
 
     def read(self) -> dict[str, float]:
         """Return the rates kept, by name."""
-        return self._read_all().get(self._subject, {})
+        return _sound(self._memory.get(_KIND, self._subject))
 
     def write(self, rates: Mapping[str, float]) -> None:
-        """Keep rates, where they are news, and leave those of other names as they are.
-
-        What cannot be written costs the next run some time.
-        """
-        if self._path is None or not self._is_news(rates):
-            return
-        subjects = self._read_all()
-        known = {**subjects.pop(self._subject, {}), **rates}
-        newest = [*subjects.items(), (self._subject, known)][-_MAX_SUBJECTS:]
-        if write_state(self._path, _VERSION, "rates", dict(newest)):
-            self._written = known
+        """Keep rates, where they are news, and leave those of other names as they are."""
+        if self._is_news(rates):
+            self._memory.update(_KIND, self._subject, lambda known: {**_sound(known), **rates})
+            self._written = {**self._written, **rates}
 
     def _is_news(self, rates: Mapping[str, float]) -> bool:
         known = self._written
@@ -85,18 +76,12 @@ class RateMemory:
             name not in known or abs(rate / known[name] - 1) > _NEWS for name, rate in rates.items()
         )
 
-    def _read_all(self) -> dict[str, dict[str, float]]:
-        if self._path is None:
-            return {}
-        found = read_state(self._path, _VERSION, "rates")
-        return {name: _sound(rates) for name, rates in found.items() if isinstance(rates, dict)}
 
-
-def _sound(rates: Mapping[str, object]) -> dict[str, float]:
-    """Return only finite positive numbers."""
+def _sound(rates: object) -> dict[str, float]:
+    """Return the finite positive numbers of an object, by name."""
     return {
         str(name): float(rate)
-        for name, rate in rates.items()
+        for name, rate in (rates.items() if isinstance(rates, dict) else ())
         if isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
     }
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from kvchat.core.errors import StoreError
-from kvchat.core.paths import private_directory, private_file
+from kvchat.core.paths import private_database
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def open_private_database(path: Path | None, table: str) -> sqlite3.Connection:
     """
     if path is not None:
         try:
-            _require_private(path)
+            private_database(path)
             return _connect(str(path), table)
         except (StoreError, OSError, sqlite3.Error) as error:
             _log.warning("answers are known until the program ends only: %s", error)
@@ -73,19 +73,6 @@ def erase(db: sqlite3.Connection, table: str, key: object) -> bool:
     if is_held:
         raise StoreError("Other processes read what is stored.", "Try again in a moment.")
     return removed > 0
-
-
-def _require_private(path: Path) -> None:
-    """Make the file with mode 0600, and take the rights of others from it and from its logs.
-
-    Raises StoreError for a link or another's file.
-    """
-    private_directory(path.parent)
-    private_file(path)
-    for end in ("-wal", "-shm"):
-        beside = path.with_name(path.name + end)
-        if beside.is_symlink() or beside.exists():
-            private_file(beside)
 
 
 def _connect(name: str, table: str) -> sqlite3.Connection:

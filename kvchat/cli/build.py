@@ -13,17 +13,20 @@ from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths, shown
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.paths import user_path
 from kvchat.core.types import SamplingParams
 from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
+    from kvchat.cache.disk.memory import DiskMemory
     from kvchat.chat.answer_settings import AskOptions
     from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
+    from kvchat.core.memory import Memory
     from kvchat.engine.engine import Engine
     from kvchat.model.checkpoint.source import ModelSource
     from kvchat.tools.toolbox import Toolbox
@@ -48,6 +51,17 @@ def user_paths() -> Paths:
     )
 
 
+def state_memory() -> "DiskMemory":
+    """Return the memory of what kvchat has found out about models and this machine."""
+    from kvchat.cache.disk.memory import DiskMemory
+
+    return DiskMemory(user_paths().state)
+
+
+def _memory(settings: Settings) -> "Memory":
+    return NO_MEMORY if settings["incognito"] else state_memory()
+
+
 def session_store(settings: Settings) -> "SessionStore":
     """Return the store of saved conversations."""
     from kvchat.chat.store import SessionStore
@@ -68,9 +82,8 @@ def store_admin(settings: Settings) -> "StoreAdmin":
     from kvchat.cache.disk.lookup import KvSettings
 
     config, model = settings.cache_config(), settings.model_config()
-    state = None if settings["incognito"] else user_paths().state
     wanted = KvSettings(config.block_size, config.kv_dtype, model.dtype, model.weights)
-    return StoreAdmin(cache_directory(settings), config.disk_bytes, state, wanted)
+    return StoreAdmin(cache_directory(settings), config.disk_bytes, _memory(settings), wanted)
 
 
 def saved_places(settings: Settings) -> "SavedPlaces":
@@ -276,7 +289,7 @@ def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":
 def _build(
     settings: Settings, source: "ModelSource", draft: "ModelSource | None"
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
-    state = None if settings["incognito"] else user_paths().state
+    memory = _memory(settings)
     kept = None if settings["incognito"] else cache_directory(settings)
     if settings["incognito"]:
         save_nothing()
@@ -295,7 +308,7 @@ def _build(
             settings.cache_config(kept),
             settings.engine_config(),
             settings.speculation_config(source.name),
-            state,
+            memory,
             progress,
         )
         return assembled.engine, assembled.ready

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvchat import __version__
 from kvchat.cache.disk.quota import nearest_existing
-from kvchat.cli.build import session_store, store_admin, user_paths
+from kvchat.cli.build import session_store, state_memory, store_admin, user_paths
 from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
 from kvchat.core.config import format_bytes
@@ -165,7 +165,7 @@ def _attention(device: "torch.device") -> Iterator[Finding]:
     from kvchat.model.gpu.attention_race import RaceMemory, rival_machine
 
     machine = rival_machine(machine_name(device), version)
-    times = RaceMemory(user_paths().state, machine).read()
+    times = RaceMemory(state_memory(), machine).read()
     if not times:
         yield Finding("attention", f"FlashInfer {version}: not raced before a model is loaded")
     for contest, found in times.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
-from kvchat.cli.build import user_paths
+from kvchat.cli.build import state_memory
 from kvchat.core.config import FEWER_BITS, CacheConfig, ModelConfig, format_bytes
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.paths import require_working_directory
@@ -118,8 +118,8 @@ def _rounding_facts(source: ModelSource, dtype: Any) -> dict[str, Any]:
     from kvchat.model.checkpoint.identity import sample_digest
     from kvchat.model.rounding import known_effect
 
-    identity, state = sample_digest(source), user_paths().state
-    known = {form: known_effect(identity, form, dtype, state) for form in FEWER_BITS}
+    identity, memory = sample_digest(source), state_memory()
+    known = {form: known_effect(identity, form, dtype, memory) for form in FEWER_BITS}
     return {form: effect.sentence(form) for form, effect in known.items() if effect is not None}
 
 

@@ -14,7 +14,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -186,16 +186,28 @@ def private_file(path: Path) -> None:
         raise StoreError(f"Cannot use {path}: {error.strerror}.") from error
 
 
-def read_state(
-    path: Path, version: int, name: str, max_bytes: int = MOST_STATE_BYTES
-) -> dict[str, object]:
+def private_database(path: Path) -> None:
+    """Make the file of a SQLite database with mode 0600, and take the rights of others from it and
+    from its logs.
+
+    Raises StoreError for a link or another user's file, and for a directory that cannot be used.
+    """
+    private_directory(path.parent)
+    private_file(path)
+    for end in ("-wal", "-shm"):
+        beside = path.with_name(path.name + end)
+        if beside.is_symlink() or beside.exists():
+            private_file(beside)
+
+
+def read_state(path: Path, version: int, name: str) -> dict[str, object]:
     """Return the object called `name` in a state file of this version, else an empty one."""
     if not path.exists():  # nothing was written yet
         return {}
     try:
         descriptor = open_private(path, os.O_RDONLY)
         with os.fdopen(descriptor, "rb") as file:
-            found = json.loads(file.read(max_bytes))
+            found = json.loads(file.read(MOST_STATE_BYTES))
         content = found[name] if found["version"] == version else {}
         return {str(key): value for key, value in content.items()}
     except (StoreError, OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -206,14 +218,9 @@ def read_state(
 
 def write_state(path: Path, version: int, name: str, content: dict[str, object]) -> bool:
     """Replace a state file; false, and a line in the log, if that is not possible."""
-    return write_memory(path, {"version": version, name: content})
-
-
-def write_memory(path: Path, content: Mapping[str, object]) -> bool:
-    """Replace a JSON file that may be lost; false, and a line in the log, if that fails."""
     try:
         private_directory(path.parent)
-        replace_private(path, json.dumps(content).encode())
+        replace_private(path, json.dumps({"version": version, name: content}).encode())
     except (StoreError, OSError) as error:
         _log.warning("%s not written: %s", path.name, error)
         return False

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -41,6 +40,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.memory import Memory
 from kvchat.core.paths import private_directory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
@@ -115,19 +115,19 @@ def build_engine(
     model_config: ModelConfig,
     cache_config: CacheConfig,
     engine_config: EngineConfig,
-    state_directory: Path | None,
+    memory: Memory,
     progress: Progress,
 ) -> AssembledEngine:
     """Load a model and build the engine around it.
 
-    `state_directory` keeps self-test results, digests and measured rates between runs, if not None.
+    `memory` keeps what is found out about the model and the machine between runs.
     Raises ModelError or ModelUnsupported with a message for the user.
     """
     began_s = time.perf_counter()
     loaded = load_trusted(
-        source, model_config, engine_config.max_context, state_directory, progress, cache_config
+        source, model_config, engine_config.max_context, memory, progress, cache_config
     )
-    engine = engine_around(loaded, cache_config, engine_config, state_directory)
+    engine = engine_around(loaded, cache_config, engine_config, memory)
     return AssembledEngine(engine, loaded, model_ready(loaded, engine, began_s))
 
 
@@ -135,7 +135,7 @@ def load_trusted(
     source: ModelSource,
     config: ModelConfig,
     max_context: int | None,
-    state_directory: Path | None,
+    memory: Memory,
     progress: Progress,
     cache_config: CacheConfig | None = None,
 ) -> LoadedModel:
@@ -149,17 +149,17 @@ def load_trusted(
         require_kv_dtype(source.name, spec, cache)
 
     store = _weight_files(cache)
-    loaded = load_model(source, config, max_context, progress, state_directory, check, store)
+    loaded = load_model(source, config, max_context, progress, memory, check, store)
     progress(LoadProgress("checking the paged forward pass"))
-    ensure_trusted(loaded, state_directory)
+    ensure_trusted(loaded, memory)
     geometry = kv_geometry(loaded.spec, cache, loaded.dtype)
     if geometry.format.name != PlainFormat().name:
         new_kv = partial(small_kv, geometry, loaded.device)
-        ensure_faster_reads(loaded, geometry.format.name, new_kv, state_directory)
+        ensure_faster_reads(loaded, geometry.format.name, new_kv, memory)
         slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, is_int8=True)
         loaded = replace(loaded, notes=tuple(dict.fromkeys((*loaded.notes, *slow))))
     elif loaded.device.type == "cuda":
-        race_attention(loaded, geometry.dtype, geometry.block_size, state_directory, progress)
+        race_attention(loaded, geometry.dtype, geometry.block_size, memory, progress)
     return loaded
 
 
@@ -175,7 +175,7 @@ def engine_around(
     loaded: LoadedModel,
     cache_config: CacheConfig,
     engine_config: EngineConfig,
-    state_directory: Path | None,
+    memory: Memory,
     speculation: Speculation | None = None,
 ) -> Engine:
     """Build pools, cache and engine for a loaded model; a model serves one engine at a time.
@@ -186,9 +186,9 @@ def engine_around(
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
-    connector = new_connector(loaded, cache, cache_config, state_directory)
-    memory = rate_memory(loaded, state_directory)
-    rate = PrefillRate(rate_memory(loaded, state_directory), half_context(loaded.spec))
+    connector = new_connector(loaded, cache, cache_config, memory)
+    rates = rate_memory(loaded, memory)
+    rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
     short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
     return Engine(
         runner=runner,
@@ -199,7 +199,7 @@ def engine_around(
         vocab_size=loaded.spec.vocab_size,
         connector=connector,
         speculation=speculation,
-        offload=new_offload(cache, cache_config, connector, memory),
+        offload=new_offload(cache, cache_config, connector, rates),
         prefill_rate=rate,
         max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
         max_pairs=prefill_pairs(loaded.spec, loaded.device),
@@ -300,7 +300,7 @@ def new_connector(
     loaded: LoadedModel,
     cache: CacheManager,
     config: CacheConfig,
-    state_directory: Path | None,
+    memory: Memory,
     is_draft: bool = False,
 ) -> KvConnector | None:
     """Return the connector to the configured tiers; None if no KV is to be kept."""
@@ -310,14 +310,14 @@ def new_connector(
         return None
 
     def layout() -> Layout:
-        digest = content_digest(loaded.source, state_directory)
+        digest = content_digest(loaded.source, memory)
         if loaded.source.marks() != loaded.marks:
             raise StoreError(
                 f"The files of {loaded.source.name} changed after they were loaded.",
                 "Start kvchat again.",
             )
         identity = kv_identity(loaded, geometry, digest)
-        KnownModels(state_directory).note(
+        KnownModels(memory).note(
             identity.hex(),
             KnownModel(
                 loaded.source.name,
@@ -333,7 +333,7 @@ def new_connector(
         )
         return Layout(identity, geometry.block_size, geometry.block_bytes)
 
-    rates = rate_memory(loaded, state_directory)
+    rates = rate_memory(loaded, memory)
     return KvConnector(cache, partial(open_tiers, openers, layout), rates=rates)
 
 
@@ -369,9 +369,9 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
     return open_disk
 
 
-def rate_memory(loaded: LoadedModel, state_directory: Path | None) -> RateMemory:
+def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:
     """Return the memory of how fast this machine computes, reads and copies a model's KV."""
-    return RateMemory(state_directory, rate_subject(loaded))
+    return RateMemory(memory, rate_subject(loaded))
 
 
 def rate_subject(loaded: LoadedModel) -> str:
@@ -424,7 +424,7 @@ def build_speculating_engine(
     cache_config: CacheConfig,
     engine_config: EngineConfig,
     speculation_config: SpeculationConfig,
-    state_directory: Path | None,
+    memory: Memory,
     progress: Progress,
 ) -> AssembledEngine:
     """Load a model and, if given, a draft model, and build the engine for them.
@@ -434,16 +434,14 @@ def build_speculating_engine(
     """
     began_s = time.perf_counter()
     target = load_trusted(
-        source, model_config, engine_config.max_context, state_directory, progress, cache_config
+        source, model_config, engine_config.max_context, memory, progress, cache_config
     )
     if target.spec.state:
         if speculation_config.mode != Mode.OFF or draft_source is not None:
             target = replace(target, notes=(*target.notes, _NO_DRAFTS))
-        engine = engine_around(
-            target, cache_config, engine_config, state_directory, no_drafts(target)
-        )
+        engine = engine_around(target, cache_config, engine_config, memory, no_drafts(target))
         return AssembledEngine(engine, target, model_ready(target, engine, began_s))
-    build = _DraftBuild(target, model_config, cache_config, engine_config, state_directory)
+    build = _DraftBuild(target, model_config, cache_config, engine_config, memory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
     except Exception as error:  # without a draft model, the target can still answer
@@ -454,7 +452,7 @@ def build_speculating_engine(
     drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
-    engine = engine_around(target, target_cache, engine_config, state_directory, speculation)
+    engine = engine_around(target, target_cache, engine_config, memory, speculation)
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
@@ -482,7 +480,7 @@ class _DraftBuild:
     model_config: ModelConfig
     cache_config: CacheConfig
     engine_config: EngineConfig
-    state_directory: Path | None
+    memory: Memory
 
     def drafter(self, source: ModelSource) -> _Draft:
         """Load a draft model and give it its share of the budget; raises if that fails."""
@@ -490,9 +488,7 @@ class _DraftBuild:
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
         config = replace(self.model_config, device=target.device.type)
-        loaded = load_trusted(
-            source, config, target.max_context, self.state_directory, _say_nothing
-        )
+        loaded = load_trusted(source, config, target.max_context, self.memory, _say_nothing)
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
         geometry = kv_geometry(loaded.spec, self._own_cache_config(), loaded.dtype)
@@ -509,7 +505,7 @@ class _DraftBuild:
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
-            new_connector(loaded, cache, own_config, self.state_directory, is_draft=True),
+            new_connector(loaded, cache, own_config, self.memory, is_draft=True),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
             piece_rows=_piece_rows(model),

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
@@ -166,13 +167,11 @@ def _config_content(source: ModelSource) -> dict[str, Any]:
     return {**gguf_config(source.gguf, source.name), "dtype": dtype}
 
 
-def inspect_model(
-    source: ModelSource, state_directory: Path | None = None
-) -> tuple[Any, ModelSpec | None]:
+def inspect_model(source: ModelSource, memory: Memory = NO_MEMORY) -> tuple[Any, ModelSpec | None]:
     """Return a checkpoint's config and its spec; None as the spec if the probe needs weights.
 
-    The config is that of the text model, with as little else as its class can be built with. Keeps
-    what the probe finds in `state_directory`, if not None.
+    The config is that of the text model, with as little else as its class can be built with.
+    `memory` keeps what the probe finds.
     """
     config = without_towers(read_config(source))
     headers = [weight_header(path) for path in source.weight_files]
@@ -180,14 +179,14 @@ def inspect_model(
     if source.gguf is not None:  # a byte of its blocks may hold several weights
         content["quantization_config"] = "gguf"
     try:
-        return config, _probed(config, parameter_limit(headers, content), state_directory)
+        return config, _probed(config, parameter_limit(headers, content), memory)
     except ProbeInconclusive:
         return config, None
 
 
-def _probed(config: Any, limit: ParameterLimit, state_directory: Path | None) -> ModelSpec:
+def _probed(config: Any, limit: ParameterLimit, memory: Memory) -> ModelSpec:
     """Return the result of an earlier probe, or probe; raises what `probe` raises."""
-    known = KnownSpecs(state_directory)
+    known = KnownSpecs(memory)
     try:
         key = spec_key(config, limit)
     except (KeyError, OSError):
@@ -204,13 +203,13 @@ def load_model(
     config: ModelConfig,
     max_context: int | None,
     progress: Progress,
-    state_directory: Path | None = None,
+    memory: Memory = NO_MEMORY,
     check: Check | None = None,
     store: WeightStore | None = None,
 ) -> LoadedModel:
     """Load a checkpoint. `max_context` (tokens) can only lower the model's own limit.
 
-    `state_directory` keeps what the probe finds out, if not None. `check` is called as soon as the
+    `memory` keeps what is found out about the model. `check` is called as soon as the
     model's spec is known: before any weight is read, unless the probe needs weights. `store` keeps
     what is rounded to 8 or 4 bits for a CPU.
 
@@ -220,7 +219,7 @@ def load_model(
     if files are missing or damaged, or memory is too small.
     """
     try:
-        return _load(source, config, max_context, progress, state_directory, check, store)
+        return _load(source, config, max_context, progress, memory, check, store)
     except NoRoom as error:
         if config.device != "auto":
             raise
@@ -232,7 +231,7 @@ def load_model(
         note = f"{message} The model runs on the CPU."
     # Here the error is gone, and with it what it held of the weights on the GPU.
     on_cpu = replace(config, device="cpu")
-    loaded = _load(source, on_cpu, max_context, progress, state_directory, check, store)
+    loaded = _load(source, on_cpu, max_context, progress, memory, check, store)
     return replace(loaded, notes=(*loaded.notes, note))
 
 
@@ -241,7 +240,7 @@ def _load(
     config: ModelConfig,
     max_context: int | None,
     progress: Progress,
-    state_directory: Path | None,
+    memory: Memory,
     check: Check | None,
     store: WeightStore | None,
 ) -> LoadedModel:
@@ -250,7 +249,7 @@ def _load(
     set_threads(config)
     limit_kept_shapes()
     device = choose_device(config)
-    read = _read(source, config, device, progress, state_directory, check)
+    read = _read(source, config, device, progress, memory, check)
     module, spec = read.module, read.spec
     if source.adapter is not None:
         progress(LoadProgress("merging the adapter"))
@@ -259,7 +258,7 @@ def _load(
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)
     keeping = _keeping(source, identity, read.marks, store)
-    known = partial(effect_on, device, module, spec, source, identity, state_directory)
+    known = partial(effect_on, device, module, spec, source, identity, memory)
     weights, about_weights, in_8 = _place(
         module, spec, config, device, source.name, progress, keeping, known
     )
@@ -304,13 +303,13 @@ def _read(
     config: ModelConfig,
     device: torch.device,
     progress: Progress,
-    state_directory: Path | None,
+    memory: Memory,
     check: Check | None,
 ) -> _Read:
     """Inspect a checkpoint and read its weights; the check is made as early as it can be."""
     with _LOADING:
         marks = source.marks()
-        hf_config, spec = inspect_model(source, state_directory)
+        hf_config, spec = inspect_model(source, memory)
         if check is not None and spec is not None:
             check(spec, device)
         blocks_on = device if _keeps_blocks(source, config, spec, device) else None

@@ -3,7 +3,7 @@
 Before a model's weights are rounded, it reads a short text with them as they are and with rounded
 ones, and the predictions are compared. Where 4 bits change too much, kinds of matrices, such as the
 values of attention, stay in 8 bits: those that cost the most for their size first. The result is
-kept in the state directory, so it is measured once.
+kept in the memory, so it is measured once.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
-from kvchat.core.paths import read_state, write_state
+from kvchat.core.memory import Memory
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import read_text_files
 from kvchat.model.device import dtype_name
@@ -35,7 +34,7 @@ from kvchat.model.packed.quantise import (
 from kvchat.model.rounding_text import TEXT
 from kvchat.model.spec import ModelSpec
 
-_NAME, _VERSION, _MOST_KEPT = "rounding.json", 1, 32
+_KIND = "rounding"
 # Divergences, in nats a token. Below the first nothing is kept in 8 bits; above the second a model
 # answers otherwise too often to say nothing.
 _GOOD, _BAD = 0.03, 0.1
@@ -109,7 +108,7 @@ def effect_on(
     spec: ModelSpec,
     source: ModelSource,
     identity: str,
-    state_directory: Path | None,
+    memory: Memory,
     weights: str,
 ) -> Effect | None:
     """Return what rounding a model's weights to `weights` does, and what to keep in 8 bits.
@@ -119,7 +118,7 @@ def effect_on(
     another device than the CPU, if it was not measured on a CPU before. Raises ModelError if the
     rounded model would answer otherwise too often, unless the user insists.
     """
-    effect = known_effect(identity, weights, module.dtype, state_directory)
+    effect = known_effect(identity, weights, module.dtype, memory)
     if effect is None and device.type != "cpu":
         return None
     if effect is None:
@@ -130,7 +129,7 @@ def effect_on(
             return None
         if effect is None:
             return None
-        _note(effect, identity, weights, module.dtype, state_directory)
+        memory.set(_KIND, _key(identity, weights, module.dtype), asdict(effect))
     if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
         raise ModelError(
             f"{source.name} would answer otherwise. {effect.sentence(weights)}",
@@ -139,14 +138,9 @@ def effect_on(
     return effect
 
 
-def known_effect(
-    identity: str, weights: str, dtype: torch.dtype, state_directory: Path | None
-) -> Effect | None:
+def known_effect(identity: str, weights: str, dtype: torch.dtype, memory: Memory) -> Effect | None:
     """Return what was measured of a checkpoint before; None if nothing was."""
-    if state_directory is None:
-        return None
-    known = read_state(state_directory / _NAME, _VERSION, "effects")
-    found = known.get(_key(identity, weights, dtype))
+    found = memory.get(_KIND, _key(identity, weights, dtype))
     try:
         assert isinstance(found, dict)
         effect = Effect(**{**found, "in_8": tuple(map(str, found["in_8"]))})
@@ -154,17 +148,6 @@ def known_effect(
         return effect if is_sound and type(effect.num_tokens) is int else None
     except (AssertionError, LookupError, TypeError, ValueError):
         return None
-
-
-def _note(
-    effect: Effect, identity: str, weights: str, dtype: torch.dtype, directory: Path | None
-) -> None:
-    if directory is None:
-        return
-    path = directory / _NAME
-    known = read_state(path, _VERSION, "effects")
-    known[_key(identity, weights, dtype)] = asdict(effect)
-    write_state(path, _VERSION, "effects", dict([*known.items()][-_MOST_KEPT:]))
 
 
 def _key(identity: str, weights: str, dtype: torch.dtype) -> str:

@@ -9,7 +9,6 @@ the modules over the same.
 """
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,14 +16,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import zip_longest
-from pathlib import Path
 
 import torch
 import transformers
 
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
-from kvchat.core.paths import write_memory
+from kvchat.core.memory import Memory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention
@@ -51,8 +49,9 @@ _OTHER_LARGE_CHUNKS = (9,)
 # Increase it when a compiled step or fused layers compute otherwise, or the test does: models that
 # passed before are tested again.
 _CODE_VERSION = 9
-# The key's suffix for a model that passes only without fused code or the compiled step.
-_PLAIN = "-plain"
+_KIND = "self-test"
+# The second is the verdict on a model that passes only without fused code or the compiled step.
+_PASSES, _PASSES_PLAIN = "passes", "passes plain"
 # In float32 only rounding may differ: a position that is wrong by a constant costs as little as
 # 0.00005. Copies of the weights in 8 bits cost as much, in fused code; beside 4 bits activations
 # that differ in their last bits may be rounded to other levels of 8 bits. In low precision every
@@ -65,22 +64,19 @@ _MIN_SIMILARITY_OF_COPIES = {"int8": 0.9999, "int4": 0.99, "blocks": 0.99}
 _MIN_SIMILARITY_OF_ROUNDED_KV = 0.999
 
 
-def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
-    """Run the self-test unless a stored verdict says that it passes.
+def ensure_trusted(loaded: LoadedModel, memory: Memory) -> None:
+    """Run the self-test unless a verdict in `memory` says that it passes; store the verdict there.
 
-    Stores the result in `state_directory`, or nowhere if it is None; an unusable directory is
-    logged and the test runs again next time. Raises ModelUnsupported if the outputs differ,
-    ModelError if the logits are NaN.
+    Raises ModelUnsupported if the outputs differ, ModelError if the logits are NaN.
     """
     key = _verdict_key(loaded)
-    path = state_directory / "self_test.json" if state_directory is not None else None
-    known = _read_verdicts(path)
-    if key in known:
+    known, verdict = memory.get(_KIND, key), _PASSES
+    if known == _PASSES:
         return
     faster = loaded.fusing or loaded.compiled
     if faster is None:
         _require_pass(loaded)
-    elif key + _PLAIN in known:
+    elif known == _PASSES_PLAIN:
         faster.abandon()
         return
     else:
@@ -91,15 +87,13 @@ def ensure_trusted(loaded: LoadedModel, state_directory: Path | None) -> None:
             _require_pass(loaded, compiled=False, own=own)
         if not _passes(loaded, own):
             faster.abandon()
-            key += _PLAIN
+            verdict = _PASSES_PLAIN
             if loaded.fusing is not None or loaded.spec.state:
                 _require_pass(loaded)
-    _write_verdicts(path, [*known, key])
+    memory.set(_KIND, key, verdict)
 
 
-def ensure_faster_reads(
-    loaded: LoadedModel, kv_name: str, new_kv: NewKv, state_directory: Path | None
-) -> None:
+def ensure_faster_reads(loaded: LoadedModel, kv_name: str, new_kv: NewKv, memory: Memory) -> None:
     """Compare the compiled step, or fused layers, over another form of KV, `kv_name`, with the
     modules over the same.
 
@@ -110,15 +104,12 @@ def ensure_faster_reads(
     if faster is None or faster.is_off:
         return
     key = _verdict_key(loaded, kv_name)
-    path = state_directory / "self_test.json" if state_directory is not None else None
-    known = _read_verdicts(path)
-    if key in known:
-        return
-    if key + _PLAIN in known or not _agrees_over(loaded, kv_name, new_kv):
+    verdict = memory.get(_KIND, key)
+    if verdict not in (_PASSES, _PASSES_PLAIN):
+        verdict = _PASSES if _agrees_over(loaded, kv_name, new_kv) else _PASSES_PLAIN
+        memory.set(_KIND, key, verdict)
+    if verdict == _PASSES_PLAIN:
         faster.abandon()
-        key += _PLAIN
-    if key not in known:
-        _write_verdicts(path, [*known, key])
 
 
 def _agrees_over(loaded: LoadedModel, kv_name: str, new_kv: NewKv) -> bool:
@@ -318,18 +309,3 @@ def _verdict_key(loaded: LoadedModel, kv_name: str = "") -> str:
         *([f"kv {kv_name}"] if kv_name else ()),
     )
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-
-
-def _read_verdicts(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        passed = json.loads(path.read_text())["passed"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return []
-    return [key for key in passed if isinstance(key, str)] if isinstance(passed, list) else []
-
-
-def _write_verdicts(path: Path | None, passed: list[str]) -> None:
-    if path is not None:
-        write_memory(path, {"passed": passed[-200:]})

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from kvchat.cache.kv_pool import LayerGeometry
 from kvchat.cache.rates import CopyRates, RateMemory
 from support.cached_contexts import compute
+from support.fact_memory import FactMemory
 from support.host_machine import Machine
 
 # 128 KiB a block: a copy of a few says something about this machine.
@@ -22,8 +22,8 @@ def new_machine(
     return Machine(layers=LAYERS, memory=memory, clock=clock)
 
 
-def test_rates_of_copies_are_there_for_the_next_run(tmp_path: Path) -> None:
-    machine = new_machine(RateMemory(tmp_path, "model"))
+def test_rates_of_copies_are_there_for_the_next_run(memory: FactMemory) -> None:
+    machine = new_machine(RateMemory(memory, "model"))
     compute(machine.manager, STORY)
     machine.demote()
     machine.promote(STORY)
@@ -31,27 +31,25 @@ def test_rates_of_copies_are_there_for_the_next_run(tmp_path: Path) -> None:
     measured = machine.offload.rates.rates()
 
     assert set(measured) == {"down", "up"}
-    assert RateMemory(tmp_path, "model").read() == pytest.approx(measured, rel=0.1)
-    assert (
-        new_machine(RateMemory(tmp_path, "model")).offload.rates.rates().keys() == measured.keys()
-    )
+    assert RateMemory(memory, "model").read() == pytest.approx(measured, rel=0.1)
+    assert new_machine(RateMemory(memory, "model")).offload.rates.rates().keys() == measured.keys()
 
 
-def test_an_end_keeps_what_was_measured_last(tmp_path: Path) -> None:
-    machine = new_machine(RateMemory(tmp_path, "model"))
+def test_an_end_keeps_what_was_measured_last(memory: FactMemory) -> None:
+    machine = new_machine(RateMemory(memory, "model"))
     machine.offload.rates.note_prefill(100, 1.0)
     machine.offload.rates.note_up(1 << 30, 1.0)
 
     machine.offload.close()
     machine.offload.close()
 
-    assert RateMemory(tmp_path, "model").read() == {"prefill": 100.0, "up": float(1 << 30)}
+    assert RateMemory(memory, "model").read() == {"prefill": 100.0, "up": float(1 << 30)}
 
 
-def test_a_run_decides_by_what_an_earlier_one_has_measured(tmp_path: Path) -> None:
+def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -> None:
     """Every process once copied down at first what is computed anew in no time."""
-    RateMemory(tmp_path, "model").write({"prefill": 1e15, "down": 1e6, "up": 1e6})
-    machine = new_machine(RateMemory(tmp_path, "model"))
+    RateMemory(memory, "model").write({"prefill": 1e15, "down": 1e6, "up": 1e6})
+    machine = new_machine(RateMemory(memory, "model"))
     compute(machine.manager, STORY)
 
     machine.demote()
@@ -59,10 +57,10 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(tmp_path: Path) -> No
     assert machine.host.status().num_packs == 0
 
 
-def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(tmp_path: Path) -> None:
-    RateMemory(tmp_path, "model").write({"prefill": 1e6, "down": 1e8, "up": 1e8})
+def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(memory: FactMemory) -> None:
+    RateMemory(memory, "model").write({"prefill": 1e6, "down": 1e8, "up": 1e8})
     now_s = [0.0]
-    machine = new_machine(RateMemory(tmp_path, "model"), lambda: now_s[0])
+    machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
     while machine.host.status().num_packs == 0:
         compute(machine.manager, STORY)
         machine.demote()
@@ -72,16 +70,16 @@ def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(tmp_path: P
     assert now_s[0] > 60.0
 
 
-def test_what_is_refused_at_every_step_is_doubted_now_and_then(tmp_path: Path) -> None:
+def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemory) -> None:
     """A path three times too slow was tried again every twelve steps: each refusal had it believed
     to be a tenth quicker.
     """
     block_bytes, block_size = 128 << 10, 4
     rates = {"prefill": 1000.0, "down": 2 * block_bytes * 1000.0 / block_size / 3}
     rates["up"] = rates["down"]
-    RateMemory(tmp_path, "model").write(rates)
+    RateMemory(memory, "model").write(rates)
     now_s = [0.0]
-    machine = new_machine(RateMemory(tmp_path, "model"), lambda: now_s[0])
+    machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
 
     def passes(num_steps: int, seconds: float) -> int:
         for _ in range(num_steps):

@@ -13,6 +13,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.types import CachedTokens
+from support.fact_memory import FactMemory
 from support.patient_kvchat import be_patient
 from support.tiny_host import BLOCK_SIZE, TINY_KV, ask, tiny_host
 
@@ -25,20 +26,20 @@ class Life:
     def __init__(self, checkpoint: Path, home: Path) -> None:
         self.store = SessionStore(home / "sessions")
         self.kept = home / "kv"
-        self.state = home / "state"
+        self.memory = FactMemory()
         self._checkpoint = checkpoint
         self._hosts: list[ChatHost] = []
 
     def start(self, reuse: bool = True) -> ChatHost:
         kept = self.kept if reuse else None
-        host = tiny_host(self._checkpoint, self.store, reuse=reuse, kept=kept, state=self.state)
+        host = tiny_host(self._checkpoint, self.store, reuse=reuse, kept=kept, memory=self.memory)
         host.wait_until_ready()
         self._hosts.append(host)
         return host
 
     @property
     def admin(self) -> StoreAdmin:
-        return StoreAdmin(self.kept, None, self.state, TINY_KV)
+        return StoreAdmin(self.kept, None, self.memory, TINY_KV)
 
     def close(self) -> None:
         for host in self._hosts:
@@ -84,7 +85,9 @@ def test_in_one_process_the_next_message_reads_from_the_device_what_it_is_said_t
     life.close()
 
 
-def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(life: Life) -> None:
+def test_after_a_restart_it_reads_from_the_disk_what_it_is_said_to(
+    life: Life, memory: FactMemory
+) -> None:
     """It was called cold: only memory was looked at, before the disk was."""
     session_id = held(life)
     host = life.start()
@@ -141,10 +144,10 @@ def test_after_the_cache_is_cleared_it_is_cold(life: Life) -> None:
     life.close()
 
 
-def test_seconds_are_known_from_the_first_start(life: Life, tmp_path: Path) -> None:
+def test_seconds_are_known_from_the_first_start(life: Life) -> None:
     """They were unknown until an answer had prefilled 64 tokens."""
     session_id = held(life)
-    life.state = tmp_path / "another"
+    life.memory = FactMemory()
     host = life.start()
     session = host.open_session(session_id)
 

@@ -21,6 +21,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
 from support.pack_chains import payload_files
 from support.patient_kvchat import be_patient
 from support.tiny_host import TINY_KV, answer_options, ask, finish, tiny_host
@@ -33,12 +34,12 @@ class Runs:
 
     def __init__(self, checkpoint: Path, home: Path) -> None:
         self.checkpoint = checkpoint
-        self.kept, self.state = home / "kv", home / "state"
+        self.kept, self.memory = home / "kv", FactMemory()
         self.store = SessionStore(home / "sessions")
         self._hosts: list[ChatHost] = []
 
     def start(self, **how: object) -> ChatHost:
-        settings = {"kept": self.kept, "state": self.state, **how}
+        settings = {"kept": self.kept, "memory": self.memory, **how}
         host = tiny_host(self.checkpoint, self.store, **settings)  # type: ignore[arg-type]
         self._hosts.append(host)
         return host
@@ -54,7 +55,7 @@ class Runs:
         return controller.why_so_much(ended)
 
     def controller(self, host: ChatHost, session: ChatSession) -> ChatController:
-        kept = StoreAdmin(self.kept, state=self.state, settings=TINY_KV)
+        kept = StoreAdmin(self.kept, memory=self.memory, settings=TINY_KV)
         options: AskOptions = answer_options()
         return ChatController(host, lambda *_: host, session, options, kept=kept)
 

@@ -15,6 +15,7 @@ from kvchat.cache.connector import KvConnector
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import FinishReason
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec
@@ -337,7 +338,7 @@ def test_every_product_of_a_real_model_asks(tmp_path: Path) -> None:
     source = find_model(str(save_checkpoint(tmp_path, tiny_model("llama"))))
     cache = CacheConfig(device_bytes=Size(num_bytes=1 << 20))
     config = ModelConfig(dtype="float32")
-    engine = build_engine(source, config, cache, EngineConfig(), None, lambda _: None).engine
+    engine = build_engine(source, config, cache, EngineConfig(), NO_MEMORY, lambda _: None).engine
     num_asked = 0
 
     def is_unwanted(request_ids: frozenset[int]) -> bool:

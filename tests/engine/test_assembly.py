@@ -13,6 +13,7 @@ from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.types import MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,
@@ -29,6 +30,7 @@ from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
+from support.fact_memory import FactMemory
 from support.pack_chains import used_bytes
 
 MEBIBYTE = 1 << 20
@@ -44,14 +46,14 @@ def assemble(
     dtype: str = "float32",
     cache: CacheConfig | None = None,
     engine: EngineConfig | None = None,
-    state: Path | None = None,
+    memory: Memory = NO_MEMORY,
 ) -> AssembledEngine:
     return build_engine(
         find_model(str(directory)),
         ModelConfig(dtype=dtype),
         cache or CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
         engine or EngineConfig(),
-        state,
+        memory,
         lambda _: None,
     )
 
@@ -148,7 +150,7 @@ def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> Non
 
     with pytest.raises(ModelError, match="it runs on the gathered path"):
         engine_around(
-            replace(loaded, spec=spec), CacheConfig(kv_dtype="int8"), EngineConfig(), None
+            replace(loaded, spec=spec), CacheConfig(kv_dtype="int8"), EngineConfig(), NO_MEMORY
         )
 
 
@@ -156,9 +158,9 @@ def test_an_engine_around_a_loaded_model_refuses_it_too(checkpoint: Path) -> Non
     ("kv_dtype", "named"), [("auto", ""), ("float32", ""), ("float16", "float16"), ("int8", "int8")]
 )
 def test_the_dtype_of_kv_is_told_where_it_is_not_the_models(
-    kv_dtype: str, named: str, checkpoint: Path, tmp_path: Path
+    kv_dtype: str, named: str, checkpoint: Path, tmp_path: Path, memory: FactMemory
 ) -> None:
-    store, state = tmp_path / "kv", tmp_path / "state"
+    store = tmp_path / "kv"
     cache = CacheConfig(
         block_size=8,
         device_bytes=Size(num_bytes=MEBIBYTE),
@@ -166,39 +168,39 @@ def test_the_dtype_of_kv_is_told_where_it_is_not_the_models(
         disk_bytes=Size(num_bytes=16 * MEBIBYTE),
         directory=store,
     )
-    built = assemble(checkpoint, cache=cache, state=state)
+    built = assemble(checkpoint, cache=cache, memory=memory)
     ids = tuple(range(5, 45))
     generate(built.engine, ids, 4)
     built.engine.close()
 
     assert built.ready.kv_dtype == built.engine.status().kv_dtype == named
-    [found] = StoreAdmin(store, state=state).status().model_dirs
+    [found] = StoreAdmin(store, memory=memory).status().model_dirs
     assert (found.model, found.kv_dtype) == (str(checkpoint), named)
 
 
 def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, memory: FactMemory
 ) -> None:
     """A list of conversations said that one is ready, and the chat read all of it again."""
-    store, state = tmp_path / "kv", tmp_path / "state"
+    store = tmp_path / "kv"
     cache = CacheConfig(
         device_bytes=Size(num_bytes=MEBIBYTE),
         kv_dtype="int8",
         disk_bytes=Size(num_bytes=16 * MEBIBYTE),
         directory=store,
     )
-    built, ids = assemble(checkpoint, cache=cache, state=state), tuple(range(5, 45))
+    built, ids = assemble(checkpoint, cache=cache, memory=memory), tuple(range(5, 45))
     generate(built.engine, ids, 4)
     built.engine.close()
 
     def kept(kv_dtype: str) -> int:
-        admin = StoreAdmin(store, state=state, settings=KvSettings(kv_dtype=kv_dtype))
+        admin = StoreAdmin(store, memory=memory, settings=KvSettings(kv_dtype=kv_dtype))
         [places] = admin.locate([(str(checkpoint), ids)])
         return places.cached.disk
 
     assert kept("int8") == 32
     assert kept("auto") == kept("float16") == 0
-    why = StoreAdmin(store, state=state).why(str(checkpoint), ids)
+    why = StoreAdmin(store, memory=memory).why(str(checkpoint), ids)
     assert why is MissReason.OTHER_KV
 
 
@@ -271,7 +273,7 @@ def test_loading_is_told_stage_by_stage(checkpoint: Path) -> None:
         ModelConfig(),
         CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE)),
         EngineConfig(),
-        None,
+        NO_MEMORY,
         heard.append,
     )
 
@@ -293,32 +295,34 @@ def test_without_reuse_nothing_is_cached(checkpoint: Path) -> None:
     assert engine.status().num_tokens_computed == 2 * (40 + 4)
 
 
-def test_how_fast_copies_are_is_known_to_the_next_engine(checkpoint: Path, tmp_path: Path) -> None:
+def test_how_fast_copies_are_is_known_to_the_next_engine(
+    checkpoint: Path, memory: FactMemory
+) -> None:
     some = Size(num_bytes=MEBIBYTE)
     config = CacheConfig(device_bytes=some, host_bytes=some)
-    first = assemble(checkpoint, cache=config, state=tmp_path).engine
+    first = assemble(checkpoint, cache=config, memory=memory).engine
     assert first._offload is not None
     first._offload.rates.note_up(1 << 30, 1.0)
     first.close()
 
-    second = assemble(checkpoint, cache=config, state=tmp_path).engine
+    second = assemble(checkpoint, cache=config, memory=memory).engine
 
     assert second._offload is not None
     assert second._offload.rates.up_bytes_per_s == 1 << 30
 
 
 def test_rates_of_one_gpu_are_not_anothers(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     """What one GPU had shown was believed of the next one in the same machine."""
     loaded = replace(assemble(checkpoint).loaded, device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Small GPU")
-    rate_memory(loaded, tmp_path).write({"prefill": 500.0})
-    assert rate_memory(loaded, tmp_path).read() == {"prefill": 500.0}
+    rate_memory(loaded, memory).write({"prefill": 500.0})
+    assert rate_memory(loaded, memory).read() == {"prefill": 500.0}
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Large GPU")
 
-    assert rate_memory(loaded, tmp_path).read() == {}
+    assert rate_memory(loaded, memory).read() == {}
 
 
 def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(

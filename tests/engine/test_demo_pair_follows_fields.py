@@ -13,6 +13,7 @@ from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.grammar import json_grammar
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.draft_policy import FixedDraftPolicy
@@ -51,7 +52,7 @@ def demo_engine() -> Engine:
         CacheConfig(device_bytes=Size(num_bytes=64 << 20)),
         EngineConfig(),
         SpeculationConfig("auto"),
-        None,
+        NO_MEMORY,
         lambda event: None,
     )
     return assembled.engine

@@ -10,6 +10,7 @@ import pytest
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
@@ -36,7 +37,7 @@ def build(
         CacheConfig(device_bytes=Size(num_bytes=device_bytes), directory=directory),
         EngineConfig(),
         SpeculationConfig("auto"),
-        None,
+        NO_MEMORY,
         lambda event: None,
     )
 

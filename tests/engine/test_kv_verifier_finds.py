@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED
@@ -50,7 +51,9 @@ def prover(directory: Path, family: str, dtype: str) -> Prover:
     cache = CacheConfig(BLOCK, device_bytes=Size(num_bytes=8 << 20), disk_bytes=Size(num_bytes=0))
     model = ModelConfig(dtype=dtype)
     source = find_model(str(checkpoint))
-    return Prover(build_engine(source, model, cache, EngineConfig(), None, lambda _: None).engine)
+    return Prover(
+        build_engine(source, model, cache, EngineConfig(), NO_MEMORY, lambda _: None).engine
+    )
 
 
 @pytest.mark.parametrize("dtype", CERTAIN)

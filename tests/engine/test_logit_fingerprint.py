@@ -5,7 +5,6 @@ The digest of the weights is remembered by file; these tests write the digest of
 the KV beside the file of the one that reads it.
 """
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
@@ -73,13 +74,13 @@ def start(checkpoint: Path, home: Path | None, dtype: str) -> Life:
         disk_bytes=Size(num_bytes=64 * MIB),
         directory=home / "kv" if home is not None else None,
     )
-    state = home / "state" if home is not None else None
+    memory = DiskMemory(home / "state") if home is not None else NO_MEMORY
     built = build_engine(
         find_model(str(checkpoint)),
         ModelConfig(dtype=dtype),
         cache,
         EngineConfig(),
-        state,
+        memory,
         lambda _: None,
     )
     return Life(built.engine)
@@ -97,11 +98,10 @@ def perturbed(checkpoint: Path, tensor: str, copy: Path, amount: float) -> Path:
 
 def forge(home: Path, checkpoint: Path, original: Path) -> None:
     """Have the weights of one checkpoint taken for those of another."""
-    memory = home / "state" / "weights.json"
-    known = json.loads(memory.read_text())
-    real = mark(original / "model.safetensors")
-    known[mark(checkpoint / "model.safetensors")] = known[real]
-    memory.write_text(json.dumps(known))
+    memory = DiskMemory(home / "state")
+    real = memory.get("weights", mark(original / "model.safetensors"))
+    assert real is not None
+    memory.set("weights", mark(checkpoint / "model.safetensors"), real)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine
@@ -72,7 +73,7 @@ class Home:
             ModelConfig(dtype=dtype),
             cache,
             EngineConfig(),
-            self.directory / "state",
+            DiskMemory(self.directory / "state"),
             lambda _: None,
         )
         return Conversation(built.engine)

@@ -62,6 +62,7 @@ OWNERS = {
     "regex": {"model/files/adapter.py"},
     "jinja2": {"chat"},
     "llguidance": {"chat/grammar.py"},
+    "diskcache": {"cache/disk/json_disk.py", "cache/disk/memory.py"},
     "xxhash": {"cache"},
     "rich": {"terminal"},
     "pygments": {"terminal"},

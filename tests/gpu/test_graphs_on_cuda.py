@@ -9,6 +9,7 @@ import torch
 
 from kvchat.bench.engines import complete_all, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model
@@ -156,7 +157,7 @@ def engine_for(directory: Path, has_graphs: bool, draft: Path | None = None) -> 
         cache,
         replace(EngineConfig(), graphs=has_graphs),
         SpeculationConfig("auto" if draft is not None else "off"),
-        None,
+        NO_MEMORY,
         lambda event: None,
     ).engine
 

@@ -12,6 +12,7 @@ from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model
@@ -99,7 +100,9 @@ def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) 
 
     def build(cache: CacheConfig) -> Engine:
         source = find_model(str(checkpoint))
-        return build_engine(source, model, cache, EngineConfig(), None, lambda event: None).engine
+        return build_engine(
+            source, model, cache, EngineConfig(), NO_MEMORY, lambda event: None
+        ).engine
 
     def answers(engine: Engine) -> tuple[list[tuple[int, ...]], int]:
         found = [complete(engine, prompt, 8) for _ in range(2) for prompt in prompts]

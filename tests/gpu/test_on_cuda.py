@@ -7,6 +7,7 @@ import torch
 
 from kvchat.bench.engines import complete, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.packed.experts import has_packed_experts
@@ -32,7 +33,7 @@ def build(
     cache = CacheConfig(device_bytes=Size(num_bytes=16 << 20), directory=directory)
     model = ModelConfig(str(checkpoint), device=DEVICE, dtype=dtype, weights=weights)
     source = find_model(str(checkpoint))
-    return build_engine(source, model, cache, EngineConfig(), None, lambda event: None)
+    return build_engine(source, model, cache, EngineConfig(), NO_MEMORY, lambda event: None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen3", "gemma3_text", "gpt_oss"])

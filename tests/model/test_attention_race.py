@@ -1,6 +1,5 @@
 """FlashInfer is raced with our attention at load: it wins if it is right and faster."""
 
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.model.gpu import attention_race
 from kvchat.model.gpu.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
 from kvchat.model.gpu.stopwatch import Pass
@@ -20,6 +20,7 @@ from kvchat_kernels.paged_attention import FULL, AttentionSpan, Implementation
 from kvchat_kernels.paged_attention.adopted import ADOPTED, StepKind
 from kvchat_kernels.paged_attention.flashinfer_gpu import FlashInfer
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from support.fact_memory import FactMemory
 from support.fake_flashinfer import FakeFlashInfer
 
 LAYER = LayerSpec("layers.0.attn", 4, 2, 64, 64, FULL, False, False, 0, True)
@@ -62,7 +63,7 @@ class Clock:
 class Load:
     """Loads of a model with these layers, on a GPU with FlashInfer."""
 
-    directory: Path | None
+    memory: Memory
     layers: tuple[LayerSpec, ...] = (LAYER,)
     clock: Clock = field(default_factory=Clock)
     rival: Callable[[torch.device], Any] = lambda device: FlashInfer(FakeFlashInfer, device)
@@ -79,11 +80,11 @@ class Load:
         )
         race = Race(rival, lambda device: self.clock, lambda device: (9, 0))
         say = lambda event: self.said.append(event.stage)  # noqa: E731
-        return race_attention(loaded, kv_dtype, 16, self.directory, say, race)
+        return race_attention(loaded, kv_dtype, 16, self.memory, say, race)
 
 
-def test_what_is_right_and_faster_is_adopted(tmp_path: Path) -> None:
-    load = Load(tmp_path)
+def test_what_is_right_and_faster_is_adopted(memory: FactMemory) -> None:
+    load = Load(memory)
 
     assert load() == (DECODE, PREFILL)
     assert {key[1] for key in ADOPTED} == set(StepKind)
@@ -92,9 +93,9 @@ def test_what_is_right_and_faster_is_adopted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("theirs_us", [9.8, 10.0, 30.0])
 def test_what_is_no_faster_by_a_margin_is_not_imported_again(
-    theirs_us: float, tmp_path: Path
+    theirs_us: float, memory: FactMemory
 ) -> None:
-    load = Load(tmp_path, clock=Clock(theirs_us))
+    load = Load(memory, clock=Clock(theirs_us))
 
     assert [load() for _ in range(3)] == [()] * 3
     assert not ADOPTED
@@ -102,8 +103,8 @@ def test_what_is_no_faster_by_a_margin_is_not_imported_again(
     assert load.clock.num_timed == 2
 
 
-def test_a_winner_is_compared_at_each_load_and_timed_once(tmp_path: Path) -> None:
-    load = Load(tmp_path)
+def test_a_winner_is_compared_at_each_load_and_timed_once(memory: FactMemory) -> None:
+    load = Load(memory)
 
     assert load() == load() == (DECODE, PREFILL)
     assert load.clock.num_timed == 2
@@ -152,10 +153,10 @@ def raises(*arguments: Any) -> torch.Tensor:
     ],
 )
 def test_a_wrong_or_failing_kernel_is_one_line_and_is_tried_again(
-    function: Any, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    function: Any, why: str, caplog: pytest.LogCaptureFixture, memory: FactMemory
 ) -> None:
     """What it lacked, a compiler say, may be there at the next load."""
-    load = Load(tmp_path, rival=lambda device: Rival(function))
+    load = Load(memory, rival=lambda device: Rival(function))
 
     assert load() == ()
     assert not ADOPTED
@@ -166,11 +167,11 @@ def test_a_wrong_or_failing_kernel_is_one_line_and_is_tried_again(
     assert load.num_imports == 2
 
 
-def test_memory_of_kernels_that_are_not_adopted_is_given_back(tmp_path: Path) -> None:
+def test_memory_of_kernels_that_are_not_adopted_is_given_back(memory: FactMemory) -> None:
     """An adopted decode keeps its own: captured steps use it, those of another model too."""
     kernels = FlashInfer(FakeFlashInfer, torch.device("cpu"))
     rival = Rival(kernels.decode)
-    load = Load(tmp_path, rival=lambda device: rival)
+    load = Load(memory, rival=lambda device: rival)
 
     assert load() == (DECODE,)
     assert rival.released == [StepKind.PREFILL]
@@ -179,7 +180,7 @@ def test_memory_of_kernels_that_are_not_adopted_is_given_back(tmp_path: Path) ->
     assert load() == ()
     assert rival.released == [StepKind.PREFILL] * 2
 
-    load = Load(tmp_path / "again", rival=lambda device: rival)
+    load = Load(FactMemory(), rival=lambda device: rival)
     assert load() == (DECODE,)
     rival.decode = raises  # with two models on a card its memory ran out
     assert load() == ()
@@ -189,11 +190,13 @@ def test_memory_of_kernels_that_are_not_adopted_is_given_back(tmp_path: Path) ->
     assert kernels._decode_workspace is None
 
 
-def test_an_import_that_fails_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_import_that_fails_is_one_line(
+    caplog: pytest.LogCaptureFixture, memory: FactMemory
+) -> None:
     def fail(device: torch.device) -> FlashInfer:
         raise ImportError("libcudart.so.13: cannot open shared object file")
 
-    assert Load(tmp_path, rival=fail)() == ()
+    assert Load(memory, rival=fail)() == ()
     assert [record.getMessage() for record in caplog.records] == [
         "FlashInfer is not used: ImportError: libcudart.so.13: cannot open shared object file"
     ]
@@ -201,13 +204,13 @@ def test_an_import_that_fails_is_one_line(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_where_nothing_may_be_written_it_is_not_imported() -> None:
     """Incognito: the package makes a directory in the user's home when it is imported."""
-    load = Load(None)
+    load = Load(NO_MEMORY)
     assert load() == ()
     assert load.num_imports == 0
 
 
-def test_layers_that_it_has_no_kernels_for_import_nothing(tmp_path: Path) -> None:
-    load = Load(tmp_path, layers=(replace(LAYER, has_sinks=True),))
+def test_layers_that_it_has_no_kernels_for_import_nothing(memory: FactMemory) -> None:
+    load = Load(memory, layers=(replace(LAYER, has_sinks=True),))
     assert load() == ()
     assert load(torch.float32) == ()
     load.layers = (replace(LAYER, key_dim=20, value_dim=20),)
@@ -236,34 +239,20 @@ def test_each_kind_of_layer_is_a_contest_of_its_own() -> None:
 SOME = {DECODE: RaceTimes(1e-5, 2e-5), PREFILL: RaceTimes(3e-4, 1e-4)}
 
 
-def test_times_are_those_of_their_machine(tmp_path: Path) -> None:
-    RaceMemory(tmp_path, "H200, flashinfer 0.7.2").write(SOME)
-    RaceMemory(tmp_path, "L4, flashinfer 0.7.2").write({})
+def test_times_are_those_of_their_machine(memory: FactMemory) -> None:
+    RaceMemory(memory, "H200, flashinfer 0.7.2").write(SOME)
+    RaceMemory(memory, "L4, flashinfer 0.7.2").write({})
 
-    assert RaceMemory(tmp_path, "H200, flashinfer 0.7.2").read() == SOME
-    assert RaceMemory(tmp_path, "H200, flashinfer 0.7.3").read() == {}
-    RaceMemory(None, "H200").write(SOME)
-    assert RaceMemory(None, "H200").read() == {}
+    assert RaceMemory(memory, "H200, flashinfer 0.7.2").read() == SOME
+    assert RaceMemory(memory, "H200, flashinfer 0.7.3").read() == {}
+    RaceMemory(NO_MEMORY, "H200").write(SOME)
+    assert RaceMemory(NO_MEMORY, "H200").read() == {}
 
 
 @pytest.mark.parametrize("value", ["[0, 1]", "[1]", '"fast"', "[1, -2]", "[NaN, 1]", "{}", "null"])
-def test_impossible_times_are_none(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "attention_race.json"
-    path.write_text('{"version": 1, "machines": {"H200": {"x": %s}}}' % value)  # noqa: UP031
-    path.chmod(0o600)
-    assert RaceMemory(tmp_path, "H200").read() == {}
-
-
-def test_an_unwritable_directory_costs_only_the_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = tmp_path / "file"
-    place.write_text("")
-    caplog.set_level(logging.WARNING)
-
-    RaceMemory(place, "H200").write(SOME)
-
-    assert "attention_race.json not written" in caplog.text
+def test_impossible_times_are_none(value: str, memory: FactMemory) -> None:
+    memory.texts["attention race", "H200"] = f'{{"x": {value}}}'
+    assert RaceMemory(memory, "H200").read() == {}
 
 
 def test_off_cuda_nothing_of_it_is_imported(tmp_path: Path) -> None:
@@ -273,7 +262,8 @@ def test_off_cuda_nothing_of_it_is_imported(tmp_path: Path) -> None:
         "import torch; from types import SimpleNamespace as N\n"
         "from kvchat.model.gpu.attention_race import race_attention\n"
         "loaded = N(device=torch.device('cpu'), spec=None)\n"
-        "print(race_attention(loaded, torch.bfloat16, 16, None, print))\n"
+        "from kvchat.core.memory import NO_MEMORY\n"
+        "print(race_attention(loaded, torch.bfloat16, 16, NO_MEMORY, print))\n"
     )
     path = [str(tmp_path), *filter(None, sys.path)]
     done = subprocess.run(

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
@@ -492,7 +493,7 @@ def test_other_models_run_their_own_code(
     loaded = load_model(source, ModelConfig(), None, lambda _: None)
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
 
 
 def test_a_sparse_mixture_whose_angles_depend_on_the_step_runs_its_own_code(
@@ -578,7 +579,7 @@ def test_a_machine_without_a_compiler_runs_the_modules(
     loaded = load(tmp_path, "llama", dtype="float32")
 
     assert PagedModel(loaded, pools_of(loaded)).compiled is None
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
 
 
 def test_what_a_family_differs_in_is_in_its_row() -> None:

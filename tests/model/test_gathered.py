@@ -9,6 +9,7 @@ import torch
 
 from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.checkpoint.source import find_model
@@ -114,7 +115,11 @@ def test_a_model_that_fails_over_a_cache_is_refused_in_a_sentence(
 
     with pytest.raises(ModelUnsupported, match="over a paged cache failed"):
         load_trusted(
-            find_model(str(directory)), ModelConfig(dtype="float32"), None, None, lambda event: None
+            find_model(str(directory)),
+            ModelConfig(dtype="float32"),
+            None,
+            NO_MEMORY,
+            lambda event: None,
         )
 
 

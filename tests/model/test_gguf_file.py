@@ -9,6 +9,7 @@ import gguf
 import pytest
 
 from kvchat.core.errors import ExitCode, ModelError
+from kvchat.core.memory import NO_MEMORY
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gguf.file import read_gguf
@@ -136,7 +137,7 @@ def test_a_changed_weight_or_field_is_another_model(model_file: Path, tmp_path: 
     path = tmp_path / "m.gguf"
     path.write_bytes(model_file.read_bytes())
     source = find_model(str(path))
-    before = sample_digest(source), content_digest(source, None)
+    before = sample_digest(source), content_digest(source, NO_MEMORY)
     place = max(source.gguf.tensors.values(), key=lambda t: t.num_bytes)
     field_at = model_file.read_bytes().index(b"llama.rope.freq_base") + 26
 
@@ -146,7 +147,7 @@ def test_a_changed_weight_or_field_is_another_model(model_file: Path, tmp_path: 
         path.write_bytes(content)
         changed = find_model(str(path))
         assert sample_digest(changed) != before[0]
-        assert content_digest(changed, None) != before[1]
+        assert content_digest(changed, NO_MEMORY) != before[1]
 
     path.write_bytes(model_file.read_bytes())
-    assert (sample_digest(find_model(str(path))), content_digest(source, None)) == before
+    assert (sample_digest(find_model(str(path))), content_digest(source, NO_MEMORY)) == before

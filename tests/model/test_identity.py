@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.model.checkpoint.identity import _remember, content_digest, sample_digest
+from kvchat.core.memory import NO_MEMORY, Fact
+from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
 
 
 @pytest.fixture(scope="module")
@@ -129,71 +131,50 @@ def flip_last_byte(path: Path) -> None:
 
 
 def test_one_changed_bit_makes_another_digest(source: ModelSource) -> None:
-    before = content_digest(source, None)
+    before = content_digest(source, NO_MEMORY)
 
     flip_last_byte(source.weight_files[0])
 
-    assert content_digest(source, None) != before
+    assert content_digest(source, NO_MEMORY) != before
 
 
 def test_the_configuration_counts(source: ModelSource) -> None:
-    before = content_digest(source, None)
+    before = content_digest(source, NO_MEMORY)
     path = source.directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_theta": 5.0}))
 
-    assert content_digest(source, None) != before
+    assert content_digest(source, NO_MEMORY) != before
 
 
-def test_a_copy_elsewhere_is_the_same_model(source: ModelSource, tmp_path: Path) -> None:
+def test_a_copy_elsewhere_is_the_same_model(
+    source: ModelSource, tmp_path: Path, memory: FactMemory
+) -> None:
     source.directory.rename(tmp_path / "moved")
 
     moved = find_model(str(tmp_path / "moved"))
 
-    assert content_digest(moved, None) == content_digest(moved, tmp_path / "state")
+    assert content_digest(moved, NO_MEMORY) == content_digest(moved, memory)
 
 
-def test_an_unchanged_file_is_not_read_again(source: ModelSource, tmp_path: Path) -> None:
+def test_an_unchanged_file_is_not_read_again(source: ModelSource, memory: FactMemory) -> None:
     """Shown by a forged memory: what is remembered is believed while the file is the same."""
-    true = content_digest(source, tmp_path)
-    memory = tmp_path / "weights.json"
-    [mark] = json.loads(memory.read_text())
-    memory.write_text(json.dumps({mark: "0" * 32}))
+    true = content_digest(source, memory)
+    [(kind, mark)] = memory.texts
+    memory.set(kind, mark, "0" * 32)
 
-    assert content_digest(source, tmp_path) != true
+    assert content_digest(source, memory) != true
 
     flip_last_byte(source.weight_files[0])
     flip_last_byte(source.weight_files[0])
 
-    assert content_digest(source, tmp_path) == true
+    assert content_digest(source, memory) == true
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", "null", '{"a": {}}'])
-def test_a_damaged_memory_is_no_memory(source: ModelSource, tmp_path: Path, content: str) -> None:
-    true = content_digest(source, None)
-    (tmp_path / "weights.json").write_text(content)
+@pytest.mark.parametrize("fact", [[1], None, 5, {"a": {}}, "", "0" * 31, "G" * 32], ids=str)
+def test_a_damaged_memory_is_no_memory(source: ModelSource, memory: FactMemory, fact: Fact) -> None:
+    true = content_digest(source, memory)
+    for key in memory.texts:
+        memory.set(*key, fact)
 
-    assert content_digest(source, tmp_path) == true
-    assert content_digest(source, tmp_path) == true
-
-
-def test_the_memory_is_private_and_a_place_that_cannot_be_written_does_no_harm(
-    source: ModelSource, tmp_path: Path
-) -> None:
-    content_digest(source, tmp_path)
-
-    assert (tmp_path / "weights.json").stat().st_mode & 0o777 == 0o600
-    assert content_digest(source, Path("/proc/nowhere")) == content_digest(source, None)
-
-
-def test_a_digest_stays_beside_that_of_a_model_loaded_meanwhile(
-    source: ModelSource, tmp_path: Path
-) -> None:
-    """A draft model's load had lost that of the model itself: gigabytes were read again."""
-    content_digest(source, tmp_path)
-    [(mark, digest)] = json.loads((tmp_path / "weights.json").read_text()).items()
-    (tmp_path / "weights.json").unlink()
-
-    _remember(tmp_path, {"draft": "d"})  # it ends first
-    _remember(tmp_path, {mark: digest})
-
-    assert json.loads((tmp_path / "weights.json").read_text()) == {"draft": "d", mark: digest}
+    assert content_digest(source, memory) == true
+    assert content_digest(source, memory) == true

@@ -17,6 +17,7 @@ from kvchat.model.loader import inspect_model
 from kvchat.model.spec import ModelSpec
 from support.architectures import GATHERED, SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
+from support.fact_memory import FactMemory
 from support.stateful_models import STATEFUL
 
 _LIMIT = ParameterLimit(1000, 1_000_000)
@@ -40,42 +41,45 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "name",
     ["gemma3, mixed windows", "gemma3n, shared KV", "gpt_oss, sinks", "bloom", "qwen3_5", "lfm2"],
 )
-def test_a_spec_is_known_as_it_was_probed(tmp_path: Path, name: str) -> None:
+def test_a_spec_is_known_as_it_was_probed(name: str, memory: FactMemory) -> None:
     model_type, settings = _ALL[name]
     spec = probe(tiny_config(model_type, **settings))
 
-    KnownSpecs(tmp_path).note("key", spec)
+    KnownSpecs(memory).note("key", spec)
 
-    assert KnownSpecs(tmp_path).find("key") == spec
-    assert KnownSpecs(tmp_path).find("another") is None
-    assert (tmp_path / "specs.json").stat().st_mode & 0o777 == 0o600
+    assert KnownSpecs(memory).find("key") == spec
+    assert KnownSpecs(memory).find("another") is None
 
 
-def test_a_model_is_probed_at_its_first_start_only(tmp_path: Path, probes: list[str]) -> None:
+def test_a_model_is_probed_at_its_first_start_only(
+    tmp_path: Path, probes: list[str], memory: FactMemory
+) -> None:
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
-    _, first = inspect_model(source, tmp_path / "state")
-    _, second = inspect_model(source, tmp_path / "state")
+    _, first = inspect_model(source, memory)
+    _, second = inspect_model(source, memory)
     _, third = inspect_model(source)
 
     assert first == second == third
-    assert probes == ["llama", "llama"], "without a state directory each start probes"
+    assert probes == ["llama", "llama"], "without a memory each start probes"
 
 
-def test_a_config_that_changed_is_probed_again(tmp_path: Path, probes: list[str]) -> None:
+def test_a_config_that_changed_is_probed_again(
+    tmp_path: Path, probes: list[str], memory: FactMemory
+) -> None:
     """A number of layers that the weights cannot hold is refused though the model was known."""
     directory = save_checkpoint(tmp_path / "model", tiny_model("llama"))
-    inspect_model(find_model(str(directory)), tmp_path / "state")
+    inspect_model(find_model(str(directory)), memory)
     config = json.loads((directory / "config.json").read_text())
 
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    _, spec = inspect_model(find_model(str(directory)), tmp_path / "state")
+    _, spec = inspect_model(find_model(str(directory)), memory)
     (directory / "config.json").write_text(json.dumps({**config, "hidden_size": 1 << 14}))
 
     assert spec is not None
     assert len(spec.layers) == 1
     with pytest.raises(ModelError, match="larger model"):
-        inspect_model(find_model(str(directory)), tmp_path / "state")
+        inspect_model(find_model(str(directory)), memory)
     assert probes == ["llama"] * 3
 
 
@@ -104,24 +108,20 @@ def _with(content: str, old: str, new: str) -> str:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda content: content[: len(content) // 2],
-        lambda content: "",
         lambda content: "[]",
         lambda content: _with(content, '"num_heads": 4', '"num_heads": 5'),
-        lambda content: _with(content, '"version": 1', '"version": 2'),
         lambda content: _with(content, '"digest"', '"other"'),
     ],
 )
-def test_a_damaged_file_is_a_miss_and_is_replaced(
-    tmp_path: Path, probes: list[str], damage: Any
+def test_a_damaged_fact_is_a_miss_and_is_replaced(
+    tmp_path: Path, probes: list[str], damage: Any, memory: FactMemory
 ) -> None:
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
-    state = tmp_path / "state"
-    _, sound = inspect_model(source, state)
-    file = state / "specs.json"
-    file.write_text(damage(file.read_text()))
+    _, sound = inspect_model(source, memory)
+    [(key, text)] = memory.texts.items()
+    memory.texts[key] = damage(text)
 
-    assert [inspect_model(source, state)[1] for _ in range(2)] == [sound, sound]
+    assert [inspect_model(source, memory)[1] for _ in range(2)] == [sound, sound]
     assert probes == ["llama", "llama"]
 
 
@@ -138,37 +138,13 @@ def test_a_damaged_file_is_a_miss_and_is_replaced(
     ],
 )
 def test_content_of_other_types_is_a_miss_whatever_its_digest(
-    tmp_path: Path, name: str, value: object
+    name: str, value: object, memory: FactMemory
 ) -> None:
-    known = KnownSpecs(tmp_path)
+    known = KnownSpecs(memory)
     known.note("key", probe(tiny_config("llama")))
-    file = tmp_path / "specs.json"
-    content = json.loads(file.read_text())
-    entry = content["specs"]["key"]
+    entry: Any = memory.get("specs", "key")
     entry["spec"][name] = value
     entry["digest"] = known_specs._digest(entry["spec"])
-    file.write_text(json.dumps(content))
+    memory.set("specs", "key", entry)
 
     assert known.find("key") is None
-
-
-def test_a_link_or_a_file_that_others_may_write_is_a_miss(tmp_path: Path) -> None:
-    known = KnownSpecs(tmp_path)
-    known.note("key", probe(tiny_config("llama")))
-    file = tmp_path / "specs.json"
-    file.rename(tmp_path / "elsewhere.json")
-    file.symlink_to(tmp_path / "elsewhere.json")
-
-    assert known.find("key") is None
-
-
-def test_the_newest_specs_stay(tmp_path: Path) -> None:
-    known, spec = KnownSpecs(tmp_path), probe(tiny_config("llama"))
-    for number in range(18):
-        known.note(f"key {number}", spec)
-
-    assert [known.find(f"key {number}") is not None for number in (1, 2, 17)] == [
-        False,
-        True,
-        True,
-    ]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
+from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.files.checkpoint_files import read_header
@@ -142,7 +143,7 @@ def test_tensors_that_no_part_of_the_model_takes_are_told(checkpoint: Path) -> N
         ModelConfig(),
         CacheConfig(device_bytes=Size(num_bytes=1 << 20)),
         EngineConfig(),
-        None,
+        NO_MEMORY,
         lambda _: None,
     )
     assert heard.ready.notes == (note,)
@@ -271,7 +272,7 @@ def test_a_cache_too_small_for_two_blocks_is_told(checkpoint: Path) -> None:
             ModelConfig(),
             CacheConfig(device_bytes=Size(num_bytes=1000)),
             EngineConfig(),
-            None,
+            NO_MEMORY,
             lambda _: None,
         )
 
@@ -285,6 +286,6 @@ def test_a_cache_larger_than_any_memory_is_told(checkpoint: Path, num_bytes: int
             ModelConfig(),
             CacheConfig(block_size=1024, device_bytes=Size(num_bytes=num_bytes)),
             EngineConfig(),
-            None,
+            NO_MEMORY,
             lambda _: None,
         )

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
+from kvchat.core.memory import NO_MEMORY
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.files.adapter import read_adapter
@@ -158,7 +159,7 @@ def test_an_adapter_is_part_of_the_identity(base: Path, tmp_path: Path) -> None:
     one = write_adapter(tmp_path / "one", pair(Q, 64, 64))
     other = write_adapter(tmp_path / "other", pair(Q, 64, 64), lora_alpha=13)
     sources = [find_model(str(base), path) for path in (None, str(one), str(other))]
-    for digest in (sample_digest, lambda source: content_digest(source, None)):
+    for digest in (sample_digest, lambda source: content_digest(source, NO_MEMORY)):
         assert len({digest(source) for source in sources}) == 3
     assert set(sources[1].marks()) > set(sources[0].marks())
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelUnsupported
+from kvchat.core.memory import NO_MEMORY
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.hf import probe as probe_module
 from kvchat.model.hf.probe import ProbeInconclusive, probe
@@ -78,7 +79,7 @@ def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(
     assert compare_with_own(loaded) > 0.9999
 
     with pytest.raises(ModelUnsupported, match="differs from its own") as caught:
-        ensure_trusted(loaded, None)
+        ensure_trusted(loaded, NO_MEMORY)
 
     assert type(model).__name__ in caught.value.message
 
@@ -118,7 +119,7 @@ def test_chunked_attention_is_read_as_chunks(tmp_path: Path) -> None:
     assert spec is None, "this one needs its weights to run"
 
     loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
 
     assert [layer.span for layer in loaded.spec.layers] == [AttentionSpan(chunk=6), FULL]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvchat.core.config import ModelConfig
+from kvchat.core.memory import NO_MEMORY
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.checkpoint.source import find_model
@@ -295,7 +296,7 @@ def test_the_self_test_abandons_a_step_that_is_wrong(tmp_path: Path) -> None:
         if hasattr(layer.attention, "rates"):
             layer.attention.rates.mul_(0.5)
 
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
 
     assert loaded.compiled.is_off
 

@@ -1,7 +1,6 @@
 """What rounding did is measured, kept and told; what 4 bits cost too much stays in 8."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import torch
 from kvchat.cli import models
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.model import rounding
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.source import find_model
@@ -16,6 +16,7 @@ from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.packed.quantise import pack_of
 from kvchat.model.rounding import Effect, divergences, known_effect
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
 
 FEW, MANY = "self_attn.v_proj", "mlp.up_proj"
 
@@ -38,9 +39,9 @@ def _measures_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "_LEAST_PARAMETERS", 0)
 
 
-def load(directory: Path, state: Path | None, weights: str = "int4") -> LoadedModel:
+def load(directory: Path, memory: Memory, weights: str = "int4") -> LoadedModel:
     config = ModelConfig(weights=weights, device="cpu")
-    return load_model(find_model(str(directory)), config, 128, lambda _: None, state)
+    return load_model(find_model(str(directory)), config, 128, lambda _: None, memory)
 
 
 def bits_of(loaded: LoadedModel, name: str) -> int:
@@ -59,39 +60,40 @@ def test_divergence_is_that_of_kullback_and_leibler() -> None:
 
 
 def test_what_costs_much_stays_in_8_bits_and_the_user_is_told(
-    directory: Path, tmp_path: Path
+    directory: Path, memory: FactMemory
 ) -> None:
     """A small Gemma changed a fifth of its likeliest tokens without a word."""
-    loaded = load(directory, tmp_path)
+    loaded = load(directory, memory)
 
     assert "v_proj" in loaded.in_8
     assert bits_of(loaded, FEW) == 8
     assert bits_of(loaded, MANY) == (8 if "up_proj" in loaded.in_8 else 4)
     [note] = [note for note in loaded.notes if "likeliest tokens" in note]
     assert "v_proj" in note
-    assert load(directory, tmp_path, "int8").in_8 == ()
+    assert load(directory, memory, "int8").in_8 == ()
 
 
 def test_what_was_measured_is_kept(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
-    first = load(directory, tmp_path)
+    first = load(directory, memory)
 
     def fail(*arguments: object) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(rounding, "_measured", fail)
-    again = load(directory, tmp_path)
+    again = load(directory, memory)
     assert (again.in_8, again.notes) == (first.in_8, first.notes)
-    (tmp_path / "rounding.json").write_text('{"version": 1, "effects": {"x": 3}}')
-    assert known_effect(sample_digest(again.source), "int4", again.dtype, tmp_path) is None
+    [key] = [key for key in memory.texts if key[0] == "rounding"]
+    memory.set(*key, {"x": 3})
+    assert known_effect(sample_digest(again.source), "int4", again.dtype, memory) is None
 
 
 def test_models_info_tells_what_rounding_did(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
-    loaded = load(directory, tmp_path)
-    monkeypatch.setattr(models, "user_paths", lambda: SimpleNamespace(state=tmp_path))
+    loaded = load(directory, memory)
+    monkeypatch.setattr(models, "state_memory", lambda: memory)
 
     facts = models._rounding_facts(loaded.source, loaded.dtype)
     assert facts == {"int4": loaded.notes[0]}
@@ -102,17 +104,17 @@ def test_a_form_that_is_too_coarse_is_refused_unless_the_user_insists(
 ) -> None:
     monkeypatch.setattr(rounding, "_measured", lambda *_: Effect(0.3, 0.75, 256))
     with pytest.raises(ModelError, match=r"change 25% of 256 likeliest tokens \(KL 0.3000\)") as e:
-        load(directory, None)
+        load(directory, NO_MEMORY)
     assert "KVCHAT_ROUNDING=any" in e.value.hint
 
     monkeypatch.setenv("KVCHAT_ROUNDING", "any")
-    assert bits_of(load(directory, None), FEW) == 4
+    assert bits_of(load(directory, NO_MEMORY), FEW) == 4
 
 
 def test_what_cannot_be_measured_is_rounded_as_before(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, tiny_model("llama"))
     (tmp_path / "tokenizer.json").unlink()
-    loaded = load(tmp_path, None)
+    loaded = load(tmp_path, NO_MEMORY)
     assert (loaded.in_8, loaded.notes) == ((), ())
     assert bits_of(loaded, FEW) == 4
 

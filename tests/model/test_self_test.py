@@ -1,6 +1,5 @@
 """The self-test finds faults that no other check finds, and runs once per model."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model import self_test
 from kvchat.model.batch import ForwardBatch
@@ -23,6 +23,7 @@ from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own, ensure_faster_reads, ensure_trusted
 from kvchat_kernels.kv_layer import KvLayer
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
 from support.fused_models import load_fused
 from support.specimens import Specimen
 
@@ -78,7 +79,7 @@ def test_a_model_that_ignores_its_positions_is_refused(specimen: GetSpecimen) ->
     loaded = counting_positions(specimen("llama").loaded)
 
     with pytest.raises(ModelUnsupported, match="keeps positions or state outside its attention"):
-        ensure_trusted(loaded, None)
+        ensure_trusted(loaded, NO_MEMORY)
 
 
 @pytest.mark.parametrize("change", [{"has_softcap": False}, {"span": None}], ids=str)
@@ -89,8 +90,8 @@ def test_a_layer_read_wrongly_is_refused(change: dict[str, Any], specimen: GetSp
     wrong = made.with_layers(**({"span": FULL} if "span" in change else change))
 
     with pytest.raises(ModelUnsupported, match="differs from its own"):
-        ensure_trusted(wrong, None)
-    ensure_trusted(made.loaded, None)
+        ensure_trusted(wrong, NO_MEMORY)
+    ensure_trusted(made.loaded, NO_MEMORY)
 
 
 def test_in_full_precision_a_single_wrong_row_is_enough(specimen: GetSpecimen) -> None:
@@ -102,7 +103,7 @@ def test_in_full_precision_a_single_wrong_row_is_enough(specimen: GetSpecimen) -
 
     assert compare_with_own(wrong) < 0.9999
     with pytest.raises(ModelUnsupported):
-        ensure_trusted(wrong, None)
+        ensure_trusted(wrong, NO_MEMORY)
 
 
 def test_logits_that_are_no_numbers_are_refused(specimen: GetSpecimen) -> None:
@@ -113,10 +114,10 @@ def test_logits_that_are_no_numbers_are_refused(specimen: GetSpecimen) -> None:
     weight[0] = float("nan")
     try:
         with pytest.raises(ModelError, match="computes NaN in float32"):
-            ensure_trusted(loaded, None)
+            ensure_trusted(loaded, NO_MEMORY)
     finally:
         weight.copy_(kept)
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
 
 
 class CountedTest:
@@ -133,28 +134,27 @@ class CountedTest:
 
 
 def test_a_verdict_is_remembered_for_the_same_configuration_and_versions(
-    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    specimen: GetSpecimen, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     test = CountedTest(monkeypatch)
     loaded = specimen("llama").loaded
     for _ in range(3):
-        ensure_trusted(loaded, tmp_path / "state")
+        ensure_trusted(loaded, memory)
     assert test.count == 1
-    assert (tmp_path / "state" / "self_test.json").stat().st_mode & 0o777 == 0o600
 
-    ensure_trusted(specimen("qwen3").loaded, tmp_path / "state")
-    ensure_trusted(replace(loaded, dtype=torch.bfloat16), tmp_path / "state")
+    ensure_trusted(specimen("qwen3").loaded, memory)
+    ensure_trusted(replace(loaded, dtype=torch.bfloat16), memory)
     assert test.count == 3
     monkeypatch.setattr(self_test.transformers, "__version__", "5.99.0")
-    ensure_trusted(loaded, tmp_path / "state")
+    ensure_trusted(loaded, memory)
     assert test.count == 4
-    ensure_trusted(loaded, None)
+    ensure_trusted(loaded, NO_MEMORY)
     assert test.count == 5
 
 
 @pytest.mark.parametrize("change", ["GPU", "Triton"])
 def test_another_gpu_or_triton_is_tested_anew(
-    change: str, specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, specimen: GetSpecimen, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     """The verdict on kernels that one GPU or one compiler had made was believed of another's."""
     test = CountedTest(monkeypatch)
@@ -162,83 +162,40 @@ def test_another_gpu_or_triton_is_tested_anew(
     names = {"GPU": "Small GPU", "Triton": "3.6.0"}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names["GPU"])
     monkeypatch.setattr("kvchat.model.device.version", lambda package: names["Triton"])
-    ensure_trusted(loaded, tmp_path)
-    ensure_trusted(loaded, tmp_path)
+    ensure_trusted(loaded, memory)
+    ensure_trusted(loaded, memory)
     assert test.count == 1
 
     names[change] = "another"
-    ensure_trusted(loaded, tmp_path)
+    ensure_trusted(loaded, memory)
 
     assert test.count == 2
 
 
 def test_a_compiled_step_that_a_model_has_since_is_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     """What had passed by its modules once vouched for the compiled steps of later versions."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("glm"))))
     loaded = load_model(source, ModelConfig(dtype="float32"), None, lambda _: None)
     test = CountedTest(monkeypatch)
-    ensure_trusted(replace(loaded, compiled=None), tmp_path)
+    ensure_trusted(replace(loaded, compiled=None), memory)
     assert test.count == 1
 
-    ensure_trusted(loaded, tmp_path)
+    ensure_trusted(loaded, memory)
 
     assert test.count == 3  # the modules, and the step
 
 
 def test_a_failure_is_not_remembered(
-    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    specimen: GetSpecimen, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     test = CountedTest(monkeypatch, similarity=0.5)
     for _ in range(2):
         with pytest.raises(ModelUnsupported):
-            ensure_trusted(specimen("llama").loaded, tmp_path)
+            ensure_trusted(specimen("llama").loaded, memory)
     assert test.count == 2
-    assert not (tmp_path / "self_test.json").exists()
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{", '{"passed": 5}', '{"passed": [1, null]}', "[" * 100_000, "\xff"]
-)
-def test_a_damaged_memory_of_verdicts_costs_one_more_test(
-    content: str, specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    test = CountedTest(monkeypatch)
-    (tmp_path / "self_test.json").write_text(content, encoding="latin-1")
-    for _ in range(2):
-        ensure_trusted(specimen("llama").loaded, tmp_path)
-
-    assert test.count == 1
-    assert len(json.loads((tmp_path / "self_test.json").read_text())["passed"]) == 1
-
-
-def test_a_directory_that_cannot_be_used_costs_time_and_nothing_else(
-    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    test = CountedTest(monkeypatch)
-    (tmp_path / "file").touch()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "self_test.json").symlink_to(tmp_path / "precious")
-    for state in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "linked"):
-        ensure_trusted(specimen("llama").loaded, state)
-
-    assert test.count == 3
-    assert not (tmp_path / "precious").exists()
-
-
-def test_verdicts_do_not_pile_up_without_end(
-    specimen: GetSpecimen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    CountedTest(monkeypatch)
-    old = {"passed": [f"{i:032x}" for i in range(1000)]}
-    (tmp_path / "self_test.json").write_text(json.dumps(old))
-
-    ensure_trusted(specimen("llama").loaded, tmp_path)
-
-    kept = json.loads((tmp_path / "self_test.json").read_text())["passed"]
-    assert len(kept) == 200
-    assert kept[-2] == f"{999:032x}"
+    assert memory.facts("self-test") == []
 
 
 def raises(*_: Any) -> torch.Tensor:
@@ -265,6 +222,7 @@ def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
     failing: Callable[..., torch.Tensor | None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    memory: FactMemory,
 ) -> None:
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
 
@@ -275,7 +233,7 @@ def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
     monkeypatch.setattr(CompiledStep, "logits", failing)
     for loaded in (first, again):
         assert loaded.compiled is not None
-        ensure_trusted(loaded, tmp_path)
+        ensure_trusted(loaded, memory)
         assert loaded.compiled.is_off
         assert compare_with_own(loaded) > 0.98
         # The second time nothing is compared.
@@ -284,7 +242,7 @@ def test_a_compiled_step_that_is_wrong_is_not_run_and_that_is_remembered(
 
 
 def test_the_modules_are_tested_beside_the_compiled_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     """Large steps run the modules, and no step of the test is large."""
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
@@ -292,10 +250,10 @@ def test_the_modules_are_tested_beside_the_compiled_step(
     monkeypatch.setattr(PagedModel, "_logits", lambda model, batch, **_: forgets(None, batch))  # type: ignore[arg-type]
 
     with pytest.raises(ModelUnsupported):
-        ensure_trusted(loaded, tmp_path)
+        ensure_trusted(loaded, memory)
 
 
-def check_over_rounded_kv(loaded: LoadedModel, state: Path) -> None:
+def check_over_rounded_kv(loaded: LoadedModel, memory: Memory) -> None:
     """Run the test of the compiled step over KV of 8 bits."""
 
     def new_kv(num_blocks: int, block_size: int) -> Sequence[KvLayer]:
@@ -303,21 +261,21 @@ def check_over_rounded_kv(loaded: LoadedModel, state: Path) -> None:
         geometry = kv_geometry(loaded.spec, config, loaded.dtype)
         return KvPool(geometry, num_blocks, loaded.device).layers
 
-    ensure_faster_reads(loaded, "int8", new_kv, state)
+    ensure_faster_reads(loaded, "int8", new_kv, memory)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_a_compiled_step_over_rounded_kv_passes_once(
-    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: FactMemory
 ) -> None:
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model(model_type))))
     loaded = load_model(source, ModelConfig(dtype=dtype), None, lambda _: None)
     assert loaded.compiled is not None
 
-    check_over_rounded_kv(loaded, tmp_path)
+    check_over_rounded_kv(loaded, memory)
     monkeypatch.setattr(self_test, "_agrees_over", raises)
-    check_over_rounded_kv(loaded, tmp_path)
+    check_over_rounded_kv(loaded, memory)
 
     assert not loaded.compiled.is_off
 
@@ -338,6 +296,7 @@ def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    memory: FactMemory,
 ) -> None:
     source = find_model(str(save_checkpoint(tmp_path / "model", tiny_model("llama"))))
     first, again, plain = (
@@ -346,9 +305,9 @@ def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
 
     with monkeypatch.context() as broken:
         broken.setattr(CompiledStep, "logits", failing)
-        check_over_rounded_kv(first, tmp_path)
-    check_over_rounded_kv(again, tmp_path)
-    ensure_trusted(plain, tmp_path)
+        check_over_rounded_kv(first, memory)
+    check_over_rounded_kv(again, memory)
+    ensure_trusted(plain, memory)
 
     assert "compiled step over kv=int8" in caplog.text
     is_off = [loaded.compiled is None or loaded.compiled.is_off for loaded in (first, again, plain)]
@@ -358,7 +317,11 @@ def test_a_compiled_step_that_misreads_rounded_kv_is_not_run_over_it(
 @pytest.mark.parametrize("has_kernels", [False, True], ids=["torch", "kernels"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2, softcap"])
 def test_fused_layers_over_rounded_kv_pass_once(
-    name: str, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    has_kernels: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    memory: FactMemory,
 ) -> None:
     """Over any KV but plain, every module of a GPU's model once ran its own code."""
     monkeypatch.setattr("kvchat.model.gpu.fused_parts.takes_kernels", lambda x: has_kernels)
@@ -366,22 +329,25 @@ def test_fused_layers_over_rounded_kv_pass_once(
     assert loaded.fusing is not None
     assert str(loaded.fusing.fusion).startswith("2 layers")
 
-    check_over_rounded_kv(loaded, tmp_path)
+    check_over_rounded_kv(loaded, memory)
     monkeypatch.setattr(self_test, "_agrees_over", raises)
-    check_over_rounded_kv(loaded, tmp_path)
+    check_over_rounded_kv(loaded, memory)
 
     assert not loaded.fusing.is_off
 
 
 def test_fused_layers_that_misread_rounded_kv_are_not_run_over_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    memory: FactMemory,
 ) -> None:
     loaded = load_fused(tmp_path / "model", "llama", "float32")
     assert loaded.fusing is not None
 
     with monkeypatch.context() as broken:
         broken.setattr(FusedAttention, "_attended", lambda part, query, *rest: query * 0)
-        check_over_rounded_kv(loaded, tmp_path)
+        check_over_rounded_kv(loaded, memory)
 
     assert loaded.fusing.is_off
     assert "fused layers over kv=int8" in caplog.text

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
+from kvchat.core.memory import NO_MEMORY
 from kvchat.model import loader
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import ModelSource, find_model
@@ -72,7 +73,7 @@ def assert_refused(directory: Path, message: str) -> None:
 
 def digests(directory: Path) -> tuple[str, str]:
     source = find_model(str(directory))
-    return sample_digest(source), content_digest(source, None)
+    return sample_digest(source), content_digest(source, NO_MEMORY)
 
 
 def assert_same_weights(loaded: LoadedModel, single: Path) -> None:

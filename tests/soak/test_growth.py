@@ -16,6 +16,7 @@ import pytest
 
 from kvchat.bench.engines import complete_requests
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
@@ -108,7 +109,7 @@ def _hold(
             directory=cache,
         ),
         EngineConfig(),
-        None,
+        NO_MEMORY,
         lambda event: None,
     ).engine
     chats = Chats(engine)

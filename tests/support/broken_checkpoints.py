@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvchat.core.memory import NO_MEMORY
+
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 3, 7.5, 10**6, 10**9, 2**63, 10**30, -(10**18), 1e400, float("nan"),
     "", "x", "../x", "/dev/zero", "\ud800", "a\0b", "load", [], [[]], [1, "x"], {}, {"a": {}},
@@ -229,8 +231,10 @@ def main() -> None:
         try:
             source = find_model(str(directory))
             read_chat_model(source)
-            loaded = load_trusted(source, ModelConfig(device="cpu"), None, None, lambda _: None)
-            content_digest(loaded.source, None)
+            loaded = load_trusted(
+                source, ModelConfig(device="cpu"), None, NO_MEMORY, lambda _: None
+            )
+            content_digest(loaded.source, NO_MEMORY)
             return "loaded"
         except KvchatError as error:
             is_clear = error.exit_code is ExitCode.MODEL and "\n" not in str(error)

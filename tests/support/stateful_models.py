@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import engine_around, no_drafts
 from kvchat.engine.engine import Engine
@@ -218,7 +219,7 @@ def open_engine(
         directory=directory,
     )
     settings = EngineConfig(max_step_tokens=step_tokens)
-    engine = engine_around(loaded, cache, settings, None, no_drafts(loaded))
+    engine = engine_around(loaded, cache, settings, NO_MEMORY, no_drafts(loaded))
     if engine._connector is not None:
         # Patience without end: a restore must not be given up because the machine is busy.
         engine._connector.planner.prefill_tokens_per_s = 1e-3

@@ -13,6 +13,7 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.events import LoadProgress, ModelReady
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
@@ -34,14 +35,14 @@ def tiny_host(
     before_step: Callable[[], None] = lambda: None,
     reuse: bool = True,
     kept: Path | None = None,
-    state: Path | None = None,
+    memory: Memory = NO_MEMORY,
     device_bytes: int = 1 << 23,
     wanted: KvSettings = TINY_KV,
 ) -> ChatHost:
     """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
 
-    KV is kept on disk in `kept`; `state` has what is measured and known of models. `wanted` are the
-    settings that KV depends on.
+    KV is kept on disk in `kept`; `memory` has what is measured and known of models. KV depends on
+    the settings `wanted`.
     """
     source = find_model(str(directory))
 
@@ -58,7 +59,7 @@ def tiny_host(
                 directory=kept,
             ),
             EngineConfig(max_step_tokens=64),
-            state,
+            memory,
             progress,
         )
         run = assembled.engine._runner.run

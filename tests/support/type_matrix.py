@@ -18,6 +18,7 @@ from transformers import (
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.errors import KvchatError
+from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import engine_around, load_trusted
 from kvchat.engine.engine import Engine
@@ -81,7 +82,7 @@ def _saved(model_type: str, directory: Path) -> PreTrainedModel:
 def _try(reference: PreTrainedModel, directory: Path) -> Verdict:
     source = find_model(str(directory / "model"))
     loaded = load_trusted(
-        source, ModelConfig(dtype="float32"), _MAX_CONTEXT, None, lambda event: None
+        source, ModelConfig(dtype="float32"), _MAX_CONTEXT, NO_MEMORY, lambda event: None
     )
     _check_logits(reference, loaded)
     trial = _Trial(reference, loaded, directory / "cache")

@@ -35,6 +35,7 @@ from kvchat.core.config import Size
 from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady
+from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     KeptPack,
@@ -56,7 +57,7 @@ _CLEARED_NAME = "kvchat.cleared"
 class StoreAdmin:
     """Administers the store in `directory`, which need not exist and is never made.
 
-    `size` is what the user allows it to hold, None the default. `state` has what is known of its
+    `size` is what the user allows it to hold, None the default. `memory` has what is known of its
     models. `locate` and `why` look for KV of the `settings`, by default the defaults. Everything
     raises StoreError where the directory cannot be used, and where an identity's part of it cannot
     once all others are done. May be used from any thread.
@@ -66,13 +67,13 @@ class StoreAdmin:
         self,
         directory: Path,
         size: Size | None = None,
-        state: Path | None = None,
+        memory: Memory = NO_MEMORY,
         settings: KvSettings | None = None,
     ) -> None:
         self.directory = directory
         self._size = size
-        self._state = state
-        self._lookup = StoreLookup(directory, state, settings or KvSettings())
+        self._memory = memory
+        self._lookup = StoreLookup(directory, memory, settings or KvSettings())
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
@@ -90,7 +91,7 @@ class StoreAdmin:
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""
-        known = KnownModels(self._state).read()
+        known = KnownModels(self._memory).read()
         paths = stored_model_dirs(self.directory)
         found = [_status_of(read_model_dir(path), known) for path in paths]
         limit = self._limit_bytes
@@ -118,7 +119,7 @@ class StoreAdmin:
 
         `named` are contexts, by the names that their packs get.
         """
-        known = KnownModels(self._state).read()
+        known = KnownModels(self._memory).read()
         found = [read_model_dir(path) for path in stored_model_dirs(self.directory)]
         return [(_status_of(each, known), pack_tree(each, named)) for each in found]
 

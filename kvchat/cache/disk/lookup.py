@@ -1,7 +1,7 @@
 """StoreLookup: what the disk has of conversations, and why not more, while no model is loaded.
 
-An identity is a digest, and tells nothing of the model. Each engine notes its own in KnownModels, a
-file of the state directory, when it opens its store.
+An identity is a digest, and tells nothing of the model. Each engine notes its own in KnownModels
+when it opens its store.
 
 The identity of a model is known only once it is loaded. Until then a conversation is looked up
 under the identities that the model of its name had with the present settings, and under those that
@@ -22,11 +22,11 @@ from kvchat.core.config import FEWER_BITS, INT8_KV, CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady
-from kvchat.core.paths import read_state, write_state
+from kvchat.core.memory import Fact, Memory
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
 
-_NAME = "models.json"
-_VERSION = 1
+# All in one fact, so that their order is known.
+_FACT = ("models", "all")
 _MAX_MODELS = 256
 
 
@@ -90,29 +90,32 @@ class KnownModel:
 
 
 class KnownModels:
-    """The known models in a state `directory`; with None there are none and none are kept."""
+    """The known models in a memory."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = directory / _NAME if directory is not None else None
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
 
     def read(self) -> dict[str, KnownModel]:
         """Return the known models by their identities in hexadecimal, the newest last."""
-        if self._path is None:
-            return {}
-        found = read_state(self._path, _VERSION, "models")
-        models = {identity: _sound(model) for identity, model in found.items()}
-        return {identity: model for identity, model in models.items() if model is not None}
+        return _models(self._memory.get(*_FACT))
 
     def note(self, identity: str, model: KnownModel) -> None:
         """Remember a model as the newest one."""
-        if self._path is None:
+        if list(self.read().items())[-1:] == [(identity, model)]:
             return
-        known = self.read()
-        if list(known.items())[-1:] == [(identity, model)]:
-            return
-        known.pop(identity, None)
-        newest = [*known.items(), (identity, model)][-_MAX_MODELS:]
-        write_state(self._path, _VERSION, "models", {name: asdict(each) for name, each in newest})
+
+        def with_newest(fact: Fact) -> Fact:
+            others = [(name, each) for name, each in _models(fact).items() if name != identity]
+            newest = [*others, (identity, model)][-_MAX_MODELS:]
+            return {name: asdict(each) for name, each in newest}
+
+        self._memory.update(*_FACT, with_newest)
+
+
+def _models(fact: Fact) -> dict[str, KnownModel]:
+    found = fact if isinstance(fact, dict) else {}
+    models = {identity: _sound(model) for identity, model in found.items()}
+    return {identity: model for identity, model in models.items() if model is not None}
 
 
 def _sound(model: object) -> KnownModel | None:
@@ -153,26 +156,26 @@ _Compare = Callable[[KnownModel], MissReason | None]
 
 
 class StoreLookup:
-    """Looks up contexts in the store in `directory`; `state` has what is known of its models.
+    """Looks up contexts in the store in `directory`; `memory` has what is known of its models.
 
     The block size of `settings` is assumed of identities that are not known. The name "" stands for
     any model. Only KV of these settings counts as kept. May be used from any thread.
     """
 
-    def __init__(self, directory: Path, state: Path | None, settings: KvSettings) -> None:
+    def __init__(self, directory: Path, memory: Memory, settings: KvSettings) -> None:
         self._directory = directory
-        self._state = state
+        self._memory = memory
         self._settings = settings
 
     def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
         """Return where the KV of contexts is, each given by its model's name and its token ids."""
-        known = KnownModels(self._state).read()
+        known = KnownModels(self._memory).read()
         paths = self._paths()
         return [self._located(known, paths, name, ids) for name, ids in contexts]
 
     def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
         """Return why the disk does not have more of a context; None if it has all full blocks."""
-        known, encoded = KnownModels(self._state).read(), encode_ids(token_ids)
+        known, encoded = KnownModels(self._memory).read(), encode_ids(token_ids)
         kept = self._kept(known, self._paths(), name, encoded, self._difference)
         found = _most(each for each in kept if each.difference is None)
         reason = _why_missing(found, encoded)
@@ -188,7 +191,7 @@ class StoreLookup:
 
         `ready` is the loaded model; the run was of the same model. None if there was no such run.
         """
-        known, block_size = KnownModels(self._state).read(), self._settings.block_size
+        known, block_size = KnownModels(self._memory).read(), self._settings.block_size
         paths = [path for path in self._paths() if path.name in known]
         kept = self._kept(
             known,
@@ -249,7 +252,7 @@ class StoreLookup:
             return 0
 
     def _rates(self, model: KnownModel) -> ReadRates:
-        rates = RateMemory(self._state, model.rates).read()
+        rates = RateMemory(self._memory, model.rates).read()
         num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
         computed, half_context = kept_prefill_rate(rates)
         from_disk = num_bytes * model.block_size / model.block_bytes

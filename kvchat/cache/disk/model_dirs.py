@@ -76,7 +76,8 @@ def make(path: Path) -> None:
     descriptor = os.open(path, _FLAGS)
     try:
         if not _is_mark(path, descriptor):
-            if os.fstat(descriptor).st_uid != os.getuid() or os.listdir(descriptor):
+            has_others = bool(os.listdir(descriptor)) and not _is_mark(path, descriptor)
+            if os.fstat(descriptor).st_uid != os.getuid() or has_others:
                 raise StoreError(
                     f"{path} was not made by this kvchat, and is left alone.",
                     "Move it, or choose another directory with --cache-dir.",

@@ -8,15 +8,14 @@ reads everything once, and stores each file's digest under its inode, size and c
 
 import errno
 import hashlib
-import json
 import os
+import re
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from kvchat.core.bounded_files import open_regular, read_bounded
-from kvchat.core.errors import StoreError
-from kvchat.core.paths import open_private, write_memory
+from kvchat.core.memory import Memory
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.files.checkpoint_files import MAX_CONFIG_BYTES, mark, read_text, unreadable
 from kvchat.model.gguf.file import weight_header
@@ -73,55 +72,36 @@ def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
     return tuple(sorted({start, (start + last) // 2, last}))
 
 
-_MAX_REMEMBERED = 1000
-_MEMORY_NAME = "weights.json"
+_KIND = "weights"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-def content_digest(source: ModelSource, state_directory: Path | None) -> str:
+def content_digest(source: ModelSource, memory: Memory) -> str:
     """Return 32 hex digits over config.json and the files that are loaded, in loading order.
 
-    Stores the files' digests in `state_directory`, or nowhere if it is None. Raises OSError if a
-    file cannot be read or changes while it is read, ModelError if the weight files cannot be found.
+    Stores the digest of each file of weights in `memory`. Raises OSError if a file cannot be read
+    or changes while it is read, ModelError if the weight files cannot be found.
     """
-    known = _read_memory(state_directory)
-    digests: dict[str, str] = {}
     settings, weights = _identifying(source)
     whole = hashlib.blake2b(digest_size=16)
     for path in settings:
         whole.update(read_bounded(path, MAX_CONFIG_BYTES))
     for path in weights:
         found = mark(path)
-        digests[found] = known.get(found) or _file_digest(path)
+        known = memory.get(_KIND, found)
+        is_known = isinstance(known, str) and _DIGEST.fullmatch(known)
+        digest = str(known) if is_known else _file_digest(path)
         if mark(path) != found:
             raise OSError(errno.ESTALE, "it changed while it was read", str(path))
-        whole.update(digests[found].encode())
-    if digests.keys() - known.keys():
-        _remember(state_directory, digests)
+        if not is_known:
+            memory.set(_KIND, found, digest)
+        whole.update(digest.encode())
     return whole.hexdigest()
 
 
 def _file_digest(path: Path) -> str:
     with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _read_memory(directory: Path | None) -> dict[str, str]:
-    if directory is None:
-        return {}
-    try:
-        descriptor = open_private(directory / _MEMORY_NAME, os.O_RDONLY)
-        with os.fdopen(descriptor, encoding="utf-8") as file:
-            entries = json.load(file)
-        return {str(mark): str(digest) for mark, digest in entries.items()}
-    except (StoreError, OSError, ValueError, AttributeError):
-        return {}
-
-
-def _remember(directory: Path | None, digests: dict[str, str]) -> None:
-    """Store digests beside those that other models' loads have stored meanwhile; the oldest go."""
-    if directory is not None:
-        entries = list((_read_memory(directory) | digests).items())
-        write_memory(directory / _MEMORY_NAME, dict(entries[-_MAX_REMEMBERED:]))
 
 
 # transformers computes recurrences by the other packages where they are installed.

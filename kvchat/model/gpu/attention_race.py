@@ -10,13 +10,12 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 
 from kvchat.core.events import LoadProgress
-from kvchat.core.paths import read_state, write_state
+from kvchat.core.memory import Fact, Memory
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.gpu.stopwatch import CudaStopwatch, Stopwatch
 from kvchat.model.loader import LoadedModel, Progress
@@ -32,9 +31,7 @@ from kvchat_kernels.paged_attention.race import difference, ours, timed_passes
 
 _log = logging.getLogger(__name__)
 
-_NAME = "attention_race.json"
-_VERSION = 1
-_MAX_MACHINES = 8
+_KIND = "attention race"
 _MAX_OUTCOMES = 200
 _NUM_REPEATS = 25
 # Below this speedup the times count as equal, and ours is the one that every rule is tested on.
@@ -93,7 +90,7 @@ def race_attention(
     loaded: LoadedModel,
     kv_dtype: torch.dtype,
     block_size: int,
-    directory: Path | None,
+    memory: Memory,
     progress: Progress,
     race: Race | None = None,
 ) -> tuple[str, ...]:
@@ -107,12 +104,12 @@ def race_attention(
     if loaded.device.type != "cuda" and race is None:
         return ()
     version = installed_version() if race is None else "of a test"
-    if version is None or directory is None or loaded.spec.gathered is not None:
+    if version is None or not memory.outlasts_process or loaded.spec.gathered is not None:
         return ()
     race = race or Race()
     contests = contests_of(loaded, kv_dtype, block_size, race.capability(loaded.device))
-    memory = RaceMemory(directory, rival_machine(machine_name(loaded.device), version))
-    known = memory.read()
+    race_memory = RaceMemory(memory, rival_machine(machine_name(loaded.device), version))
+    known = race_memory.read()
     open_contests = [
         contest
         for contest in contests
@@ -144,7 +141,7 @@ def race_attention(
         if step not in in_use and not is_adopted(loaded.device, step):
             rival.release(step)
     if new.keys() - known.keys():
-        memory.write({**known, **new})
+        race_memory.write(new)
     return tuple(won)
 
 
@@ -205,34 +202,29 @@ def rival_machine(machine: str, version: str) -> str:
 
 
 class RaceMemory:
-    """The stored times of one machine, in a file in `directory`; None stores nothing.
+    """The stored times of one machine, in a memory. An impossible value counts as no times."""
 
-    An unreadable file or an impossible value counts as no times.
-    """
-
-    def __init__(self, directory: Path | None, machine: str) -> None:
-        self._path = directory / _NAME if directory is not None else None
+    def __init__(self, memory: Memory, machine: str) -> None:
+        self._memory = memory
         self._machine = machine
 
     def read(self) -> dict[str, RaceTimes]:
         """Return the times of every contest that was timed here."""
-        found = self._read_all().get(self._machine)
-        times = found.items() if isinstance(found, Mapping) else ()
-        return {str(name): RaceTimes(*value) for name, value in times if _are_times(value)}
+        return _times(self._memory.get(_KIND, self._machine))
 
     def write(self, times: Mapping[str, RaceTimes]) -> None:
-        """Store times in place of this machine's. A failed write is logged."""
-        if self._path is None:
-            return
-        machines = self._read_all()
-        machines.pop(self._machine, None)
-        newest = list(times.items())[-_MAX_OUTCOMES:]
-        machines[self._machine] = {name: [x.ours_s, x.theirs_s] for name, x in newest}
-        kept = dict(list(machines.items())[-_MAX_MACHINES:])
-        write_state(self._path, _VERSION, "machines", kept)
+        """Add times to this machine's."""
 
-    def _read_all(self) -> dict[str, object]:
-        return read_state(self._path, _VERSION, "machines") if self._path is not None else {}
+        def with_times(fact: Fact) -> Fact:
+            newest = list({**_times(fact), **times}.items())[-_MAX_OUTCOMES:]
+            return {name: [x.ours_s, x.theirs_s] for name, x in newest}
+
+        self._memory.update(_KIND, self._machine, with_times)
+
+
+def _times(fact: Fact) -> dict[str, RaceTimes]:
+    times = fact.items() if isinstance(fact, dict) else ()
+    return {str(name): RaceTimes(*value) for name, value in times if _are_times(value)}
 
 
 def _are_times(value: object) -> bool:

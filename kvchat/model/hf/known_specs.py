@@ -1,4 +1,4 @@
-"""KnownSpecs: what the probe found out about models, in a file of the state directory.
+"""KnownSpecs: what the probe found out about models, in a memory.
 
 A probe builds the model and runs it once, both without memory, and for that torch imports sympy and
 its operators in Python: a third of a small model's start. Its result depends on the configuration,
@@ -18,17 +18,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 import transformers
 
-from kvchat.core.paths import MOST_STATE_BYTES, read_state, write_state
+from kvchat.core.memory import Memory
 from kvchat.model.device import dtype_name, dtype_of
 from kvchat.model.files.checkpoint_files import mark
 from kvchat.model.hf.config_limits import ParameterLimit
 from kvchat.model.hf.model_class import class_and_config
 from kvchat.model.spec import ModelSpec
 
-_NAME = "specs.json"
-_VERSION = 1
-_MAX_SPECS = 16
-_MOST_BYTES_EACH = MOST_STATE_BYTES // (_MAX_SPECS + 1)
+_KIND = "specs"
 
 
 def spec_key(config: Any, limit: ParameterLimit) -> str:
@@ -55,28 +52,19 @@ def _files_of(model_class: Any) -> Sequence[Path]:
 
 
 class KnownSpecs:
-    """The known specs in a state `directory`; with None there are none and none are kept."""
+    """The known specs in a memory."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self._path = directory / _NAME if directory is not None else None
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
 
     def find(self, key: str) -> ModelSpec | None:
         """Return the spec that was noted under a key; None if there is none, or not as written."""
-        return _sound(self._read().get(key))
+        return _sound(self._memory.get(_KIND, key))
 
     def note(self, key: str, spec: ModelSpec) -> None:
-        """Remember a spec as the newest one."""
+        """Remember a spec."""
         content = asdict(spec, dict_factory=_named)
-        if self._path is None or len(json.dumps(content)) > _MOST_BYTES_EACH:
-            return
-        known = self._read()
-        known.pop(key, None)
-        entry = {"spec": content, "digest": _digest(content)}
-        newest = dict([*known.items(), (key, entry)][-_MAX_SPECS:])
-        write_state(self._path, _VERSION, "specs", newest)
-
-    def _read(self) -> dict[str, object]:
-        return read_state(self._path, _VERSION, "specs") if self._path is not None else {}
+        self._memory.set(_KIND, key, {"spec": content, "digest": _digest(content)})
 
 
 def _named(items: list[tuple[str, Any]]) -> dict[str, Any]:
