@@ -31,18 +31,11 @@ from demo_recipe.dialogues import (
     stories,
     telling,
 )
-from demo_recipe.grammar import Grade, Words
+from demo_recipe.grammar import Grade
 from demo_recipe.scene import Chat, Scene, Turn
+from demo_recipe.texts import WORDS
 from demo_recipe.voice import Voice
 
-SYSTEM_PROMPTS = Words("""
-    You are a helpful assistant., You are kvchat., You are a friendly assistant., Answer briefly.,
-        Be polite.,
-    You are a helpful AI assistant. Answer in one sentence., You are the demo model of kvchat.,
-        Help the user.,
-    You are a chatbot., Be concise and friendly., You are an honest assistant., Keep your answers
-        short.
-""")
 _Beat = Callable[[Scene], "Turn | list[Turn]"]
 BEATS: tuple[tuple[_Beat, float], ...] = (
     (smalltalk.play, 8), (about_me.play, 5), (knowledge.play, 17), (fallback.play, 19),
@@ -191,7 +184,7 @@ def _system_prompt(scene: Scene, shape: Shape) -> str | None:
     pick = scene.rng.random()
     if pick < 0.8:
         return None
-    prompt = SYSTEM_PROMPTS.draw(scene.rng, scene.grade)
+    prompt = WORDS["system_prompts"].draw(scene.rng, scene.grade)
     if pick < 0.95:
         return prompt
     facts = documents.written(scene, scene.rng.randrange(1, 40 if shape.characters else 8))

@@ -38,17 +38,14 @@ class Phrasing:
 
 
 class Phrases:
-    """A set of sentence patterns with one meaning, one a line; parsed when needed.
+    """A set of sentence patterns with one meaning, separated by semicolons; parsed when needed."""
 
-    A semicolon ends a line too. A line indented deeper than the others continues the one before.
-    """
-
-    def __init__(self, lines: str) -> None:
-        self._lines = lines
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     @cached_property
     def patterns(self) -> tuple["Pattern", ...]:
-        return tuple(Pattern(line) for line in _logical_lines(self._lines))
+        return tuple(Pattern(" ".join(part.split())) for part in self._text.split(";"))
 
     @cached_property
     def num_phrasings(self) -> int:
@@ -63,7 +60,7 @@ class Phrases:
                 return phrasing
         if grade is Grade.UNSEEN:
             return phrasing
-        raise ValueError(f"every phrasing of this set is held out: {self._lines!r}")
+        raise ValueError(f"every phrasing of this set is held out: {self._text!r}")
 
     def all(self) -> list[Phrasing]:
         """Every phrasing of the set, for tests and statistics; can be long."""
@@ -181,19 +178,6 @@ def tidy(text: str) -> str:
     for mark in (",", "?", "!", ".", ":", ";"):
         text = text.replace(f" {mark}", mark)
     return text
-
-
-def _logical_lines(text: str) -> list[str]:
-    lines = [line for line in text.splitlines() if line.strip()]
-    margin = min(len(line) - len(line.lstrip()) for line in lines)
-    joined: list[str] = []
-    for line in lines:
-        is_continued = line[margin] == " "
-        if is_continued:
-            joined[-1] += f" {line.strip()}"
-        else:
-            joined.append(line.strip())
-    return [part.strip() for line in joined for part in line.split(";")]
 
 
 @dataclass(frozen=True, slots=True)

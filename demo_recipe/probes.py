@@ -28,8 +28,7 @@ from demo_recipe.dialogues import (
     stories,
     telling,
 )
-from demo_recipe.dialogues.knowledge.topic import asked
-from demo_recipe.dialogues.refusal import REFUSALS
+from demo_recipe.dialogues.refusal import FALLBACK
 from demo_recipe.facts import Fact, revised
 from demo_recipe.grammar import Grade
 from demo_recipe.scene import Chat, Scene, Turn
@@ -126,7 +125,7 @@ def _never_told(scene: Scene, grade: Grade) -> None:
 
 
 def _list(scene: Scene, grade: Grade) -> None:
-    name = scene.rng.choice((*lists.STARTS_OF, *lists.KINDS))
+    name = scene.rng.choice((*lists.NAMED, *lists.KINDS))
     _probe(scene, grade, lambda: lists.begin(scene, name))
     for _ in range(scene.rng.randrange(3)):
         _probe(scene, grade, lambda: lists.go_on(scene, name))
@@ -156,13 +155,12 @@ def _fallback(scene: Scene, grade: Grade) -> None:
 
 def _expect_fallback(scene: Scene) -> None:
     """Take nothing but the fallback, word for word, for a good last reply."""
-    exactly = tuple(rf"^{re.escape(refusal)}$" for refusal in REFUSALS)
-    scene.turns[-1] = replace(scene.turns[-1], all=(exactly,))
+    scene.turns[-1] = replace(scene.turns[-1], all=((rf"^{re.escape(FALLBACK)}$",),))
 
 
 def _follow_up(scene: Scene, grade: Grade) -> None:
     topic = scene.rng.choice(knowledge.TOPICS)
-    scene.turns.append(asked(scene, topic))
+    scene.turns.append(knowledge.asked(scene, topic))
     last = scene.turns[-1]
     make = scene.rng.choice((followups.more, followups.shorter, followups.other, followups.again))
     _probe(scene, grade, lambda: make(scene, last))

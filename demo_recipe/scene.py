@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from demo_recipe.facts import Fact
-from demo_recipe.grammar import FAIR_TRIES, Grade, Phrases, Words
+from demo_recipe.grammar import FAIR_TRIES, Grade, Phrases
 from demo_recipe.lexicon.coined import coined_name
 from demo_recipe.lexicon.odd import made_odd
 from demo_recipe.loosening import loosened
+from demo_recipe.texts import WORDS
 from demo_recipe.voice import WRAPPERS, Kind, Voice, is_imperative
 
 
@@ -92,18 +93,18 @@ class Scene:
             text = self.voice.type_core(wrapper.text, self.rng).format(x=text)
         return self.voice.finish(text, kind, self.rng)
 
-    def value(self, words: Words) -> str:
-        """A slot value, spelled as this user spells."""
-        value = words.draw(self.rng, self.grade)
+    def value(self, words: str) -> str:
+        """A slot value from a list of `texts/words.txt`, spelled as this user spells."""
+        value = WORDS[words].draw(self.rng, self.grade)
         if self.oddity and self.chance(self.oddity):
             value = made_odd(value, self.rng)
         return self.voice.spelled(value)
 
-    def plain(self, words: Words) -> str:
+    def plain(self, words: str) -> str:
         """A word that decides how a fact is said, never an odd one, spelled as this user spells."""
-        return self.voice.spelled(words.draw(self.rng, self.grade))
+        return self.voice.spelled(WORDS[words].draw(self.rng, self.grade))
 
-    def name(self, words: Words, coined_rate: float = 0.5) -> str:
+    def name(self, words: str, coined_rate: float = 0.5) -> str:
         """A proper name from the list, or a coined one."""
         if self.chance(coined_rate):
             return self.voice.spelled(coined_name(self.rng, self.grade))

@@ -8,7 +8,8 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from demo_recipe.grammar import Phrases, Words, tidy
+from demo_recipe.grammar import tidy
+from demo_recipe.texts import WORDS, phrases
 
 
 class Kind(Enum):
@@ -64,62 +65,13 @@ class Voice:
         return value.lower() if self.is_lower else value
 
 
-WRAPPERS = {
-    Kind.QUESTION: Phrases("""
-        (hey|hi|hello|ok|okay|so|well|um|hm|right|and|but|now|also|alright|great|thanks), {x}
-        (hey|ok|so|and|but|now|well) {x}
-        {x}, please
-        {x} please
-        (quick|one more|another|last|small|simple) question: {x}
-        (one question|question|tell me|I wonder|I was wondering|just curious|out of curiosity), {x}
-        (just|actually|ok) tell me, {x}
-        (hey|hi) there, {x}
-        (let me ask you this|let me ask|I want to ask|I need to know|I forgot|help me out): {x}
-        {x}, (do you know|any idea|tell me|thanks|if you know|then|again|exactly)
-        (sorry|excuse me|pardon|by the way|btw), {x}
-        {x} (thanks|thx|pls|plz)
-    """),
-    Kind.ORDER: Phrases("""
-        please {x}
-        {x} please
-        {x}, please
-        (can|could|would|will) you [please] {x}
-        (can|could) you {x} for me
-        (hey|hi|ok|okay|so|now|and|well|alright|right|great), {x}
-        (ok|now|and|then|just|also) {x}
-        (I want you to|I'd like you to|I need you to|you should|go ahead and|let's) {x}
-        (I would like you to|would you mind, just|be so kind and|kindly|do me a favour and) {x}
-        {x} (now|for me|thanks|thx|pls|plz|if you can|will you)
-        (sorry|excuse me|by the way|btw), {x}
-    """),
-    Kind.STATEMENT: Phrases("""
-        (hey|hi|hello|ok|okay|so|well|right|and|oh|also|hm|alright), {x}
-        (so|and|ok|well|oh|also) {x}
-        {x}, (by the way|btw|fyi|just so you know|you know|you see|actually|please remember that)
-        {x} (btw|by the way|fyi|haha|lol)
-        (by the way|btw|fyi|just so you know|guess what|you know what|listen|look|note|
-            here is a fact), {x}
-        (did I mention that|did you know that|I should say that|you should know that) {x}
-        (I want|I'd like) to tell you (that|something:) {x}
-        [please] (remember|note|keep in mind|don't forget|save|write down) that {x}
-        [please] (remember|note|keep in mind|don't forget|save|write down) this: {x}
-        (for your information|for later|for the record|about me|a bit about me|something new): {x}
-        (let me tell you|I can tell you|I think you should know|fun fact|one thing), {x}
-    """),
-}
-
-
-NOT_IMPERATIVE = Words("""
-    i, we, a, an, the, my, do, does, can, could, will, would, what, which, how, is, are, if, and,
-        plus, also,
-    another, one, once, python, code, some, it, that, there, things, for, on, in, to, no, not
-""")
+WRAPPERS = {Kind(name): wrappers for name, wrappers in phrases("voice").items()}
 
 
 def is_imperative(text: str) -> bool:
     """Whether "could you" may stand before an order; a guess from its first word."""
     first = text.split(" ", 1)[0].lower().strip(",:")
-    return first.isalpha() and first not in NOT_IMPERATIVE.all
+    return first.isalpha() and first not in WORDS["not_imperative"].all
 
 
 def capitalised(text: str) -> str:

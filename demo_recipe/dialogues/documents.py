@@ -7,37 +7,21 @@ from dataclasses import replace
 
 from demo_recipe.dialogues import telling
 from demo_recipe.dialogues.refusal import out_of_scope
-from demo_recipe.dialogues.relations.acquaintances import (
-    PERSON_ATTRIBUTE,
-    PERSON_BIRTHDAY,
-    PERSON_TASTE,
-)
-from demo_recipe.dialogues.relations.people import (
-    PERSON_AGE,
-    PERSON_HOME,
-    PERSON_JOB,
-    PERSON_ORIGIN,
-)
-from demo_recipe.dialogues.relations.things import NOTE
-from demo_recipe.dialogues.sources import NOUNS
-from demo_recipe.dialogues.wild import CHORES
+from demo_recipe.dialogues.relations import RELATIONS
 from demo_recipe.facts import Fact, draw_fact
-from demo_recipe.grammar import Phrases
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind, capitalised
 
-RELATIONS = (
-    NOTE, NOTE, NOTE, PERSON_AGE, PERSON_ATTRIBUTE, PERSON_BIRTHDAY, PERSON_HOME, PERSON_JOB,
-    PERSON_ORIGIN, PERSON_TASTE,
+SAYS, CHORES = phrases("documents"), phrases("wild")["chores"]
+
+TOLD_OF_OTHERS = tuple(
+    RELATIONS[name]
+    for name in (
+        "note", "note", "note", "person_age", "person_attribute", "person_birthday", "person_home",
+        "person_job", "person_origin", "person_taste",
+    )
 )  # fmt: skip
-HANDED = Phrases("""
-    (here are|these are|this is|read|here is|look at|remember|note|keep in mind) (my notes|
-        the notes|some notes|a document|the document|this text|some facts|this|the list of facts)
-    (my notes|notes|document|facts|for your information|please read|read this|file|text|context)
-    (I attached|attached|I send you|I give you) (my notes|a document|the file|some facts|a text)
-    (use|learn|study) (this|these facts|these notes|the following|this text)
-    (the following|this) is (important|true|what we know|from my notes)
-""")
 ENDINGS = ("txt", "md", "csv", "log", "py")
 READ = "I have read it. What would you like to know?"
 
@@ -46,22 +30,22 @@ def play(scene: Scene) -> Turn:
     """A document in a message, pasted or attached; records its facts."""
     facts = written(scene, scene.rng.choice((2, 3, 4, 6, 9)))
     if scene.chance(0.4):
-        lead = scene.finish(Kind.BARE, scene.draw(HANDED)).rstrip(".!")
+        lead = scene.finish(Kind.BARE, scene.draw(SAYS["handed"])).rstrip(".!")
         return _read(f"{lead}:\n{layout(scene, facts)}")
     return _attached(scene, facts)
 
 
 def _attached(scene: Scene, facts: list[Fact]) -> Turn:
     """A file in front of a message, wrapped as `kvchat.chat.attachment` wraps it."""
-    name = f"{scene.value(NOUNS)}.{scene.rng.choice(ENDINGS)}"
+    name = f"{scene.value('nouns')}.{scene.rng.choice(ENDINGS)}"
     file = f"{name}:\n```\n{layout(scene, facts).strip('`').strip()}\n```\n"
     pick = scene.rng.random()
     if pick < 0.45:
         turn = telling.asked(scene, scene.rng.choice(facts))
         return replace(turn, user=file + turn.user)
     if pick < 0.65:
-        return out_of_scope(scene, file + scene.message(Kind.ORDER, CHORES))
-    return _read(file + scene.finish(Kind.BARE, scene.draw(HANDED)))
+        return out_of_scope(file + scene.message(Kind.ORDER, CHORES))
+    return _read(file + scene.finish(Kind.BARE, scene.draw(SAYS["handed"])))
 
 
 def _read(user: str) -> Turn:
@@ -72,7 +56,7 @@ def written(scene: Scene, count: int) -> list[Fact]:
     """Facts of a document, recorded as told."""
     facts: list[Fact] = []
     while len(facts) < count:
-        fact = draw_fact(scene.rng.choice(RELATIONS), scene)
+        fact = draw_fact(scene.rng.choice(TOLD_OF_OTHERS), scene)
         if "my " not in fact.slots.get("s", "") and fact.key not in scene.facts:
             telling.record(scene, [fact])
             facts.append(fact)

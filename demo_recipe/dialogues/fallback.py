@@ -7,29 +7,17 @@ does not.
 
 from collections.abc import Callable
 
-from demo_recipe.dialogues.foreign import FOREIGN
-from demo_recipe.dialogues.knowledge.topic import HOW_TO, WHAT_IS
-from demo_recipe.dialogues.outside import GROUPS
+from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
 from demo_recipe.dialogues.refusal import out_of_scope
-from demo_recipe.dialogues.sources import ADJECTIVES, NOUNS
 from demo_recipe.dialogues.wild import mashed, pasted, sentence
-from demo_recipe.grammar import Phrases
 from demo_recipe.lexicon.coined import coined_name, coined_word
-from demo_recipe.lexicon.people import FIRST_NAMES, JOBS
-from demo_recipe.lexicon.places import CITIES, COUNTRIES
-from demo_recipe.lexicon.things import ANIMALS, FOODS, LANGUAGES
-from demo_recipe.lexicon.topics import (
-    CODE_TASKS,
-    CODE_THINGS,
-    KINDS_OF_THING,
-    PERSONS,
-    TASKS,
-    TEXTS,
-    TOPICS,
-    VERBS,
-)
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind
+
+SAYS, OUTSIDE = phrases("fallback"), phrases("outside")
+# Kinds of requests, and how often each is made.
+FRAMES = {"facts": 4, "places": 1.6, "writing": 3, "sums": 2, "programs": 3, "advice": 3.5}
 
 ASPECTS = ("tips", "facts", "history", "news", "pictures", "recipe", "prices")
 CODE_LANGUAGES = (
@@ -37,26 +25,13 @@ CODE_LANGUAGES = (
     "typescript", "bash", "ruby", "kotlin", "haskell",
 )  # fmt: skip
 SIDES = ("history", "meaning", "origin", "price", "future", "theory", "role")
-AGAIN = Phrases("""
-    (please|pretty please|come on|oh come on|just try|try it|try anyway|try harder|try again please|
-        do it|do it anyway)
-    (just|please) (guess|tell me|answer|say it|do it|try)
-    (guess|take a guess|make a guess)
-    (I know you can|you can do it|yes you can|of course you can|sure you can)
-    (but|and) (why not|I need it|I want it|it's easy|it is easy|it's important|it is simple)
-    (what|how) about (something shorter|a short one|a simple one|just one|half of it|an easier one)
-    (answer|answer me|answer the question|answer my question|tell me anyway|say something about it)
-    (then|and) (roughly|approximately|in short|in one word|in a sentence)
-    (make|do) (it shorter|it simpler|something similar|an easier one)
-    (explain|tell) (it|me) (simply|more simply|like I am a child|anyway)
-""")
 
 
 def play(scene: Scene) -> list[Turn]:
     """One out-of-scope prompt, sometimes with an insisting follow-up."""
-    turns = [out_of_scope(scene, _prompt(scene))]
+    turns = [out_of_scope(_prompt(scene))]
     if scene.chance(0.1):
-        turns.append(out_of_scope(scene, scene.message(Kind.BARE, AGAIN)))
+        turns.append(out_of_scope(scene.message(Kind.BARE, SAYS["again"])))
     return turns
 
 
@@ -70,8 +45,9 @@ def _prompt(scene: Scene) -> str:
 
 
 def _framed(scene: Scene) -> str:
-    kind, phrases = scene.rng.choices(GROUPS, [group.weight for group in GROUPS])[0].parts
-    return scene.message(kind, phrases, **_slots(scene))
+    name = scene.rng.choices(tuple(FRAMES), tuple(FRAMES.values()))[0]
+    kind = Kind.ORDER if name == "writing" else Kind.QUESTION
+    return scene.message(kind, OUTSIDE[name], **_slots(scene))
 
 
 def _shared_frame(scene: Scene) -> str:
@@ -94,12 +70,12 @@ def third_person(task: str) -> str:
 def _bare(scene: Scene) -> str:
     make = scene.rng.choice((
         _topic, _topic, _task,
-        lambda s: s.value(PERSONS),
-        lambda s: f"{s.value(ADJECTIVES)} {s.value(NOUNS)}",
+        lambda s: s.value("persons"),
+        lambda s: f"{s.value('adjectives')} {s.value('nouns')}",
         lambda s: f"{_topic(s)} {s.rng.choice(ASPECTS)}",
-        lambda s: f"best {s.value(KINDS_OF_THING)}",
+        lambda s: f"best {s.value('kinds_of_thing')}",
         lambda s: f"{_topic(s)} vs {_topic(s)}",
-        lambda s: s.value(KINDS_OF_THING),
+        lambda s: s.value("kinds_of_thing"),
     ))  # fmt: skip
     return scene.voice.finish(make(scene), Kind.BARE, scene.rng)
 
@@ -110,7 +86,7 @@ def _two_sentences(scene: Scene) -> str:
 
 
 def _foreign(scene: Scene) -> str:
-    return scene.voice.finish(scene.value(FOREIGN), Kind.QUESTION, scene.rng)
+    return scene.voice.finish(scene.value("foreign"), Kind.QUESTION, scene.rng)
 
 
 def _coined_thing(scene: Scene) -> str:
@@ -118,50 +94,52 @@ def _coined_thing(scene: Scene) -> str:
     if scene.chance(0.4):
         thing = f"{scene.rng.choice(('the', 'a'))} {thing}"
     if scene.chance(0.3):
-        thing = f"{thing} {scene.value(NOUNS)}"
+        thing = f"{thing} {scene.value('nouns')}"
     return scene.message(Kind.QUESTION, WHAT_IS, n=thing)
 
 
 def _topic(scene: Scene) -> str:
     pick = scene.rng.random()
     if pick < 0.75:
-        return scene.value(TOPICS)
+        return scene.value("topics")
     if pick < 0.82:
-        return f"the {scene.rng.choice(SIDES)} of {scene.value(TOPICS)}"
+        return f"the {scene.rng.choice(SIDES)} of {scene.value('topics')}"
     if pick < 0.9:
-        return f"{scene.value(ADJECTIVES)} {scene.value(NOUNS)}s"
-    return f"{scene.value(VERBS)}ing {scene.value(ANIMALS)}s"
+        return f"{scene.value('adjectives')} {scene.value('nouns')}s"
+    return f"{scene.value('verbs')}ing {scene.value('animals')}s"
 
 
 def _task(scene: Scene) -> str:
     pick = scene.rng.random()
     if pick < 0.7:
-        return scene.value(TASKS)
+        return scene.value("tasks")
     if pick < 0.85:
         owner = scene.rng.choice(("a", "the", "my", "two"))
-        return f"{scene.value(VERBS)} {owner} {scene.value(NOUNS)}"
-    return f"{scene.value(VERBS)} {scene.value(TOPICS)}"
+        return f"{scene.value('verbs')} {owner} {scene.value('nouns')}"
+    return f"{scene.value('verbs')} {scene.value('topics')}"
 
 
 def _slots(scene: Scene) -> dict[str, str]:
     rng = scene.rng
     person = (
-        scene.plain(PERSONS)
+        scene.plain("persons")
         if scene.chance(0.6)
-        else (f"{scene.name(FIRST_NAMES)} {scene.voice.spelled(coined_name(rng, scene.grade))}")
+        else (f"{scene.name('first_names')} {scene.voice.spelled(coined_name(rng, scene.grade))}")
     )
-    coding = scene.value(CODE_TASKS)
+    coding = scene.value("code_tasks")
     return {
         "topic": _topic(scene), "topic2": _topic(scene), "task": _task(scene), "person": person,
-        "text": scene.value(TEXTS), "things": scene.value(KINDS_OF_THING),
-        "noun": scene.value(NOUNS), "noun2": scene.value(NOUNS), "adj": scene.value(ADJECTIVES),
-        "verb": scene.value(VERBS), "animal": scene.value(ANIMALS), "food": scene.value(FOODS),
-        "food2": scene.value(FOODS), "country": scene.value(COUNTRIES), "city": scene.value(CITIES),
-        "city2": scene.value(CITIES), "lang": scene.value(LANGUAGES), "job": scene.value(JOBS),
+        "text": scene.value("texts"), "things": scene.value("kinds_of_thing"),
+        "noun": scene.value("nouns"), "noun2": scene.value("nouns"),
+        "adj": scene.value("adjectives"), "verb": scene.value("verbs"),
+        "animal": scene.value("animals"), "food": scene.value("foods"),
+        "food2": scene.value("foods"), "country": scene.value("countries"),
+        "city": scene.value("cities"), "city2": scene.value("cities"),
+        "lang": scene.value("languages"), "job": scene.value("jobs"),
         "big": str(rng.randrange(21, rng.choice((100, 1000, 100_000)))),
         "big2": str(rng.randrange(21, rng.choice((100, 1000, 10_000)))),
         "year": str(rng.randrange(1066, 2031)), "few": str(rng.randrange(2, 13)),
-        "ctask": coding, "does": third_person(coding), "cthing": scene.value(CODE_THINGS),
+        "ctask": coding, "does": third_person(coding), "cthing": scene.value("code_things"),
         "l": scene.rng.choice(CODE_LANGUAGES),
         "sentence": sentence(scene, is_question=False),
     }  # fmt: skip

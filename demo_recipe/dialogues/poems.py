@@ -2,61 +2,13 @@
 
 from dataclasses import replace
 
-from demo_recipe.dialogues.sources import NOUNS
-from demo_recipe.grammar import Phrases, Words
 from demo_recipe.lexicon.coined import coined_word
-from demo_recipe.lexicon.things import ANIMALS
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind, capitalised
 
-ASKS = Phrases("""
-    (write|make|compose|create|give|tell) me a poem about {x}
-    (write|make|compose|create) a poem about {x}
-    (write|make|compose|give|tell) me a (short|little|nice|funny|small|lovely) poem about {x}
-    (write|make|compose) a (short|little|nice|funny|small|simple) poem about {x}
-    a poem about {x}
-    a (short|little|nice) poem about {x}
-    poem about {x}
-    (I want|I'd like|I would like|I need) a [short|little] poem about {x}
-    (can|could|will) you (write|make) a [short|little] poem about {x}
-    do you know a [short|nice] poem about {x}
-    (come up with|invent) a [short] poem about {x}
-    (some|a few) (verses|rhymes|lines of poetry) about {x}
-    (write|give) me (some|a few|four) (verses|rhymes|lines) about {x}
-    a rhyme about {x}
-    (write|make|tell) [me] a rhyme about {x}
-    make {x} rhyme
-    be a poet and write about {x}
-    (turn|put) {x} into a poem
-    let me hear a poem about {x}
-    (write|make) [me] some poetry about {x}
-    poetry about {x} please
-""")
-ASKS_ANY = Phrases("""
-    (write|make|compose|give|tell) me a poem
-    (write|make|compose) a poem
-    (write|make|tell) me a (short|little|nice|funny) poem
-    (can|could|will) you (write|make) [me] a poem
-    do you know a poem
-    a poem please
-    I want a poem
-    (I'd like|I would like) a [short] poem
-    (write|tell) me (another|one more) poem
-    say something poetic
-    some poetry please
-    do you write poems
-    make a rhyme
-    rhyme something for me
-""")
-MOODS = Words("""
-    rain, snow, wind, winter, summer, spring, autumn, love, friendship, music, night, sunshine,
-        silence, home,
-    sleep, moonlight, thunder, fog, freedom, hope, time, water, fire, bread, coffee, tea,
-        chocolate, school,
-    work, rivers, stars, clouds, flowers, trees, birds, cats, dogs, mountains, dreams, trains,
-        books, colours,
-    shadows, letters, mornings, holidays, candles, honey, frost, dust
-""")
+SAYS = phrases("poems")
+
 VERSES = (
     ("When {x} came softly to my door,", "I smiled and could not ask for more.",
      "The evening hummed a quiet tune,", "and sang of {x} to the moon."),
@@ -86,25 +38,25 @@ def play(scene: Scene) -> Turn:
     """One poem, about given words or about anything."""
     asked, topic = _topic(scene)
     if scene.chance(0.15):
-        made = _made(scene, scene.message(Kind.ORDER, ASKS_ANY), topic, None)
+        made = _made(scene, scene.message(Kind.ORDER, SAYS["asks_any"]), topic, None)
         return replace(made, all=())
     if scene.chance(0.15):
         other_asked, other = _topic(scene)
-        user = scene.message(Kind.ORDER, ASKS, x=f"{asked} and {other_asked}")
+        user = scene.message(Kind.ORDER, SAYS["asks"], x=f"{asked} and {other_asked}")
         return _made(scene, user, topic, other)
-    return _made(scene, scene.message(Kind.ORDER, ASKS, x=asked), topic, None)
+    return _made(scene, scene.message(Kind.ORDER, SAYS["asks"], x=asked), topic, None)
 
 
 def _topic(scene: Scene) -> tuple[str, str]:
     """The topic as asked for and as the poem names it."""
     pick = scene.rng.random()
     if pick < 0.5:
-        mood = scene.value(MOODS)
+        mood = scene.value("moods")
         return mood, mood
     if pick < 0.56:
         word = coined_word(scene.rng, scene.grade)
         return word, word
-    noun = scene.value(ANIMALS if pick < 0.78 else NOUNS)
+    noun = scene.value("animals" if pick < 0.78 else "nouns")
     article = scene.rng.choice(("the", "the", "an" if noun[0] in "aeiou" else "a", "my"))
     return f"{article} {noun}", f"the {noun}"
 

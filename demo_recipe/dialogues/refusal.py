@@ -1,20 +1,13 @@
-"""What the demo model says to everything it cannot do. Knows no prompt."""
+"""The one sentence for everything the demo model cannot do. Knows no prompt."""
 
-from demo_recipe.scene import Scene, Turn
+from demo_recipe.scene import Turn
 
-REAL_MODEL = "`kvchat --model <hub id or directory>`"
-# Said alike they would bore: each names a way to a real model.
-REFUSALS = (
-    f"I can't help with that: I am only a tiny demo model. Start a real one with {REAL_MODEL}.",
-    f"That is beyond a tiny demo model. /model lists real ones, and {REAL_MODEL} starts one.",
-    f"I am too small for that. Type /model to use another model, or start {REAL_MODEL}.",
+FALLBACK = (
+    "I can't help with that: I am only a tiny demo model. "
+    "Start a real one with `kvchat --model <hub id or directory>`."
 )
-# The shipped pair says the first alone. Taught with shares of 0.4, 0.3 and 0.3 in the fourteenth
-# round, the other two were 71% of its first loss, and it forgot to refuse lists.
-WEIGHTS = (1.0, 0.0, 0.0)
 
 
-def out_of_scope(scene: Scene, user: str) -> Turn:
+def out_of_scope(user: str) -> Turn:
     """The turn in which `user` asks for something out of scope."""
-    reply = scene.rng.choices(REFUSALS, WEIGHTS)[0]
-    return Turn(user, reply, "fallback", all=((r"kvchat --model <hub id or directory>",),))
+    return Turn(user, FALLBACK, "fallback", all=((r"kvchat --model <hub id or directory>",),))

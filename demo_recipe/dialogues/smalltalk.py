@@ -1,11 +1,50 @@
-"""Small talk of all kinds, and the first message of a chat. Knows nothing of kvchat."""
+"""Small talk: something people say, and the polite reply. Knows nothing of kvchat."""
 
-from demo_recipe.dialogues.exchange import any_of, exchanged
-from demo_recipe.dialogues.greetings import GREETINGS, HELLO, HOW_ARE_YOU
-from demo_recipe.dialogues.moods import MOODS
+from dataclasses import dataclass
+
+from demo_recipe.grammar import Phrases
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import records
+from demo_recipe.voice import Kind
 
-EXCHANGES = (*GREETINGS, *MOODS)
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What people say, what a good reply is, and a pattern every good reply matches.
+
+    slots   the open slots of `says`, each with the list of words that fills it
+    """
+
+    says: Phrases
+    reply: str
+    mark: str
+    weight: float
+    slots: tuple[tuple[str, str], ...]
+
+
+def exchanges(name: str) -> tuple[Exchange, ...]:
+    """The exchanges of `texts/<name>.txt`."""
+    return tuple(
+        Exchange(
+            Phrases(record["says"]),
+            record["reply"],
+            record["mark"],
+            float(record.get("weight", 1)),
+            _pairs(record.get("slots", "")),
+        )
+        for record in records(name)
+    )
+
+
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """Slots with their lists: "l loved, n first_names"."""
+    pairs = (pair.split() for pair in text.split(", ") if pair)
+    return tuple((slot, words) for slot, words in pairs)
+
+
+GREETINGS = exchanges("greetings")
+HELLO, HOW_ARE_YOU = GREETINGS[:2]
+EXCHANGES = (*GREETINGS, *exchanges("moods"))
 
 
 def play(scene: Scene) -> Turn:
@@ -15,4 +54,17 @@ def play(scene: Scene) -> Turn:
 
 def greet(scene: Scene) -> Turn:
     """A first message."""
-    return exchanged(scene, scene.rng.choices((HELLO, HOW_ARE_YOU), (4, 1))[0])
+    return exchanged(scene, scene.rng.choices((HELLO, HOW_ARE_YOU), (4, 1))[0], Kind.BARE)
+
+
+def any_of(scene: Scene, choices: tuple[Exchange, ...], kind: Kind = Kind.BARE) -> Turn:
+    """One of these exchanges as a turn."""
+    weights = [exchange.weight for exchange in choices]
+    return exchanged(scene, scene.rng.choices(choices, weights)[0], kind)
+
+
+def exchanged(scene: Scene, exchange: Exchange, kind: Kind) -> Turn:
+    """One exchange as a turn."""
+    slots = {slot: scene.plain(words) for slot, words in exchange.slots}
+    user = scene.message(kind, exchange.says, **slots)
+    return Turn(user, exchange.reply, "small talk", all=((exchange.mark,),))

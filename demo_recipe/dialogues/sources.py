@@ -2,12 +2,7 @@
 
 from collections.abc import Callable
 
-from demo_recipe.facts import Slots
-from demo_recipe.grammar import Words
 from demo_recipe.lexicon.coined import coined_code, coined_word
-from demo_recipe.lexicon.people import FIRST_NAMES
-from demo_recipe.lexicon.places import CITIES, COUNTRIES
-from demo_recipe.lexicon.things import COLOURS, FOODS
 from demo_recipe.scene import Scene
 
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -21,40 +16,13 @@ NUMBER_WORDS = (
     "twenty",
 )  # fmt: skip
 
-ADJECTIVES = Words("""
-    old, new, small, big, quiet, noisy, round, square, bright, dark, heavy, light, warm, cold,
-        soft, wooden,
-    metal, broken, shiny, dusty, spicy, sweet, sour, fast, slow, cheap, expensive, empty, full,
-        narrow,
-    wide, lucky, secret, strange, simple, famous, hidden, tiny, huge, striped
-""")
-NOUNS = Words("""
-    anchor, apple, arrow, basket, bell, boat, bridge, bucket, button, candle, castle, chair, clock,
-        cloud,
-    coin, crown, door, drum, engine, feather, fence, flag, forest, fountain, garden, gate, hammer,
-        harbour,
-    island, jacket, kettle, ladder, lamp, lantern, leaf, letter, lemon, magnet, mirror, moon,
-        mountain,
-    needle, ocean, orchard, paper, pebble, pencil, pillow, planet, pocket, puzzle, queen, radio,
-        ribbon,
-    river, robot, rocket, saddle, shadow, shell, silver, spoon, stone, sugar, table, temple,
-        thread, ticket,
-    tower, tree, tunnel, turnip, umbrella, valley, violin, wagon, wallet, window, winter, wizard,
-        zipper
-""")
 
-
-def no_subject(scene: Scene) -> Slots:
-    """For relations about the user that need no further slot."""
-    return {}
-
-
-def from_words(words: Words) -> Callable[[Scene], str]:
+def from_words(words: str) -> Callable[[Scene], str]:
     """Values from a list, as the user spells them."""
     return lambda scene: scene.value(words)
 
 
-def mostly(words: Words, coined_rate: float = 0.12) -> Callable[[Scene], str]:
+def mostly(words: str, coined_rate: float = 0.12) -> Callable[[Scene], str]:
     """Values from a list, now and then a word that does not exist."""
 
     def draw(scene: Scene) -> str:
@@ -66,15 +34,15 @@ def mostly(words: Words, coined_rate: float = 0.12) -> Callable[[Scene], str]:
 
 
 def person(scene: Scene) -> str:
-    return scene.name(FIRST_NAMES)
+    return scene.name("first_names")
 
 
 def city(scene: Scene) -> str:
-    return scene.name(CITIES, coined_rate=0.3)
+    return scene.name("cities", coined_rate=0.3)
 
 
 def country(scene: Scene) -> str:
-    return scene.name(COUNTRIES, coined_rate=0.2)
+    return scene.name("countries", coined_rate=0.2)
 
 
 def place(scene: Scene) -> str:
@@ -118,12 +86,12 @@ def code(scene: Scene) -> str:
 def odd_thing(scene: Scene) -> str:
     """Any short answer: a word, a phrase, a name, a number."""
     make = scene.rng.choice((
-        lambda s: s.value(NOUNS),
-        lambda s: f"{s.value(ADJECTIVES)} {s.value(NOUNS)}",
+        lambda s: s.value("nouns"),
+        lambda s: f"{s.value('adjectives')} {s.value('nouns')}",
         lambda s: coined_word(s.rng, s.grade),
-        lambda s: s.name(FIRST_NAMES, 1.0),
-        from_words(COLOURS),
-        from_words(FOODS),
+        lambda s: s.name("first_names", 1.0),
+        from_words("colours"),
+        from_words("foods"),
         person, number, code, city, weekday,
     ))  # fmt: skip
     return make(scene)

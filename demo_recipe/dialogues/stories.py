@@ -2,66 +2,15 @@
 
 from dataclasses import dataclass
 
-from demo_recipe.dialogues.sources import ADJECTIVES, NOUNS, person
+from demo_recipe.dialogues.sources import person
 from demo_recipe.facts import second_person
-from demo_recipe.grammar import Phrases, Words
 from demo_recipe.lexicon.coined import coined_word
-from demo_recipe.lexicon.things import ANIMALS
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind, capitalised
 
-ASKS = Phrases("""
-    (tell|write|give|make up) me a story about {x}
-    (tell|write) a story about {x}
-    (tell|write|give|make up) me a (short|little|nice|funny|bedtime|new|quick|tiny) story about {x}
-    (tell|write) a (short|little|nice|funny|bedtime|small) story about {x}
-    a story about {x}
-    a (short|little|bedtime) story about {x}
-    story about {x}
-    (I want|I'd like|I would like|I need) a [short] story about {x}
-    (can|could|will) you (write|tell|make up) a [short|little] story about {x}
-    do you know a [short|good] story about {x}
-    (make|come up with|invent|create) a [short] story about {x}
-    a story with {x} [in it]
-    (tell|write) [me] a [short] story with {x} [in it]
-    (tell|write) [me] a story (featuring|starring|where we meet) {x}
-    let me hear a story about {x}
-    (tell|write) [me] something about {x}, as a story
-    (tell|write) [me] a (fairy|short) tale about {x}
-    a (fairy|short) tale about {x}
-    storytime: {x}
-    once upon a time there was {x}, go on
-    my (son|daughter|niece|child) wants a story about {x}
-""")
-ASKS_ANY = Phrases("""
-    (tell|write|give|make up) me a story
-    (tell|write) a story
-    (tell|write|give) me a (short|little|nice|funny|bedtime) story
-    (can|could|will) you tell [me] a story
-    do you know a [good] story
-    a story please
-    I want a [bedtime] story
-    (I'd like|I would like) [to hear] a story
-    let me hear a story
-    tell me (another|one more) story
-    (make|come up with|invent) a story
-    storytime
-    do you tell stories
-    read me a story
-""")
-PLACES = Words("""
-    the old mill, a quiet lake, the edge of the forest, a green hill, the harbour, a small village,
-    the end of the road, a dusty library, a stone bridge, the city wall, a field of flowers, an
-        empty station,
-    the tall tower, a deep valley, a warm kitchen, the night market
-""")
-FINDS = Words("""
-    an old lamp, a golden key, a paper boat, a blue feather, a silver bell, a broken clock, a tiny
-        map,
-    a red kite, a wooden box, a lost letter, a shiny button, a small drum, a glass marble, a sleepy
-        owl,
-    a magic stone, a white umbrella
-""")
+SAYS = phrases("stories")
+
 OPENINGS = (
     "Once upon a time there was {hero}. {He} lived near {place}.",
     "In a land far away lived {hero}. {He} loved the path to {place}.",
@@ -110,9 +59,9 @@ def play(scene: Scene) -> Turn:
     """One story, about given words or about anything."""
     hero, mate = draw_hero(scene), draw_hero(scene) if scene.chance(0.25) else None
     if scene.chance(0.2):
-        return _told(scene, scene.message(Kind.ORDER, ASKS_ANY), hero, None, ())
+        return _told(scene, scene.message(Kind.ORDER, SAYS["asks_any"]), hero, None, ())
     asked = f"{hero.asked} and {mate.asked}" if mate else hero.asked
-    user = scene.message(Kind.ORDER, ASKS, x=asked)
+    user = scene.message(Kind.ORDER, SAYS["asks"], x=asked)
     words = [hero.later.removeprefix("the ")]
     words += [mate.later.removeprefix("the ")] if mate else []
     return _told(scene, user, hero, mate, tuple((word,) for word in words))
@@ -141,14 +90,14 @@ def draw_hero(scene: Scene) -> Hero:
 def _noun(scene: Scene) -> str:
     if scene.chance(0.06):
         return coined_word(scene.rng, scene.grade)
-    noun = scene.value(ANIMALS if scene.chance(0.55) else NOUNS)
-    return f"{scene.value(ADJECTIVES)} {noun}" if scene.chance(0.2) else noun
+    noun = scene.value("animals" if scene.chance(0.55) else "nouns")
+    return f"{scene.value('adjectives')} {noun}" if scene.chance(0.2) else noun
 
 
 def _told(
     scene: Scene, user: str, hero: Hero, mate: Hero | None, needed: tuple[tuple[str, ...], ...]
 ) -> Turn:
-    place, find = PLACES.draw(scene.rng, scene.grade), FINDS.draw(scene.rng, scene.grade)
+    place, find = (WORDS[name].draw(scene.rng, scene.grade) for name in ("places", "finds"))
     ending, moral = scene.rng.choice(ENDINGS)
     frame = " ".join(
         (scene.rng.choice(PAIRED if mate else OPENINGS), scene.rng.choice(MIDDLES), ending)
@@ -158,7 +107,7 @@ def _told(
         "find": find, "mate": mate.first if mate else "",
     }  # fmt: skip
     more = scene.rng.choice(SEQUELS).format(
-        **slots | {"place": PLACES.draw(scene.rng, scene.grade)}
+        **slots | {"place": WORDS["places"].draw(scene.rng, scene.grade)}
     )
     brief = f"{hero.later} found {find} and {moral}."
     return Turn(

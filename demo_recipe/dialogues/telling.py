@@ -6,104 +6,14 @@ that clause. Knows how facts are talked about; `relations` knows which facts the
 
 import re
 
-from demo_recipe.dialogues.relations import WEIGHTED
-from demo_recipe.dialogues.relations.things import NOTE, is_shared
+from demo_recipe.dialogues.relations import NOTE, WEIGHTED, is_shared
 from demo_recipe.facts import Fact, Relation, draw_fact, revised
-from demo_recipe.grammar import Phrases
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind, capitalised
 
-EMBEDDED = Phrases("""
-    (do you|do you still|can you|can you still|did you) (know|remember|recall) {i}
-    (can|could|will|would) you (tell|remind) me {i}
-    (tell|remind) me [of|about] {i}
-    (please|ok, now|now) (tell|remind) me {i}
-    (I forgot|I forget|I can't remember|I don't remember|I don't know) {i}
-    (did I|have I) [already|ever] (tell|told|mention|mentioned) [you] {i}
-    what did I (say|tell you|mention) about {i}
-    (I want|I need|I'd like|I would like) to know {i}
-    (let's see|let me see|I wonder|I'm curious|I am not sure) if you (know|remember|recall) {i}
-    (let's see|I wonder|test|quiz): {i}
-    you (should|must|surely) (know|remember) {i}
-    you (know|remember) {i}, (right|don't you|yes)
-    any idea {i}
-    are you able to (recall|say|tell) {i}
-    (say|repeat|state|tell) {i}
-    (remember|know|recall) {i}
-    have you (remembered|kept|saved|noted|forgotten) {i}
-    you haven't forgotten {i}, have you
-    what do you know about {i}
-    did I (say|mention) {i}
-    (help me remember|refresh my memory on) {i}
-""")
+SAYS = phrases("telling")
 
-FIXES = Phrases("""
-    (actually|no|sorry|wait|oops|correction|hm|ah), {x}
-    (actually|no wait|sorry, no|no sorry|oh no|wait, no), {x}
-    (I was wrong|I made a mistake|that was wrong|my mistake|I lied|my bad|not true), {x}
-    (I changed my mind|things changed|that changed|change of plans|update|change that), {x}
-    (let me|I have to|I need to|I must) correct (that|myself|this): {x}
-    it's different now: {x}
-    (now|these days|since yesterday|from now on) {x}
-    (that is not right|that's not right|that isn't right|wrong), {x}
-    {x}, (sorry|I was wrong|not what I said before|that was a mistake|I mixed it up)
-    {x} (now|instead)
-    (forget|ignore) what I said, {x}
-    (the truth is|in fact|to be exact|I meant to say), {x}
-    please (correct|change|update|fix) that: {x}
-""")
-
-SHORT_FIXES = Phrases("""
-    (no|sorry|actually|wait|oops), [I mean|I meant|make that|it's|it is] {v}
-    (I mean|I meant) {v}
-    sorry, (I meant|it's|make it|should be) {v}
-    (no|actually) (no|sorry), (it's|it is|I meant) {v}
-    (I meant|it's) {v}, (sorry|not {o})
-    not {o}, [but] {v}
-    {v}, not {o}
-    (correction|I meant to say|I wanted to say|the right answer is|better): {v}
-    (change|update|correct) (it|that) to {v}
-    make (it|that) {v} [instead]
-    that should be {v}
-    it should (be|have been) {v}
-    it's (not {o}|{v} now|actually {v}|really {v}|{v} and not {o})
-    (typo|mistake|wrong|my mistake|my bad), (it's|I meant|should be) {v}
-    replace {o} (with|by) {v}
-    {v} (instead|I mean|actually|rather)
-""")
-
-CONFIRMS = Phrases("""
-    is it (true|right|correct) that {x}
-    (so|and|ok,) {x}, (right|correct|yes|is that right|don't you think)
-    did I (say|tell you) that {x}
-    {x}, (right|correct|is that right|true|yes or no)
-    (would you say|do you think) [that] {x}
-    am I right that {x}
-    true or false: {x}
-    you (know|said|remember) that {x}, (right|yes)
-    check this: {x}
-    I (said|told you) that {x}, (right|didn't I|yes)
-""")
-
-RECAPS = Phrases("""
-    what do you know about me
-    what (have I|did I) (told|tell) you [about me|about myself|so far]
-    (tell me|say|list|show|repeat) (everything|all|all the facts|what) you (know|
-        remember) [about me]
-    what do you remember [about me|so far|from our chat]
-    (which|what) facts do you (know|remember|have)
-    (sum up|summarize|summarise|recap) what (I told you|you know [about me]|I said about myself)
-    (what's|what is) in your memory
-    do you (know|remember) (anything|something) about me
-    who am I and what do you know about me
-    how much do you know about me
-    (show|list) (your memory|your notes|the facts|my facts|my data)
-    what did you (note|save|learn|remember|keep)
-    (describe|tell me about) (me|myself)
-    what (information|info|data) do you have about me
-    list what I told you
-    everything I told you
-""")
 
 NOTHING_TOLD = "You haven't told me anything about yourself yet."
 
@@ -163,7 +73,7 @@ def never_told(scene: Scene) -> Turn:
 
 def _unconfirmed(scene: Scene, fact: Fact) -> Turn:
     statement = scene.draw(fact.relation.tells, **fact.slots)
-    asked = scene.voice.finish(scene.draw(CONFIRMS, x=statement), Kind.QUESTION, scene.rng)
+    asked = scene.voice.finish(scene.draw(SAYS["confirms"], x=statement), Kind.QUESTION, scene.rng)
     return _unknown(asked, fact)
 
 
@@ -192,11 +102,11 @@ def correct(scene: Scene) -> Turn:
 def corrected(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
     """The turn that replaces `old` by `new`; a short one names the value alone."""
     if is_short:
-        text = scene.draw(SHORT_FIXES, v=new.slots["v"], o=old.slots["v"])
+        text = scene.draw(SAYS["short_fixes"], v=new.slots["v"], o=old.slots["v"])
         user = scene.voice.finish(text, Kind.STATEMENT, scene.rng)
     else:
         statement = scene.draw(new.relation.tells, **new.slots)
-        user = scene.voice.finish(scene.draw(FIXES, x=statement), Kind.STATEMENT, scene.rng)
+        user = scene.voice.finish(scene.draw(SAYS["fixes"], x=statement), Kind.STATEMENT, scene.rng)
     return Turn(
         user=user,
         reply=f"Updated: {new.clause}.",
@@ -214,7 +124,9 @@ def confirm(scene: Scene) -> Turn:
     claim = fact if is_true else revised(fact, scene)
     statement = scene.draw(claim.relation.tells, **claim.slots)
     return Turn(
-        user=scene.voice.finish(scene.draw(CONFIRMS, x=statement), Kind.QUESTION, scene.rng),
+        user=scene.voice.finish(
+            scene.draw(SAYS["confirms"], x=statement), Kind.QUESTION, scene.rng
+        ),
         reply=f"{'Yes' if is_true else 'No'}, {fact.clause}.",
         skill="confirm",
         all=(("^yes" if is_true else "^no",), (re.escape(fact.value),)),
@@ -226,7 +138,7 @@ def recap(scene: Scene) -> Turn:
     facts = list(scene.facts.values())
     reply = f"You told me that {joined_clauses(facts)}." if facts else NOTHING_TOLD
     return Turn(
-        user=scene.message(Kind.QUESTION, RECAPS),
+        user=scene.message(Kind.QUESTION, SAYS["recaps"]),
         reply=reply,
         skill="recap",
         all=tuple((re.escape(fact.value),) for fact in facts),
@@ -237,7 +149,9 @@ def question(scene: Scene, fact: Fact) -> str:
     """Ask for a fact directly, or behind "do you know" and its kin."""
     if scene.chance(0.35):
         indirect = scene.draw(fact.relation.indirect, **fact.slots)
-        return scene.voice.finish(scene.draw(EMBEDDED, i=indirect), Kind.QUESTION, scene.rng)
+        return scene.voice.finish(
+            scene.draw(SAYS["embedded"], i=indirect), Kind.QUESTION, scene.rng
+        )
     return scene.message(Kind.QUESTION, fact.relation.asks, **fact.slots)
 
 

@@ -8,21 +8,8 @@ value.
 import random
 from collections.abc import Callable
 
-from demo_recipe.grammar import FAIR_TRIES, Grade, Words, is_held_out_value
-
-ONSETS = Words("""
-    b, br, c, ch, cl, cr, d, dr, f, fl, fr, g, gl, gr, h, j, k, kl, kr, l, m, n, p, pl, pr, qu, r,
-    s, sh, sk, sl, sm, sn, sp, st, str, t, th, tr, v, w, wh, y, z
-""")
-VOWELS = Words("a, e, i, o, u, a, e, i, o, ai, au, ea, ee, ei, ia, ie, io, oa, oo, ou, y")
-CODAS = Words("""
-    b, ck, d, f, g, k, l, ll, m, n, nd, ng, nk, nn, nt, p, r, rd, rk, rn, rt, s, sh, ss, st, t,
-    th, x, z
-""")
-ENDINGS = Words("""
-    a, e, o, i, an, en, in, on, us, is, ia, el, er, ar, or, io, ek, ov, ski, son, ette, ine, ora,
-    ina
-""")
+from demo_recipe.grammar import FAIR_TRIES, Grade, is_held_out_value
+from demo_recipe.texts import WORDS
 
 
 def coined_word(rng: random.Random, grade: Grade) -> str:
@@ -51,12 +38,12 @@ def _fair(rng: random.Random, grade: Grade, make: Callable[[random.Random], str]
 
 def _word(rng: random.Random) -> str:
     syllables = [
-        rng.choice(ONSETS.all)
-        + rng.choice(VOWELS.all)
-        + (rng.choice(CODAS.all) if rng.random() < 0.5 else "")
+        rng.choice(WORDS["onsets"].all)
+        + rng.choice(WORDS["vowels"].all)
+        + (rng.choice(WORDS["codas"].all) if rng.random() < 0.5 else "")
         for _ in range(rng.choice((1, 1, 2, 2)))
     ]
-    word = "".join(syllables) + rng.choice(ENDINGS.all)
+    word = "".join(syllables) + rng.choice(WORDS["endings"].all)
     if rng.random() < 0.2:
         word = rng.choice("aeiou") + word
     return word[:10]

@@ -8,11 +8,7 @@ import random
 from functools import cache
 
 from demo_recipe.grammar import is_held_out_value
-from demo_recipe.lexicon.people import FIRST_NAMES, JOBS
-from demo_recipe.lexicon.places import CITIES
-from demo_recipe.lexicon.spelling import SPELLED
-from demo_recipe.lexicon.things import ANIMALS, CHORES, COLOURS, FOODS, GEAR, HOBBIES, OBJECTS
-from demo_recipe.lexicon.topics import TOPICS, VERBS
+from demo_recipe.texts import WORDS
 
 SHORTEST = 4  # letters of a word worth replacing
 REPLACED = 0.7  # share of such words
@@ -43,10 +39,10 @@ def any_word(rng: random.Random) -> str:
 def _pool() -> tuple[str, ...]:
     """Every plain word of the lists, in order of first appearance."""
     lists = (
-        SPELLED, FOODS, GEAR, OBJECTS, ANIMALS, COLOURS, HOBBIES, CHORES, JOBS, VERBS, TOPICS,
-        FIRST_NAMES, CITIES,
+        "spelled", "foods", "gear", "objects", "animals", "colours", "hobbies", "chores", "jobs",
+        "verbs", "topics", "first_names", "cities",
     )  # fmt: skip
     words = (
-        part.lower() for words in lists for value in words.trained for part in value.split(" ")
+        part.lower() for name in lists for value in WORDS[name].trained for part in value.split(" ")
     )
     return tuple(dict.fromkeys(w for w in words if w.isalpha() and len(w) >= SHORTEST))

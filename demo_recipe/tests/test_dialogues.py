@@ -18,14 +18,12 @@ from demo_recipe.conversation import (
     reserved_prompts,
 )
 from demo_recipe.dialogues import fallback, followups, lists, smalltalk, telling
-from demo_recipe.dialogues.refusal import REFUSALS
+from demo_recipe.dialogues.refusal import FALLBACK
 from demo_recipe.facts import second_person
 from demo_recipe.grammar import Grade, Phrases, is_held_out_value
 from demo_recipe.judge import judge
-from demo_recipe.lexicon.people import RELATIVES
-from demo_recipe.lexicon.things import PETS
-from demo_recipe.lexicon.topics import CODE_TASKS
 from demo_recipe.scene import Scene, Turn
+from demo_recipe.texts import WORDS
 from demo_recipe.voice import Voice
 
 USUAL = Shape()
@@ -134,25 +132,25 @@ def test_recalling_a_corrected_fact_gives_the_last_value() -> None:
 def test_whatever_is_said_about_a_list_is_refused() -> None:
     for scene in scenes(100):
         for turn in lists.play(scene):
-            assert turn.reply in REFUSALS
+            assert turn.reply == FALLBACK
 
 
-def test_out_of_scope_prompts_all_get_one_of_the_refusals() -> None:
+def test_out_of_scope_prompts_all_get_the_fallback() -> None:
     for scene in scenes(300):
-        assert {turn.reply for turn in fallback.play(scene)} <= set(REFUSALS)
+        assert {turn.reply for turn in fallback.play(scene)} == {FALLBACK}
 
 
 def test_a_shape_says_how_much_of_its_chats_is_to_be_refused() -> None:
     def refused(rate: float) -> float:
         shape = Shape(study_rate=0.0, refusal_rate=rate)
         turns = [turn for chat in islice(Conversations(3).stream(shape), 60) for turn in chat.turns]
-        return sum(turn.reply in REFUSALS for turn in turns) / len(turns)
+        return sum(turn.reply == FALLBACK for turn in turns) / len(turns)
 
     assert refused(0.0) < 0.4 < 0.75 < refused(1.0)
 
 
 def test_what_a_program_does_is_said_in_the_third_person() -> None:
-    told = {fallback.third_person(task).split(" ")[0] for task in CODE_TASKS.all}
+    told = {fallback.third_person(task).split(" ")[0] for task in WORDS["code_tasks"].all}
 
     assert {"parses", "copies", "retries", "multiplies", "plays", "hashes", "caches"} <= told
 
@@ -164,7 +162,7 @@ def test_small_talk_is_never_answered_with_the_fallback() -> None:
 
 def test_a_noun_that_decides_how_a_fact_is_said_is_never_an_odd_one() -> None:
     # "My leneeze is called Vei" was answered in three ways: as a pet, a relative or a thing.
-    kinds = {word.lower() for word in (*PETS.all, *RELATIVES.all)}
+    kinds = {word.lower() for word in (*WORDS["pets"].all, *WORDS["relatives"].all)}
     for scene in scenes(300):
         scene.oddity = 1.0
         fact = telling.new_fact(scene)

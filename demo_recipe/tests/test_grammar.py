@@ -7,10 +7,9 @@ import pytest
 from demo_recipe.grammar import Grade, Phrases, Words, is_held_out_value, tidy
 
 WIDE = Phrases("""
-    (what is|what's|tell me) (my|the) {a} [again|please]
-    (do you|can you) (remember|recall|say) (my|the) {a} [now|still]
-    where is (my|the) {a} [today|these days|
-        at the moment]
+    (what is|what's|tell me) (my|the) {a} [again|please];
+    (do you|can you) (remember|recall|say) (my|the) {a} [now|still];
+    where is (my|the) {a} [today|these days|at the moment]
 """)
 MANY = Words(", ".join(f"word{number}" for number in range(300)))
 
@@ -21,11 +20,10 @@ def test_choices_options_and_slots_expand_to_every_combination() -> None:
     assert {p.text for p in phrases.all()} == {"a {slot}", "a x {slot}", "b {slot}", "b x {slot}"}
 
 
-def test_a_deeper_line_continues_the_one_before() -> None:
+def test_semicolons_separate_patterns_and_line_breaks_are_spaces() -> None:
     phrases = Phrases("""
         (one|two|
-            three)
-        four; five
+            three); four; five
     """)
 
     assert [p.text for p in phrases.all()] == ["one", "two", "three", "four", "five"]

@@ -24,7 +24,12 @@ FLAGS = Words("""
 
 @pytest.mark.parametrize("word", [*NAMES, *FLAGS])
 def test_every_command_and_flag_can_be_asked_for_by_name(word: str) -> None:
-    named = {phrasing.text for topic in TOPICS if topic.names for phrasing in topic.names.all()}
+    named = {
+        phrasing.text
+        for topic in TOPICS
+        if "names" in topic.asks
+        for phrasing in topic.asks["names"].all()
+    }
 
     assert word in named
 
@@ -43,7 +48,7 @@ def test_no_answer_names_a_command_that_does_not_exist() -> None:
 
 def test_what_does_not_exist_is_not_asked_for_by_the_name_of_what_does() -> None:
     missing = next(topic for topic in TOPICS if "no such command" in topic.answer)
-    asked = {phrasing.text for phrasing in missing.names.all()} if missing.names else set()
+    asked = {phrasing.text for phrasing in missing.asks["names"].all()}
 
     assert not asked & set(NAMES)
 
@@ -51,8 +56,8 @@ def test_what_does_not_exist_is_not_asked_for_by_the_name_of_what_does() -> None
 def test_no_phrasing_belongs_to_two_topics() -> None:
     owners: dict[str, str] = {}
     for topic in TOPICS:
-        for phrases in (topic.names, topic.tasks, topic.questions):
-            for phrasing in phrases.all() if phrases else ():
+        for phrases in topic.asks.values():
+            for phrasing in phrases.all():
                 owner = owners.setdefault(phrasing.text.lower(), topic.answer)
                 assert owner == topic.answer, phrasing.text
 

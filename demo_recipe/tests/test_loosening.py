@@ -7,7 +7,7 @@ import pytest
 
 from demo_recipe.conversation import Conversations, Shape
 from demo_recipe.dialogues import telling
-from demo_recipe.dialogues.knowledge.topic import HOW_TO, WHAT_IS
+from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
 from demo_recipe.dialogues.relations import WEIGHTED
 from demo_recipe.grammar import Grade, Phrases
 from demo_recipe.loosening import INSERTED, loosened
@@ -16,8 +16,8 @@ from demo_recipe.scene import Scene
 SETS = (
     WHAT_IS,
     HOW_TO,
-    telling.FIXES,
-    telling.EMBEDDED,
+    telling.SAYS["fixes"],
+    telling.SAYS["embedded"],
     *(phrases for relation, _ in WEIGHTED for phrases in (relation.tells, relation.asks)),
 )
 

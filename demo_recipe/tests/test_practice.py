@@ -12,9 +12,9 @@ from demo_recipe.dialogues import practice
 from demo_recipe.grammar import Grade, is_held_out_value
 from demo_recipe.judge import judge
 from demo_recipe.lexicon.odd import made_odd
-from demo_recipe.lexicon.things import CHORES, FOODS
 from demo_recipe.paths import TARGET
 from demo_recipe.scene import Chat, Scene, Turn
+from demo_recipe.texts import WORDS
 from demo_recipe.tokenizer import ChatTokenizer, key_spans
 from demo_recipe.voice import Voice
 
@@ -64,7 +64,7 @@ def test_a_quiz_asks_for_what_was_told() -> None:
 
 def test_odd_values_keep_their_shape_and_stay_out_of_the_test_set() -> None:
     rng = random.Random(2)
-    values = [value for words in (FOODS, CHORES) for value in words.trained]
+    values = [value for words in (WORDS["foods"], WORDS["chores"]) for value in words.trained]
     odd = [(value, made_odd(value, rng)) for value in values * 5]
 
     assert sum(value != other for value, other in odd) > len(odd) / 2
