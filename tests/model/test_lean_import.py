@@ -18,12 +18,13 @@ _LEAN = "from kvchat.model.hf.lean_import import import_transformers\nimport_tra
 _LOGITS = """
 import sys, torch
 from pathlib import Path
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.config import ModelConfig
 from kvchat.model.loader import load_model
 from kvchat.model.checkpoint.source import find_model
 source = find_model({path!r})
-state = Path({path!r}) / "state"
-module = load_model(source, ModelConfig(source.name, "cpu"), None, lambda event: None, state).module
+known = DiskMemory(Path({path!r}) / "state")
+module = load_model(source, ModelConfig(source.name, "cpu"), None, lambda event: None, known).module
 module.set_attn_implementation("eager")
 with torch.inference_mode():
     print(module(torch.arange(9)[None]).logits.double().sum().item())

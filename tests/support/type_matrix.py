@@ -130,7 +130,7 @@ class _Trial:
 
     def _engine(self, speculation: Speculation | None = None) -> Engine:
         config = EngineConfig(max_step_tokens=16)
-        return engine_around(self._loaded, self._config, config, None, speculation)
+        return engine_around(self._loaded, self._config, config, NO_MEMORY, speculation)
 
     def chat(self) -> None:
         """Three turns, a fork of the second and an edit of the first, and a batch."""
