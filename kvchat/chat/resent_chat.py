@@ -111,6 +111,8 @@ def resent_chat(
     """
     numbered = zip(indexes or range(len(messages)), messages, strict=True)
     sent = [SentMessage(index, message) for index, message in numbered]
+    while len(sent) > 1 and _is_unwritten(sent[-1].message):
+        del sent[-1]  # a place for the answer, as some clients send it
     groups = [tuple(group) for _, group in groupby(sent, lambda each: each.message.role)]
     merged = [joined([each.message for each in group]) for group in groups]
     if not merged:
@@ -127,6 +129,10 @@ def resent_chat(
         if len(message.results) > num_calls:
             raise UsageError("There is a result of a tool without a call before it.")
     return ResentChat(system or None, tuple(merged), tools, sent=tuple(groups))
+
+
+def _is_unwritten(message: Message) -> bool:
+    return message.role is Role.ASSISTANT and not message.text.strip() and not message.calls
 
 
 @dataclass(frozen=True, slots=True)

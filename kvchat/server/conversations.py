@@ -76,8 +76,13 @@ class RequestChat:
         return tuple(self._messages)
 
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
-        """Return the conversation, or raise ApiError for one that cannot be answered."""
+        """Return the conversation, or raise ApiError for one that cannot be answered.
+
+        Instructions alone are the user's message: templates want one.
+        """
         self._end_calls()
+        if not self._messages and self._systems:
+            self.ask(self._systems.pop())
         try:
             system = "\n\n".join(self._systems)
             chat = resent_chat(system, self._messages, tools, self._indexes)

@@ -25,7 +25,7 @@ def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
 
 
 def _add_message(chat: RequestChat, message: Fields) -> None:
-    message.refuse("function_call", "audio")
+    message.refuse("audio")
     role = message.text("role")
     if role in ("system", "developer"):
         chat.instruct(message_text(message))
@@ -33,9 +33,15 @@ def _add_message(chat: RequestChat, message: Fields) -> None:
         chat.ask(message_text(message))
     elif role == "assistant":
         text = message_text(message) or message.text("refusal") or ""
-        chat.answer(text, map(_call, message.objects_if_any("tool_calls")))
+        calls = [_call(item) for item in message.objects_if_any("tool_calls")]
+        if "function_call" in message:  # the form before `tool_calls`: a call has no id
+            earlier = given_call(message.nested("function_call"))
+            calls.append((earlier.name, earlier))
+        chat.answer(text, calls)
     elif role == "tool":
         chat.add_result(message, "tool_call_id", returned_text(message, "content"))
+    elif role == "function":
+        chat.add_result(message, "name", returned_text(message, "content"))
     else:
         raise message.fault("role", "must be system, developer, user, assistant or tool")
 

@@ -31,6 +31,8 @@ _FURTHER_PARTS = re.compile(
     f"|[\ufe0e\ufe0f]|(?<=[{_EMOJI}])[{_VARIANT}]|(?<=[ -~])\u200d"
 )
 _UNSURE = re.compile("[\u200d\ufe0e\ufe0f\U0001f3fb-\U0001f3ff\U0001f1e6-\U0001f1ff]")
+# A syllable in its letters, which terminals draw in one place or in three.
+_SYLLABLE = re.compile("[\u1100-\u1112][\u1161-\u1175][\u11a8-\u11c2]?")
 _MIN_HEAD_CELLS = 8  # less of a text's beginning tells nothing
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _BETWEEN = re.compile(rf"(?<=[{_IDEOGRAPH}])(?=[{_IDEOGRAPH}])")
@@ -119,8 +121,10 @@ def simple_emoji(text: str) -> str:
     """Return text whose emoji take the same number of cells everywhere.
 
     Terminals and libraries disagree on joined emoji (2 cells or 6 for a family), on skin tones and
-    on flags. A joined emoji becomes its first part, and a flag the letters of its country.
+    on flags. A joined emoji becomes its first part, and a flag the letters of its country. They
+    disagree on letters of Hangul too, which become the sign of their syllable.
     """
+    text = _SYLLABLE.sub(lambda match: unicodedata.normalize("NFC", match[0]), text)
     if not _UNSURE.search(text):
         return text
     text = _FURTHER_PARTS.sub("", text)
@@ -130,6 +134,8 @@ def simple_emoji(text: str) -> str:
 def places_of_simple_emoji(text: str) -> list[int]:
     """Return the place in a text of each character of `simple_emoji(text)`, and of its end."""
     dropped = {place for match in _FURTHER_PARTS.finditer(text) for place in range(*match.span())}
+    for match in _SYLLABLE.finditer(text):
+        dropped.update(range(match.start() + 1, match.end()))
     return [place for place in range(len(text) + 1) if place not in dropped]
 
 

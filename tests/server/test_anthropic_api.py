@@ -88,7 +88,7 @@ def test_thinking_that_is_sent_back_is_left_out(serve: Serve) -> None:
         (asked("x", max_tokens=None), 400, "invalid_request_error"),
         (asked("x", model="claude"), 404, "not_found_error"),
         (asked("x", tools=[{}]), 400, "invalid_request_error"),
-        (asked("x", messages=[{"role": "system", "content": "x"}]), 400, "invalid_request_error"),
+        (asked("x", messages=[{"role": "robot", "content": "x"}]), 400, "invalid_request_error"),
     ],
 )
 def test_errors_have_anthropics_form(serve: Serve, body: Any, status: int, kind: str) -> None:

@@ -326,3 +326,30 @@ def test_neighbouring_messages_are_joined(serve: Serve) -> None:
     got = post(app, "/v1/chat/completions", body)
 
     assert got.json["choices"][0]["message"]["content"].startswith("one\n\ntwo\n\nthree")
+
+
+_ASKED = {"role": "user", "content": "When?"}
+_CALLED = {"role": "assistant", "function_call": {"name": "look", "arguments": '{"q": "x"}'}}
+_RETURNED = {"role": "function", "name": "look", "content": "at noon"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "question"),
+    [
+        ([_ASKED, {"role": "assistant", "content": ""}], "When?"),
+        ([_ASKED, {"role": "assistant", "content": None}], "When?"),
+        ([{"role": "system", "content": "Say when."}], "Say when."),
+        ([_ASKED, _CALLED, _RETURNED, {"role": "user", "content": "Sure?"}], "Sure?"),
+        ([_ASKED, _CALLED, _RETURNED], "<tool_response>\nat noon\n</tool_response>"),
+    ],
+    ids=["empty place", "null place", "system alone", "old call", "old result"],
+)
+def test_conversations_that_other_servers_take_are_answered(
+    serve: Serve, tool_model: ChatModel, messages: list[Any], question: str
+) -> None:
+    """Each was refused, and as it stays in the conversation, so was all that came after it."""
+    body = {"model": "scripted", "messages": messages}
+    got = post(serve(served=tool_model), "/v1/chat/completions", body)
+
+    assert got.status == 200, got.json
+    assert got.json["choices"][0]["message"]["content"] == f"{question} 0"
