@@ -288,6 +288,30 @@ def test_blocks_of_a_file_take_it_too(name: str, tmp_path: Path) -> None:
     assert torch.cosine_similarity(ours, theirs).median() > 0.999
 
 
+@pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid"])
+def test_small_tensors_of_a_file_are_read_with_all_their_bits(name: str, tmp_path: Path) -> None:
+    """Decays, steps, norms and filters were rounded to the 16 bits of the module's parameters."""
+    path = write_hybrid(tmp_path / "m.gguf", name, "Q8_0")
+
+    found = small_tensors(load(path, dtype="bfloat16"))
+
+    expected = small_tensors(load(path, dtype="float32"))
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
+    assert any((values != values.bfloat16()).any() for values in expected.values())
+
+
+def small_tensors(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """Return the numbers of the first layer that are no matrix, by name."""
+    assert loaded.compiled is not None
+    mixer: Any = loaded.compiled._decoder.layers[0].attention
+    parts = [(mixer, ("rates", "step_bias", "skips")), (mixer.convolution, ("weights", "bias"))]
+    if getattr(mixer, "norm", None) is not None:
+        parts.append((mixer.norm, ("weight",)))
+    values = {name: getattr(part, name, None) for part, names in parts for name in names}
+    return {name: each for name, each in values.items() if each is not None}
+
+
 def test_the_self_test_abandons_a_step_that_is_wrong(tmp_path: Path) -> None:
     """Most of its rows must be of compiled steps: with prompts alone it would see nothing."""
     loaded = load(saved("fewer key heads", tmp_path), dtype="float32")

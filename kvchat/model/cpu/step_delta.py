@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvchat.model.cpu.matrices import Matrix, Norm, matrix_of
+from kvchat.model.cpu.matrices import Matrix, Norm, float_values, matrix_of
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Task, Unfit, check_widths
 from kvchat.model.cpu.step_recurrent import Convolution, StatePlaces, read_convolution
 from kvchat.model.state import RECURRENT
@@ -116,9 +116,9 @@ def read_delta_net(mixer: Any, index: int) -> DeltaNet:
         _order(form) if is_grouped else None,
         matrix_of(mixer.out_proj),
         read_convolution(mixer.conv1d, mixer.activation),
-        -mixer.A_log.detach().float().exp(),
-        mixer.dt_bias.detach().float(),
-        Norm(norm.weight.detach().float(), float(norm.variance_epsilon)),
+        -float_values(mixer.A_log).exp(),
+        float_values(mixer.dt_bias),
+        Norm(float_values(norm.weight), float(norm.variance_epsilon)),
         index,
     )
 

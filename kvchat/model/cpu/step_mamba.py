@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.cpu.matrices import Matrix, Norm, Unknown, matrix_of
+from kvchat.model.cpu.matrices import Matrix, Norm, Unknown, float_values, matrix_of
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Task, Unfit, check_widths
 from kvchat.model.cpu.step_recurrent import Convolution, StatePlaces, read_convolution
 from kvchat.model.state import RECURRENT
@@ -113,9 +113,9 @@ def read_mamba(mixer: Any, index: int) -> Mamba:
         form,
         matrix_of(mixer.in_proj),
         read_convolution(mixer.conv1d, mixer.activation),
-        -mixer.A_log.detach().float().exp(),
-        mixer.dt_bias.detach().float(),
-        mixer.D.detach().float(),
+        -float_values(mixer.A_log).exp(),
+        float_values(mixer.dt_bias),
+        float_values(mixer.D),
         (float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
         _read_norm(mixer.norm, form),
         matrix_of(mixer.out_proj),
@@ -127,7 +127,7 @@ def _read_norm(norm: Any, form: MambaForm) -> Norm | None:
     """Return the norm of what was gated, which has as many groups as B and C."""
     if type(norm) is nn.Identity:
         return None
-    weight = norm.weight.detach().float().contiguous()
+    weight = float_values(norm.weight).contiguous()
     group_size = getattr(norm, "group_size", None)
     num_groups = norm.n_groups if group_size is None else weight.numel() // group_size
     if num_groups != form.num_groups or getattr(norm, "norm_before_gate", False):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvchat.model.cpu.matrices import Matrix, Unknown
+from kvchat.model.cpu.matrices import Matrix, Unknown, float_values
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Task, Unfit, check_widths
 from kvchat.model.spec import StateTensor
 from kvchat.model.state import CONV, state_offsets
@@ -125,7 +125,7 @@ def read_convolution(module: Any, activation: str | None) -> Convolution:
     if module.groups != module.in_channels or module.in_channels != module.out_channels:
         raise Unknown("has a convolution of another kind")
     return Convolution(
-        module.weight.detach().float().squeeze(1).T.contiguous(),
-        None if module.bias is None else module.bias.detach().float(),
+        float_values(module.weight).squeeze(1).T.contiguous(),
+        None if module.bias is None else float_values(module.bias),
         activation is not None,
     )

@@ -97,7 +97,8 @@ class GgufTensors:
 
     A tensor that stays in blocks is in `tensors` too, as zeros that take no memory. `blocks` are
     the matrices of each: one, or those of experts, [experts * rows, in], gate before up. `precise`
-    are norms, biases and other tensors of one dimension in float32, where `tensors` has fewer bits.
+    are norms, biases, filters of convolutions and other small tensors in float32, where `tensors`
+    has fewer bits.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -175,7 +176,7 @@ def read_gguf_tensors(
         reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
         in_full = _Reader(torch.float32, kept, architecture.norm_offset, config, pool, for_cpu)
         for name, source in sources.items():
-            is_small = len(shapes[name]) == 1 and dtype != torch.float32
+            is_small = _is_small(shapes[name]) and dtype != torch.float32
             tensor = (in_full if is_small else reader).read(name, source, shapes[name])
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
@@ -190,6 +191,11 @@ def read_gguf_tensors(
     if _Source([table]).fits_blocks(shapes[tied_head], config):
         reader.keep_again(tied_head, table)
     return GgufTensors(state, reader.blocks, precise)
+
+
+def _is_small(shape: torch.Size) -> bool:
+    """Whether a tensor is one row, such as a norm, or the filters of a convolution by channels."""
+    return len(shape) == 1 or (len(shape) == 3 and shape[1] == 1)
 
 
 def _staying(
