@@ -1,4 +1,8 @@
-"""The environment of a tool's commands: that of kvchat, without what looks like a secret."""
+"""The environment of a tool's commands: that of kvchat, without what looks like a secret.
+
+It keeps secrets out of what a command prints or passes on. A command that looks for them finds them
+all the same: it runs as the user, who may read the environment of all their processes.
+"""
 
 import re
 from collections.abc import Collection, Mapping
