@@ -17,6 +17,7 @@ from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import TokenIds
+from kvchat_kernels.slot_positions import SlotPositions
 from kvchat_kernels.state_buffer import StateBuffer
 
 SCRATCH_BLOCK = 0
@@ -126,13 +127,15 @@ class TableState:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Blocks of one sequence. Every block in `blocks` carries one reference of this table.
+    """Blocks of one sequence, in slot order. Every block carries one reference of this table.
 
     # [0, num_committed)              in the tree, at or above `node`, which this table locks
     # [num_committed, len(blocks))    this table's own, or shared with a fork until written
 
-    `cached_len` counts the tokens whose KV was cached when the table was made. `state` is the
-    recurrent state of its sequence, None for a model without any.
+    A shared table holds position `s` in slot `s`. A private one has `positions` of its own, and
+    nothing of it is entered in the tree: `num_committed` is 0. `cached_len` counts the tokens whose
+    KV was cached when the table was made. `state` is the recurrent state of its sequence, None for
+    a model without any.
     """
 
     block_size: int
@@ -142,17 +145,23 @@ class BlockTable:
     num_committed: int
     is_released: bool = field(default=False)
     state: TableState | None = None
+    positions: SlotPositions | None = None
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in the table's blocks."""
+        """The slots of the table's blocks."""
         return len(self.blocks) * self.block_size
 
+    def slot_of(self, position: int) -> int:
+        """Return the slot of a position; of a private table's, that of one still to be written."""
+        return position if self.positions is None else self.positions.slot_of(position)
+
     def slots(self, start: int, end: int) -> list[int]:
-        """Return the slots of positions `start` to `end - 1`."""
-        assert 0 <= start <= end <= self.capacity
+        """Return the pool's slots of positions `start` to `end - 1`."""
+        first, last = self.slot_of(start), self.slot_of(end)
+        assert 0 <= first <= last <= self.capacity
         size = self.block_size
-        return [self.blocks[p // size] * size + p % size for p in range(start, end)]
+        return [self.blocks[s // size] * size + s % size for s in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +318,10 @@ class CacheManager:
         size = self.block_size
         shared = [
             index
-            for index in range(start // size, len(table.blocks))
+            for index in range(table.slot_of(start) // size, len(table.blocks))
             if self._is_shared(table.blocks[index])
         ]
-        num_new = max(0, -(-end // size) - len(table.blocks))
+        num_new = max(0, -(-table.slot_of(end) // size) - len(table.blocks))
         if not self._make_room(num_new + len(shared)):
             return False
         for index in shared:
@@ -343,7 +352,7 @@ class CacheManager:
 
         KV of rejected drafts in earlier blocks stays there, unread, until it is overwritten.
         """
-        num_blocks = -(-num_tokens // self.block_size)
+        num_blocks = -(-table.slot_of(num_tokens) // self.block_size)
         assert num_blocks >= table.num_committed
         self._pool.release(table.blocks[num_blocks:])
         del table.blocks[num_blocks:]
@@ -387,10 +396,11 @@ class CacheManager:
         """Enter the full blocks of the first `num_computed` token ids in the tree.
 
         If the tree already has blocks for the same ids, the table uses the tree's blocks and
-        releases its own.
+        releases its own. Of a private table nothing is entered: it is not the KV of the ids alone.
         """
         num_full = num_computed // self.block_size
-        if not self._reuse or num_full <= table.num_committed:
+        is_private = table.positions is not None
+        if not self._reuse or is_private or num_full <= table.num_committed:
             return
         size = self.block_size
         offered = table.blocks[table.num_committed : num_full]
@@ -417,18 +427,34 @@ class CacheManager:
 
         `reserve` copies a shared block before either table writes to it.
         """
-        blocks = table.blocks[: -(-num_tokens // self.block_size)]
-        return self._hold(table.node, blocks, num_tokens, table.num_committed)
+        blocks = table.blocks[: -(-table.slot_of(num_tokens) // self.block_size)]
+        forked = self._hold(table.node, blocks, num_tokens, table.num_committed)
+        forked.positions = table.positions
+        return forked
+
+    def make_private(
+        self, table: BlockTable, indices: Sequence[int], positions: SlotPositions
+    ) -> None:
+        """Make a table private: it keeps the blocks at `indices`, ascending, with `positions`.
+
+        A fork of it stays as it is. KV that the tree has stays there until the table is released.
+        """
+        assert len(positions.first) <= len(indices) * self.block_size
+        dropped = set(range(len(table.blocks))) - set(indices)
+        self._pool.release([table.blocks[index] for index in sorted(dropped)])
+        table.blocks = [table.blocks[index] for index in indices]
+        table.positions, table.num_committed = positions, 0
 
     def release(self, table: BlockTable, token_ids: TokenIds) -> None:
         """Release the table, and keep the KV of `token_ids` in the tree for later prompts.
 
-        `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too.
+        `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too. Of
+        a private table nothing is kept.
         """
         assert not table.is_released
         self.commit(table, token_ids, len(token_ids))
         tail = token_ids[table.num_committed * self.block_size :]
-        if self._reuse and tail:
+        if self._reuse and tail and table.positions is None:
             block = table.blocks[table.num_committed]
             is_kept, displaced = self._tree.insert_tail(table.node, encode_ids(tail), block)
             if is_kept:
@@ -515,16 +541,20 @@ class CacheManager:
         """Zero the KV after the first `num_tokens` tokens of a table, in blocks that only this
         table uses: it must never be read.
         """
-        for index in range(num_tokens // self.block_size, len(table.blocks)):
+        end = table.slot_of(num_tokens)
+        for index in range(end // self.block_size, len(table.blocks)):
             if self._pool.references(table.blocks[index]) == 1:
-                first_slot = max(0, num_tokens - index * self.block_size)
+                first_slot = max(0, end - index * self.block_size)
                 self.kv_pool.zero(table.blocks[index], first_slot)
 
     def num_finite(self, table: BlockTable, num_tokens: int) -> int:
         """Return how many of a table's first `num_tokens` tokens have finite KV.
 
-        The result is `num_tokens`, or the start of the first block with a NaN or infinity.
+        The result is `num_tokens`, or the start of the first block with a NaN or infinity. A
+        private table, of which nothing is kept, is not checked.
         """
+        if table.positions is not None:
+            return num_tokens
         num_full, rest = divmod(num_tokens, self.block_size)
         num_finite = self.kv_pool.num_finite(table.blocks[:num_full])
         if num_finite < num_full or not rest:

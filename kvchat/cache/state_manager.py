@@ -117,10 +117,11 @@ class StateCacheManager(CacheManager):
         """Return where a step over positions `start` to `end - 1` has to stop for a snapshot.
 
         In order; the last block end of every step is among them. `is_prompt_end`: the step computes
-        the last token of a prompt, so its last block end is worth keeping at once.
+        the last token of a prompt, so its last block end is worth keeping at once. None over a
+        private table: the state follows from KV that lacks tokens.
         """
         state = table.state
-        if not self._reuse or state is None:
+        if not self._reuse or state is None or table.positions is not None:
             return []
         size = self.block_size
         first_mark = (start // self._between_marks + 1) * self._between_marks

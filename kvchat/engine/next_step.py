@@ -120,7 +120,12 @@ class NextStep:
         if not all(self._reserve(scheduled) for scheduled in plan):
             return
         coming = [_row_after(*pair) for pair in zip(plan, draws, strict=True)]
-        pieces = [SequencePiece([0], row.num_computed, row.table.blocks, 1) for row in coming]
+        pieces = [
+            SequencePiece(
+                [0], row.num_computed, row.table.blocks, 1, table_positions=row.table.positions
+            )
+            for row in coming
+        ]
         tokens = self._runner.queue(pieces, [row.draw for row in coming], present, rows)
         if tokens is not None:
             self._queued = _Queued(coming, tokens)

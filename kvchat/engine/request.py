@@ -127,9 +127,9 @@ class Drafting:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a spec. Its progress is three lengths:
+    """One sample of a spec. Its progress is three lengths, in positions, the indices of `ids`:
 
-    # [0, num_computed)            KV is in the table's blocks
+    # [0, num_computed)            KV is in the table's slots, but what a private table dropped
     # [num_computed, len(ids))     to compute in the next steps
     # ids[:num_prompt_tokens]      the prompt; the rest is generated
 

@@ -192,6 +192,7 @@ def piece_of(scheduled: ScheduledRequest) -> SequencePiece:
         start=start,
         blocks=request.table.blocks,
         num_logit_rows=scheduled.num_logit_rows,
+        table_positions=request.table.positions,
     )
 
 

@@ -91,7 +91,7 @@ class StatefulRunner(Runner):
             of_all = request.is_to_be_scored
             num_rows = stop - start if of_all else int(scheduled.completes and stop == end)
             ids = request.ids[start:stop]
-            piece = SequencePiece(ids, start, table.blocks, num_rows, state)
+            piece = SequencePiece(ids, start, table.blocks, num_rows, state, table.positions)
             parts.append(_Part(index, piece, table, stop in cuts))
             start = stop
         return parts

@@ -12,6 +12,7 @@ import torch
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 from support.soak_sizes import short_and_long
 
 CPU = torch.device("cpu")
@@ -191,3 +192,37 @@ def share_a_manager(rng: random.Random, block_size: int) -> None:
             actor.finish()
         manager.check([actor.table for actor in running] + forks)
     assert num_tokens_hit > 100, "the actors never shared anything"
+
+
+def test_a_private_table_writes_beside_the_shared_one_and_enters_nothing() -> None:
+    """A fork drops a block and has a hole; the shared table stays as it is, and all is freed."""
+    manager = new_manager(num_blocks=20)
+    ids = list(range(10))
+    computed(manager, ids)
+    shared = manager.match([*ids, 50])
+    private = manager.fork(shared, 10)
+    before = list(shared.blocks)
+
+    manager.make_private(private, [0, 2], SlotPositions((0, 1, EMPTY, 3, 8, 9), 12))
+    assert private.blocks == [before[0], before[2]]
+    assert manager.reserve(private, 12, 16)
+
+    assert shared.blocks == before
+    assert private.blocks[0] == before[0]
+    assert private.blocks[1] not in before, "it was shared, and is written"
+    last = private.blocks[1] * 4 + 2
+    assert private.slots(12, 14) == [last, last + 1]
+    assert private.slots(14, 16) == [private.blocks[2] * 4, private.blocks[2] * 4 + 1]
+    manager.check([shared, private])
+    fork = manager.fork(private, 14)
+    assert fork.blocks == private.blocks[:2]
+    manager.rewind(private, 13)
+    assert len(private.blocks) == 2
+    manager.commit(private, [*range(16)], 16)
+    for table in (fork, private):
+        manager.release(table, [*range(16)])
+    manager.release(shared, ids)
+    manager.check([])
+    assert manager.num_cached_tokens([*range(16)]) == 8
+    manager.clear()
+    assert manager.status().num_free == 19

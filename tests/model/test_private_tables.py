@@ -20,3 +20,8 @@ def test_logits_are_those_of_a_cache_without_the_dropped_tokens(
     name: str, by_modules: bool, tmp_path: Path
 ) -> None:
     check_private_table(name, tmp_path, by_modules=by_modules)
+
+
+def test_positions_may_lie_far_beyond_the_slots(tmp_path: Path) -> None:
+    """Further than the positions that angles are computed for at first."""
+    check_private_table("llama", tmp_path, start=3000)

@@ -4,7 +4,7 @@ The oracle is a plain cache of transformers from which the same tokens were remo
 positions and masks. Called where Triton interprets, on a CPU and on a CUDA device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,14 @@ NUM_READ = 58
 # Within a block, two whole blocks, parts of two blocks, and some in the windows of later tokens.
 DROPPED = frozenset({3, 4, 5, *range(8, 24), *range(30, 38), 52, 53, 55})
 KEPT = [position for position in range(NUM_READ) if position not in DROPPED]
+# Its table: the blocks that hold any of KEPT, and the positions of their slots.
+KEPT_BLOCKS = sorted({position // BLOCK for position in KEPT})
+_FIRST = [
+    position if position in KEPT else EMPTY
+    for index in KEPT_BLOCKS
+    for position in range(index * BLOCK, min((index + 1) * BLOCK, NUM_READ))
+]
+KEPT_SLOTS = SlotPositions(tuple(_FIRST), NUM_READ)
 # The text goes on two positions later, in chunks and single tokens.
 NEXT, STEPS = 60, (5, 1, 17, 1)
 MODELS = {
@@ -53,22 +61,22 @@ class Logits:
 
 
 def check_private_table(
-    name: str, directory: Path, device: str = "cpu", by_modules: bool = False
+    name: str, directory: Path, device: str = "cpu", by_modules: bool = False, start: int = NEXT
 ) -> None:
-    """Logits over both tables are those of the oracle."""
+    """Logits over both tables are those of the oracle; the private one goes on at `start`."""
     model_type, settings = MODELS[name]
     reference = tiny_model(model_type, **settings)
     source = find_model(str(save_checkpoint(directory, reference)))
     config = ModelConfig(device=device, dtype="float32")
     loaded = load_model(source, config, 128, lambda _: None)
 
-    ours = paged_logits(loaded, by_modules)
+    ours = paged_logits(loaded, by_modules, start)
 
-    for found, kept, start in (
+    for found, kept, next_position in (
         (ours.shared, list(range(NUM_READ)), NUM_READ),
-        (ours.private, KEPT, NEXT),
+        (ours.private, KEPT, start),
     ):
-        expected = plain_logits(reference, kept, start)
+        expected = plain_logits(reference, kept, next_position)
         assert (found.cpu() - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (ours.shared - ours.private).abs().max() > 0.1, "the dropped tokens made no difference"
 
@@ -76,10 +84,7 @@ def check_private_table(
 @torch.inference_mode()
 def plain_logits(reference: PreTrainedModel, kept: list[int], start: int) -> torch.Tensor:
     """Return the logits of MORE, from position `start` on, over these tokens of READ."""
-    cache = DynamicCache()
-    reference(torch.tensor([READ]), past_key_values=cache)
-    for layer in cache.layers:
-        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    cache = thinned_cache(reference, kept)
     known, logits, first = list(kept), [], 0
     for count in STEPS:
         positions = list(range(start + first, start + first + count))
@@ -93,6 +98,15 @@ def plain_logits(reference: PreTrainedModel, kept: list[int], start: int) -> tor
         logits.append(output.logits[0])
         first += count
     return torch.cat(logits)
+
+
+def thinned_cache(reference: PreTrainedModel, kept: list[int]) -> DynamicCache:
+    """Return a cache that has read READ and then lost all tokens but these."""
+    cache = DynamicCache()
+    reference(torch.tensor([READ]), past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    return cache
 
 
 def _masks(
@@ -119,7 +133,7 @@ def _masks(
     return added if len(added) > 1 else added["full_attention"]
 
 
-def paged_logits(loaded: LoadedModel, by_modules: bool) -> Logits:
+def paged_logits(loaded: LoadedModel, by_modules: bool, start: int) -> Logits:
     """Return the logits of MORE over both tables, which run in the same steps.
 
     The private table has copies of the blocks with holes, and shares the others. Slots without a
@@ -127,8 +141,7 @@ def paged_logits(loaded: LoadedModel, by_modules: bool) -> Logits:
     """
     shared = list(range(1, 13))
     copies = {index: 13 + number for number, index in enumerate((0, 3, 4, 6, 7))}
-    private = [copies.get(index, shared[index]) for index in range(8) if index not in (1, 2)]
-    private += list(range(18, 21))
+    private = [copies.get(index, shared[index]) for index in KEPT_BLOCKS] + [18, 19, 20]
     pools = [
         tuple(
             torch.full((21, BLOCK, layer.num_kv_heads, dim), float("nan"), device=loaded.device)
@@ -142,26 +155,20 @@ def paged_logits(loaded: LoadedModel, by_modules: bool) -> Logits:
     else:
         assert loaded.device.type != "cpu" or model.compiled is not None
     model.forward(build_batch([SequencePiece(READ, 0, shared, 1)], BLOCK, loaded.device))
-    first = [
-        position if position in KEPT else EMPTY
-        for index in range(8)
-        if index not in (1, 2)
-        for position in range(index * BLOCK, (index + 1) * BLOCK)
-    ]
     for pool in (pool for pair in pools for pool in pair):
         for index, copy in copies.items():
             pool[copy] = pool[shared[index]]
-        for slot, position in enumerate(first):
+        for slot, position in enumerate(KEPT_SLOTS.first):
             if position == EMPTY:
                 pool[private[slot // BLOCK], slot % BLOCK] = float("nan")
-    own = SlotPositions(tuple(first[: 6 * BLOCK - 6]), NEXT)
+    own = replace(KEPT_SLOTS, next_position=start)
     rows: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     done = 0
     for count in STEPS:
         ids = MORE[done : done + count]
         pieces = [
             SequencePiece(ids, NUM_READ + done, shared, count),
-            SequencePiece(ids, NEXT + done, private, count, table_positions=own),
+            SequencePiece(ids, start + done, private, count, table_positions=own),
         ]
         logits = model.forward(build_batch(pieces, BLOCK, loaded.device))
         for of_table, part in zip(rows, logits.split(count), strict=True):
