@@ -31,7 +31,13 @@ from kvchat_kernels.cpu.code import (
     has_vnni,
 )
 from kvchat_kernels.cpu.products import write_tiles
-from kvchat_kernels.cpu.widths import NUM_IN, NUM_OUT, RaceTask, is_wide_faster
+from kvchat_kernels.cpu.races import (
+    NUM_IN,
+    NUM_OUT,
+    RaceTask,
+    has_512_bits,
+    is_second_faster,
+)
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
@@ -61,6 +67,7 @@ def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
 
 @cache
 def _is_wide_faster(layout: Layout) -> bool:
+    """Return whether products are faster in vectors of 512 bits."""
     operands = Place.LEVELS, Place.SCALES, Place.MINIMUMS, Place.STEPS
     activations = Place.X, Place.X_SCALES, Place.X_SUMS, Place.X_STARTS, Place.OUT
     task = RaceTask(
@@ -76,7 +83,7 @@ def _is_wide_faster(layout: Layout) -> bool:
     def write(code: Code, is_wide: bool) -> None:
         _write(code, layout, False, is_wide)
 
-    return is_wide_faster("block product", (layout, False), write, task)
+    return has_512_bits() and is_second_faster("block product", (layout, False), write, task)
 
 
 class _Pair:

@@ -68,6 +68,7 @@ class Place(IntEnum):
     BIAS                       float32 [out]
     CHUNK                      rows of the matrix of a unit
     FIRST                      to unpack: the first row
+    FEW                        address of the kernel for fewer rows than a tile has
     """
 
     NUM_OUT = 1
@@ -86,9 +87,10 @@ class Place(IntEnum):
     FLOATS = 14
     FIRST = 15
     X_STARTS = 16
+    FEW = 17
 
 
-NUM_PLACES = 17
+NUM_PLACES = 18
 
 
 @cache
@@ -97,7 +99,7 @@ def rounding_kernel(rounding: Rounding) -> Kernel:
 
     Blocks alternate, as those of interleaved weights do.
     """
-    return Kernel("rounding", (rounding,), lambda code: _write_rounding(code, rounding))
+    return Kernel("rounding", (rounding,), lambda code: write_rounding(code, rounding))
 
 
 @cache
@@ -345,12 +347,12 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
 # Rounding
 
 
-def _write_rounding(code: Code, rounding: Rounding) -> None:
+def write_rounding(code: Code, rounding: Rounding) -> None:
     """Write: each block of 32 values of a row as levels, with its scale and its sum."""
     count = code.field(Place.NUM_BLOCKS)
     for index, size in each_group(code, count):
         for number in range(size):
-            levels = _round_block(code, code.unit * count + (index + number), rounding)
+            levels = round_block(code, code.unit * count + (index + number), rounding)
             row = code.unit * count * row_bytes(COLUMNS, rounding)
             block_bytes = row_bytes(COLUMNS, rounding) // rounding.num_parts
             for part, numbers in enumerate(_parts_of(code, levels, rounding)):
@@ -372,8 +374,8 @@ def _parts_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
     return [high, levels - (high << _LOW_BITS)]
 
 
-def _round_block(code: Code, index: Value, rounding: Rounding) -> Value:
-    """Store the scale and the sum of a block; return its levels, 32 x 32 bits."""
+def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
+    """Write: store the scale and the sum of a block. Returns its levels, 32 x 32 bits."""
     values = code.load(code.field(Place.FLOATS), index * (4 * COLUMNS), _BLOCK_F)
     magnitudes = code.call("llvm.fabs.v32f32", _BLOCK_F, values)
     # nnan: a tree of comparisons

@@ -230,6 +230,12 @@ class Code:
             function = ir.Function(self.builder.module, signature, name)
         return Value(self, self.builder.call(function, raw, fastmath=fastmath))
 
+    def run_kernel(self, address: Value, task: Value, header: Value, unit: Value) -> None:
+        """Run the kernel at an address."""
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 3).as_pointer()
+        function = self.builder.inttoptr(address.raw, kind)
+        self.builder.call(function, [task.raw, header.raw, unit.raw])
+
     # Memory
 
     def field(self, place: IntEnum) -> Value:

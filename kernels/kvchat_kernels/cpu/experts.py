@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import cache
 
-from llvmlite import ir
-
 from kvchat_kernels.cpu.block_rows import NUM_PLACES
 from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import exp, sigmoid
@@ -300,7 +298,6 @@ def _write_group(code: Code) -> None:
     number = code.unit // units
     num_groups = code.load(code.field(GroupPlace.NUM_GROUPS), 0, I64)
     task = code.room(8 * NUM_PLACES)
-    kernel_type = ir.FunctionType(ir.VoidType(), [I64] * 3).as_pointer()
     with code.when(number < num_groups):
         group = code.field(GroupPlace.GROUPS) + number * (8 * NUM_HEADERS)
         first, expert = (code.load(group, 8 * place, I64) for place in (Group.FIRST, Group.EXPERT))
@@ -310,8 +307,7 @@ def _write_group(code: Code) -> None:
                 for part in (GroupPlace.TASK, GroupPlace.BY_EXPERT, GroupPlace.BY_PAIR)
             )
             code.store(own + expert * by_expert + first * by_pair, task, place)
-        kernel = code.builder.inttoptr(code.field(GroupPlace.KERNEL).raw, kernel_type)
-        code.builder.call(kernel, [task.raw, group.raw, (code.unit % units).raw])
+        code.run_kernel(code.field(GroupPlace.KERNEL), task, group, code.unit % units)
 
 
 def _write_adding(code: Code, has_shared: bool, has_gate: bool) -> None:

@@ -15,8 +15,14 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import Stored, load_floats, load_wide
+from kvchat_kernels.cpu.races import (
+    NUM_IN,
+    NUM_OUT,
+    RaceTask,
+    has_512_bits,
+    is_second_faster,
+)
 from kvchat_kernels.cpu.step import Header
-from kvchat_kernels.cpu.widths import NUM_IN, NUM_OUT, RaceTask, is_wide_faster
 
 # Rows of weights and of activations that are multiplied together. Of weights it is half as many
 # beside more than _FEW_X rows, so that all sums stay in 16 registers.
@@ -96,7 +102,7 @@ def are_wide_floats_faster(stored: Stored) -> bool:
     def write(code: Code, is_wide: bool) -> None:
         _Product(code, stored, False, is_wide).write()
 
-    return is_wide_faster("product", (stored, False), write, task)
+    return has_512_bits() and is_second_faster("product", (stored, False), write, task)
 
 
 def write_tiles(

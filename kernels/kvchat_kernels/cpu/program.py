@@ -146,7 +146,6 @@ def _write(code: Code) -> None:
     run, builder = code.task, code.builder
     ops = code.load(run, 8 * _Run.OPS, I64)
     done = _pointer(code, run + 8 * _Run.DONE)
-    kernel_type = ir.FunctionType(_VOID, [I64] * 3).as_pointer()
     with code.loop(0, code.load(run, 8 * _Run.NUM_OPS, I64)) as index:
         op = ops + index * (8 * _NUM_NUMBERS)
         kernel, task, header, num_units, required = (
@@ -162,8 +161,7 @@ def _write(code: Code) -> None:
         builder.cbranch((unit < num_units).raw, body, after)
         builder.position_at_end(body)
         _wait(code, done, required)
-        function = builder.inttoptr(kernel.raw, kernel_type)
-        builder.call(function, [task.raw, header.raw, unit.raw])
+        code.run_kernel(kernel, task, header, unit)
         builder.atomic_rmw("add", done, one, "release")
         builder.branch(head)
         builder.position_at_end(after)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvchat.model.cpu.matrices import Matrix
-from kvchat_kernels.cpu import block_products, block_rows, experts, gates, products
+from kvchat_kernels.cpu import block_products, block_rows, experts, gates, products, tile_products
 from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation
@@ -60,6 +60,14 @@ def _zeros(num_rows: int, width: int, kind: Any) -> torch.Tensor:
     return torch.from_numpy(numbers.reshape(num_rows, width))
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How activations are rounded, and whether many rows lie as tiles read them."""
+
+    rounding: Rounding
+    is_tiled: bool
+
+
 class Rounded:
     """Activations [rows, width] as the kernels of block weights read them.
 
@@ -78,13 +86,13 @@ class Activations:
 
     def __init__(self, width: int, num_rows: int) -> None:
         self.floats = floats(width, num_rows)
-        self._rounded: dict[Rounding, Rounded] = {}
+        self._rounded: dict[_Form, Rounded] = {}
 
-    def rounded(self, rounding: Rounding) -> Rounded:
-        found = self._rounded.get(rounding)
+    def rounded(self, form: _Form) -> Rounded:
+        found = self._rounded.get(form)
         if found is None:
             num_rows, width = self.floats.shape
-            found = self._rounded[rounding] = Rounded(width, rounding, num_rows)
+            found = self._rounded[form] = Rounded(width, form.rounding, num_rows)
         return found
 
 
@@ -235,15 +243,19 @@ class StepOperations:
         matrices. Returns the tasks, one a matrix.
         """
         blocks = [m.weights for m in matrices if isinstance(m.weights, BlockWeights)]
-        for rounding in dict.fromkeys(weights.layout.rounding for weights in blocks):
-            self._round(source, rounding, values, header, pairs)
+        # Rows of a pair's expert are few, or many of few pairs.
+        can_be_tiled = pairs is None
+        for form in dict.fromkeys(_form_of(weights, can_be_tiled) for weights in blocks):
+            self._round(source, form, values, header, pairs)
         tasks, start = [], 0
         for matrix in matrices:
             if matrix.num_in != values.shape[1]:
                 raise Unfit("has matrices of other widths")
             part, waits = out[:, start:], start == 0
             num_out = matrix.num_out if pairs is None else matrix.num_out // pairs.num_experts
-            kernel, task, num_units = _product(matrix, num_out, source, values, part)
+            kernel, task, num_units = _product(
+                matrix, num_out, source, values, part, can_be_tiled=can_be_tiled
+            )
             if pairs is None:
                 tasks.append(self.add(kernel, task, num_units, header=header, waits=waits))
             else:
@@ -273,13 +285,15 @@ class StepOperations:
     def _round(
         self,
         source: Activations,
-        rounding: Rounding,
+        form: _Form,
         values: torch.Tensor,
         header: Any,
         pairs: Pairs | None,
     ) -> None:
-        place, kernel = block_rows.Place, block_rows.rounding_kernel(rounding)
-        rounded = source.rounded(rounding)
+        place, kernel = block_rows.Place, block_rows.rounding_kernel(form.rounding)
+        if form.is_tiled:
+            kernel = tile_products.tiled_rounding_kernel(form.rounding)
+        rounded = source.rounded(form)
         task: Task = {
             place.NUM_BLOCKS: values.shape[1] // COLUMNS,
             place.FLOATS: values,
@@ -337,15 +351,31 @@ class StepOperations:
         return int(value)
 
 
+def _form_of(weights: BlockWeights, can_be_tiled: bool) -> _Form:
+    is_tiled = can_be_tiled and tile_products.can_use_tiles(weights.layout, weights.num_in)
+    return _Form(weights.layout.rounding, is_tiled)
+
+
 def _product(
-    matrix: Matrix, num_out: int, source: Activations, values: torch.Tensor, out: torch.Tensor
+    matrix: Matrix,
+    num_out: int,
+    source: Activations,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    can_be_tiled: bool,
 ) -> tuple[Kernel, Task, int]:
     """Return the kernel, the task and the units of a product with `num_out` rows of a matrix."""
-    weights, has_bias = matrix.weights, matrix.bias is not None
+    weights, has_bias, of_unit = matrix.weights, matrix.bias is not None, 1
     if isinstance(weights, BlockWeights):
         row_bytes = matrix.num_in * weights.bits // 8
+        form = _form_of(weights, can_be_tiled)
         kernel = block_products.block_product_kernel(weights.layout, has_bias)
-        task = _block_task(weights, source.rounded(weights.layout.rounding))
+        task = _block_task(weights, source.rounded(form))
+        if form.is_tiled:
+            task[block_rows.Place.FEW] = kernel.address  # it lives as long as the process
+            kernel = tile_products.tiled_product_kernel(weights.layout, has_bias)
+            of_unit = tile_products.TILE_ROWS
         place: Any = block_rows.Place
     else:
         row_bytes = weights.stride(0) * weights.itemsize
@@ -356,6 +386,7 @@ def _product(
         task = _float_task(weights, values)
         place = products.Place
     chunk = products.unit_rows(num_out, row_bytes)
+    chunk += -chunk % of_unit  # rows of a unit are whole tiles
     task |= {
         place.NUM_OUT: num_out,
         place.OUT: out,

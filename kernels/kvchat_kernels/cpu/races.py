@@ -1,8 +1,9 @@
-"""Whether vectors of 512 bits are faster than those of 256: a race of both, once for each format.
+"""Which of two forms of a kernel is faster: a race of both, once for each format.
 
-Some processors take 512 bits at once, and some in two halves. No instruction tells which, and a
-list of names is wrong for the next processor. So a kernel is compiled in both widths when it is
-first needed, both run over the same memory, and the verdict is kept beside the object code.
+Some processors take vectors of 512 bits at once, and some in two halves. No instruction tells
+which, and a list of names is wrong for the next processor. So a kernel is compiled in both forms
+when it is first needed, both run over the same memory, and the verdict is kept beside the object
+code.
 """
 
 import ctypes
@@ -18,14 +19,14 @@ from kvchat_kernels.cpu.object_cache import object_cache
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
 
 # The race: a small product that stays in the second cache, several times, the fastest run counts.
-NUM_OUT, NUM_IN, _NUM_ROWS = 64, 1024, 24
+NUM_OUT, NUM_IN, _NUM_ROWS = 64, 1024, 32
 _NUM_RUNS = 9
-# Wide vectors are taken unless narrow ones are so many times as fast: where both are alike, every
-# race is to end alike, for floats are added up in another order.
+# The second form is taken unless the first is so many times as fast: where both are alike, every
+# race is to end alike, for wide vectors add up floats in another order.
 _MARGIN = 1.1
 _ROOM_BYTES = 1 << 19
 _NUM_PLACES = 24
-_VERDICTS = {b"wide": True, b"narrow": False}
+_VERDICTS = {b"second": True, b"first": False}
 
 Write = Callable[[Code, bool], None]
 
@@ -43,36 +44,34 @@ def has_512_bits() -> bool:
     return has_feature("avx512vnni") and has_feature("avx512vl")
 
 
-def is_wide_faster(name: str, forms: tuple[object, ...], write: Write, task: RaceTask) -> bool:
-    """Return whether the kernel that `write(code, is_wide)` writes is faster in 512 bits.
+def is_second_faster(name: str, forms: tuple[object, ...], write: Write, task: RaceTask) -> bool:
+    """Return whether the kernel that `write(code, is_second)` writes is faster in its second form.
 
-    False, without a race, where there is one width alone. Raises what compiling raises.
+    Raises what compiling raises.
     """
-    if not has_512_bits():
-        return False
-    file_name = f"width-{digest_of(name, forms)}"
+    file_name = f"race-{digest_of(name, forms)}"
     verdict = _VERDICTS.get(object_cache().load(file_name) or b"")
     if verdict is None:
         verdict = _race(name, forms, write, task)
-        word = next(word for word, is_wide in _VERDICTS.items() if is_wide is verdict)
+        word = next(word for word, is_second in _VERDICTS.items() if is_second is verdict)
         object_cache().save(file_name, word)
     return verdict
 
 
 def _race(name: str, forms: tuple[object, ...], write: Write, task: RaceTask) -> bool:
-    narrow, wide = (_Runner(name, forms, write, task, is_wide) for is_wide in (False, True))
-    runs = [(wide.seconds(), narrow.seconds()) for _ in range(_NUM_RUNS)]
-    wide_s, narrow_s = (min(times) for times in zip(*runs, strict=True))
-    return wide_s < _MARGIN * narrow_s
+    first, second = (_Runner(name, forms, write, task, is_second) for is_second in (False, True))
+    runs = [(second.seconds(), first.seconds()) for _ in range(_NUM_RUNS)]
+    second_s, first_s = (min(times) for times in zip(*runs, strict=True))
+    return second_s < _MARGIN * first_s
 
 
 class _Runner:
     """Runs one unit of a kernel over zeros: its time does not depend on the numbers."""
 
     def __init__(
-        self, name: str, forms: tuple[object, ...], write: Write, task: RaceTask, is_wide: bool
+        self, name: str, forms: tuple[object, ...], write: Write, task: RaceTask, is_second: bool
     ) -> None:
-        self._kernel = Kernel(name, (*forms, is_wide), lambda code: write(code, is_wide))
+        self._kernel = Kernel(name, (*forms, is_second), lambda code: write(code, is_second))
         self._room = np.zeros((len(task.addresses), _ROOM_BYTES), np.uint8)
         self._task = np.zeros(_NUM_PLACES, np.int64)
         for place, number in task.numbers.items():

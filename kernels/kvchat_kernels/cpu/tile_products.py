@@ -1,0 +1,420 @@
+"""Products of many rows with block weights by a processor's tiles (AMX, whole numbers).
+
+An instruction multiplies 16 rows of activations with 16 rows of weights, 32 columns of each, and
+adds the products in 32 bits: a block's sum, as in `block_products.py`, whose numbers these are to
+the bit. There a lane of a vector has the blocks of one remainder by 8; here the blocks of one
+remainder are visited after another, so that every float sum takes the same terms in the same order,
+and the 8 sums are added as the 8 lanes are.
+
+Weights are turned once for each unit: a tile has 4 columns of 16 rows side by side. Activations lie
+as `tiled_rounding_kernel` stores them. Levels of 16 bits are two bytes, of which the low one is
+unsigned.
+"""
+
+import ctypes
+import platform
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from llvmlite import ir
+
+from kvchat_kernels.cpu.block_rows import (
+    Place,
+    WeightRow,
+    round_block,
+    row_bytes,
+    write_rounding,
+)
+from kvchat_kernels.cpu.code import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    Code,
+    Kernel,
+    Value,
+    Variable,
+    constant,
+    has_feature,
+)
+from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Layout, Rounding
+
+# Rows of a tile, of activations and of weights. With fewer rows of activations vectors are used.
+TILE_ROWS = 16
+# Groups of 8 blocks whose weights are turned at once: 64 KB of them stay in the second cache.
+_RUN = 16
+# Rows of activations that share the turned weights, whose sums lie in memory meanwhile.
+_SLAB = 128
+_LINE = 64
+_TILE_BYTES = COLUMNS * TILE_ROWS
+# What is loaded of a row at once: as many words as there are rows.
+_SQUARE_BYTES = 4 * TILE_ROWS
+_VECTOR_F, _VECTOR_I = ir.VectorType(F32, TILE_ROWS), ir.VectorType(I32, TILE_ROWS)
+_VOID, _POINTER = ir.VoidType(), I8.as_pointer()
+# The tiles: sums of high and of low bytes, for two parts one after another; activations; weights.
+_SUMS, _X, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), 6
+
+
+@cache
+def has_tiles() -> bool:
+    """Return whether this process may use tiles of whole numbers. Asks the system to allow it."""
+    if not (has_feature("amx-tile") and has_feature("amx-int8") and has_feature("avx512vl")):
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    arch_prctl, ask, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return ctypes.CDLL(None).syscall(arch_prctl, ask, tile_data) == 0
+
+
+def can_use_tiles(layout: Layout, num_in: int) -> bool:
+    """Return whether tiles multiply rows of so many columns: these are whole groups of blocks."""
+    return layout.is_interleaved and num_in % (LANES * COLUMNS) == 0 and has_tiles()
+
+
+@cache
+def tiled_rounding_kernel(rounding: Rounding) -> Kernel:
+    """Return the kernel that rounds activations for `tiled_product_kernel`. Units: rows."""
+
+    def write(code: Code) -> None:
+        has_many = _has_many(code)
+        with code.when(has_many < 1):
+            write_rounding(code, rounding)
+        with code.when(has_many > 0):
+            _write_tiled_rounding(code, rounding)
+
+    return Kernel("tiled rounding", (rounding,), write)
+
+
+@cache
+def tiled_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
+    """Return the kernel of a matrix that `can_use_tiles`, for any number of rows. Units: chunks.
+
+    It runs the kernel FEW of its task for fewer rows than TILE_ROWS.
+    """
+
+    def write(code: Code) -> None:
+        has_many = _has_many(code)
+        with code.when(has_many < 1):
+            code.run_kernel(code.field(Place.FEW), code.task, code.step, code.unit)
+        with code.when(has_many > 0):
+            _Product(code, layout, has_bias).write()
+
+    return Kernel("tiled product", (layout, has_bias), write)
+
+
+def _has_many(code: Code) -> Value:
+    """Return 1 if there are rows enough for a tile, else 0: both kernels decide alike."""
+    return code.header(Header.NUM_ROWS) // TILE_ROWS
+
+
+# Activations
+
+
+def _write_tiled_rounding(code: Code, rounding: Rounding) -> None:
+    """Write a row: high bytes, then low ones; in each the runs, and in a run lane after lane."""
+    count = code.field(Place.NUM_BLOCKS)
+    start = code.field(Place.X) + code.unit * count * row_bytes(COLUMNS, rounding)
+    num_groups = count // LANES
+    with code.loop(0, num_groups, _RUN) as run:
+        of_run = code.least(code.whole(_RUN), num_groups - run)
+        with code.loop(0, of_run) as group, code.loop(0, LANES) as lane:
+            index = code.unit * count + ((run + group) * LANES + lane)
+            levels = round_block(code, index, rounding)
+            at = (run * LANES + lane * of_run + group) * COLUMNS
+            for part, numbers in enumerate(_bytes_of(code, levels, rounding)):
+                narrow = code.convert("trunc", numbers, ir.VectorType(I8, COLUMNS))
+                code.store(narrow, start, count * (COLUMNS * part) + at)
+
+
+def _bytes_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
+    if rounding is Rounding.BYTE:
+        return [levels]
+    shift = constant(8, levels.type)
+    return [Value(code, code.builder.ashr(levels.raw, shift)), levels]
+
+
+# Products
+
+
+class _Product:
+    """Parts are blocks, or halves of blocks that have two scales."""
+
+    def __init__(self, code: Code, layout: Layout, has_bias: bool) -> None:
+        self._code = code
+        self._layout = layout
+        self._has_bias = has_bias
+        self._parts = 1 if layout.rounding is Rounding.BYTE else 2
+        self._halves = COLUMNS // layout.block
+        self._num_blocks = code.field(Place.NUM_BLOCKS)
+        self._num_groups = self._num_blocks // LANES
+        self._row_bytes = self._num_blocks * row_bytes(COLUMNS, layout.rounding)
+        tiles = LANES * _RUN
+        self._weights = code.room(tiles * _TILE_BYTES)
+        self._scales = code.room(tiles * self._halves * _LINE)
+        self._minimums = code.room(tiles * _LINE) if layout.has_minimums else None
+        self._sums = code.room(_SLAB * LANES * _LINE)
+        self._whole_bytes = self._parts * TILE_ROWS * _LINE
+        self._whole = code.room(2 * self._whole_bytes)
+
+    def write(self) -> None:
+        code = self._code
+        start = code.unit * code.field(Place.CHUNK)
+        end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+        num_rows = code.header(Header.NUM_ROWS)
+        self._configure()
+        with code.loop(0, num_rows, _SLAB) as slab:
+            # The last tile of rows, and the last slab, begin where there are enough rows.
+            last = code.least(slab + _SLAB, num_rows)
+            first = code.least(slab, last - TILE_ROWS)
+            with code.loop(start, end, TILE_ROWS) as out:
+                self._write_outputs(out, end, first, last)
+        code.call("llvm.x86.tilerelease", _VOID)
+
+    def _configure(self) -> None:
+        """Say how many rows and bytes each tile has."""
+        code, columns = self._code, self._layout.block
+        room = code.room(_LINE)
+        code.store(Value(code, constant(0, ir.VectorType(I64, 8))), room, 0)
+        code.store(Value(code, constant(1, I8)), room, 0)  # the palette
+        sizes = {_WEIGHTS: (columns // 4, _LINE)}
+        sizes |= dict.fromkeys((*_SUMS[0], *_SUMS[1]), (TILE_ROWS, _LINE))
+        sizes |= dict.fromkeys(_X, (TILE_ROWS, columns))
+        for tile, (rows, num_bytes) in sizes.items():
+            code.store(Value(code, constant(num_bytes, I16)), room, 16 + 2 * tile)
+            code.store(Value(code, constant(rows, I8)), room, 48 + tile)
+        code.call("llvm.x86.ldtilecfg", _VOID, self._pointer(room))
+
+    def _write_outputs(self, out: Value, end: Value, first: Value, last: Value) -> None:
+        """Write the outputs of TILE_ROWS rows of weights from `out` on, of the rows of a slab."""
+        code = self._code
+        # Beyond the end the last row is multiplied again, and not stored.
+        rows = [
+            WeightRow(code, self._layout, code.least(out + number, end - 1))
+            for number in range(TILE_ROWS)
+        ]
+        with code.loop(0, self._num_groups, _RUN) as run:
+            num_groups = code.least(code.whole(_RUN), self._num_groups - run)
+            with code.loop(0, num_groups) as group:
+                self._turn(rows, (run + group) * LANES, group, num_groups)
+            with code.loop(first, last, TILE_ROWS) as at:
+                x_row = code.least(at, last - TILE_ROWS)
+                self._add_run(run, num_groups, x_row, at - first)
+        with code.loop(first, last, TILE_ROWS) as at:
+            self._store(out, end, code.least(at, last - TILE_ROWS), at - first)
+
+    def _sums_of(self, at: Value, lane: Value) -> Value:
+        """Return the address of the sums of a tile of rows, `at` of the slab: a line for a row."""
+        return self._sums + (at * LANES + lane * TILE_ROWS) * _LINE
+
+    # Weights
+
+    def _turn(
+        self, rows: Sequence[WeightRow], index: Value, group: Value, num_groups: Value
+    ) -> None:
+        """Write the tiles and the factors of a group of blocks, each at its place in the run."""
+        code = self._code
+        tiles = [group + num_groups * lane for lane in range(LANES)]
+        for half in range(self._halves):
+            scales = [row.scales_of_group(index, LANES, half) for row in rows]
+            places = [tile * self._halves + half for tile in tiles]
+            self._store_lanes(scales, self._scales, places)
+        if self._minimums is not None:
+            minimums = [row.minimums(index, LANES) for row in rows]
+            self._store_lanes(minimums, self._minimums, tiles)
+        # A loop, for of a longer run of instructions LLVM keeps too many vectors at once.
+        group_bytes = LANES * COLUMNS * self._layout.bits // 8
+        store = self._store_of_4_bits if self._layout.bits == 4 else self._store_of_8_bits
+        with code.loop(0, group_bytes // _SQUARE_BYTES) as number:
+            at = index * (COLUMNS * self._layout.bits // 8) + number * _SQUARE_BYTES
+            words = [code.load(row.levels_at, at, _VECTOR_I) for row in rows]
+            store(_transposed(code, words), tiles, number * 2)
+
+    def _store_lanes(self, factors: Sequence[Value], room: Value, places: Sequence[Value]) -> None:
+        """Store the rows' factors for each block of a group side by side."""
+        half = TILE_ROWS // 2
+        joined = [
+            self._code.joined(*two) for two in zip(factors[:half], factors[half:], strict=True)
+        ]
+        vectors = _transposed(self._code, joined)
+        for place, vector in zip(places, vectors, strict=True):
+            self._code.store(vector, room, place * _LINE)
+
+    def _store_of_4_bits(self, words: Sequence[Value], tiles: Sequence[Value], row: Value) -> None:
+        """Store words of 8 columns: 4 in the low bits of bytes, and 4 that are 16 behind those."""
+        for number, word in enumerate(words):
+            at, tile = row + number // LANES, tiles[number % LANES]
+            self._store_word(word & 0x0F0F0F0F, tile, at)
+            self._store_word((word >> 4) & 0x0F0F0F0F, tile, at + COLUMNS // 8)
+
+    def _store_of_8_bits(self, words: Sequence[Value], tiles: Sequence[Value], row: Value) -> None:
+        """Store words of 2 columns of 2 neighbouring blocks each."""
+        pairs = LANES // 2
+        for number in range(0, len(words), 2 * pairs):
+            at = row + number // (2 * pairs)
+            for pair in range(pairs):
+                one, other = words[number + pair], words[number + pair + pairs]
+                even, odd = tiles[2 * pair : 2 * pair + 2]
+                self._store_word((one & 0xFFFF) | (other << 16), even, at)
+                self._store_word((one >> 16) | (other & -(1 << 16)), odd, at)
+
+    def _store_word(self, word: Value, tile: Value, row: Value) -> None:
+        """Store 4 columns of all rows; levels of 4 bits without minimums are 8 too high."""
+        if self._layout.bits == 4 and not self._layout.has_minimums:
+            kind = ir.VectorType(I8, _LINE)
+            word = self._code.as_bits(self._code.as_bits(word, kind) - CENTRE, word.type)
+        self._code.store(word, self._weights, tile * _TILE_BYTES + row * _LINE)
+
+    # Sums
+
+    def _add_run(self, run: Value, num_groups: Value, x_row: Value, at: Value) -> None:
+        """Add the products of a run's blocks to the sums of a tile of rows, lane after lane."""
+        code = self._code
+        x = code.field(Place.X) + x_row * self._row_bytes + run * (LANES * COLUMNS)
+        of_lane = num_groups * self._halves
+        count = of_lane * LANES
+        totals = [code.variable(code.floats(0.0, TILE_ROWS)) for _ in range(TILE_ROWS)]
+        lane, left = code.variable(code.whole(0)), code.variable(of_lane)
+        sums = self._sums_of(at, code.whole(0))
+        self._load_totals(totals, sums, run)
+        # A tile's sums are 50 cycles late, and so is what is stored of a tile: two parts are under
+        # way while the sums of the part before them are added.
+        self._multiply(x, code.whole(0), 0)
+        self._multiply(x, code.whole(1), 1)
+        self._keep(0)
+        with code.loop(0, count, 2) as even:
+            for side in (0, 1):
+                part = even + side
+                with code.when(part + 2 < count):
+                    self._multiply(x, part + 2, side)
+                with code.when(part + 1 < count):
+                    self._keep(1 - side)
+                number = of_lane - left.get()  # of the part in its lane
+                block = (run + number // self._halves) * LANES + lane.get()
+                self._add_part(totals, part, x_row, block, side)
+                left.set(left.get() - 1)
+                with code.when(left.get() < 1):
+                    of_sums = sums + lane.get() * (TILE_ROWS * _LINE)
+                    for row, total in enumerate(totals):
+                        code.store(total.get(), of_sums, row * _LINE)
+                    lane.set(lane.get() + 1)
+                    left.set(of_lane)
+                    with code.when(lane.get() < LANES):
+                        self._load_totals(totals, of_sums + TILE_ROWS * _LINE, run)
+
+    def _load_totals(self, totals: Sequence[Variable], sums: Value, run: Value) -> None:
+        """Begin with the sums of the runs before, or zeros."""
+        code = self._code
+        for row, total in enumerate(totals):
+            before = code.load(sums, row * _LINE, _VECTOR_F)
+            total.set(code.select(run > 0, before, code.floats(0.0, TILE_ROWS)))
+
+    def _multiply(self, x: Value, part: Value, side: int) -> None:
+        """Multiply a part of TILE_ROWS rows of activations with that of as many of weights."""
+        columns = self._layout.block
+        # A product right behind the zeros of its tile waits for the one before.
+        for number in range(self._parts):
+            self._call_tile("llvm.x86.tilezero", _SUMS[side][number])
+        weights = self._weights + part * (columns * TILE_ROWS)
+        self._load_tile(_WEIGHTS, weights, self._code.whole(_LINE))
+        for number in range(self._parts):
+            at = part * columns + self._num_blocks * (COLUMNS * number)
+            self._load_tile(_X[number], x + at, self._row_bytes)
+        for number in range(self._parts):
+            product = "llvm.x86.tdpbusd" if number else "llvm.x86.tdpbssd"  # low bytes are unsigned
+            self._call_tile(product, _SUMS[side][number], _X[number], _WEIGHTS)
+
+    def _keep(self, side: int) -> None:
+        """Store the whole sums of a side."""
+        for number in range(self._parts):
+            room = self._whole + (side * self._whole_bytes + number * (TILE_ROWS * _LINE))
+            self._store_tile(_SUMS[side][number], room)
+
+    def _add_part(
+        self, totals: Sequence[Variable], part: Value, x_row: Value, block: Value, side: int
+    ) -> None:
+        """Add the sums of a part's products, with their scales."""
+        code = self._code
+        scales = code.load(self._scales, part * _LINE, _VECTOR_F)
+        room = self._whole + side * self._whole_bytes
+        for number, total in enumerate(totals):
+            whole = code.load(room, number * _LINE, _VECTOR_I)
+            if self._parts == 2:
+                low = code.load(room, (TILE_ROWS + number) * _LINE, _VECTOR_I)
+                whole = (whole << 8) + low
+            x_scale = self._of_block(Place.X_SCALES, x_row + number, block)
+            floats = code.convert("sitofp", whole, _VECTOR_F)
+            total.set(total.get() + floats * (scales * x_scale))
+        if self._minimums is not None:
+            minimums = code.load(self._minimums, part * _LINE, _VECTOR_F)
+            for number, total in enumerate(totals):
+                x_sum = self._of_block(Place.X_SUMS, x_row + number, block)
+                total.set(total.get() + minimums * x_sum)
+
+    def _of_block(self, place: Place, x_row: Value, block: Value) -> Value:
+        """Return a factor of a row's block in all lanes."""
+        code = self._code
+        at = (x_row * self._num_blocks + block) * 4
+        return code.spread(code.load(code.field(place), at, F32), TILE_ROWS)
+
+    def _store(self, out: Value, end: Value, x_row: Value, at: Value) -> None:
+        """Add up the lanes of a tile's sums, and store the outputs."""
+        code = self._code
+        with code.loop(0, TILE_ROWS) as number:
+            lanes = [
+                code.load(self._sums_of(at, code.whole(lane)), number * _LINE, _VECTOR_F)
+                for lane in range(LANES)
+            ]
+            while len(lanes) > 1:
+                half = len(lanes) // 2
+                lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+            target = code.field(Place.OUT) + (x_row + number) * code.field(Place.OUT_STRIDE)
+            for place in range(TILE_ROWS):
+                with code.when(out + place < end):
+                    value = code.lane(lanes[0], place)
+                    if self._has_bias:
+                        value = value + code.load(code.field(Place.BIAS), (out + place) * 4, F32)
+                    code.store(value, target, (out + place) * 4)
+
+    # Instructions
+
+    def _pointer(self, address: Value) -> Value:
+        return Value(self._code, self._code.builder.inttoptr(address.raw, _POINTER))
+
+    def _call_tile(self, name: str, *tiles: int) -> None:
+        self._code.call(name, _VOID, *(self._tile(tile) for tile in tiles))
+
+    def _load_tile(self, tile: int, address: Value, stride: Value) -> None:
+        operands = self._tile(tile), self._pointer(address), stride
+        self._code.call("llvm.x86.tileloadd64", _VOID, *operands)
+
+    def _store_tile(self, tile: int, address: Value) -> None:
+        stride = self._code.whole(_LINE)
+        operands = self._tile(tile), self._pointer(address), stride
+        self._code.call("llvm.x86.tilestored64", _VOID, *operands)
+
+    def _tile(self, number: int) -> Value:
+        return Value(self._code, constant(number, I8))
+
+
+def _transposed(code: Code, vectors: Sequence[Value]) -> list[Value]:
+    """Return the first lanes of all vectors side by side, then their second lanes, and so on.
+
+    Of 8 vectors of 16 lanes the halves are turned each by itself. In each of the rounds every two
+    vectors whose numbers differ in one bit exchange lanes whose numbers differ in it.
+    """
+    turned, count = list(vectors), vectors[0].type.count
+    step = 1
+    while step < len(turned):
+        kept = [lane if not lane & step else count + lane - step for lane in range(count)]
+        moved = [lane + step if not lane & step else count + lane for lane in range(count)]
+        for number in range(len(turned)):
+            if not number & step:
+                one, other = turned[number], turned[number + step]
+                turned[number] = code.shuffled(one, other, kept)
+                turned[number + step] = code.shuffled(one, other, moved)
+        step *= 2
+    return turned

@@ -1,0 +1,87 @@
+"""The race of two forms of a kernel, by a stand-in for the clock."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat_kernels.cpu import block_products, products, races
+from kvchat_kernels.cpu.block_rows import Place
+from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.object_cache import ObjectCache
+from kvchat_kernels.cpu.races import RaceTask, is_second_faster
+from kvchat_kernels.linear.blocks import Layout
+
+TASK = RaceTask({Place.NUM_OUT: 4}, (Place.X, Place.OUT))
+
+
+class Runners:
+    """Stands in for what runs a kernel: `second_s` and `first_s` are the times of both."""
+
+    def __init__(self, second_s: float, first_s: float) -> None:
+        self.times = {True: second_s, False: first_s}
+        self.num_runs = 0
+
+    def __call__(
+        self, name: str, forms: object, write: object, task: object, is_second: bool
+    ) -> "_Of":
+        return _Of(self, self.times[is_second])
+
+
+class _Of:
+    def __init__(self, runners: Runners, seconds: float) -> None:
+        self._runners, self._seconds = runners, seconds
+
+    def seconds(self) -> float:
+        self._runners.num_runs += 1
+        return self._seconds
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCache:
+    cache = ObjectCache(tmp_path / "kernels")
+    monkeypatch.setattr(races, "object_cache", lambda: cache)
+    return cache
+
+
+def raced(runners: Runners, monkeypatch: pytest.MonkeyPatch, name: str = "product") -> bool:
+    monkeypatch.setattr(races, "_Runner", runners)
+    return is_second_faster(name, (4,), lambda code, is_second: None, TASK)
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_faster_form_is_taken_and_kept_for_later_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list of names left the prompts of a Zen 4 to code of a quarter of the speed."""
+    first = Runners(second_s=2.0, first_s=1.0)
+    assert not raced(first, monkeypatch)
+    assert first.num_runs > 2
+
+    later = Runners(second_s=1.0, first_s=2.0)
+    assert not raced(later, monkeypatch)
+    assert later.num_runs == 0
+    assert raced(later, monkeypatch, name="another format")
+
+
+def test_a_damaged_verdict_is_a_new_race(
+    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raced(Runners(1.0, 2.0), monkeypatch)
+    [verdict] = cache.directory.iterdir()
+    verdict.write_bytes(b"seconds")
+
+    assert not raced(Runners(2.0, 1.0), monkeypatch)
+
+
+def test_without_vectors_of_512_bits_there_is_no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_race(*_: object) -> bool:
+        raise AssertionError("there is one form alone")
+
+    for module in (block_products, products):
+        monkeypatch.setattr(module, "has_512_bits", lambda: False)
+        monkeypatch.setattr(module, "is_second_faster", no_race)
+
+    layout = Layout(8, 32, torch.float16, has_minimums=False, is_interleaved=True)
+    assert not block_products._is_wide_faster.__wrapped__(layout)
+    assert not products.are_wide_floats_faster.__wrapped__(Stored.HALF)
