@@ -40,7 +40,8 @@ class Change(StrEnum):
     COMPACTED = "compacted"
 
 
-_FIRST = (Change.NEW, Change.IMPORTED)
+# With these nothing was read again.
+_FIRST = (Change.NEW, Change.IMPORTED, Change.COMPACTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +283,7 @@ def cause(reuse: Reuse) -> str:
     context was never prefilled before.
     """
     if not reuse.num_lost:
-        is_first = reuse.change in _FIRST
-        return "" if is_first else str(reuse.change)
+        return "" if reuse.change in _FIRST else str(reuse.change)
     return str(reuse.miss_reason or MissReason.EVICTED)
 
 
@@ -308,7 +308,7 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
         were = "was" if reuse.num_unread == 1 else "were"
         stopped = f"{reuse.num_unread:,} {were} not read, as the reading was stopped"
         lines.append(f"{stopped}: /continue goes on from there.")
-    if reuse.change not in (*_FIRST, Change.COMPACTED):
+    if reuse.change not in _FIRST:
         lines.append(_difference(reuse, decode))
     return lines
 
