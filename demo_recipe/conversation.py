@@ -37,21 +37,16 @@ from demo_recipe.texts import WORDS
 from demo_recipe.voice import Voice
 
 _Beat = Callable[[Scene], "Turn | list[Turn]"]
+_Choices = tuple[tuple[_Beat, ...], tuple[float, ...]]
 BEATS: tuple[tuple[_Beat, float], ...] = (
     (smalltalk.play, 8), (about_me.play, 5), (knowledge.play, 17), (fallback.play, 19),
     (telling.tell, 8), (telling.ask, 24), (telling.correct, 6), (telling.confirm, 2),
     (telling.recap, 1.3), (lists.play, 4), (letters.play, 6), (numbers.play, 6),
-    (calendar.play, 3), (stories.play, 1.6),
-    (poems.play, 1.2), (code.play, 2.2), (documents.play, 0.6), (echo.play, 3),
+    (calendar.play, 3), (stories.play, 1.6), (poems.play, 1.2), (code.play, 2.2),
+    (documents.play, 0.6), (echo.play, 3),
 )  # fmt: skip
-COURSES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (practice.correction, practice.quiz, telling.tell),
-    (0.3, 0.4, 0.3),
-)
-STUDIES: tuple[tuple[_Beat, ...], tuple[float, ...]] = (
-    (knowledge.play, fallback.play, letters.play),
-    (0.45, 0.3, 0.25),
-)
+COURSES: _Choices = ((practice.correction, practice.quiz, telling.tell), (0.3, 0.4, 0.3))
+STUDIES: _Choices = ((knowledge.play, fallback.play, letters.play), (0.45, 0.3, 0.25))
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -127,15 +122,6 @@ def compose(scene: Scene, shape: Shape) -> Chat:
     if shape.quiz_rate and scene.chance(shape.quiz_rate):
         _extend(scene, practice.quiz)
     return Chat(system, tuple(scene.turns))
-
-
-def filler(scene: Scene) -> None:
-    """Add a turn that neither tells nor corrects a fact, so that facts told before stay true."""
-    beats, weights = zip(*BEATS, strict=True)
-    while True:
-        beat = scene.rng.choices(beats, weights)[0]
-        if beat not in (telling.tell, telling.correct, documents.play):
-            return _extend(scene, beat)
 
 
 @cache

@@ -23,7 +23,7 @@ from demo_recipe.paths import DRAFT, TARGET
 from demo_recipe.probes import MAKERS, handwritten, probes
 from demo_recipe.scores import Tally, run_probes
 from demo_recipe.speculation import replay
-from demo_recipe.talkers import NetworkTalker, Talker
+from demo_recipe.talkers import ModelTalker, Talker
 
 Json = dict[str, object]
 SEED = 2024  # of the probes; no training stream uses it
@@ -79,7 +79,7 @@ class Report:
                         for message in failure.messages[-5:]
                     ),
                     f"WRONG: {failure.reply}",
-                    f"missing {failure.missing} forbidden {failure.forbidden}",
+                    f"missing {failure.verdict.missing} forbidden {failure.verdict.forbidden}",
                 ]
                 for failure in tally.failures
             ]
@@ -100,7 +100,7 @@ def evaluate_files(
     """`evaluate` a shipped model, in several processes of one thread each where that is faster."""
     if num_workers == 1 or torch.cuda.is_available():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return evaluate(NetworkTalker.load(folder, device), count, tests)
+        return evaluate(ModelTalker.load(folder, device), count, tests)
     # The last tests are the quick ones; the order keeps all workers busy to the end.
     names = [test for test in MAKERS if test in tests] + [*WRITTEN_GOALS]
     context = multiprocessing.get_context("spawn")
@@ -111,7 +111,7 @@ def evaluate_files(
 
 def _tallies_of_files(folder: Path, count: int, test: str) -> dict[str, Tally]:
     torch.set_num_threads(1)
-    return _tallies(NetworkTalker.load(folder, torch.device("cpu")), count, test)
+    return _tallies(ModelTalker.load(folder, torch.device("cpu")), count, test)
 
 
 def _tallies(talker: Talker, count: int, test: str) -> dict[str, Tally]:
@@ -125,8 +125,8 @@ def _tallies(talker: Talker, count: int, test: str) -> dict[str, Tally]:
 
 
 def acceptance(
-    target: NetworkTalker,
-    draft: NetworkTalker,
+    target: ModelTalker,
+    draft: ModelTalker,
     count: int,
     tests: Sequence[str] = tuple(MAKERS),
 ) -> Json:
@@ -141,7 +141,7 @@ def acceptance(
         ]
         prompts = [target.tokenizer.prompt(history) for history in histories]
         replies = [[*reply.ids, target.tokenizer.end_id] for reply in target.reply(histories)]
-        counts = replay(draft.network, prompts, replies)
+        counts = replay(draft.model, prompts, replies)
         result[grade.value] = {
             "mean acceptance length": round(counts.mean_length, 3),
             "acceptance rate": round(counts.rate, 4),
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.no_draft:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         target, draft = (
-            NetworkTalker.load(folder, device) for folder in (options.target, options.draft)
+            ModelTalker.load(folder, device) for folder in (options.target, options.draft)
         )
         report = Report(report.scores, acceptance(target, draft, options.count, tests))
     sys.stdout.write(table(report))

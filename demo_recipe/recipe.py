@@ -36,7 +36,7 @@ from demo_recipe.manifest import renew_scores, write_manifest
 from demo_recipe.mixes import USUAL
 from demo_recipe.paths import HOME
 from demo_recipe.plans import CONTEXT, FULL, VOCAB_SIZE, Mean, Recipe, Stage
-from demo_recipe.talkers import NetworkTalker
+from demo_recipe.talkers import ModelTalker
 from demo_recipe.team import Team, run_team
 from demo_recipe.tokenizer import ChatTokenizer, train_tokenizer
 from demo_recipe.train import Machine, train
@@ -137,8 +137,8 @@ def _export(job: Build) -> None:
 def _evaluate(job: Build) -> Report:
     """Score the files just written, not the float32 weights they came from."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = NetworkTalker.load(job.home / "target", device)
-    draft = NetworkTalker.load(job.home / "draft", device)
+    target = ModelTalker.load(job.home / "target", device)
+    draft = ModelTalker.load(job.home / "draft", device)
     count, tests = job.recipe.num_probes, job.recipe.tests
     report = evaluate_files(job.home / "target", count, tests, job.num_workers)
     return Report(report.scores, acceptance(target, draft, count, tests))

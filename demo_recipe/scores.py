@@ -4,12 +4,35 @@ Every chat runs freely: the model's own replies stand in its history. Knows prob
 knows no network.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from demo_recipe.judge import judge
 from demo_recipe.probes import Probe
-from demo_recipe.talkers import Message, Reply, Talker
+from demo_recipe.scene import Turn
+from demo_recipe.talkers import Message, Talker
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a reply; empty tuples for a good one."""
+
+    missing: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.missing and not self.forbidden
+
+
+def judge(reply: str, turn: Turn) -> Verdict:
+    """Judge a reply by the patterns of its turn, which match in any letter case."""
+
+    def has(pattern: str) -> bool:
+        return re.search(pattern, reply, re.IGNORECASE) is not None
+
+    missing = ("|".join(group) for group in turn.all if not any(map(has, group)))
+    return Verdict(tuple(missing), tuple(filter(has, turn.none)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +41,7 @@ class Failure:
 
     messages: list[Message]
     reply: str
-    missing: tuple[str, ...]
-    forbidden: tuple[str, ...]
+    verdict: Verdict
 
 
 @dataclass(slots=True)
@@ -35,10 +57,6 @@ class Tally:
     @property
     def rate(self) -> float:
         return self.num_good / self.num_probes
-
-    @property
-    def finished_rate(self) -> float:
-        return self.num_finished / self.num_replies
 
 
 def run_probes(talker: Talker, probes: Sequence[Probe]) -> Tally:
@@ -59,20 +77,16 @@ def run_probes(talker: Talker, probes: Sequence[Probe]) -> Tally:
         replies = talker.reply([histories[number] for number in live]) if live else []
         for number, reply in zip(live, replies, strict=True):
             histories[number].append({"role": "assistant", "content": reply.text})
-            _count(tally, reply)
+            tally.num_replies += 1
+            tally.num_finished += reply.is_finished
             if turn + 1 == len(probes[number].turns):
                 _judge_last(tally, probes[number], histories[number])
     return tally
 
 
-def _count(tally: Tally, reply: Reply) -> None:
-    tally.num_replies += 1
-    tally.num_finished += reply.is_finished
-
-
 def _judge_last(tally: Tally, probe: Probe, history: list[Message]) -> None:
     reply = history[-1]["content"]
-    verdict = judge(reply, probe.last.all, probe.last.none)
+    verdict = judge(reply, probe.last)
     tally.num_good += verdict.is_good
     if not verdict.is_good:
-        tally.failures.append(Failure(history[:-1], reply, verdict.missing, verdict.forbidden))
+        tally.failures.append(Failure(history[:-1], reply, verdict))

@@ -7,7 +7,6 @@ from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind
 
 SAYS = phrases("calendar")
-
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 ORDINAL_WORDS = (
     "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",

@@ -1,6 +1,6 @@
 """Spelling, counting letters, reversing. The reply spells the word first and reads the answer off.
 
-Knows how people ask about letters; the words are in `lexicon.spelling`.
+Knows how people ask about letters.
 """
 
 from demo_recipe.grammar import Grade, Phrases
@@ -11,7 +11,6 @@ from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind, capitalised
 
 SAYS = phrases("letters")
-
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 NUMBER_OF = ("never", "once", "twice", "3 times", "4 times", "5 times")
 

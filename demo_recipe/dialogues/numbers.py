@@ -15,10 +15,8 @@ from demo_recipe.voice import Kind
 
 SAYS = phrases("numbers")
 
-_Turns = list[Turn]
 
-
-def play(scene: Scene) -> _Turns:
+def play(scene: Scene) -> list[Turn]:
     """One sum, sometimes with a follow-up that goes on from its result."""
     makers: tuple[Callable[[Scene], Turn], ...] = (plus, minus, times, compare, count, beyond)
     turn = scene.rng.choices(makers, (5, 3.5, 2, 1, 1, 1.5))[0](scene)
@@ -86,7 +84,7 @@ def _sum(scene: Scene, phrases: Phrases, sides: str, result: int, a: int, b: int
     return Turn(user, f"{sides} = {result}.", "sum", all=((rf"\b{result}\b",),))
 
 
-def _further(scene: Scene, turn: Turn) -> _Turns:
+def _further(scene: Scene, turn: Turn) -> list[Turn]:
     if turn.skill != "sum" or not scene.chance(0.15):
         return []
     result = int(turn.reply.split(" = ")[1][:-1])

@@ -7,22 +7,19 @@ that clause. Knows how facts are talked about; `relations` knows which facts the
 import re
 
 from demo_recipe.dialogues.relations import NOTE, WEIGHTED, is_shared
-from demo_recipe.facts import Fact, Relation, draw_fact, revised
+from demo_recipe.facts import Fact, draw_fact, revised
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind, capitalised
 
 SAYS = phrases("telling")
-
-
 NOTHING_TOLD = "You haven't told me anything about yourself yet."
 
 
-def tell(scene: Scene, relations: tuple[Relation, ...] | None = None) -> Turn:
+def tell(scene: Scene) -> Turn:
     """Tell one to three new facts in one message; records them."""
     count = scene.rng.choices((1, 2, 3), (0.78, 0.17, 0.05))[0]
-    facts = [new_fact(scene) for _ in range(count)] if relations is None else []
-    facts += [draw_fact(relation, scene) for relation in relations or ()]
+    facts = [new_fact(scene) for _ in range(count)]
     facts = list({fact.key: fact for fact in facts}.values())
     turn = told(scene, facts)
     record(scene, facts)
@@ -71,12 +68,6 @@ def never_told(scene: Scene) -> Turn:
     return _unknown(question(scene, fact), fact)
 
 
-def _unconfirmed(scene: Scene, fact: Fact) -> Turn:
-    statement = scene.draw(fact.relation.tells, **fact.slots)
-    asked = scene.voice.finish(scene.draw(SAYS["confirms"], x=statement), Kind.QUESTION, scene.rng)
-    return _unknown(asked, fact)
-
-
 def _unknown(user: str, fact: Fact) -> Turn:
     return Turn(
         user=user,
@@ -118,19 +109,23 @@ def corrected(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
 def confirm(scene: Scene) -> Turn:
     """A yes-or-no question about a told fact, now and then about one never told."""
     if not scene.facts or scene.chance(0.15):
-        return _unconfirmed(scene, new_fact(scene))
+        fact = new_fact(scene)
+        return _unknown(_claim(scene, fact), fact)
     fact = scene.rng.choice(list(scene.facts.values()))
     is_true = scene.chance(0.5)
     claim = fact if is_true else revised(fact, scene)
-    statement = scene.draw(claim.relation.tells, **claim.slots)
     return Turn(
-        user=scene.voice.finish(
-            scene.draw(SAYS["confirms"], x=statement), Kind.QUESTION, scene.rng
-        ),
+        user=_claim(scene, claim),
         reply=f"{'Yes' if is_true else 'No'}, {fact.clause}.",
         skill="confirm",
         all=(("^yes" if is_true else "^no",), (re.escape(fact.value),)),
     )
+
+
+def _claim(scene: Scene, fact: Fact) -> str:
+    """A question whether a fact is so."""
+    statement = scene.draw(fact.relation.tells, **fact.slots)
+    return scene.voice.finish(scene.draw(SAYS["confirms"], x=statement), Kind.QUESTION, scene.rng)
 
 
 def recap(scene: Scene) -> Turn:
@@ -149,9 +144,8 @@ def question(scene: Scene, fact: Fact) -> str:
     """Ask for a fact directly, or behind "do you know" and its kin."""
     if scene.chance(0.35):
         indirect = scene.draw(fact.relation.indirect, **fact.slots)
-        return scene.voice.finish(
-            scene.draw(SAYS["embedded"], i=indirect), Kind.QUESTION, scene.rng
-        )
+        text = scene.draw(SAYS["embedded"], i=indirect)
+        return scene.voice.finish(text, Kind.QUESTION, scene.rng)
     return scene.message(Kind.QUESTION, fact.relation.asks, **fact.slots)
 
 

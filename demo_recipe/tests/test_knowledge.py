@@ -6,7 +6,8 @@ import pytest
 
 from demo_recipe.dialogues.knowledge import TOPICS
 from demo_recipe.grammar import Words
-from demo_recipe.judge import judge
+from demo_recipe.scene import Turn
+from demo_recipe.scores import judge
 from kvchat.terminal.commands import Command
 from kvchat.terminal.registry import build_registry
 
@@ -64,7 +65,8 @@ def test_no_phrasing_belongs_to_two_topics() -> None:
 
 def test_every_answer_has_its_required_words_and_none_of_the_others_marks_it_wrong() -> None:
     for topic in TOPICS:
-        assert judge(topic.answer, topic.must, topic.never).is_good, topic.answer
+        turn = Turn("", topic.answer, "kvchat", topic.must, topic.never)
+        assert judge(topic.answer, turn).is_good, topic.answer
 
 
 def test_no_two_topics_share_an_answer_and_all_can_be_continued_and_shortened() -> None:

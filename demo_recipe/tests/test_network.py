@@ -1,4 +1,4 @@
-"""The training network against plain twins: attention, loss, cached decoding, and transformers."""
+"""The training network against plain twins: attention, loss, and transformers."""
 
 from pathlib import Path
 
@@ -7,11 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy, log_softmax, scaled_dot_product_attention
 
 from demo_recipe.checkpoint import export, load_network
-from demo_recipe.decode import Decoding, complete
 from demo_recipe.distill import Distillation
 from demo_recipe.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within, segment_mask
 from demo_recipe.optimiser import orthogonalised
-from demo_recipe.speculation import Acceptance, replay
 
 TINY = Geometry(
     vocab_size=97,
@@ -27,12 +25,6 @@ TINY = Geometry(
 def rows_of(ids: torch.Tensor, segments: torch.Tensor, targets: torch.Tensor) -> Rows:
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return Rows(ids, positions, segments, targets, torch.ones(ids.shape))
-
-
-def last_logits(network: Network, ids: list[int]) -> torch.Tensor:
-    tokens = torch.tensor([ids])
-    rows = rows_of(tokens, torch.ones_like(tokens), tokens)
-    return network.logits(network.hidden(rows, torch.float32)[0, -1])
 
 
 @pytest.mark.parametrize("row_len", [1, 63, QUERY_CHUNK, QUERY_CHUNK + 77])
@@ -130,57 +122,14 @@ def test_a_token_of_weight_three_counts_as_three() -> None:
     assert torch.allclose(network.loss(rows, torch.float32), (3 * left + right) / 4, atol=1e-5)
 
 
-def test_cached_batched_decoding_equals_greedy_decoding_one_by_one() -> None:
-    network = Network(TINY, seed=3)
-    prompts = [[5, 6, 7], [1], list(range(2, 40)), [9, 9]]
-
-    completions = complete(network, prompts, Decoding(end_id=0, max_new_tokens=12))
-
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = list(prompt)
-        for _ in range(12):
-            token = int(last_logits(network, ids).argmax())
-            if token == 0:
-                break
-            ids.append(token)
-        assert completion.ids == ids[len(prompt) :]
-        assert completion.is_finished == (len(completion.ids) < 12)
-
-
-def test_a_seed_repeats_sampled_completions() -> None:
-    network = Network(TINY, seed=3)
-    how = Decoding(end_id=0, max_new_tokens=8, temperature=1.5, seed=4)
-
-    assert complete(network, [[1, 2]], how) == complete(network, [[1, 2]], how)
-
-
-def test_the_target_as_its_own_draft_is_always_right() -> None:
-    network = Network(TINY, seed=3)
-    prompt = [4, 8, 15]
-    reply = complete(network, [prompt], Decoding(end_id=-1, max_new_tokens=15))[0].ids
-
-    counts = replay(network, [prompt], [reply])
-
-    assert counts == Acceptance(num_rounds=3, num_accepted=12)
-    assert counts.mean_length == 5.0
-
-
-def test_shipped_files_load_as_the_rounded_network(tmp_path: Path) -> None:
-    network = Network(TINY, seed=5)
-    export(tmp_path, network, bos_id=1, end_id=2, pad_id=0)
-
-    loaded = load_network(tmp_path)
-
-    assert loaded.geometry == TINY
-    for mine, theirs in zip(network.parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(mine.bfloat16().float(), theirs)
-
-
-def test_transformers_reads_the_shipped_files_and_agrees(tmp_path: Path) -> None:
+def test_exported_files_have_the_rounded_weights_and_transformers_agrees(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     network = Network(TINY, seed=5)
     export(tmp_path, network, bos_id=1, end_id=2, pad_id=0)
     mine = load_network(tmp_path)
+    assert mine.geometry == TINY
+    for rounded, whole in zip(mine.parameters(), network.parameters(), strict=True):
+        assert torch.equal(rounded, whole.bfloat16().float())
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(0, 97, (1, 50))

@@ -3,17 +3,15 @@
 import random
 import re
 from collections.abc import Iterator
-from itertools import islice
 
 import pytest
 
-from demo_recipe.conversation import Conversations, Shape
 from demo_recipe.dialogues import practice
 from demo_recipe.grammar import Grade, is_held_out_value
-from demo_recipe.judge import judge
 from demo_recipe.lexicon.odd import made_odd
 from demo_recipe.paths import TARGET
 from demo_recipe.scene import Chat, Scene, Turn
+from demo_recipe.scores import judge
 from demo_recipe.texts import WORDS
 from demo_recipe.tokenizer import ChatTokenizer, key_spans
 from demo_recipe.voice import Voice
@@ -36,7 +34,7 @@ def scenes(count: int = MANY, oddity: float = 0.5) -> Iterator[Scene]:
 def test_every_reply_of_a_course_passes_its_own_judgement(course: practice.Course) -> None:
     for scene in scenes():
         for turn in [*course(scene), *course(scene), *course(scene), *course(scene)]:
-            assert judge(turn.reply, turn.all, turn.none).is_good, turn
+            assert judge(turn.reply, turn).is_good, turn
         assert scene.num_held_out == 0
 
 
@@ -72,14 +70,6 @@ def test_odd_values_keep_their_shape_and_stay_out_of_the_test_set() -> None:
         assert value.count(" ") == other.count(" ")
         assert not is_held_out_value(other)
         assert re.fullmatch(r"[a-zA-Z' -]+", other), other
-
-
-def test_odd_chats_are_drawn_from_the_seed_too() -> None:
-    shape = Shape(odd_rate=0.5, course_rate=0.3, quiz_rate=0.5)
-
-    one, two = (list(islice(Conversations(3).stream(shape), 40)) for _ in range(2))
-
-    assert one == two
 
 
 def test_the_tokens_that_count_more_are_those_of_the_value(tokenizer: ChatTokenizer) -> None:

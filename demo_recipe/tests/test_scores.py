@@ -1,18 +1,63 @@
 """Scoring: a perfect talker scores full marks, a silent one none; the history is its own."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.functional import one_hot
 
 from demo_recipe.evaluate import GOALS, Report, evaluate, evaluate_files, shortfalls, table
 from demo_recipe.grammar import Grade
-from demo_recipe.judge import judge
 from demo_recipe.paths import TARGET
 from demo_recipe.probes import MAKERS, Probe, handwritten, probes
-from demo_recipe.scores import run_probes
+from demo_recipe.scene import Turn
+from demo_recipe.scores import Verdict, judge, run_probes
+from demo_recipe.speculation import Acceptance, replay
 from demo_recipe.talkers import Message, Reply
 
 QUICK_TESTS = [test for test in MAKERS if "3,000" not in test]
+
+
+@pytest.mark.parametrize(
+    ("reply", "missing", "forbidden"),
+    [
+        ("Use /redo for the last TURN.", (), ()),
+        ("Use /redo.", ("turn",), ()),
+        ("/undo takes a turn back in Rome.", (), ("rome",)),
+        ("That is 131 turns.", ("/undo|/redo",), ()),
+        ("", ("/undo|/redo", "turn"), ()),
+    ],
+)
+def test_a_reply_needs_one_pattern_of_each_group_and_no_forbidden_one(
+    reply: str, missing: tuple[str, ...], forbidden: tuple[str, ...]
+) -> None:
+    turn = Turn("", "", "", all=(("/undo", "/redo"), ("turn",)), none=("rome", r"\b13\b"))
+
+    assert judge(reply, turn) == Verdict(missing, forbidden)
+
+
+class Echo:
+    """A draft that knows a text and guesses its next token, but for some positions."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, wrong: set[int]) -> None:
+        self._wrong = wrong
+
+    def __call__(self, ids: torch.Tensor) -> SimpleNamespace:
+        guesses = [
+            0 if place in self._wrong else token for place, token in enumerate(ids[0].tolist())
+        ]
+        return SimpleNamespace(logits=one_hot(torch.tensor([[*guesses[1:], 0]]), 100))
+
+
+def test_a_round_accepts_drafts_up_to_the_first_wrong_one() -> None:
+    prompt, reply = [4, 8], list(range(50, 65))
+
+    assert replay(Echo(set()), [prompt], [reply]) == Acceptance(num_rounds=3, num_accepted=12)
+    # The first round accepts one token, and the target gives the next, which was wrong.
+    assert replay(Echo({3}), [prompt], [reply]) == Acceptance(num_rounds=4, num_accepted=12)
 
 
 class Parrot:
@@ -44,7 +89,8 @@ def test_the_scripted_replies_score_full_marks(test: str, grade: Grade) -> None:
         tally = run_probes(Parrot([probe]), [probe])
 
         assert tally.failures == []
-        assert tally.rate == tally.finished_rate == 1.0
+        assert tally.rate == 1.0
+        assert tally.num_finished == tally.num_replies
 
 
 def test_a_silent_talker_scores_nothing() -> None:
@@ -52,7 +98,7 @@ def test_a_silent_talker_scores_nothing() -> None:
 
     tally = run_probes(Parrot(scripted, is_silent=True), scripted)
 
-    assert tally.rate == tally.finished_rate == 0.0
+    assert tally.rate == tally.num_finished == 0
     assert len(tally.failures) == 10
 
 
@@ -100,7 +146,7 @@ def test_there_are_fifty_hand_written_prompts_and_nonsense_passes_none() -> None
     prompts = list(handwritten())
 
     assert len(prompts) == 50
-    assert not any(judge("zzz", probe.last.all, probe.last.none).is_good for probe in prompts)
+    assert not any(judge("zzz", probe.last).is_good for probe in prompts)
 
 
 def test_a_report_names_what_misses_its_goal() -> None:

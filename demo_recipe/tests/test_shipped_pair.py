@@ -13,11 +13,11 @@ from demo_recipe.manifest import digests
 from demo_recipe.paths import DRAFT, HOME, MANIFEST, TARGET
 from demo_recipe.plans import FULL
 from demo_recipe.probes import MAKERS
-from demo_recipe.talkers import NetworkTalker
+from demo_recipe.talkers import ModelTalker
 
 
 def test_the_target_greets_and_ends_its_reply() -> None:
-    talker = NetworkTalker.load(TARGET, torch.device("cpu"))
+    talker = ModelTalker.load(TARGET, torch.device("cpu"))
 
     reply = talker.reply([[{"role": "user", "content": "Hello!"}]])[0]
 
@@ -59,7 +59,7 @@ def measured() -> dict[str, Any]:
     count = max(grade["probes"] for grade in recorded["kvchat"].values())
     report = evaluate_files(TARGET, count, tuple(MAKERS), os.cpu_count() or 1)
     device = torch.device("cpu")
-    pair = (NetworkTalker.load(folder, device) for folder in (TARGET, DRAFT))
+    pair = (ModelTalker.load(folder, device) for folder in (TARGET, DRAFT))
     return Report(report.scores, acceptance(*pair, count)).as_json()
 
 
