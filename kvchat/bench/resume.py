@@ -98,8 +98,8 @@ def _turn(assembled: AssembledEngine, config: CacheConfig, prompt: list[int]) ->
     try:
         completion = complete(engine, prompt, _ANSWER_TOKENS)
         status = engine.status()
-        num_bytes = status.disk.bytes_read if status.disk is not None else 0
-        return _Turn(completion, num_bytes / status.disk_read_s if num_bytes else 0.0)
+        disk = status.tier("disk")
+        return _Turn(completion, disk.bytes_read / disk.read_s if disk and disk.read_s else 0.0)
     finally:
         engine.close()
 

@@ -21,14 +21,13 @@ from kvchat.bench.measure import Sample, alternated, wait_for_device
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.chain import KvChain
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvGeometry, KvPool
-from kvchat.cache.tier import Found, Layout, PackHead
-from kvchat.cache.transfer import TransferThread
+from kvchat.cache.tier import Found, Layout, PackHead, TierOpener
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
@@ -42,10 +41,10 @@ def host_figures(
 ) -> list[Figure]:
     """Measure demotion and promotion, alternating with plain copies of the same bytes."""
     num_blocks = max(2, (_QUICK_BYTES if is_quick else _BYTES) // geometry.block_bytes)
-    offload, plain = _Offload(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
-    down, plain_down = alternated(offload.down, plain.down, repeats)
-    up, plain_up = alternated(offload.up, plain.up, repeats)
-    offload.close()
+    host, plain = _Host(geometry, device, num_blocks), _Plain(geometry, device, num_blocks)
+    down, plain_down = alternated(host.down, plain.down, repeats)
+    up, plain_up = alternated(host.up, plain.up, repeats)
+    host.close()
     num_bytes = num_blocks * geometry.block_bytes
     return [
         _copy_rate("device to host memory", num_bytes, down, plain_down),
@@ -67,16 +66,15 @@ def _copy_rate(name: str, num_bytes: int, ours: Sample, plain: Sample) -> Figure
     )
 
 
-class _Offload:
+class _Host:
     """One context that fills the device and is demoted and promoted as a whole."""
 
     def __init__(self, geometry: KvGeometry, device: torch.device, num_blocks: int) -> None:
         self._manager = CacheManager(KvPool(geometry, num_blocks + 1, device))
         limit = 2 * num_blocks * geometry.block_bytes
-        is_pinned = device.type == "cuda"
-        self._host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
-        self._transfer = TransferThread(lambda: None, 0)
-        self._offload = HostOffload(self._manager, self._host, self._transfer)
+        self._host = HostTier(geometry.block_size, geometry.block_bytes, limit, device)
+        opener = TierOpener("host", lambda layout: self._host, is_quick=True)
+        self._chain = KvChain(self._manager, [opener])
         self._num_blocks = num_blocks
         self._ids = random_ids(num_blocks * geometry.block_size, 1000, seed=0)
 
@@ -89,30 +87,30 @@ class _Offload:
         wait_for_device()
         start_s = time.perf_counter()
         self._manager.evict_cold(self._num_blocks)
-        assert self._offload.flush(_PATIENCE_S)
+        assert self._chain.flush(_PATIENCE_S)
         seconds = time.perf_counter() - start_s
-        self._offload.settle(may_demote=False)
         assert self._host.status().num_packs == self._num_blocks
         return seconds
 
     def up(self) -> float:
         """Return the seconds to promote the whole context to the device."""
         self._manager.evict_cold(self._num_blocks)
-        assert self._offload.flush(_PATIENCE_S)
+        assert self._chain.flush(_PATIENCE_S)
         wait_for_device()
         start_s = time.perf_counter()
-        promotion = self._offload.begin([*self._ids, 0])
-        assert promotion is not None
-        while not promotion.is_over:
-            self._offload.wait_for_news()
-            self._offload.settle(may_demote=False)
+        arrivals = self._chain.arrivals
+        arrival = arrivals.begin([*self._ids, 0])
+        assert arrival is not None
+        while not arrival.is_over:
+            arrivals.wait_for_news()
+            arrivals.settle()
         wait_for_device()
         seconds = time.perf_counter() - start_s
-        assert promotion.num_tokens == len(self._ids)
+        assert arrival.num_tokens == len(self._ids)
         return seconds
 
     def close(self) -> None:
-        self._transfer.close(_PATIENCE_S)
+        self._chain.close()
 
 
 class _Plain:

@@ -475,17 +475,25 @@ class CacheManager:
         blocks = self._tree.blocks_of(encoded) if self._reuse else []
         return self.kv_pool.export(blocks[first:last]) if len(blocks) == last else None
 
-    def adopt(self, token_ids: TokenIds, first: int, image: bytearray | memoryview) -> int:
-        """Enter images as a context's blocks from `first` on; return how many were entered.
+    def adopt(
+        self, token_ids: TokenIds, first: int, image: bytearray | memoryview | torch.Tensor
+    ) -> int:
+        """Enter images, in host memory or on the device, as a context's blocks from `first` on;
+        return how many were entered.
 
         It may be fewer than given, if there is no room. It is 0 if the blocks before `first` are
         no longer cached: KV without its prefix is useless.
         """
         image_bytes = self.kv_pool.geometry.block_bytes
-        num_blocks = min(len(image) // image_bytes, self.num_available)
+        is_there = isinstance(image, torch.Tensor)
+        num_images = len(image) if is_there else len(image) // image_bytes
+        num_blocks = min(num_images, self.num_available)
 
         def fill(blocks: list[int]) -> None:
-            self.kv_pool.scatter(blocks, image[: num_blocks * image_bytes])
+            if isinstance(image, torch.Tensor):
+                self.kv_pool.unstage(blocks, image[:num_blocks])
+            else:
+                self.kv_pool.scatter(blocks, image[: num_blocks * image_bytes])
 
         return num_blocks if self._enter(token_ids, first, num_blocks, fill) else 0
 

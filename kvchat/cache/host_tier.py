@@ -2,17 +2,19 @@
 
 HostMemory allocates slots for block images; HostTier maps blocks to slots. A block is evicted
 before the block it continues, and never while it is being copied. Found blocks are compared with
-the requested token ids. The callers copy between the device and the slots.
+the requested token ids. `demotion.py` fills the slots.
 """
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.keys import TOKEN_BYTES, chain_keys, root_key
-from kvchat.cache.tier import DamagedRecord, Found, PackHead
+from kvchat.cache.device_copies import PACK_BYTES, HostCopies
+from kvchat.cache.keys import LOCAL_ROOT, TOKEN_BYTES
+from kvchat.cache.tier import Found, GoneRecord, Image, Tier
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
 
@@ -92,10 +94,6 @@ def _segment_bytes(block_bytes: int, limit_bytes: int) -> int:
     return max(smallest, min(_SEGMENT_BYTES, largest))
 
 
-# These keys are used within one process only, so they need no identity.
-_ROOT = root_key(b"host")
-
-
 @dataclass(slots=True)
 class _Entry:
     """One block. `num_users` counts its leases; it can be found once it `is_filled`.
@@ -115,7 +113,7 @@ class _Entry:
         return self.is_filled and not self.is_condemned
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """Rows of host memory, one per block of `keys`; they are not reused until the lease ends.
 
@@ -131,63 +129,107 @@ class Lease:
         return Lease(self.keys[start:end], self.first + start, self.rows[start:end])
 
 
-class HostTier:
-    """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids.
+@dataclass(frozen=True, slots=True)
+class _Rows(Found):
+    """Found blocks with all their keys."""
 
-    The limit holds at every instant. One thread owns the tier; another thread may copy to and from
-    leased rows.
+    keys: tuple[bytes, ...] = ()
+
+
+class HostTier(Tier):
+    """At most `limit_bytes` of images of `block_bytes`, for blocks of `block_size` token ids, which
+    are copied to and from `device`.
+
+    The limit holds at every instant. Any thread may call it.
     """
 
+    is_quick = True
+
     def __init__(
-        self, block_size: int, block_bytes: int, limit_bytes: int, is_pinned: bool
+        self, block_size: int, block_bytes: int, limit_bytes: int, device: torch.device
     ) -> None:
+        self.piece_blocks = max(1, PACK_BYTES // block_bytes)
+        self.copies = HostCopies(device, block_bytes, self.piece_blocks)
         self._ids_bytes = block_size * TOKEN_BYTES
         self._limit_bytes = limit_bytes
-        self._memory = HostMemory(block_bytes, limit_bytes, is_pinned)
+        self._memory = HostMemory(block_bytes, limit_bytes, device.type == "cuda")
+        self._lock = threading.RLock()
         # The least recently used first; every block stands after all blocks that continue it.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._num_children: Counter[bytes] = Counter()
+        self._reading: list[Lease] = []
         self._num_evicted = 0
         self._bytes_read = 0
         self._bytes_written = 0
 
     @property
     def root(self) -> bytes:
-        """The key of the empty context."""
-        return _ROOT
+        """The key of the empty context: keys of this process."""
+        return LOCAL_ROOT
 
     @property
     def num_slots(self) -> int:
         """Blocks the tier can hold."""
         return self._memory.num_slots
 
-    # Leases
+    # Finding and reading
 
-    def count(self, keys: Sequence[bytes], encoded: bytes) -> int:
-        """Return how many of a prompt's leading blocks are here; changes nothing.
+    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+        """Return the leading blocks that are here or being copied here, in pieces.
 
-        `keys` are the chain keys of the blocks of `encoded` token ids. Both may begin in the middle
-        of the prompt; the blocks before are not checked.
+        They count as used last. `is_one_shot` has no effect.
+        """
+        with self._lock:
+            count = self.peek(keys, encoded)
+            if count:
+                self._touch(self._entries[keys[0]].parent, keys[:count])
+        size = self.piece_blocks
+        pieces = (tuple(keys[start : min(start + size, count)]) for start in range(0, count, size))
+        return [
+            _Rows(piece[0], number * size, len(piece), keys=piece)
+            for number, piece in enumerate(pieces)
+        ]
+
+    def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
+        """Return how many of a prompt's leading blocks are here or being copied here.
+
+        `keys` and `encoded` may begin in the middle of a prompt; what is before is not checked.
         """
         size = self._ids_bytes
-        for number, key in enumerate(keys):
-            entry = self._entries.get(key)
-            own = encoded[number * size : (number + 1) * size]
-            if entry is None or not entry.is_findable or entry.ids != own:
-                return number
+        with self._lock:
+            for number, key in enumerate(keys):
+                entry = self._entries.get(key)
+                own = encoded[number * size : (number + 1) * size]
+                if entry is None or entry.is_condemned or entry.ids != own:
+                    return number
         return len(keys)
 
-    def is_filling(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of these blocks is being copied to host memory."""
-        entries = (self._entries.get(key) for key in keys)
-        return any(e is not None and not e.is_filled and not e.is_condemned for e in entries)
+    def read(self, found: Found) -> torch.Tensor:
+        """Return images on the device, in memory to be given to `take_back`; GoneRecord if a block
+        is missing.
+        """
+        assert isinstance(found, _Rows)
+        with self._lock:
+            entries = [self._entries.get(key) for key in found.keys]
+            if not all(entry is not None and entry.is_findable for entry in entries):
+                raise GoneRecord("gone")
+            lease = self._leased(found.keys, 0)
+            self._reading.append(lease)
+        try:
+            images = self.copies.up(lease.rows)
+        finally:
+            with self._lock:
+                self._reading.remove(lease)
+                self._release(lease)
+        self._bytes_read += len(found.keys) * self._memory.block_bytes
+        return images
 
-    def acquire_read(self, keys: Sequence[bytes], encoded: bytes) -> Lease:
-        """Lease the leading blocks that are here, to be copied from; see `count`."""
-        found = tuple(keys[: self.count(keys, encoded)])
-        if found:
-            self._touch(self._entries[found[0]].parent, found)
-        return self._leased(found, 0)
+    def take_back(self, image: Image) -> None:
+        """Use the memory of an image for another."""
+        if isinstance(image, torch.Tensor):
+            self.copies.give_back(image)
+
+    # Leases
 
     def acquire_write(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
         """Lease rows to fill for the first missing blocks among `keys`, which follow `parent`.
@@ -196,6 +238,10 @@ class HostTier:
         room for all, the last are left out.
         """
         assert len(encoded) == len(keys) * self._ids_bytes
+        with self._lock:
+            return self._acquired(parent, keys, encoded)
+
+    def _acquired(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
         first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
         last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
         self._touch(parent, keys)
@@ -218,23 +264,19 @@ class HostTier:
         rows = tuple(self._memory.row(self._entries[key].slot) for key in keys)
         return Lease(keys, first, rows)
 
-    def release(self, lease: Lease) -> None:
-        """End a read lease."""
-        self._bytes_read += len(lease.keys) * self._memory.block_bytes
-        self._take_back(lease)
-
     def complete(self, lease: Lease, is_filled: bool) -> None:
-        """End a write lease: its blocks can be found from now on if `is_filled`, else they are
+        """End a write lease: its blocks can be read from now on if `is_filled`, else they are
         removed.
         """
-        for key in lease.keys:
-            self._entries[key].is_filled = is_filled
-            self._entries[key].is_condemned |= not is_filled
-        if is_filled:
-            self._bytes_written += len(lease.keys) * self._memory.block_bytes
-        self._take_back(lease)
+        with self._lock:
+            for key in lease.keys:
+                self._entries[key].is_filled = is_filled
+                self._entries[key].is_condemned |= not is_filled
+            if is_filled:
+                self._bytes_written += len(lease.keys) * self._memory.block_bytes
+            self._release(lease)
 
-    def _take_back(self, lease: Lease) -> None:
+    def _release(self, lease: Lease) -> None:
         for key in reversed(lease.keys):
             entry = self._entries[key]
             entry.num_users -= 1
@@ -267,12 +309,16 @@ class HostTier:
 
     def clear(self) -> None:
         """Remove every block that is not being copied."""
-        for key in [key for key, entry in self._entries.items() if not entry.num_users]:
-            self._remove(key)
+        with self._lock:
+            for key in [key for key, entry in self._entries.items() if not entry.num_users]:
+                self._remove(key)
 
-    def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never return again these blocks, nor blocks that continue them."""
-        gone = set(keys)
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Never return these blocks again, nor blocks that continue them."""
+        with self._lock:
+            self._forget(set(keys))
+
+    def _forget(self, gone: set[bytes]) -> None:
         # Newest first: in that order a block comes before all blocks that continue it.
         for key, entry in reversed(self._entries.items()):
             if entry.parent in gone:
@@ -296,50 +342,14 @@ class HostTier:
             yield key
             key = entry.parent
 
-    # The contract of tiers
-
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
-        """Return the leading blocks of a prompt that are here, each as a pack of one.
-
-        `is_one_shot` has no effect: the least recently used block is evicted first.
-        """
-        return [
-            Found(key, number, 1) for number, key in enumerate(keys[: self.count(keys, encoded)])
-        ]
-
-    def read(self, found: Found) -> memoryview:
-        """Return a copy of a block's image. Raises DamagedRecord if the block is missing."""
-        entry = self._entries.get(found.key)
-        if entry is None or not entry.is_findable:
-            raise DamagedRecord("gone")
-        self._touch(entry.parent, [found.key])
-        self._bytes_read += self._memory.block_bytes
-        image = bytearray(self._memory.block_bytes)
-        torch.frombuffer(image, dtype=torch.uint8).copy_(self._memory.row(entry.slot))
-        return memoryview(image)
-
-    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Store the blocks of a pack that are missing; false if there is not room for all."""
-        keys = chain_keys(head.parent, head.ids, self._ids_bytes)
-        while (lease := self.acquire_write(head.parent, keys, head.ids)).keys:
-            for number, row in enumerate(lease.rows):
-                start = (lease.first + number) * self._memory.block_bytes
-                bits = bytearray(image[start : start + self._memory.block_bytes])
-                row.copy_(torch.frombuffer(bits, dtype=torch.uint8))
-            self.complete(lease, is_filled=True)
-        return all(key in self._entries for key in keys)
-
-    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
-        """Do nothing: host memory keeps no miss reasons."""
+    # The rest of a tier
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
-        """Return why a block is missing: EVICTED if the tier has evicted any block, else
-        NEVER_WRITTEN. The tier does not record which blocks it evicted.
-        """
+        """Return EVICTED if the tier has evicted any block, else NEVER_WRITTEN."""
         return MissReason.EVICTED if self._num_evicted else MissReason.NEVER_WRITTEN
 
     def status(self) -> TierStatus:
-        """Return what the tier holds and its totals; may be called from any thread."""
+        """Return what the tier holds and its totals."""
         return TierStatus(
             num_packs=len(self._entries),
             num_bytes=self._memory.num_bytes,
@@ -349,13 +359,14 @@ class HostTier:
             num_evicted=self._num_evicted,
         )
 
-    def close(self) -> None:
-        """Do nothing: the memory is freed with the tier."""
-
     # Checking
 
     def check(self, leases: Sequence[Lease] | None = None) -> None:
-        """Check every invariant; if `leases` are all leases, the counts of users too."""
+        """Check every invariant; if `leases` are all leases to write, the counts of users too."""
+        with self._lock:
+            self._check(leases)
+
+    def _check(self, leases: Sequence[Lease] | None) -> None:
         memory, entries = self._memory, self._entries
         assert memory.num_bytes <= self._limit_bytes
         slots = [entry.slot for entry in entries.values()]
@@ -368,5 +379,5 @@ class HostTier:
                 assert places[entry.parent] > places[key], "a block is older than what continues it"
             assert entry.is_filled or entry.num_users, "a block is neither filled nor being filled"
         if leases is not None:
-            users = Counter(key for lease in leases for key in lease.keys)
+            users = Counter(key for each in (*leases, *self._reading) for key in each.keys)
             assert users == Counter({k: e.num_users for k, e in entries.items() if e.num_users})

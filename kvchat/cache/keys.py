@@ -5,6 +5,7 @@ contexts up to and including the block, under one identity.
 """
 
 import hashlib
+import threading
 from array import array
 from collections import deque
 
@@ -56,6 +57,8 @@ def chain_keys(parent: bytes, encoded: bytes, block_bytes: int) -> list[bytes]:
     return keys
 
 
+# The root of keys that stay within this process, so they need no model identity.
+LOCAL_ROOT = root_key(b"")
 # Contexts remembered: those that grow at the same time; a chat has a few.
 _MAX_CONTEXTS = 8
 
@@ -92,3 +95,24 @@ class ChainMemo:
         if keys:
             self._contexts.appendleft((encoded, keys))
         return keys[:]
+
+
+class SharedMemos:
+    """A memo for each root, for any thread; `block_bytes` as in ChainMemo."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._memos: dict[bytes, ChainMemo] = {}
+
+    def keys_of(self, root: bytes, encoded: bytes) -> list[bytes]:
+        """Return the keys of encoded token ids that begin at a root, as `chain_keys` does."""
+        with self._lock:
+            memo = self._memos.get(root)
+            if memo is None:
+                memo = self._memos[root] = ChainMemo(root, self._block_bytes)
+            return memo.keys_of(encoded)
+
+    def local(self, encoded: bytes) -> list[bytes]:
+        """Return the keys that are used within this process."""
+        return self.keys_of(LOCAL_ROOT, encoded)

@@ -1,16 +1,20 @@
-"""Tier: the interface of a slower store of KV, and the types in it (Layout, PackHead, Found).
+"""Tier: the base class of a slower store of KV, and the types in it (Layout, PackHead, Found).
 
 A tier stores packs of consecutive blocks. A pack is found by the chain keys of a prompt.
 """
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
+
+if TYPE_CHECKING:  # who only looks at a store does not wait for it
+    import torch
 
 
 class DamagedRecord(Exception):
@@ -109,34 +113,32 @@ class Found:
     fingerprint: LogitFingerprint | None = None
 
 
-def trouble_of(error: Exception) -> str:
-    """Return a sentence about an error for a tier's status."""
-    reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
-    return f"the disk cache failed: {reason}."
+# Images of blocks: bytes in host memory, or [num_blocks, block_bytes] uint8 on the device.
+Image: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"
 
 
-@runtime_checkable
-class Pinning(Protocol):
-    """A tier that can pin contexts: it does not evict their blocks."""
+class Tier(ABC):
+    """A store of KV behind the device. `KvChain` calls it; each tier has a thread of its own.
 
-    def pin(
-        self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
-    ) -> int:
-        """Pin the stored blocks of a context under `label` for `ttl_s` seconds; return how many
-        blocks that is.
-        """
+    One thread uses a tier at a time, except where a method says otherwise; other processes may use
+    the same store. A call that fails may raise anything: it counts as a miss. A call that can take
+    long needs a time limit of its own. `is_one_shot` marks a use of a context that will hardly be
+    continued: it has a low weight.
 
-
-class Tier(Protocol):
-    """One thread uses a tier at a time; other processes may use the same store.
-
-    `is_one_shot` marks a use of a context that will hardly be continued: it has a low weight.
+    is_quick    what the device evicts moves here; found at once, by any thread, under keys of this
+                process. Its KV was never away, so it is not verified
+    has_admin   an administrator forgets contexts in it, of every model, also while none is loaded
     """
 
+    is_quick = False
+    has_admin = False
+
     @property
+    @abstractmethod
     def root(self) -> bytes:
         """The key of the empty context under the tier's identity."""
 
+    @abstractmethod
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a gap.
 
@@ -145,16 +147,25 @@ class Tier(Protocol):
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many leading blocks `find` would return; that is no use of them."""
+        return sum(found.num_blocks for found in self.find(keys, encoded))
 
-    def read(self, found: Found) -> bytes | bytearray | memoryview:
+    @abstractmethod
+    def read(self, found: Found) -> Image:
         """Return the images of the blocks found, verified. Raises DamagedRecord and removes the
         damaged pack. Raises HeldRecord if another process holds the store; the pack stays.
         """
 
-    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
-        """Store a pack; on failure return false and put the reason in the status."""
+    def take_back(self, image: Image) -> None:  # noqa: B027
+        """Reuse the memory of an image that `read` returned; any thread may call it."""
 
-    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
+    def write(self, head: PackHead, image: memoryview, is_one_shot: bool = False) -> bool:
+        """Store a pack; on failure return false and put the reason in the status.
+
+        Blocks that another process wrote since the last `find` count as stored.
+        """
+        return False
+
+    def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:  # noqa: B027
         """Note that a context is not offered now, because the tier refused the last write.
 
         `keys` and `encoded` as in `find`. A later `why` can then give the reason.
@@ -162,14 +173,47 @@ class Tier(Protocol):
 
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         """Return why the block of `key` is missing, after `num_found` blocks that were found."""
+        return MissReason.NEVER_WRITTEN
+
+    def pin(
+        self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
+    ) -> int:
+        """Evict none of a context's stored blocks for `ttl_s` seconds; return their number.
+
+        Replaces a pin of this label. A tier that cannot pin returns 0.
+        """
+        return 0
+
+    @abstractmethod
+    def forget(self, keys: Sequence[bytes]) -> object:
+        """Remove these blocks and all that continue them, for good."""
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
-        """Never return again the packs that hold one of these blocks, nor packs that continue
-        them.
-        """
+        """Never return these blocks again, nor those that continue them: their KV is wrong."""
+        self.forget(keys)
 
+    @abstractmethod
     def status(self) -> TierStatus:
         """Return what the tier holds and its totals; may be called from any thread."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close the store. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOpener:
+    """Opens a tier, called `name` in statistics, usage and rates, where KV has the given layout.
+
+    The layout is a function, because it takes as long as reading the weights; each may call it. A
+    quick tier is opened at once and must not call it; others are opened on threads of their own.
+    """
+
+    name: str
+    open: Callable[[Callable[[], Layout]], Tier]
+    is_quick: bool = False
+
+
+def trouble_of(error: Exception, tier: str = "disk") -> str:
+    """Return a sentence about an error for the status of a tier."""
+    reason = getattr(error, "strerror", None) or str(error).rstrip(".") or type(error).__name__
+    return f"the {tier} cache failed: {reason}."

@@ -1,4 +1,4 @@
-"""TransferThread: runs copies, reads and writes of slower tiers, so that the engine never waits.
+"""TransferThread: runs copies, reads and writes of one tier, so that the engine never waits.
 
 Copies to and from host memory run first, then quarantines, then restores, then saves; each kind in
 order of arrival. The queued saves have a limit in bytes.
@@ -17,7 +17,7 @@ from kvchat.cache.tier import Tier
 OpenTier = Callable[[], Tier | None]
 CopyJob = Callable[[], object]
 QuarantineJob = Callable[[Tier], object]
-RestoreJob = Callable[[Tier], object]
+RestoreJob = Callable[[Tier | None], object]
 SaveJob = Callable[[Tier], object]
 LastJob = Callable[[Tier | None], object]
 
@@ -31,13 +31,16 @@ class _Save:
 
 
 class TransferThread:
-    """Owns a tier, which `open_tier` opens; if that returns None or raises, there is no tier.
+    """Owns a tier: `tier` if it is open already, else what `open_tier` opens; if that returns None
+    or raises, there is no tier.
 
     Opening may take as long as reading the weights, so it has a thread of its own. Until then, jobs
     that need a tier wait and copies run. All public methods may be called from any thread.
     """
 
-    def __init__(self, open_tier: OpenTier, max_pending_bytes: int) -> None:
+    def __init__(
+        self, open_tier: OpenTier, max_pending_bytes: int = 0, tier: Tier | None = None
+    ) -> None:
         self._open_tier = open_tier
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
@@ -50,12 +53,13 @@ class TransferThread:
         self._is_ending = False  # to end when idle
         self._is_closing = False
         self._is_over = False
-        self._tier: Tier | None = None
+        self._tier = tier
         self._failure: Exception | None = None
-        self._is_open: bool | None = None
+        self._is_open: bool | None = True if tier is not None else None
         self._thread = threading.Thread(target=self._run, name="kvchat-transfer", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._open, name="kvchat-open-tier", daemon=True).start()
+        if tier is None:
+            threading.Thread(target=self._open, name="kvchat-open-tier", daemon=True).start()
 
     @property
     def tier(self) -> Tier | None:
@@ -85,7 +89,9 @@ class TransferThread:
             self._changed.notify_all()
 
     def restore(self, job: RestoreJob) -> None:
-        """Queue a job before all saves; it does not run if there is no tier."""
+        """Queue a job before all saves. It gets None if there is no tier, and does not run if the
+        thread ends first.
+        """
         with self._changed:
             self._restores.append(job)
             self._changed.notify_all()
@@ -210,9 +216,12 @@ class TransferThread:
             job = self._copies.popleft()
             return lambda: _do(job)
         tier = self._tier
-        if urgent := self._quarantines or self._restores:
-            tier_job = urgent.popleft()
-            return lambda: _do(lambda: tier is not None and tier_job(tier))
+        if self._quarantines:
+            quarantine = self._quarantines.popleft()
+            return lambda: _do(lambda: tier is not None and quarantine(tier))
+        if self._restores:
+            restore = self._restores.popleft()
+            return lambda: _do(lambda: restore(tier))
         save = self._saves.popleft()
         self._pending_bytes -= save.num_bytes
         return lambda: _do(lambda: save.job(tier))

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.device_copies import PACK_BYTES, Images
-from kvchat.cache.keys import TOKEN_BYTES, ChainMemo, encode_ids, root_key
+from kvchat.cache.keys import TOKEN_BYTES, SharedMemos, encode_ids
 from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import TokenIds
@@ -27,8 +27,6 @@ _MOST_DOUBLINGS = 9
 _MAX_BACKLOG = 16
 # The most blocks remembered as kept: about 16 MiB of keys.
 _MOST_KEPT = 1 << 17
-# The keys in `_kept` stay within this process, so they need no model identity.
-_LOCAL_ROOT = root_key(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,18 @@ class _Outcome:
 
 
 class WriteBehind:
-    """Writes the full blocks of one manager's contexts. `clock` returns seconds.
+    """Writes the full blocks of one manager's contexts to one tier. `clock` returns seconds.
 
     The engine's thread owns it. A failure never affects an answer; later prompts may have to
     compute what was not written.
     """
 
     def __init__(
-        self, manager: CacheManager, transfer: TransferThread, clock: Callable[[], float]
+        self,
+        manager: CacheManager,
+        transfer: TransferThread,
+        memos: SharedMemos,
+        clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._transfer = transfer
@@ -73,7 +75,7 @@ class WriteBehind:
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
-        self._memo = ChainMemo(_LOCAL_ROOT, self._block_bytes)
+        self._memos = memos
         self._kept: set[bytes] = set()
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         self._num_unheard = 0
@@ -81,7 +83,6 @@ class WriteBehind:
         self._rests_until_s = 0.0
         # Contexts to offer again, the oldest first.
         self._backlog: deque[_Offer] = deque(maxlen=_MAX_BACKLOG)
-        self._tier_memo: ChainMemo | None = None  # the transfer thread's
 
     @property
     def has_backlog(self) -> bool:
@@ -105,7 +106,7 @@ class WriteBehind:
     def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
         """Note that the tier has the first `num_blocks` blocks of a context."""
         size = self._manager.block_size
-        keys = self._memo.keys_of(encode_ids(ids[: num_blocks * size]))
+        keys = self._memos.local(encode_ids(ids[: num_blocks * size]))
         self._remember(keys, keys)
 
     def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
@@ -118,7 +119,7 @@ class WriteBehind:
 
     def note_gone(self, ids: TokenIds) -> None:
         """Note that the tier has lost a context."""
-        self._kept.difference_update(self._memo.keys_of(encode_ids(ids)))
+        self._kept.difference_update(self._memos.local(encode_ids(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether a context has full blocks not known to be kept, and may be offered now.
@@ -134,7 +135,7 @@ class WriteBehind:
         return True
 
     def _lacks_some(self, encoded: bytes) -> bool:
-        return any(key not in self._kept for key in self._memo.keys_of(encoded))
+        return any(key not in self._kept for key in self._memos.local(encoded))
 
     def save(
         self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
@@ -169,7 +170,7 @@ class WriteBehind:
             _log.exception("a context could not be saved")
 
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
-        keys = self._memo.keys_of(encode_ids(offer.ids))
+        keys = self._memos.local(encode_ids(offer.ids))
         start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
@@ -194,7 +195,9 @@ class WriteBehind:
         """Tell the tier about a context that is not offered after a refusal; needs no image."""
         num_blocks = len(encoded) // self._block_bytes
         whole = encoded[: num_blocks * self._block_bytes]
-        self._transfer.save(lambda tier: tier.note_declined(self._tier_keys(tier, whole), whole), 0)
+        self._transfer.save(
+            lambda tier: tier.note_declined(self._memos.keys_of(tier.root, whole), whole), 0
+        )
 
     def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
         images = self._manager.export(offer.ids, first, len(keys))
@@ -265,7 +268,7 @@ class WriteBehind:
         """
         num_there, is_written, encoded = 0, False, encode_ids(offer.ids)
         try:
-            tier_keys = self._tier_keys(tier, encoded)
+            tier_keys = self._memos.keys_of(tier.root, encoded)
             found = tier.find(tier_keys, encoded, offer.is_one_shot)
             num_there = sum(run.num_blocks for run in found)
             is_wanted = first <= num_there < len(keys)
@@ -280,8 +283,3 @@ class WriteBehind:
             lost = offer if num_there < first else None
             num_there = len(keys) if is_written else num_there
             self._outcomes.put(_Outcome(keys, num_there, is_refused, self._clock(), lost))
-
-    def _tier_keys(self, tier: Tier, encoded: bytes) -> list[bytes]:
-        if self._tier_memo is None:
-            self._tier_memo = ChainMemo(tier.root, self._block_bytes)
-        return self._tier_memo.keys_of(encoded)

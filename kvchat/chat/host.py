@@ -379,8 +379,8 @@ class EngineQueries:
         if status is None:
             return ""
         told = {}
-        if status.disk is not None and status.disk.trouble:
-            told[status.disk.trouble] = trouble_notice(status.disk.trouble)
+        for trouble in (tier.trouble for tier in status.tiers if tier.trouble):
+            told[trouble] = trouble_notice(trouble)
         for failed in status.speculation.failed if status.speculation is not None else ():
             told[failed] = (
                 f"a source of drafts failed ({one_line(failed)}); answers come without it."

@@ -265,8 +265,7 @@ def cached_ids(conversation: Conversation, turn_id: int, usage: Usage) -> Cached
     if not usage.prompt_tokens or usage.prompt_tokens == num_ids:
         return usage.cached
     share = num_ids / usage.prompt_tokens
-    cached = usage.cached
-    return CachedTokens(*(round(n * share) for n in (cached.device, cached.host, cached.disk)))
+    return CachedTokens.of({name: round(n * share) for name, n in usage.cached.places.items()})
 
 
 def is_as_expected(conversation: Conversation, turn_id: int, cached: CachedTokens) -> bool:
@@ -357,8 +356,7 @@ def missing(num_tokens: int, reason: MissReason | None) -> str:
 
 
 def _places(cached: CachedTokens) -> str:
-    places = (("device", cached.device), ("host", cached.host), ("disk", cached.disk))
-    found = [f"{count:,} {name}" for name, count in places if count]
+    found = [f"{count:,} {name}" for name, count in cached.places.items() if count]
     return f" ({', '.join(found)})" if found else ""
 
 

@@ -61,9 +61,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class ReadRates:
-    """Tokens a second of one model on one machine: computed, read from disk, copied from host
-    memory. `computed` is that of a context's first tokens, None before the first measurement;
-    `half_context` as in `num_like_first`.
+    """Tokens a second of one model on one machine: computed, read from disk or a tier after it,
+    copied from host memory. `computed` is that of a context's first tokens, None before the first
+    measurement; `half_context` as in `num_like_first`.
     """
 
     computed: float | None = None
@@ -85,7 +85,7 @@ class KvPlaces:
     """Where the KV of a context of `num_tokens` tokens is.
 
     `cached` counts its leading tokens: those on the device, then those in host memory after them,
-    then those on disk after these. Only full blocks of `block_size` tokens are cached.
+    then those on disk, or in a tier after it. Only full blocks of `block_size` tokens are cached.
     """
 
     num_tokens: int
@@ -97,10 +97,10 @@ class KvPlaces:
         """Return the cost of continuing from the context, or from its first `num_tokens`."""
         left = self.num_tokens if num_tokens is None else num_tokens
         counts = []
-        for count in (self.cached.device, self.cached.host, self.cached.disk):
+        for count in self.cached.places.values():
             counts.append(min(count, left))
             left -= counts[-1]
-        cached = CachedTokens(*counts)
+        cached = CachedTokens.of(dict(zip(self.cached.places, counts, strict=True)))
         return Cost(cached.total + left, cached, self._seconds(cached, left))
 
     def _seconds(self, cached: CachedTokens, num_read: int) -> float | None:
@@ -110,7 +110,8 @@ class KvPlaces:
         num_read_alike = num_like_first(start, start + num_read, self.rates.half_context)
         seconds = num_read_alike / computed + cached.host / self.rates.from_host
         # What takes longer to read is computed instead.
-        return seconds + min(cached.disk / self.rates.from_disk, cached.disk / computed)
+        num_slow = cached.beyond_memory
+        return seconds + min(num_slow / self.rates.from_disk, num_slow / computed)
 
     def tier_of(self, start: int, end: int) -> Tier | None:
         """Return the slowest tier that holds the tokens from `start` to `end`; None if some are in
@@ -118,7 +119,7 @@ class KvPlaces:
         """
         device = self.cached.device
         host = device + self.cached.host
-        disk = host + self.cached.disk
+        disk = host + self.cached.beyond_memory
         is_begun = self.num_tokens - disk < _FEW_TOKENS and start < disk
         is_tail = is_begun or (disk > 0 and end - disk <= self.block_size)
         for tier, held in ((Tier.DEVICE, device), (Tier.HOST, host), (Tier.DISK, disk)):

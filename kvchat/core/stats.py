@@ -1,7 +1,7 @@
 """Status of the engine and of the KV store: plain counts, no tensors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat.core.types import DraftUse
@@ -11,23 +11,33 @@ from kvchat.core.types import DraftUse
 class TierStatus:
     """Totals of a slower tier since it was opened, and its current content.
 
+    name                        what the chain of tiers calls it
+    read_s                      seconds that reading and verifying took
     bytes_read, bytes_written   bytes of KV, without headers
     num_quarantined             blocks whose KV disagreed with a forward pass of this model
     num_held_up                 operations skipped because another process used the store
+    is_shared                   whether other models and processes have KV within the same limit
     trouble                     the last problem, in a sentence; empty if there was none
     """
 
+    name: str = ""
     num_packs: int = 0
     num_bytes: int = 0
     limit_bytes: int = 0
     bytes_read: int = 0
+    read_s: float = 0.0
     bytes_written: int = 0
     num_evicted: int = 0
     num_damaged: int = 0
     num_failed_writes: int = 0
     num_quarantined: int = 0
     num_held_up: int = 0
+    is_shared: bool = False
     trouble: str = ""
+
+    def of(self, name: str, read_s: float) -> "TierStatus":
+        """Return the status as that of a tier in a chain."""
+        return replace(self, name=name, read_s=read_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,7 @@ class EngineStatus:
                   KV that a later prompt may reuse (some of them are in use)
     block_bytes   bytes of one block over all layers
     kv_dtype      the dtype of KV as the settings spell it, "" if it is the model's own
-    host          the tier in host memory, None if there is none
-    disk          the tier on disk, None if there is none or it is not open yet
-    disk_read_s   seconds spent on reading KV from disk and verifying it
+    tiers         the slower tiers in order of speed: those that are open, or could not be opened
     graphs        None if steps are never captured
     step_threads  the number of CPU threads for a step of one token, and the number available;
                   None on a GPU
@@ -90,13 +98,15 @@ class EngineStatus:
     num_copied: int
     max_context: int
     max_step_tokens: int
-    host: TierStatus | None = None
-    disk: TierStatus | None = None
-    disk_read_s: float = 0.0
+    tiers: tuple[TierStatus, ...] = ()
     speculation: SpeculationStatus | None = None
     graphs: GraphStatus | None = None
     step_threads: tuple[int, int] | None = None
     kv_dtype: str = ""
+
+    def tier(self, name: str) -> TierStatus | None:
+        """Return the tier of a name; None if there is none, or it is not open yet."""
+        return next((tier for tier in self.tiers if tier.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 Also writes them with the field names of the JSON output.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -165,27 +165,54 @@ def _require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """Prompt tokens that were not computed again, by the tier their KV came from."""
+    """Prompt tokens that were not computed again, by the tier their KV came from.
+
+    `others` are those of tiers after the disk, by their names.
+    """
 
     device: int = 0
     host: int = 0
     disk: int = 0
+    others: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def places(self) -> dict[str, int]:
+        """The tokens by the name of their tier, in order of speed."""
+        return {"device": self.device, "host": self.host, "disk": self.disk, **dict(self.others)}
+
+    @property
+    def beyond_memory(self) -> int:
+        """Tokens from the disk and the tiers after it."""
+        return self.disk + sum(count for _, count in self.others)
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk
+        return self.device + self.host + self.beyond_memory
 
-    def with_disk(self, num_kept: int) -> "CachedTokens":
-        """Return the same for a context whose first `num_kept` tokens are on disk."""
-        return replace(self, disk=self.disk + max(0, num_kept - self.total))
+    @classmethod
+    def of(cls, places: Mapping[str, int]) -> "CachedTokens":
+        """Return tokens by the names of their tiers."""
+        known = ("device", "host", "disk")
+        others = tuple((name, n) for name, n in places.items() if n and name not in known)
+        device, host, disk = (places.get(name, 0) for name in known)
+        return cls(device, host, disk, others)
+
+    def plus(self, more: Mapping[str, int]) -> "CachedTokens":
+        """Return the same with more tokens, by the names of their tiers."""
+        places = self.places
+        return self.of(places | {name: places.get(name, 0) + n for name, n in more.items()})
+
+    def with_found(self, found: Mapping[str, int]) -> "CachedTokens":
+        """Return the same for a context of which each tier has so many leading tokens, the fastest
+        first: what a faster tier has counts there.
+        """
+        cached = self
+        for name, num_kept in found.items():
+            cached = cached.plus({name: max(0, num_kept - cached.total)})
+        return cached
 
     def as_dict(self) -> dict[str, int]:
-        return {
-            "device": self.device,
-            "host": self.host,
-            "disk": self.disk,
-            "total": self.total,
-        }
+        return {**self.places, "total": self.total}
 
 
 @dataclass(frozen=True, slots=True)

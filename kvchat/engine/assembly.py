@@ -15,20 +15,18 @@ from functools import partial
 import torch
 
 from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
-from kvchat.cache.connector import KvConnector
+from kvchat.cache.chain import KvChain
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KnownModel, KnownModels
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
-from kvchat.cache.host_offload import HostOffload
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.kv_pool import KvPool, PlainFormat
+from kvchat.cache.planner import Planner
 from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
-from kvchat.cache.tier import Layout
-from kvchat.cache.tier_list import TierOpener, open_tiers
-from kvchat.cache.transfer import TransferThread
+from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.config import (
     INT8_KV,
     CacheConfig,
@@ -186,9 +184,8 @@ def engine_around(
     geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
     kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
     cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
-    connector = new_connector(loaded, cache, cache_config, memory)
-    rates = rate_memory(loaded, memory)
-    rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
+    chain = new_chain(loaded, cache, cache_config, memory)
+    rate = chain.planner.prefill
     short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
     return Engine(
         runner=runner,
@@ -197,10 +194,8 @@ def engine_around(
         max_step_tokens=engine_config.max_step_tokens or short,
         max_running=engine_config.max_running or _MOST_RUNNING[loaded.device.type],
         vocab_size=loaded.spec.vocab_size,
-        connector=connector,
+        chain=chain,
         speculation=speculation,
-        offload=new_offload(cache, cache_config, connector, rates),
-        prefill_rate=rate,
         max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
         max_pairs=prefill_pairs(loaded.spec, loaded.device),
     )
@@ -296,18 +291,16 @@ def new_threads(device: torch.device) -> StepThreads | None:
     return StepThreads(torch.get_num_threads())
 
 
-def new_connector(
+def new_chain(
     loaded: LoadedModel,
     cache: CacheManager,
     config: CacheConfig,
     memory: Memory,
     is_draft: bool = False,
-) -> KvConnector | None:
-    """Return the connector to the configured tiers; None if no KV is to be kept."""
+) -> KvChain:
+    """Return the chain of the configured tiers; it has none if no KV is to be kept."""
     geometry = cache.kv_pool.geometry
-    openers = tier_openers(config, geometry.block_bytes, is_draft) if config.reuse else []
-    if not openers:
-        return None
+    openers = tier_openers(config, cache.kv_pool, is_draft) if config.reuse else []
 
     def layout() -> Layout:
         digest = content_digest(loaded.source, memory)
@@ -333,14 +326,32 @@ def new_connector(
         )
         return Layout(identity, geometry.block_size, geometry.block_bytes)
 
-    rates = rate_memory(loaded, memory)
-    return KvConnector(cache, partial(open_tiers, openers, layout), rates=rates)
+    rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
+    planner = Planner(rate, rate_memory(loaded, memory))
+    return KvChain(cache, openers, layout, planner)
 
 
-def tier_openers(config: CacheConfig, block_bytes: int, is_draft: bool) -> list[TierOpener]:
-    """Return what opens the configured tiers behind host memory, the fastest first."""
-    openers = [_disk_opener(config, block_bytes, is_draft)]
+def tier_openers(config: CacheConfig, kv_pool: KvPool, is_draft: bool) -> list[TierOpener]:
+    """Return what opens the configured tiers, the fastest first."""
+    openers = [
+        _host_opener(config, kv_pool, is_draft),
+        _disk_opener(config, kv_pool.geometry.block_bytes, is_draft),
+    ]
     return [opener for opener in openers if opener is not None]
+
+
+def _host_opener(config: CacheConfig, kv_pool: KvPool, is_draft: bool) -> TierOpener | None:
+    """Return what opens host memory; None if it is off or its budget is too small. A draft model
+    has none: its KV is small.
+    """
+    limit, geometry = host_budget(config, kv_pool.device), kv_pool.geometry
+    if is_draft or limit < geometry.block_bytes:
+        return None
+
+    def open_host(layout: Callable[[], Layout]) -> HostTier:
+        return HostTier(geometry.block_size, geometry.block_bytes, limit, kv_pool.device)
+
+    return TierOpener("host", open_host, is_quick=True)
 
 
 def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierOpener | None:
@@ -366,7 +377,7 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
             )
         return DiskTier(directory, layout(), limit, is_draft=is_draft)
 
-    return open_disk
+    return TierOpener("disk", open_disk)
 
 
 def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:
@@ -377,20 +388,6 @@ def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:
 def rate_subject(loaded: LoadedModel) -> str:
     """Return the name of a model's rates on its device."""
     return f"{loaded.identity} {dtype_name(loaded.dtype)} {device_name(loaded.device)}"
-
-
-def new_offload(
-    cache: CacheManager, config: CacheConfig, connector: KvConnector | None, memory: RateMemory
-) -> HostOffload | None:
-    """Return the demotion of KV to host memory; None if it is off or its budget is too small."""
-    pool = cache.kv_pool
-    limit = host_budget(config, pool.device)
-    if not config.reuse or limit < pool.geometry.block_bytes:
-        return None
-    geometry, is_pinned = pool.geometry, pool.device.type == "cuda"
-    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned)
-    transfer = connector.transfer if connector is not None else TransferThread(lambda: None, 0)
-    return HostOffload(cache, host, transfer, memory=memory)
 
 
 def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelReady:
@@ -505,7 +502,7 @@ class _DraftBuild:
             cache,
             loaded.spec.vocab_size,
             loaded.max_context,
-            new_connector(loaded, cache, own_config, self.memory, is_draft=True),
+            new_chain(loaded, cache, own_config, self.memory, is_draft=True),
             graphs=new_graphs(model, cache, self.engine_config),
             threads=new_threads(loaded.device),
             piece_rows=_piece_rows(model),

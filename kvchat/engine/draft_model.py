@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.chain import KvChain
 from kvchat.engine.draft_policy import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten
 from kvchat.engine.request import Request, State
@@ -25,8 +26,7 @@ from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.paged_model import PagedModel
 
 if TYPE_CHECKING:
-    from kvchat.cache.connector import KvConnector
-    from kvchat.cache.restore import Restore
+    from kvchat.cache.arrivals import Arrival
 
 # At most this many missing tokens are computed before a draft; more take several steps.
 _MOST_BEHIND = 64
@@ -56,7 +56,7 @@ class ModelDrafter:
     """Drafts with `model`, whose pools are those of `cache`.
 
     `vocab_size` and `max_context` are the draft model's own: it makes no offer for a context beyond
-    them. With `connector`, its KV is kept on the disk and restored; the drafter closes it. `graphs`
+    them. The tiers of `chain` keep its KV and restore it; the drafter closes the chain. `graphs`
     are graphs of the draft model's small steps, `threads` chooses their number of threads.
     `piece_rows` is the number of rows in which a few missing tokens are computed, if pieces are
     faster than one step; None for one step.
@@ -70,14 +70,14 @@ class ModelDrafter:
         cache: CacheManager,
         vocab_size: int,
         max_context: int,
-        connector: "KvConnector | None" = None,
+        chain: KvChain | None = None,
         clock: Callable[[], float] = time.perf_counter,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
         piece_rows: int | None = None,
     ) -> None:
         self.cache = cache
-        self.connector = connector
+        self.chain = chain or KvChain(cache)
         self._runner = Runner(model, cache.block_size, graphs, threads)
         self._vocab_size = vocab_size
         self._max_context = min(max_context, cache.max_tokens)
@@ -85,7 +85,7 @@ class ModelDrafter:
         self._piece_rows = piece_rows if piece_rows is not None else _MOST_BEHIND
         self._most_along = min(_MOST_ALONG, self._piece_rows - 1)
         self._states: dict[Request, _DraftState] = {}
-        self._restores: dict[Request, Restore | None] = {}
+        self._arrivals: dict[Request, Arrival | None] = {}
         self._tokens_per_s = 0.0
 
     # Drafting
@@ -177,10 +177,13 @@ class ModelDrafter:
         for request in [r for r in self._states if r not in running]:
             self._leave(request)
         unfinished = set(requests)
-        for request in [r for r in self._restores if r not in unfinished]:
-            self._give_up(self._restores.pop(request))
+        for request in [r for r in self._arrivals if r not in unfinished]:
+            self._give_up(self._arrivals.pop(request))
         for request in requests:
             self._restore(request)
+        self.chain.arrivals.settle()
+        # Wrong KV only makes wrong drafts, which the target refuses: no check is needed.
+        self.chain.arrivals.take_unverified(of_all=True)
         behind = [r for r, state in self._states.items() if state.is_wanted and r.is_decoding]
         for request in behind:
             self._states[request].is_wanted = False
@@ -189,7 +192,7 @@ class ModelDrafter:
     def _state(self, request: Request) -> _DraftState | None:
         """Return a request's draft state, made on first use.
 
-        Returns None while a restore is not over, or if the context is too long.
+        Returns None while its KV arrives, or if the context is too long.
         """
         state = self._states.get(request)
         if state is None and self._is_ready(request):
@@ -198,27 +201,20 @@ class ModelDrafter:
         return state
 
     def _is_ready(self, request: Request) -> bool:
-        restore = self._restores.get(request)
+        arrival = self._arrivals.get(request)
         has_room = len(request.ids) < self._max_context
-        return has_room and (restore is None or restore.is_over)
+        return has_room and (arrival is None or arrival.is_over)
 
     def _restore(self, request: Request) -> None:
-        """Begin a restore for a new request; take in what has arrived."""
-        if self.connector is None:
-            return
-        if request not in self._restores:
+        """Begin an arrival for a new request."""
+        if request not in self._arrivals:
             ids, is_one_shot = list(request.ids), request.spec.is_one_shot
-            # As a prefetch: nothing is computed until the restore is over, so it needs no front.
-            self._restores[request] = self.connector.begin(ids, True, is_one_shot)
-        restore = self._restores[request]
-        if restore is not None and not restore.is_over:
-            self.connector.settle(restore)
-        # Wrong KV only makes wrong drafts, which the target refuses: no check is needed.
-        self.connector.restorer.take_unverified(of_all=True)
+            # As a prefetch: nothing is computed until it is over, so it needs no front.
+            self._arrivals[request] = self.chain.arrivals.begin(ids, True, is_one_shot)
 
-    def _give_up(self, restore: "Restore | None") -> None:
-        if restore is not None:
-            restore.give_up()
+    def _give_up(self, arrival: "Arrival | None") -> None:
+        if arrival is not None:
+            arrival.give_up()
 
     def _go_on(self, request: Request, state: _DraftState, seconds: float) -> None:
         """Compute the missing tokens that fit in `seconds`, but at least `_LEAST_CAUGHT_UP`."""
@@ -236,8 +232,7 @@ class ModelDrafter:
         self._compute(request, state, start, end)
         elapsed_s = max(self._clock() - began_s, 1e-9)
         self._tokens_per_s += _NEWEST * ((end - start) / elapsed_s - self._tokens_per_s)
-        if self.connector is not None:
-            self.connector.planner.note_prefill(end - start, elapsed_s)
+        self.chain.planner.prefill.note([(start, end)], elapsed_s)
 
     def _compute(self, request: Request, state: _DraftState, start: int, end: int) -> None:
         """Compute tokens of a request, whose blocks are reserved, and wait for the result."""
@@ -253,24 +248,19 @@ class ModelDrafter:
         computed = request.ids[: self._rewound(state, request)]
         self.cache.release(state.table, computed)
         is_kept = request.state is State.FINISHED and request.spec.is_kept
-        if self.connector is not None and is_kept:
-            self.connector.save(computed, is_one_shot=request.spec.is_one_shot)
+        if is_kept:
+            self.chain.save(computed, is_one_shot=request.spec.is_one_shot)
 
     def learn(self, contexts: Sequence[Sequence[int]]) -> None:
         """Does nothing: KV is computed only for requests."""
 
-    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten | None:
-        for token_ids, num_kept in contexts:
-            self.cache.forget(tuple(token_ids), num_kept)
-            if self.connector is not None:
-                self.connector.forget(tuple(token_ids))
-        return self.connector.when_written if self.connector is not None else None
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten:
+        return self.chain.forget([(tuple(ids), num_kept) for ids, num_kept in contexts])
 
     def close(self) -> None:
-        for restore in self._restores.values():
-            self._give_up(restore)
-        self._restores.clear()
+        for arrival in self._arrivals.values():
+            self._give_up(arrival)
+        self._arrivals.clear()
         for request in list(self._states):
             self._leave(request)
-        if self.connector is not None:
-            self.connector.close()
+        self.chain.close()

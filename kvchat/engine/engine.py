@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.rates import LEAST_TELLING_TOKENS, PrefillRate
-from kvchat.core.cost import KvPlaces, ReadRates
+from kvchat.cache.chain import KvChain
+from kvchat.cache.rates import LEAST_TELLING_TOKENS
+from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus
@@ -33,9 +34,7 @@ from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
 
 if TYPE_CHECKING:
-    from kvchat.cache.connector import KvConnector
-    from kvchat.cache.host_offload import HostOffload
-    from kvchat.cache.restore import RestoredContext
+    from kvchat.cache.arrivals import RestoredContext
     from kvchat.model.batch import SequencePiece
 
 _log = logging.getLogger(__name__)
@@ -56,10 +55,10 @@ class Engine:
     """Runs requests over one model and one cache.
 
     `max_context` is the longest context of any request, prompt and completion together; prompts
-    hold ids below `vocab_size`. `clock` returns seconds. With `connector`, prompts are looked up on
-    the disk tier too, and finished contexts are kept there. With `offload`, KV is promoted from
-    host memory. `speculation` adds drafts. The engine closes all three. `queues_next` lets a runner
-    with graphs queue a decode step before the tokens of the step before are read.
+    hold ids below `vocab_size`. `clock` returns seconds. `chain` has the slower tiers: prompts are
+    looked up in them, and finished contexts are kept there. `speculation` adds drafts. The engine
+    closes both. `queues_next` lets a runner with graphs queue a decode step before the tokens of
+    the step before are read.
     """
 
     def __init__(
@@ -71,21 +70,20 @@ class Engine:
         max_running: int,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
-        connector: "KvConnector | None" = None,
+        chain: KvChain | None = None,
         speculation: Speculation | None = None,
-        offload: "HostOffload | None" = None,
-        prefill_rate: PrefillRate | None = None,
         max_prefill_tokens: int = 0,
         max_pairs: int = 0,
         queues_next: bool = True,
     ) -> None:
         self.cache = cache
-        self._kv_verifier = KvVerifier(cache, connector, runner.dtype)  # reserves a block
+        self.chain = chain or KvChain(cache)
+        self._kv_verifier = KvVerifier(cache, self.chain, runner.dtype)  # reserves a block
         self.max_context = min(max_context, cache.max_tokens)
         self._is_cache_the_limit = cache.max_tokens < max_context
         self._vocab_size = vocab_size
         self._runner = runner
-        self._fetcher = Fetcher(connector, offload)
+        self._fetcher = Fetcher(self.chain)
         promote = self._fetcher.promote
         self._scheduler = Scheduler(
             cache, max_step_tokens, max_running, promote, max_prefill_tokens, max_pairs
@@ -95,9 +93,7 @@ class Engine:
         if queues_next and runner.has_graphs:
             self._next_step = NextStep(runner, cache, self.max_context)
         self._clock = clock
-        self._connector = connector
-        self._offload = offload
-        self._prefill_rate = prefill_rate or PrefillRate(None)
+        self._prefill_rate = self.chain.planner.prefill
         self._output = OutputProcessor(
             self._scheduler, cache, self._kv_verifier, self.max_context, clock, self._prefill_rate
         )
@@ -118,9 +114,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._has_answers_due or (
-            self._connector is not None and self._connector.write_behind.has_backlog
-        )
+        return self._has_answers_due or self.chain.has_backlog
 
     @property
     def _has_answers_due(self) -> bool:
@@ -143,9 +137,7 @@ class Engine:
             num_copied=cache.num_copied,
             max_context=self.max_context,
             max_step_tokens=self._max_step_tokens,
-            host=self._offload.status() if self._offload is not None else None,
-            disk=self._connector.status() if self._connector is not None else None,
-            disk_read_s=self._connector.planner.read_s if self._connector is not None else 0.0,
+            tiers=self.chain.status(),
             speculation=drafting.status() if drafting.is_on else drafting.status_when_off,
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
@@ -189,26 +181,14 @@ class Engine:
             self._scheduler.add(request)
             return request_id
         self._fetcher.begin(request)
-        if request.miss_reason is None and request.restore is None:
-            request.told_miss_reason = self._why_without_disk(request)
+        if not self.cache.reuse:
+            request.told_miss_reason = MissReason.OFF
         self._scheduler.add(request)
         return request_id
 
-    def _why_without_disk(self, request: Request) -> MissReason | None:
-        """Return why no tier is asked for a prompt that the device does not have; else None."""
-        if not self.cache.reuse:
-            return MissReason.OFF
-        num_missing = request.num_prompt_tokens - 1 - self.cache.num_cached_tokens(request.ids)
-        is_missed = self._connector is None and num_missing >= self.cache.block_size
-        return MissReason.NO_TIER if is_missed else None
-
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
-        device = self.cache.num_reusable_tokens(token_ids)
-        host = (
-            self._offload.num_cached_tokens(token_ids, device) if self._offload is not None else 0
-        )
-        return CachedTokens(device=device, host=host)
+        return self.chain.num_cached(token_ids, self.cache.num_reusable_tokens(token_ids))
 
     def locate(
         self, contexts: Sequence[Sequence[int]], done: Callable[[list[KvPlaces]], None]
@@ -221,37 +201,29 @@ class Engine:
         """
         if not self._prefill_rate.is_measured and not self._has_answers_due:
             self._measure_prefill()
-        computed = self._prefill_rate.tokens_per_s
         in_memory = [self._cached_by_origin(token_ids) for token_ids in contexts]
-        connector, offload = self._connector, self._offload
-        rates = ReadRates(
-            computed,
-            connector.disk_tokens_per_s() if connector is not None else math.inf,
-            offload.tokens_per_s() if offload is not None else math.inf,
-            self._prefill_rate.half_context,
-        )
+        rates = self.chain.read_rates()
 
-        def finish(kept: Sequence[int]) -> None:
+        def finish(found: Sequence[dict[str, int]]) -> None:
             done(
                 [
-                    KvPlaces(len(ids), cached.with_disk(num_kept), rates, self.cache.block_size)
-                    for ids, cached, num_kept in zip(contexts, in_memory, kept, strict=True)
+                    KvPlaces(len(ids), cached.with_found(places), rates, self.cache.block_size)
+                    for ids, cached, places in zip(contexts, in_memory, found, strict=True)
                 ]
             )
 
-        if connector is None:
-            finish([0] * len(contexts))
-        else:
-            connector.look_up(contexts, finish)
+        self.chain.look_up(contexts, finish)
 
     def _cached_by_origin(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return as `cached_tokens`, but what a prefetch has loaded counts for the tier it came
         from, as in the usage of the request that follows.
         """
-        cached, loaded = self.cached_tokens(token_ids), self._fetcher.prefetched(token_ids)
-        disk = min(loaded.disk, cached.device)
-        host = min(loaded.host, cached.device - disk)
-        return CachedTokens(cached.device - disk - host, cached.host + host, disk)
+        cached, left = self.cached_tokens(token_ids), {}
+        num_left = cached.device
+        for name, loaded in reversed(self._fetcher.prefetched(token_ids).items()):
+            left[name] = min(loaded, num_left)
+            num_left -= left[name]
+        return replace(cached, device=num_left).plus(left)
 
     def _measure_prefill(self) -> None:
         """Prefill some tokens, which no later request finds.
@@ -307,11 +279,8 @@ class Engine:
 
         `done` is called with the number of pinned tokens, perhaps on another thread.
         """
-        if self._connector is None:
-            done(0)
-            return
         self._keep_waiting()
-        self._connector.pin(tuple(token_ids), label, done, ttl_s)
+        self.chain.pin(tuple(token_ids), label, done, ttl_s)
 
     def forget(
         self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]
@@ -324,18 +293,13 @@ class Engine:
         self._keep_waiting()
         self._fetcher.give_up_prefetch()  # it may be loading one of these contexts
         waits = self.speculation.forget(contexts)
-        for token_ids, num_kept in contexts:
-            self.cache.forget(tuple(token_ids), num_kept)
-            if self._connector is not None:
-                self._connector.forget(tuple(token_ids))
-        if self._connector is not None:
-            waits.append(self._connector.when_written)
+        waits.append(self.chain.forget([(tuple(ids), num_kept) for ids, num_kept in contexts]))
         for wait in waits:  # in sequence: each starts the next on its own thread
             done = partial(wait, done)
         done()
 
     def _keep_waiting(self) -> None:
-        """Run the pending checks now, so that all contexts to keep go to the connector."""
+        """Run the pending checks now, so that all contexts to keep go to the tiers."""
         self._invalidate(self._kv_verifier.begin(self._run_alone))
         self._invalidate(self._kv_verifier.end_alone(self._run_alone))
 
@@ -379,9 +343,8 @@ class Engine:
 
     def _keep_backlog(self) -> None:
         """Offer some of the write backlog; wait for room only if there is no other work."""
-        if self._connector is not None and self._connector.write_behind.has_backlog:
-            patience_s = 0.0 if self._has_answers_due else _ROOM_PATIENCE_S
-            self._connector.write_behind.go_on(patience_s)
+        if self.chain.has_backlog:
+            self.chain.go_on(0.0 if self._has_answers_due else _ROOM_PATIENCE_S)
 
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
@@ -438,21 +401,16 @@ class Engine:
 
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
-        self._prefill_rate.keep()
         self._fetcher.give_up(self._scheduler.requests())
-        if self._connector is not None:
-            for request in (r for r in self.running() if r.spec.is_kept):
-                computed = request.ids[: request.num_computed]
-                self._kv_verifier.save(computed, request.spec.is_one_shot)
-            wrong = self._kv_verifier.begin(self._run_alone)
-            for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
-                self._connector.quarantine(restored)
-            self._connector.begin_closing()  # a store closes in 15 ms, and the draft has one too
+        for request in (r for r in self.running() if r.spec.is_kept):
+            computed = request.ids[: request.num_computed]
+            self._kv_verifier.save(computed, request.spec.is_one_shot)
+        wrong = self._kv_verifier.begin(self._run_alone)
+        for restored in (*wrong, *self._kv_verifier.end_alone(self._run_alone)):
+            self.chain.quarantine(restored)
+        self.chain.begin_closing()  # a store closes in 15 ms, and the draft has one too
         self.speculation.close()
-        if self._connector is not None:
-            self._connector.close()
-        if self._offload is not None:  # last: it may share the connector's thread
-            self._offload.close()
+        self.chain.close()
 
     def _compute(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Run the plan as one batch; if that fails, run each request alone.
@@ -541,19 +499,19 @@ class Engine:
 
         So the KV of a long document survives if the process is killed during its first answer.
         """
-        if self._connector is None:
+        if not self.chain.has_slow:
             return
         if self.cache.has_state:
             self._keep_prompts(plan)
             return
-        write_behind = self._connector.write_behind
+        pack_tokens = self.chain.pack_tokens
         for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
-            is_due = request.num_computed - request.num_offered >= write_behind.pack_tokens
+            is_due = request.num_computed - request.num_offered >= pack_tokens
             if is_due and request.spec.is_kept and request.state is State.RUNNING:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
-                write_behind.save_packs(computed, request.spec.is_one_shot)
+                self.chain.save_packs(computed, request.spec.is_one_shot)
 
     def _keep_prompts(self, plan: Sequence[ScheduledRequest]) -> None:
         """Write prompts with their snapshots of recurrent state, once the answer has begun.
@@ -576,8 +534,7 @@ class Engine:
                 "restored KV failed its check tokens=%d", len(restored.ids) - restored.num_trusted
             )
             self._scheduler.invalidate(restored.ids, restored.num_trusted)
-            assert self._connector is not None
-            self._connector.quarantine(restored)
+            self.chain.quarantine(restored)
 
     def _note_step(
         self,
@@ -595,7 +552,3 @@ class Engine:
             self._prefill_rate.note([(start, start + n) for start, n in starts], seconds)
         if self.speculation.is_on:
             self.speculation.note(plan, tokens, seconds)
-        if self._connector is not None:
-            self._connector.planner.note_prefill(num_rows, seconds)
-        if self._offload is not None:
-            self._offload.rates.note_prefill(num_rows, seconds)

@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvchat.cache.arrivals import RestoredContext
 from kvchat.cache.block_manager import BlockTable, CacheManager
 from kvchat.cache.keys import NO_TOKEN
-from kvchat.cache.restore import RestoredContext
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.model.batch import SequencePiece
 
 if TYPE_CHECKING:
-    from kvchat.cache.connector import KvConnector
+    from kvchat.cache.chain import KvChain
 
 _log = logging.getLogger(__name__)
 
@@ -107,17 +107,15 @@ class KvCheck:
 
 
 class KvVerifier:
-    """The checks of one engine; without `connector` there are none.
+    """The checks of one engine; without a slow tier in `chain` there are none.
 
     `dtype` is the dtype the model computes in. After every `begin`, the step calls `end` or
     `end_alone`. The engine's thread owns it.
     """
 
-    def __init__(
-        self, cache: CacheManager, connector: "KvConnector | None", dtype: torch.dtype
-    ) -> None:
+    def __init__(self, cache: CacheManager, chain: "KvChain", dtype: torch.dtype) -> None:
         self._cache = cache
-        self._connector = connector
+        self._chain = chain
         geometry = cache.kv_pool.geometry
         self._tolerance = tolerance(dtype, geometry.format.precision(geometry))
         self._draws = random.Random(0)
@@ -125,23 +123,19 @@ class KvVerifier:
         self._open: list[KvCheck] = []
         # Pieces the next step computes after its plan; each gives a row of logits, in this order.
         self.pieces: list[SequencePiece] = []
-        if connector is not None:
+        if chain.has_slow:
             cache.reserve_spare_block()
 
     @property
     def has_work(self) -> bool:
-        if self._connector is None:
-            return False
-        return bool(self._to_keep) or self._connector.restorer.has_unverified
+        return bool(self._to_keep) or self._chain.arrivals.has_unverified
 
     def save(self, ids: Sequence[int], is_one_shot: bool = False) -> None:
-        """Queue a context: the next step computes its fingerprint, then the connector keeps it."""
-        if self._connector is None:
-            return
+        """Queue a context: the next step computes its fingerprint, then the tiers keep it."""
         if self._cache.has_state:
-            for context in self._cache.contexts_to_keep(ids):
-                self._connector.save(context, None, is_one_shot)
-        elif self._connector.write_behind.lacks(ids):
+            for context in self._cache.contexts_to_keep(ids) if self._chain.has_slow else ():
+                self._chain.save(context, None, is_one_shot)
+        elif self._chain.lacks(ids):
             self._to_keep.append(_Kept(list(ids), is_one_shot))
 
     def begin(self, run: Run, of_all: bool = False) -> list[RestoredContext]:
@@ -151,15 +145,15 @@ class KvVerifier:
         Checks without room in the cache are computed by `run` at once, so that no request uses KV
         that is not verified.
         """
-        if self._connector is None or not (self._to_keep or self._connector.restorer.unverified):
+        if not (self._to_keep or self._chain.arrivals.unverified):
             return []
         if self._cache.has_state:
-            self._connector.restorer.take_unverified(of_all)  # their checksums have to do
+            self._chain.arrivals.take_unverified(of_all)  # their checksums have to do
             return []
         waiting, self._to_keep = self._to_keep, []
         failed: list[RestoredContext] = []
         all_due: list[RestoredContext | _Kept] = [
-            *self._connector.restorer.take_unverified(of_all),
+            *self._chain.arrivals.take_unverified(of_all),
             *waiting,
         ]
         for due in all_due:
@@ -308,10 +302,9 @@ class KvVerifier:
 
     def _keep(self, kept: _Kept, row: torch.Tensor | None) -> None:
         """Keep a context, unless its logits are not finite: then its KV is computed anew."""
-        assert self._connector is not None
         fingerprint = fingerprint_of(row) if row is not None else None
         if row is None or fingerprint is not None:
-            self._connector.save(kept.ids, fingerprint, kept.is_one_shot)
+            self._chain.save(kept.ids, fingerprint, kept.is_one_shot)
 
     def _holds(self, check: KvCheck, row: torch.Tensor | None) -> bool:
         if row is None:

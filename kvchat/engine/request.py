@@ -21,9 +21,8 @@ from kvchat.core.types import (
 from kvchat.engine.repetition import only_repeats
 
 if TYPE_CHECKING:
+    from kvchat.cache.arrivals import Arrival
     from kvchat.cache.block_manager import BlockTable
-    from kvchat.cache.host_offload import Promotion
-    from kvchat.cache.restore import Restore
     from kvchat.engine.sampler import DeviceTokenIds
 
 
@@ -135,10 +134,11 @@ class Request:
 
     `ids` are contiguous 32-bit integers, the form that the radix tree compares: a waiting request
     is looked up at every step. `table` is set while the request runs. `steps_waited` counts the
-    steps since it last ran. `promotion` and `restore` are its transfers from host memory and from
-    the disk. `num_offered` counts the leading tokens whose KV was last offered to be written.
-    `device_ids` are its ids on the device, for a penalty. `scored` are the logprobs of the prompt
-    that were told. A step with tokens before `kept_until` is not given up for a new request.
+    steps since it last ran. `arrival` is its KV on its way from slower tiers; `has_asked_quick`
+    says whether quick tiers were asked since it last ran. `num_offered` counts the leading tokens
+    whose KV was last offered to be written. `device_ids` are its ids on the device, for a penalty.
+    `scored` are the logprobs of the prompt that were told. A step with tokens before `kept_until`
+    is not given up for a new request.
     """
 
     request_id: int
@@ -150,8 +150,8 @@ class Request:
     table: "BlockTable | None" = None
     num_computed: int = 0
     cached: CachedTokens | None = None
-    promotion: "Promotion | None" = None
-    restore: "Restore | None" = None
+    arrival: "Arrival | None" = None
+    has_asked_quick: bool = False
     num_offered: int = 0
     watcher: StopWatcher | None = None
     steps_waited: int = 0
@@ -222,20 +222,18 @@ class Request:
     @property
     def is_fetching(self) -> bool:
         """Whether more of the prompt's KV may still come from a slower tier."""
-        is_promoting = self.promotion is not None and not self.promotion.is_over
-        return is_promoting or (self.restore is not None and not self.restore.is_over)
+        return self.arrival is not None and not self.arrival.is_over
 
     def end_fetching(self) -> None:
-        """Drop `promotion` and `restore` once they are over; keep the reason for a miss."""
+        """Drop the arrival once it is over; keep the reason for a miss."""
         if not self.is_fetching:
-            self.told_miss_reason = self.miss_reason
-            self.restore = self.promotion = None
+            self.told_miss_reason, self.arrival = self.miss_reason, None
 
     @property
     def miss_reason(self) -> MissReason | None:
         """Why no more of the prompt came from a slower tier; None if no reason is known."""
-        if self.told_miss_reason is None and self.restore is not None:
-            return self.restore.miss_reason
+        if self.told_miss_reason is None and self.arrival is not None:
+            return self.arrival.miss_reason
         return self.told_miss_reason
 
     @property
@@ -243,7 +241,7 @@ class Request:
         """Tokens that can be computed now: only those of the front while KV still arrives."""
         if not self.is_fetching:
             return self.num_uncomputed
-        front = self.restore.num_front if self.restore is not None else 0
+        front = self.arrival.num_front if self.arrival is not None else 0
         return max(0, min(len(self.ids), front) - self.num_computed)
 
     @property
@@ -253,10 +251,10 @@ class Request:
 
     @property
     def is_to_join(self) -> bool:
-        """Whether restored KV can be joined to the front that it has computed."""
-        if self.restore is None or not self.restore.num_front:
+        """Whether KV that arrived can be joined to the front that it has computed."""
+        if self.arrival is None or not self.arrival.num_front:
             return False
-        return not self.is_fetching or self.restore.num_arrived > self.num_computed
+        return not self.is_fetching or self.arrival.num_arrived > self.num_computed
 
     @property
     def is_decoding(self) -> bool:

@@ -7,7 +7,7 @@ and preempts requests when blocks run out.
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 from kvchat.cache.block_manager import CacheManager
@@ -122,10 +122,8 @@ class Scheduler:
         queue = self._waiting if request.state is State.WAITING else self._running
         queue.remove(request)
         request.state = State.FINISHED
-        if request.promotion is not None:
-            request.promotion.give_up()
-        if request.restore is not None:
-            request.restore.give_up()
+        if request.arrival is not None:
+            request.arrival.give_up()
 
     def drop(self, request: Request) -> None:
         """Remove a request in any state without releasing its blocks."""
@@ -147,7 +145,7 @@ class Scheduler:
                 continue
             assert request.table is not None
             self._cache.release(request.table, [])
-            request.table, request.num_computed, request.restore = None, 0, None
+            request.table, request.num_computed, request.arrival = None, 0, None
             request.told_miss_reason = MissReason.QUARANTINED
             if not request.num_generated:
                 request.cached = None
@@ -220,7 +218,7 @@ class Scheduler:
         whole, index = prefill_budget, 0
         while index < len(self._running):
             request = self._running[index]
-            if request.restore is not None and request.is_to_join:
+            if request.is_to_join:
                 self._join(request)
             is_decoding = request in decoding
             most = 1 if is_decoding else prefill_budget
@@ -268,14 +266,15 @@ class Scheduler:
     def _join(self, request: Request) -> None:
         """Give a request the KV restored after the front that it has computed."""
         assert request.table is not None
-        before = request.num_computed
+        assert request.arrival is not None
+        before, arrival = request.num_computed, request.arrival
         self._cache.release(request.table, request.ids[:before])
         request.table = self._cache.start(request.ids)
         request.num_computed = request.table.cached_len
         request.end_fetching()
         if request.cached is not None:
             num_joined = max(0, request.num_computed - before)
-            request.cached = replace(request.cached, disk=request.cached.disk + num_joined)
+            request.cached = request.cached.plus({arrival.last_tier: num_joined})
 
     def _reserve_or_preempt(self, index: int, num_tokens: int) -> bool:
         """Reserve blocks for the running request `index`; false if it was preempted itself.
@@ -304,7 +303,7 @@ class Scheduler:
         """Move a running request to the front of the waiting queue; it resumes by prefix match."""
         self._release(request)
         self._running.remove(request)
-        request.promotion = None
+        request.has_asked_quick = False
         request.state = State.WAITING
         self._waiting.insert(0, request)
 
@@ -387,25 +386,12 @@ class Scheduler:
         request.table = table
         request.num_computed = table.cached_len
         if request.cached is None:
-            request.cached = _by_tier(request, table.cached_len)
+            cached_len, arrival = table.cached_len, request.arrival
+            request.cached = (
+                CachedTokens(cached_len) if arrival is None else arrival.cached(cached_len)
+            )
         request.end_fetching()
         self._waiting.remove(request)
         request.state = State.RUNNING
         self._running.append(request)
         return True
-
-
-def _by_tier(request: Request, cached_len: int) -> CachedTokens:
-    """Split the cached tokens a request starts with by the tier they came from.
-
-    Their order in the prompt is device, host, disk. Blocks from host or disk may have been evicted
-    since.
-    """
-    disk = host = 0
-    if request.restore is not None:
-        behind = max(0, cached_len - request.restore.num_known)
-        disk = min(request.restore.num_tokens, behind)
-    if request.promotion is not None:
-        behind = max(0, cached_len - disk - request.promotion.num_known)
-        host = min(request.promotion.num_tokens, behind)
-    return CachedTokens(device=cached_len - host - disk, host=host, disk=disk)

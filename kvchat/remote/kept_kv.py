@@ -73,5 +73,5 @@ def _place(told: dict[str, Any]) -> KvPlaces:
         told["from_host"] or _NO_TIME,
         told.get("half_context") or _NO_TIME,
     )
-    tokens = CachedTokens(int(cached["device"]), int(cached["host"]), int(cached["disk"]))
+    tokens = CachedTokens.of({name: int(n) for name, n in cached.items() if name != "total"})
     return KvPlaces(int(told["num_tokens"]), tokens, rates, int(told["block_size"]))

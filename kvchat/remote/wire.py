@@ -354,7 +354,7 @@ def _tiers(usage: Mapping[str, Any]) -> CachedTokens | None:
     told = (usage.get("kvchat") or {}).get("cached_tokens")
     if told is None:
         return None
-    return CachedTokens(_number(told["device"]), _number(told["host"]), _number(told["disk"]))
+    return CachedTokens.of({name: _number(n) for name, n in told.items() if name != "total"})
 
 
 def _sglang_cached(about: Mapping[str, Any]) -> CachedTokens | None:
@@ -362,8 +362,8 @@ def _sglang_cached(about: Mapping[str, Any]) -> CachedTokens | None:
     told = about.get("cached_tokens_details")
     if not told:
         return _cached(about.get("cached_tokens"))
-    places = (_number(told.get(place)) for place in ("device", "host", "storage"))
-    return CachedTokens(*places)
+    device, host, disk = (_number(told.get(place)) for place in ("device", "host", "storage"))
+    return CachedTokens(device, host, disk)
 
 
 def _cached(count: object) -> CachedTokens | None:

@@ -24,10 +24,7 @@ class Metrics:
         self._requests[path, status] += 1
 
     def note_answer(self, usage: Usage, timing: Timing) -> None:
-        cached = usage.cached
-        self._prompt_tokens["device"] += cached.device
-        self._prompt_tokens["host"] += cached.host
-        self._prompt_tokens["disk"] += cached.disk
+        self._prompt_tokens.update(usage.cached.places)
         self._prompt_tokens["computed"] += usage.prefilled_tokens
         self._num_generated += usage.completion_tokens
         place = next(
@@ -51,7 +48,7 @@ class Metrics:
         yield f"kvchat_requests_running {self.num_running}"
         yield "# HELP kvchat_prompt_tokens_total Tokens of prompts, by where their KV came from."
         yield "# TYPE kvchat_prompt_tokens_total counter"
-        for source in ("device", "host", "disk", "computed"):
+        for source in dict.fromkeys(("device", "host", "disk", "computed", *self._prompt_tokens)):
             count = self._prompt_tokens[source]
             yield f'kvchat_prompt_tokens_total{{source="{source}"}} {count}'
         yield "# HELP kvchat_generated_tokens_total Tokens of answers."

@@ -17,6 +17,7 @@ from kvchat.terminal.wrap import one_row
 _IDENTITY_CHARS = 8
 _PATH_CHARS = 4096
 _LABEL_CHARS = 64
+FIELD_COLUMNS = 8  # "engine: ", in the lines of /stats
 _LEAST_NAME_CELLS = 8
 
 
@@ -154,30 +155,23 @@ def cleared_line(num_bytes: int) -> str:
     return f"{format_bytes(num_bytes)} deleted." if num_bytes else "There was nothing to delete."
 
 
-def disk_lines(disk: TierStatus) -> list[str]:
-    """Return the content and totals of the chat's disk tier, for /stats."""
-    if disk.trouble and not disk.limit_bytes:  # it could not be opened
-        return [f"disk:   {one_line(disk.trouble, _PATH_CHARS)}"]
+def tier_lines(tier: TierStatus) -> list[str]:
+    """Return the content and totals of one of the chat's slower tiers, for /stats."""
+    name = one_line(f"{tier.name}:", _LABEL_CHARS).ljust(FIELD_COLUMNS)
+    if tier.trouble and not tier.limit_bytes:  # it could not be opened
+        return [f"{name}{one_line(tier.trouble, _PATH_CHARS)}"]
+    limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
     lines = [
-        f"disk:   {plural(disk.num_packs, 'pack')} of this model; "
-        f"{format_bytes(disk.num_bytes)} of {format_bytes(disk.limit_bytes)} used by all; "
-        f"{format_bytes(disk.bytes_read)} read, {format_bytes(disk.bytes_written)} written"
+        f"{name}{plural(tier.num_packs, 'pack')} of this model; "
+        f"{format_bytes(tier.num_bytes)}{limit} used{' by all' if tier.is_shared else ''}; "
+        f"{format_bytes(tier.bytes_read)} read, {format_bytes(tier.bytes_written)} written"
     ]
-    if disk.num_quarantined:
-        blocks = plural(disk.num_quarantined, "block")
+    if tier.num_quarantined:
+        blocks = plural(tier.num_quarantined, "block")
         lines.append(
             f"        {blocks} of another model found by the first forward pass, and deleted"
         )
-    return [*lines, f"        {one_line(disk.trouble, _PATH_CHARS)}"] if disk.trouble else lines
-
-
-def host_lines(host: TierStatus) -> list[str]:
-    """Return the content and totals of the host tier, for /stats."""
-    return [
-        f"host:   {plural(host.num_packs, 'block')}; "
-        f"{format_bytes(host.num_bytes)} of {format_bytes(host.limit_bytes)} taken; "
-        f"{format_bytes(host.bytes_written)} demoted, {format_bytes(host.bytes_read)} promoted"
-    ]
+    return [*lines, f"        {one_line(tier.trouble, _PATH_CHARS)}"] if tier.trouble else lines
 
 
 def used_of_limit(status: StoreStatus) -> str:

@@ -20,7 +20,7 @@ from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.stats import TierStatus
 from kvchat.core.text import one_line
 from kvchat.terminal import warmth
-from kvchat.terminal.cache_lines import disk_lines, host_lines
+from kvchat.terminal.cache_lines import FIELD_COLUMNS, tier_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.status import (
     StatsLevel,
@@ -103,7 +103,6 @@ async def change_model(context: "CommandContext", name: str) -> None:
 
 
 _BAR_CELLS, _MIN_BAR_CELLS = 30, 8
-_FIELD_COLUMNS = 8  # "engine: ", in the lines of /stats
 MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and space after it
 
 
@@ -149,22 +148,21 @@ async def stats(context: "CommandContext", arguments: str) -> None:
             lines += graph_lines(status.graphs)
         if status.speculation is not None:
             lines += speculation_lines(status.speculation)
-        lines += host_lines(status.host) if status.host is not None else []
-        if status.disk is not None:
-            lines += disk_lines(await _as_it_is_now(context, status.disk))
-    context.say("\n".join(lines), hanging=_FIELD_COLUMNS)
+        for tier in status.tiers:
+            lines += tier_lines(await _as_it_is_now(context, tier))
+    context.say("\n".join(lines), hanging=FIELD_COLUMNS)
 
 
-async def _as_it_is_now(context: "CommandContext", disk: TierStatus) -> TierStatus:
-    """Return the disk tier's status with the store's current size, as /cache shows it.
+async def _as_it_is_now(context: "CommandContext", tier: TierStatus) -> TierStatus:
+    """Return a tier's status with a shared store's current size, as /cache shows it.
 
     The tier measured its size at its last write, and other processes write too.
     """
     kept = context.controller.kept
     with suppress(StoreError):  # the tier's status already holds the problem
-        if kept is not None:
-            return replace(disk, num_bytes=await asyncio.to_thread(kept.num_bytes))
-    return disk
+        if kept is not None and tier.is_shared:
+            return replace(tier, num_bytes=await asyncio.to_thread(kept.num_bytes))
+    return tier
 
 
 def _last_stats(context: "CommandContext") -> list[str]:
@@ -191,7 +189,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
         return
     status = await asyncio.wrap_future(context.controller.host.status())
     assert status.speculation is not None
-    context.say("\n".join(speculation_lines(status.speculation)), hanging=_FIELD_COLUMNS)
+    context.say("\n".join(speculation_lines(status.speculation)), hanging=FIELD_COLUMNS)
 
 
 async def context_(context: "CommandContext", arguments: str) -> None:

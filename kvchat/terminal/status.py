@@ -156,8 +156,8 @@ def _ending(ended: AnswerEnded) -> str:
 
 def _tiers(cached: CachedTokens) -> str:
     """Return the tiers below the device that tokens were read from; "" if there are none."""
-    places = (("host", cached.host), ("disk", cached.disk))
-    return ", ".join(f"{count:,} {name}" for name, count in places if count)
+    places = cached.places.items()
+    return ", ".join(f"{count:,} {name}" for name, count in places if count and name != "device")
 
 
 def _share(used: int, limit: int) -> str:

@@ -55,7 +55,7 @@ def seconds(number: float) -> str:
 
 def places(cached: CachedTokens) -> str:
     """Return where cached tokens are, such as `on device and disk`."""
-    names = [name for name in ("device", "host", "disk") if getattr(cached, name)]
+    names = [name for name, count in cached.places.items() if count]
     return f"on {', '.join(names[:-1])} and {names[-1]}" if names[1:] else f"on {''.join(names)}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvchat.cache.kv_pool import LayerGeometry
-from kvchat.cache.rates import CopyRates, RateMemory
+from kvchat.cache.rates import RateMemory
 from support.cached_contexts import compute
 from support.fact_memory import FactMemory
 from support.host_machine import Machine
@@ -28,27 +28,26 @@ def test_rates_of_copies_are_there_for_the_next_run(memory: FactMemory) -> None:
     machine.demote()
     machine.promote(STORY)
     machine.settle()
-    measured = machine.offload.rates.rates()
+    measured = machine.planner.rates
 
-    assert set(measured) == {"down", "up"}
+    assert set(measured) == {"to host", "from host"}
     assert RateMemory(memory, "model").read() == pytest.approx(measured, rel=0.1)
-    assert new_machine(RateMemory(memory, "model")).offload.rates.rates().keys() == measured.keys()
+    assert new_machine(RateMemory(memory, "model")).planner.rates.keys() == measured.keys()
 
 
 def test_an_end_keeps_what_was_measured_last(memory: FactMemory) -> None:
     machine = new_machine(RateMemory(memory, "model"))
-    machine.offload.rates.note_prefill(100, 1.0)
-    machine.offload.rates.note_up(1 << 30, 1.0)
+    machine.planner.note_copy("from host", 1 << 30, 1.0)
 
-    machine.offload.close()
-    machine.offload.close()
+    machine.chain.close()
+    machine.chain.close()
 
-    assert RateMemory(memory, "model").read() == {"prefill": 100.0, "up": float(1 << 30)}
+    assert RateMemory(memory, "model").read() == {"from host": float(1 << 30)}
 
 
 def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -> None:
     """Every process once copied down at first what is computed anew in no time."""
-    RateMemory(memory, "model").write({"prefill": 1e15, "down": 1e6, "up": 1e6})
+    RateMemory(memory, "model").write({"prefill": 1e15, "to host": 1e6, "from host": 1e6})
     machine = new_machine(RateMemory(memory, "model"))
     compute(machine.manager, STORY)
 
@@ -58,7 +57,7 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -
 
 
 def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(memory: FactMemory) -> None:
-    RateMemory(memory, "model").write({"prefill": 1e6, "down": 1e8, "up": 1e8})
+    RateMemory(memory, "model").write({"prefill": 1e6, "to host": 1e8, "from host": 1e8})
     now_s = [0.0]
     machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
     while machine.host.status().num_packs == 0:
@@ -75,8 +74,8 @@ def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemor
     to be a tenth quicker.
     """
     block_bytes, block_size = 128 << 10, 4
-    rates = {"prefill": 1000.0, "down": 2 * block_bytes * 1000.0 / block_size / 3}
-    rates["up"] = rates["down"]
+    rates = {"prefill": 1000.0, "to host": 2 * block_bytes * 1000.0 / block_size / 3}
+    rates["from host"] = rates["to host"]
     RateMemory(memory, "model").write(rates)
     now_s = [0.0]
     machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
@@ -90,11 +89,3 @@ def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemor
 
     assert passes(100, 20.0) == 0
     assert passes(100, 60.0) > 0
-
-
-def test_what_this_run_has_measured_is_not_replaced() -> None:
-    rates = CopyRates(up_bytes_per_s=2e9)
-
-    rates.begin_with({"prefill": 500.0, "down": 1e9, "up": 1e9})
-
-    assert rates.rates() == {"prefill": 500.0, "down": 1e9, "up": 2e9}

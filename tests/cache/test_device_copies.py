@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.connector import KvConnector
 from kvchat.cache.device_copies import (
     PACK_BYTES,
     CopyStream,
@@ -22,6 +21,7 @@ from kvchat.cache.device_copies import (
 )
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from support.cached_contexts import CPU, compute, images_of
+from support.chains import new_chain
 from support.memory_tier import MemoryTier
 
 GEOMETRY = KvGeometry((LayerGeometry(2, 8, 8),), torch.float32, block_size=4)
@@ -224,24 +224,24 @@ def test_contexts_are_written_behind_and_the_thread_that_computes_never_waits(
     pool = KvPool(GEOMETRY, 400, CPU, copies_by(downwards, upwards))
     manager = CacheManager(pool)
     tier = MemoryTier(4, GEOMETRY.block_bytes)
-    connector = KvConnector(manager, lambda: tier)
+    chain = new_chain(manager, lambda: tier)
     contexts = [tuple(range(number, number + 120)) for number in range(6)]
     for ids in contexts:
         compute(manager, ids)
-        connector.write_behind.save(ids)
-    while connector.write_behind.has_backlog or connector.write_behind.is_unheard:
-        connector.write_behind.go_on(1.0)
+        chain.slow[0].writer.save(ids)
+    while chain.slow[0].writer.has_backlog or chain.slow[0].writer.is_unheard:
+        chain.slow[0].writer.go_on(1.0)
     assert set(downwards.waits) == {"kvchat-transfer"}
     expected = {ids: images_of(manager, ids, 0, 30) for ids in contexts}
     manager.clear()
 
     for ids in contexts:
-        restore = connector.restorer.begin([*ids, 0], is_prefetch=False)
-        assert restore is not None
-        while connector.restorer.settle(restore):
-            connector.restorer.wait_for_news()
+        arrival = chain.arrivals.begin([*ids, 0])
+        assert arrival is not None
+        while chain.arrivals.settle_one(arrival):
+            chain.arrivals.wait_for_news()
         assert images_of(manager, ids, 0, 30) == expected[ids]
-    connector.close()
+    chain.close()
 
     assert downwards.num_pinned <= 17
     assert upwards.num_pinned <= 4

@@ -3,15 +3,15 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from kvchat.cache.arrivals import Arrival, Feed, Piece
 from kvchat.cache.keys import chain_keys, encode_ids
-from kvchat.cache.rates import RestorePlanner
-from kvchat.cache.restore import Piece, Restore, Restorer
 from kvchat.cache.tier import DamagedRecord, GoneRecord, HeldRecord, Tier
-from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import MissReason
+from support.chains import new_chain
 from support.memory_tier import MemoryTier
 from support.remembering_model import new_cache
 
@@ -31,30 +31,28 @@ def full_tier() -> MemoryTier:
 
 
 class Reading:
-    """A prompt's restore, read by a real transfer thread and settled when the test says so."""
+    """A prompt's arrival, read by a tier's own thread and settled when the test says so."""
 
     def __init__(self, tier: Tier, num_blocks: int = 200) -> None:
-        self.planner = RestorePlanner()
-        self.transfer = TransferThread(lambda: tier, 1 << 20)
-        self.restorer = Restorer(
-            new_cache(num_blocks), self.transfer, self.planner, lambda ids, count: None, lambda: 0.0
-        )
+        self.chain = new_chain(new_cache(num_blocks), lambda: tier, clock=lambda: 0.0)
+        self.arrivals, self.thread = self.chain.arrivals, self.chain.links[0].thread
 
-    def begin(self) -> Restore:
-        restore = self.restorer.begin(PROMPT, is_prefetch=False)
-        assert restore is not None
-        return restore
+    def begin(self) -> tuple[Arrival, Feed]:
+        arrival = self.arrivals.begin(PROMPT)
+        assert arrival is not None
+        assert arrival.feed is not None
+        return arrival, arrival.feed
 
-    def settle(self, restore: Restore) -> None:
-        while self.restorer.settle(restore):
-            self.restorer.wait_for_news()
+    def settle(self, arrival: Arrival) -> None:
+        while self.arrivals.settle_one(arrival):
+            self.arrivals.wait_for_news()
 
 
 @dataclass
 class KeptJobs:
-    """A transfer thread whose jobs the test does."""
+    """A tier's thread whose jobs the test does."""
 
-    tier: Tier | None = None
+    tier: Tier
     is_without_tier: bool = False
     jobs: list[Callable[[Tier], object]] = field(default_factory=list)
 
@@ -72,7 +70,7 @@ def reading() -> Iterator[Callable[..., Reading]]:
 
     yield start
     for each in made:
-        each.transfer.close(PATIENCE_S)
+        each.thread.close(PATIENCE_S)
 
 
 def test_copies_have_their_turn_while_nobody_takes_what_was_read(
@@ -82,30 +80,30 @@ def test_copies_have_their_turn_while_nobody_takes_what_was_read(
     its copies, which waited for the prompt's reader, which waited for the prompt: for ever.
     """
     own = reading(full_tier())
-    restore = own.begin()
+    arrival, feed = own.begin()
     try:
         is_copied = threading.Event()
-        while restore.num_put < 64:
-            own.restorer.wait_for_news()
-        own.transfer.copy(is_copied.set)
+        while feed.num_put < 64:
+            own.arrivals.wait_for_news()
+        own.thread.copy(is_copied.set)
 
         assert is_copied.wait(PATIENCE_S)
-        own.settle(restore)
-        assert restore.num_tokens == NUM_BLOCKS * BLOCK_SIZE
+        own.settle(arrival)
+        assert arrival.num_tokens == NUM_BLOCKS * BLOCK_SIZE
     finally:
-        restore.give_up()
+        arrival.give_up()
 
 
 def test_what_is_given_up_holds_no_memory(reading: Callable[..., Reading]) -> None:
     """What did not fit on the device stayed in host memory until the answer was over."""
     own = reading(full_tier(), num_blocks=20)
-    restore = own.begin()
-    own.settle(restore)
-    assert own.transfer.flush(PATIENCE_S)
+    arrival, feed = own.begin()
+    own.settle(arrival)
+    assert own.thread.flush(PATIENCE_S)
 
-    assert 0 < restore.num_tokens < NUM_BLOCKS * BLOCK_SIZE
-    assert not restore.held
-    assert restore.pieces.empty()
+    assert 0 < arrival.num_tokens < NUM_BLOCKS * BLOCK_SIZE
+    assert not arrival.held
+    assert feed.pieces.empty()
 
 
 def test_what_is_read_while_it_is_given_up_is_let_go_of(reading: Callable[..., Reading]) -> None:
@@ -118,15 +116,15 @@ def test_what_is_read_while_it_is_given_up_is_let_go_of(reading: Callable[..., R
         may_go_on.wait(PATIENCE_S)
 
     tier.before_read = wait
-    restore = own.begin()
+    arrival, feed = own.begin()
     assert is_reading.wait(PATIENCE_S)
 
-    restore.give_up()
+    arrival.give_up()
     may_go_on.set()
-    assert own.transfer.flush(PATIENCE_S)
+    assert own.thread.flush(PATIENCE_S)
 
-    assert restore.num_put == 1
-    assert restore.pieces.empty()
+    assert feed.num_put == 1
+    assert feed.pieces.empty()
 
 
 def test_an_engine_that_takes_nothing_is_waited_for_once() -> None:
@@ -138,51 +136,49 @@ def test_an_engine_that_takes_nothing_is_waited_for_once() -> None:
             waits.append(timeout or 0.0)
             return False
 
-    restore = Restore(PROMPT, 0, 0.0, is_prefetch=False, has_taken=Waited())
+    feed = Feed(PROMPT, has_taken=Waited())
     for number in range(8):
-        restore.let_engine_take()
-        restore.deliver(Piece(number, 1, bytearray(IMAGE_BYTES)))
+        feed.let_engine_take()
+        feed.deliver(Piece(number, 1, bytearray(IMAGE_BYTES)))
     assert len(waits) == 1
 
-    restore.num_taken = 5
-    restore.let_engine_take()
-    restore.let_engine_take()
+    feed.num_taken = 5
+    feed.let_engine_take()
+    feed.let_engine_take()
     assert len(waits) == 2
 
 
 def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     """Both wrote the same number: the later one stood, and what came up had no KV before it."""
-    tier = full_tier()
-    transfer = KeptJobs()
-    planner = RestorePlanner(prefill_tokens_per_s=400.0, read_bytes_per_s=3200.0)
-    now_s = [0.0]
-    restorer = Restorer(
-        new_cache(200),
-        transfer,
-        planner,
-        lambda ids, count: None,
-        lambda: now_s[0],  # type: ignore[arg-type]
-    )
-    restore = restorer.begin(PROMPT, is_prefetch=False)
-    assert restore is not None
-    is_late, planned = restorer._is_late, []
+    tier, now_s = full_tier(), [0.0]
+    thread = KeptJobs(tier)
+    chain = new_chain(new_cache(200), lambda: tier, clock=lambda: now_s[0])
+    chain.close()
+    chain.links[0].thread = thread  # type: ignore[assignment]
+    chain.planner.prefill.of_long, chain.planner.rates["from disk"] = 400.0, 3200.0
+    arrivals = chain.arrivals
+    arrival = arrivals.begin(PROMPT)
+    assert arrival is not None
+    feed = arrival.feed
+    assert feed is not None
+    is_late, planned = arrivals._is_late, []
 
-    def read_meanwhile(late: Restore) -> bool:
+    def read_meanwhile(*late: Any) -> bool:
         """The reader finds the packs just after the engine has looked for what it has found."""
         now_s[0] = 60.0
-        for job in transfer.jobs:
+        for job in thread.jobs:
             job(tier)
-        planned.append(restore.num_planned)
-        return is_late(late)
+        planned.append(feed.num_planned)
+        return is_late(*late)
 
-    restorer._is_late = read_meanwhile  # type: ignore[method-assign]
-    restorer.settle(restore)
-    restorer._is_late = is_late  # type: ignore[method-assign]
-    restorer.settle(restore)
+    arrivals._is_late = read_meanwhile  # type: ignore[method-assign]
+    arrivals.settle_one(arrival)
+    arrivals._is_late = is_late  # type: ignore[method-assign]
+    arrivals.settle_one(arrival)
 
     assert planned[0] > 64
-    assert restore.num_front == planned[0]
-    assert not restore.is_over
+    assert arrival.num_front == planned[0]
+    assert not arrival.is_over
 
 
 @pytest.mark.parametrize(
@@ -203,7 +199,7 @@ def test_what_another_process_removed_meanwhile_is_not_called_corrupt(
 
     tier.before_read = fail
     own = reading(tier)
-    restore = own.begin()
-    own.settle(restore)
+    arrival, _ = own.begin()
+    own.settle(arrival)
 
-    assert restore.miss_reason is miss_reason
+    assert arrival.miss_reason is miss_reason

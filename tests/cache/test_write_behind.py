@@ -11,12 +11,12 @@ import torch
 
 from kvchat.cache import write_behind
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.connector import KvConnector
-from kvchat.cache.keys import ChainMemo, chain_keys, encode_ids, root_key
+from kvchat.cache.keys import ChainMemo, SharedMemos, chain_keys, encode_ids, root_key
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.transfer import TransferThread
 from kvchat.cache.write_behind import WriteBehind
 from support.cached_contexts import CPU, compute
+from support.chains import new_chain
 from support.memory_tier import MemoryTier
 
 # Blocks of two tokens whose images are a megabyte: four of them, eight tokens, fill a pack.
@@ -33,7 +33,12 @@ class Household:
         self.tier = MemoryTier(GEOMETRY.block_size, GEOMETRY.block_bytes)
         self.manager = CacheManager(KvPool(GEOMETRY, 40, CPU))
         self.transfer = TransferThread(lambda: self.tier, 64 << 20)
-        self.write_behind = WriteBehind(self.manager, self.transfer, lambda: self.now_s)
+        self.write_behind = WriteBehind(
+            self.manager,
+            self.transfer,
+            SharedMemos(4 * GEOMETRY.block_size),
+            lambda: self.now_s,
+        )
         self.num_exported = 0
         self._export = self.manager.export
         self.manager.export = self._counted  # type: ignore[method-assign]
@@ -220,13 +225,13 @@ def test_of_many_packs_whose_beginning_is_gone_the_whole_is_offered_once(house: 
 
 def test_what_the_last_write_shows_to_be_lost_is_written_before_the_end(house: Household) -> None:
     """It was not known when the thread ended: the next process computed all of it."""
-    connector = KvConnector(house.manager, lambda: house.tier)
-    connector.save(STORY[:16])
-    assert connector.transfer.flush(60.0)
+    chain = new_chain(house.manager, lambda: house.tier)
+    chain.save(STORY[:16])
+    assert chain.flush(60.0)
     house.tier.blocks.clear()
 
-    connector.save(STORY)
-    connector.close()
+    chain.save(STORY)
+    chain.close()
 
     assert len(house.tier.blocks) == 11
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.connector import KvConnector
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
@@ -358,9 +357,7 @@ def test_a_stopped_answer_ends_before_anything_else_is_computed() -> None:
     """Esc waited for one more forward pass: the fingerprint of the KV that is kept on the disk."""
     forwards: list[None] = []
     tier = MemoryTier(block_size=4, image_bytes=32)
-    engine = EngineHarness(
-        persist=lambda cache: KvConnector(cache, lambda: tier), fails=lambda: forwards.append(None)
-    )
+    engine = EngineHarness(open_tier=lambda: tier, fails=lambda: forwards.append(None))
     number = engine.submit(greedy(*long_prompt(), max_tokens=29))
     while not engine.generated(number):
         engine.step()

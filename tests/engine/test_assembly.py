@@ -244,11 +244,11 @@ def test_host_memory_is_a_tier_beside_a_gpu_and_elsewhere_where_it_is_asked_for(
     asked = assemble(checkpoint, cache=CacheConfig(device_bytes=some, host_bytes=some)).engine
     cold = CacheConfig(device_bytes=some, host_bytes=some, reuse=False)
 
-    status = asked.status().host
+    status = asked.status().tier("host")
     assert status is not None
     assert status.limit_bytes == MEBIBYTE
-    assert without.status().host is None
-    assert assemble(checkpoint, cache=cold).engine.status().host is None
+    assert without.status().tier("host") is None
+    assert assemble(checkpoint, cache=cold).engine.status().tier("host") is None
     asked.close()
 
 
@@ -301,14 +301,12 @@ def test_how_fast_copies_are_is_known_to_the_next_engine(
     some = Size(num_bytes=MEBIBYTE)
     config = CacheConfig(device_bytes=some, host_bytes=some)
     first = assemble(checkpoint, cache=config, memory=memory).engine
-    assert first._offload is not None
-    first._offload.rates.note_up(1 << 30, 1.0)
+    first.chain.planner.note_copy("from host", 1 << 30, 1.0)
     first.close()
 
     second = assemble(checkpoint, cache=config, memory=memory).engine
 
-    assert second._offload is not None
-    assert second._offload.rates.up_bytes_per_s == 1 << 30
+    assert second.chain.planner.rates["from host"] == 1 << 30
 
 
 def test_rates_of_one_gpu_are_not_anothers(
@@ -341,9 +339,8 @@ def test_where_not_even_a_block_may_be_kept_nothing_is_and_that_is_said(
     engine = assemble(checkpoint, cache=config).engine
 
     assert generate(engine, prompt, 5) == expected
-    assert engine._connector is not None
-    assert engine._connector.transfer.flush(60.0)
-    status = engine.status().disk
+    assert engine.chain.flush(60.0)
+    status = engine.status().tier("disk")
     engine.close()
     assert status is not None
     assert "--disk-cache allows only 48.8 KiB, too little for KV" in status.trouble
@@ -370,9 +367,8 @@ def test_a_disk_that_is_full_for_the_moment_costs_nothing_that_is_kept(
     engine = assemble(checkpoint, cache=CacheConfig(device_bytes=some, directory=directory)).engine
 
     assert generate(engine, prompt, 5) == expected
-    assert engine._connector is not None
-    assert engine._connector.transfer.flush(60.0)
-    status = engine.status().disk
+    assert engine.chain.flush(60.0)
+    status = engine.status().tier("disk")
     engine.close()
     assert status is not None
     assert "There is no free space for KV" in status.trouble

@@ -1,58 +1,67 @@
 """The fetcher waits for a slower tier only where no request can run meanwhile."""
 
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
 
+import pytest
+
+from kvchat.cache.arrivals import Arrivals
 from kvchat.core.types import SamplingParams
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.request import Request, RequestSpec, State
+from support.chains import new_chain
+from support.memory_tier import MemoryTier
+from support.remembering_model import new_cache
 
 
-class _SlowConnector:
-    """A tier that has something of every prompt, and never delivers it."""
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each wait for news."""
+    made: list[int] = []
+    monkeypatch.setattr(Arrivals, "wait_for_news", lambda arrivals: made.append(1))
+    monkeypatch.setattr(Arrivals, "_read", lambda *_: None)  # a tier that never delivers
+    return made
 
-    def __init__(self) -> None:
-        self.num_waits = 0
 
-    def begin(self, ids: object, is_prefetch: bool = False, is_one_shot: bool = False) -> Any:
-        return SimpleNamespace(is_over=False, num_front=0, num_arrived=0, give_up=lambda: None)
+@pytest.fixture
+def fetcher() -> Iterator[Fetcher]:
+    chain = new_chain(new_cache(40), lambda: MemoryTier(4, 32))
+    assert chain.flush(60.0)
+    yield Fetcher(chain)
+    chain.close()
 
-    def settle(self, restore: object) -> None:
-        """Deliver nothing."""
 
-    def wait_for_news(self) -> None:
-        self.num_waits += 1
+PROMPT = tuple(range(1, 10))
 
 
 def _request(num_computed: int) -> Request:
-    request = Request.from_spec(1, RequestSpec((1, 2, 3), SamplingParams()), 0.0)
+    request = Request.from_spec(1, RequestSpec(PROMPT, SamplingParams()), 0.0)
     request.num_computed = num_computed
     return request
 
 
-def test_a_prefetch_does_not_hold_up_a_request_that_can_run() -> None:
+def test_a_prefetch_does_not_hold_up_a_request_that_can_run(
+    fetcher: Fetcher, waits: list[int]
+) -> None:
     """The prefetch was counted as one of the requests: a single one that decoded beside it waited
     a moment in every step.
     """
-    connector: Any = _SlowConnector()
-    fetcher = Fetcher(connector, None)
-    fetcher.prefetch((7, 8, 9))
+    fetcher.prefetch((7, 8, 9, 10))
     decoding = _request(num_computed=2)
     decoding.state = State.RUNNING
 
     fetcher.settle([decoding])
 
-    assert connector.num_waits == 0
+    assert not waits
 
 
-def test_a_prefetch_alone_and_requests_that_all_wait_are_waited_for() -> None:
-    connector: Any = _SlowConnector()
-    fetcher = Fetcher(connector, None)
-    fetcher.prefetch((7, 8, 9))
+def test_a_prefetch_alone_and_requests_that_all_wait_are_waited_for(
+    fetcher: Fetcher, waits: list[int]
+) -> None:
+    fetcher.prefetch((7, 8, 9, 10))
     fetcher.settle([])
-    assert connector.num_waits == 1
+    assert len(waits) == 1
 
     waiting = _request(num_computed=0)
     fetcher.begin(waiting)
     fetcher.settle([waiting])
-    assert connector.num_waits == 2
+    assert len(waits) == 2

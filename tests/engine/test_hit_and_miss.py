@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvchat.cache.connector import KvConnector
+from kvchat.cache.chain import KvChain
 from kvchat.cache.tier import Tier
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens
@@ -43,17 +43,16 @@ class Machine:
         """Return when the first token was there, and what was not computed for it."""
         harness = EngineHarness(
             max_context=400,
-            persist=lambda cache: KvConnector(cache, lambda: self.tier, self.clock),
+            open_tier=lambda: self.tier,
             clock=self.clock,
         )
-        connector = harness.engine._connector
-        assert connector is not None
-        assert connector.transfer.flush(60.0)
-        planner = connector.planner
-        planner.prefill_tokens_per_s = 1 / COMPUTE_S
+        chain = harness.engine.chain
+        assert chain.flush(60.0)
+        planner = chain.planner
+        planner.prefill.of_long = 1 / COMPUTE_S
         if self.believed_read_s is not None:
-            planner.read_bytes_per_s = TOKEN_BYTES / self.believed_read_s
-        with self._time_passing(harness, connector):
+            planner.rates["from disk"] = TOKEN_BYTES / self.believed_read_s
+        with self._time_passing(harness, chain):
             return self._answer(harness)
 
     def _answer(self, harness: EngineHarness) -> tuple[float, CachedTokens]:
@@ -72,9 +71,9 @@ class Machine:
         return first_s, harness.ending(number).usage.cached
 
     @contextmanager
-    def _time_passing(self, harness: EngineHarness, connector: KvConnector) -> Iterator[None]:
+    def _time_passing(self, harness: EngineHarness, chain: KvChain) -> Iterator[None]:
         """Let computing and reading take their time."""
-        run, restore = harness.engine._runner.run, connector.transfer.restore
+        run, restore = harness.engine._runner.run, chain.slow[0].thread.restore
 
         def run_in_time(plan, checks=(), *stop):  # type: ignore[no-untyped-def]
             self.clock.advance(
@@ -97,7 +96,7 @@ class Machine:
             self.clock.sleep(self.read_s(self.num_read) * self.tier.max_found * BLOCK)
 
         harness.engine._runner.run = run_in_time  # type: ignore[method-assign]
-        connector.transfer.restore = restore_in_time  # type: ignore[method-assign]
+        chain.slow[0].thread.restore = restore_in_time  # type: ignore[method-assign]
         self.tier.before_read = read_in_time
         try:
             yield
@@ -110,7 +109,7 @@ class Machine:
 def tier() -> MemoryTier:
     """A tier that has the context."""
     kept = MemoryTier(block_size=BLOCK, image_bytes=BLOCK * TOKEN_BYTES)
-    harness = EngineHarness(max_context=400, persist=lambda c: KvConnector(c, lambda: kept))
+    harness = EngineHarness(max_context=400, open_tier=lambda: kept)
     harness.submit(RequestSpec(CONTEXT, GREEDY, max_tokens=1))
     harness.run()
     harness.engine.close()

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.cache import host_offload
-from kvchat.cache.connector import KvConnector
-from kvchat.cache.host_offload import Promotion
-from kvchat.core.types import CachedTokens, TokenIds
+from kvchat.cache import arrivals
+from kvchat.cache.arrivals import Arrival
+from kvchat.cache.planner import Planner
+from kvchat.core.types import CachedTokens
 from kvchat.engine.request import RequestSpec
+from support.chains import be_patient
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
 from support.remembering_model import GREEDY, VOCAB_SIZE
@@ -24,8 +25,8 @@ SMALL = 17
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without end: what a test sees must not hang on when the copying thread has its turn."""
-    monkeypatch.setattr(host_offload, "_NEWS_PATIENCE_S", 20.0)
-    monkeypatch.setattr(host_offload.HostOffload, "_patience_s", lambda self, num_tokens: 60.0)
+    monkeypatch.setattr(arrivals, "_NEWS_PATIENCE_S", 20.0)
+    monkeypatch.setattr(Planner, "quick_patience_s", lambda self, num_tokens: 60.0)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_conversation_that_was_pushed_out_comes_back(engines: list[EngineHarne
 
     assert again.host > 0
     assert again.device + again.host == 52, "all but the last partial block"
-    status = engine.engine.status().host
+    status = engine.engine.status().tier("host")
     assert status is not None
     assert status.bytes_read > 0
 
@@ -70,9 +71,7 @@ def test_what_a_context_would_cost_counts_host_memory(engines: list[EngineHarnes
     engines.append(engine)
     cached(engine, spec(HISTORY))
     engine.cache.evict_cold(5)
-    assert engine.engine._offload is not None
-    assert engine.engine._offload.flush(60.0)
-    engine.engine._offload.settle(may_demote=False)
+    assert engine.engine.chain.flush(60.0)
 
     held = engine.engine.cached_tokens(HISTORY)
 
@@ -107,7 +106,7 @@ def test_a_preempted_request_comes_back_from_host_memory(engines: list[EngineHar
         engine.assert_complete(young)
         computed[num_host_blocks] = engine.engine.status().num_tokens_computed
     assert computed[60] < computed[0]
-    host = engine.engine.status().host
+    host = engine.engine.status().tier("host")
     assert host is not None
     assert host.bytes_read > 0
 
@@ -117,24 +116,23 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 ) -> None:
     engine = EngineHarness(num_blocks=19, max_context=60, num_host_blocks=60)
     engines.append(engine)
-    offload = engine.engine._offload
-    assert offload is not None
+    own = engine.engine.chain.arrivals
     cached(engine, spec(OTHER[:17], max_tokens=40))
     cached(engine, spec(HISTORY[:17], max_tokens=40))
     promoted: list[int] = []
-    begin = offload.begin
+    begun = own._begun
 
-    def counted(ids: TokenIds) -> Promotion | None:
-        promotion = begin(ids)
-        if promotion is not None and list(ids[:17]) == list(OTHER[:17]):
-            promoted.append(len(ids))
-        return promotion
+    def counted(arrival: Arrival) -> Arrival:
+        begun(arrival)
+        if not arrival.is_over and list(arrival.ids[:17]) == list(OTHER[:17]):
+            promoted.append(len(arrival.ids))
+        return arrival
 
-    monkeypatch.setattr(offload, "begin", counted)
+    monkeypatch.setattr(own, "_begun", counted)
     numbers = [engine.submit(spec(ids[:17], max_tokens=40)) for ids in (HISTORY, OTHER)]
-    while offload.is_promoting:  # both begin together
-        offload.wait_for_news()
-        offload.settle(may_demote=False)
+    while own.live:  # both begin together
+        own.wait_for_news()
+        own.settle()
     engine.run()
 
     assert promoted[0] == 17, "as a prompt"
@@ -146,15 +144,16 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
 def test_where_computing_is_quicker_nothing_is_swapped(engines: list[EngineHarness]) -> None:
     engine = EngineHarness(num_blocks=SMALL, num_host_blocks=40)
     engines.append(engine)
-    offload = engine.engine._offload
-    assert offload is not None
-    offload.rates.prefill_tokens_per_s = 1e15
-    offload.rates.down_bytes_per_s = offload.rates.up_bytes_per_s = 1.0
+    planner = engine.engine.chain.planner
+    planner.prefill.of_long = 1e15
+    planner.rates = {"to host": 1.0, "from host": 1.0}
     cached(engine, spec(HISTORY))
     cached(engine, spec(OTHER))
 
     assert cached(engine, spec(HISTORY)).host == 0
-    assert offload.status().bytes_written == 0
+    host = engine.engine.status().tier("host")
+    assert host is not None
+    assert host.bytes_written == 0
 
 
 def test_a_context_comes_up_from_host_memory_before_anybody_asks(
@@ -169,7 +168,7 @@ def test_a_context_comes_up_from_host_memory_before_anybody_asks(
     engine.run()
     again = cached(engine, spec(HISTORY[:45]))
 
-    assert again.device + again.host == 40
+    assert again.device + again.host == 44, "what it foresaw, and the rest at the start"
     assert again.host > 0
 
 
@@ -182,7 +181,7 @@ def test_a_request_goes_on_with_the_promotion_that_foresaw_it(
     cached(engine, spec(OTHER))
 
     engine.engine.prefetch(HISTORY[:40])
-    assert cached(engine, spec(HISTORY[:45])).total == 40
+    assert cached(engine, spec(HISTORY[:45])).total == 44
     engine.engine.prefetch(OTHER[:40])
     assert cached(engine, spec(HISTORY[:45])).total >= 44
 
@@ -193,13 +192,10 @@ def test_a_request_goes_on_with_the_promotion_that_foresaw_it(
 def with_disk(tier: MemoryTier, num_blocks: int = SMALL, num_host: int = 40) -> EngineHarness:
     engine = EngineHarness(
         num_blocks=num_blocks,
-        persist=lambda cache: KvConnector(cache, lambda: tier),
+        open_tier=lambda: tier,
         num_host_blocks=num_host,
     )
-    connector = engine.engine._connector
-    assert connector is not None
-    # Patience without end: what a test sees must not hang on what else the machine does.
-    connector.planner.prefill_tokens_per_s = 1e-3
+    be_patient(engine.engine.chain)
     return engine
 
 
@@ -232,18 +228,17 @@ def test_a_growing_prompt_is_written_before_its_answer_is_over(
     """A kill in the first answer to a long document once lost all of the document's KV."""
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
-    connector = engine.engine._connector
-    assert connector is not None
-    connector.write_behind._blocks_a_pack = 3
+    chain = engine.engine.chain
+    chain.slow[0].writer._blocks_a_pack = 3
     document = tuple(i % VOCAB_SIZE for i in range(100))
     number = engine.submit(spec(document, max_tokens=15))
     while not engine.generated(number):
         engine.step()
-    assert connector.transfer.flush(60.0)
+    assert chain.flush(60.0)
 
     assert len(tier.blocks) == 24, "whole packs of what has been computed: 100 tokens are 25 blocks"
     engine.run()
-    assert connector.transfer.flush(60.0)
+    assert chain.flush(60.0)
     assert tier.num_written == len(tier.blocks) == 28
     engine.assert_complete(number)
 
@@ -265,15 +260,14 @@ def test_an_engine_goes_on_writing_when_all_answers_are_given(
 ) -> None:
     engine = with_disk(tier, num_blocks=200)
     engines.append(engine)
-    connector = engine.engine._connector
-    assert connector is not None
-    connector.write_behind._blocks_a_pack = 2
-    connector.transfer._max_pending_bytes = 3 * tier._image_bytes
+    chain = engine.engine.chain
+    chain.slow[0].writer._blocks_a_pack = 2
+    chain.slow[0].thread._max_pending_bytes = 3 * tier._image_bytes
     number = engine.submit(spec(HISTORY))
 
     engine.run()
 
-    assert connector.transfer.flush(60.0)
+    assert chain.flush(60.0)
     assert len(tier.blocks) == (len(HISTORY) + 5) // 4
     engine.assert_complete(number)
 
@@ -309,7 +303,7 @@ class Callers:
             self.num_host += usage.cached.host
             self.num_disk += usage.cached.disk
             assert usage.cached.total < usage.prompt_tokens
-        host = engine.engine.status().host
+        host = engine.engine.status().tier("host")
         assert host is not None
         assert host.num_bytes <= host.limit_bytes
         engine.engine.close()

@@ -38,11 +38,10 @@ def test_what_was_demoted_and_promoted_gives_the_same_ids(
 
     for num_demoting in (1, 3, 1 << 20):
         engine.cache.evict_cold(num_demoting)
-        assert engine._offload is not None
-        assert engine._offload.flush(60.0)
+        assert engine.chain.flush(60.0)
         assert complete(engine, [prompt]) == expected
 
-    host = engine.status().host
+    host = engine.status().tier("host")
     assert host is not None
     assert host.bytes_read > 0
     engine.close()
@@ -57,7 +56,7 @@ def test_prompts_that_push_each_other_out_get_their_own_ids(specimen: Specimen) 
     for _ in range(2):
         assert complete(engine, prompts) == expected
 
-    host = engine.status().host
+    host = engine.status().tier("host")
     assert host is not None
     assert host.bytes_written > 0
     engine.close()

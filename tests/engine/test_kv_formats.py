@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.connector import KvConnector
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.host_offload import HostOffload
-from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import (
     Int8Format,
@@ -22,7 +19,7 @@ from kvchat.cache.kv_pool import (
     LayerGeometry,
     PlainFormat,
 )
-from kvchat.cache.tier import Layout
+from kvchat.cache.tier import Layout, Tier
 from kvchat.core.config import CacheConfig
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
@@ -32,8 +29,8 @@ from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.paged_attention import FULL
 from support.cached_contexts import images_of
+from support.chains import new_chain
 from support.greedy_answer import greedy_answer
-from support.host_machine import LateThread
 from support.paged_scene import load_tiny
 from support.specimens import random_ids
 
@@ -56,10 +53,9 @@ def geometry_of(loaded: LoadedModel, kv_format: KvFormat) -> KvGeometry:
 def engine_over(
     loaded: LoadedModel,
     kv_format: KvFormat,
-    persist: Callable[[CacheManager], KvConnector] | None = None,
+    open_tier: Callable[[], Tier] | None = None,
 ) -> Engine:
     cache = CacheManager(KvPool(geometry_of(loaded, kv_format), 60, CPU))
-    connector = persist(cache) if persist is not None else None
     return Engine(
         runner=Runner(PagedModel(loaded, cache.kv_pool.layers), BLOCK),
         cache=cache,
@@ -67,7 +63,7 @@ def engine_over(
         max_step_tokens=64,
         max_running=4,
         vocab_size=loaded.spec.vocab_size,
-        connector=connector,
+        chain=new_chain(cache, open_tier),
     )
 
 
@@ -130,25 +126,21 @@ def test_what_a_format_says_of_its_bytes_and_numbers_holds(kv_format: KvFormat) 
 def test_blocks_go_down_to_host_memory_and_come_up_the_same(kv_format: KvFormat) -> None:
     torch.manual_seed(0)
     manager, ids = filled_manager(kv_format, 4 * BLOCK)
-    image_bytes, thread = manager.kv_pool.geometry.block_bytes, LateThread()
-    host = HostTier(BLOCK, image_bytes, 8 * image_bytes, False)
-    offload = HostOffload(manager, host, thread)  # type: ignore[arg-type]
+    chain = new_chain(manager, num_host_blocks=8)
     before = images_of(manager, ids, 0, 4)
 
     manager.evict_cold(4)
-    thread.work()
-    offload.settle(may_demote=False)
     assert manager.export(ids, 0, 4) is None
-    promotion = offload.begin([*ids, 0])
-    assert promotion is not None
-    while not promotion.is_over:
-        thread.work()
-        offload.settle(may_demote=False)
+    arrival = chain.arrivals.begin([*ids, 0])
+    assert arrival is not None
+    while chain.arrivals.settle_one(arrival):
+        chain.arrivals.wait_for_news()
 
     assert before
     assert images_of(manager, ids, 0, 4) == before
     manager.check([])
-    offload.check()
+    chain.check()
+    chain.close()
 
 
 def test_a_conversation_over_eight_bits_is_restored_from_the_disk(
@@ -158,15 +150,15 @@ def test_a_conversation_over_eight_bits_is_restored_from_the_disk(
     geometry = geometry_of(loaded, kv_format)
     layout = Layout(kv_identity(loaded, geometry, "content"), BLOCK, geometry.block_bytes)
 
-    def persist(cache: CacheManager) -> KvConnector:
-        return KvConnector(cache, lambda: DiskTier(tmp_path, layout, 64 << 20, 0))
+    def open_tier() -> Tier:
+        return DiskTier(tmp_path, layout, 64 << 20, 0)
 
-    first = engine_over(loaded, kv_format, persist)
+    first = engine_over(loaded, kv_format, open_tier)
     answer, cached = greedy_answer(first, prompt, 12)
     images = images_of(first.cache, prompt, 0, 5)
     first.close()
     assert cached.disk == 0
-    second = engine_over(loaded, kv_format, persist)
+    second = engine_over(loaded, kv_format, open_tier)
     again, cached = greedy_answer(second, prompt, 12)
 
     assert again == answer

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
     assert resumed == alone(spec(context))
     assert finished.usage.cached == CachedTokens()
     assert finished.usage.prefilled_tokens == len(context)
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
     process.end()
     again = processes.start()
@@ -108,7 +108,7 @@ def test_what_continues_the_wrong_goes_with_it(
 
     process = processes.start()
     resumed, _ = process.answer(spec(context[:-3], max_tokens=1))
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
 
     assert resumed == alone(spec(context[:-3], max_tokens=1))
     assert tier.num_quarantined > NUM_KEPT
@@ -138,7 +138,7 @@ def test_a_prefetch_is_verified_while_no_request_waits(
     process = processes.start()
     process.harness.engine.prefetch(context)
     process.harness.run()
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
 
     assert tier.num_quarantined == NUM_KEPT
     assert process.harness.cache.num_cached_tokens(context) == 0
@@ -190,9 +190,10 @@ def test_on_a_full_device_too_no_request_runs_on_what_is_not_verified(
     while not (running := harness.live()[0].table) or len(running.blocks) < 9:
         harness.step()
     number = harness.submit(spec(context[:-2], max_tokens=2))
-    restore = harness.live()[-1].restore
-    assert restore is not None
-    assert restore.has_all.wait(60.0)
+    arrival = harness.live()[-1].arrival
+    assert arrival is not None
+    assert arrival.feed is not None
+    assert arrival.feed.has_all.wait(60.0)
     harness.step()
     assert harness.cache.num_cached_tokens(context) == 0, (
         "it came up, was found to be wrong, and went"
@@ -201,7 +202,7 @@ def test_on_a_full_device_too_no_request_runs_on_what_is_not_verified(
 
     harness.assert_complete(busy)
     harness.assert_complete(number)
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -212,17 +213,17 @@ def test_what_is_left_of_what_came_up_is_verified(
     for key in list(tier.blocks)[:-2]:
         tier.blocks[key] = b"\x00\x00\x00\x3f" * BLOCK + tier.blocks[key][BLOCK * 4 :]
     process = processes.start()
-    harness, connector = process.harness, process.connector
-    restore = connector.begin(list(context))
+    harness, chain = process.harness, process.chain
+    restore = chain.arrivals.begin(list(context))
     assert restore is not None
     while not restore.is_over:
-        connector.wait_for_news()
-        connector.settle(restore)
+        chain.arrivals.wait_for_news()
+        chain.arrivals.settle_one(restore)
     harness.cache.evict_cold(2)
     tier.max_found = 0  # nor does it come again
 
     assert process.answer(spec(context))[0] == alone(spec(context))
-    assert connector.transfer.flush(60.0)
+    assert chain.flush(60.0)
     assert tier.num_quarantined == NUM_KEPT
 
 
@@ -234,12 +235,12 @@ def test_what_comes_up_last_is_verified_before_the_end(
     """
     spoil_kv(tier)
     process = processes.start()
-    connector = process.connector
-    restore = connector.begin(list(context))
+    chain = process.chain
+    restore = chain.arrivals.begin(list(context))
     assert restore is not None
     while not restore.is_over:
-        connector.wait_for_news()
-        connector.settle(restore)
+        chain.arrivals.wait_for_news()
+        chain.arrivals.settle_one(restore)
 
     process.end()
 
@@ -279,7 +280,7 @@ def test_a_check_that_cannot_be_begun_fails_and_holds_nothing(
 
     monkeypatch.setattr(process.harness.cache, name, fail_once)
     resumed, _ = process.answer(spec(context))
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
 
     assert not failures
     assert resumed == alone(spec(context))
@@ -299,7 +300,7 @@ def test_a_check_that_fails_costs_nothing(
 
     process.harness.engine._runner.run = fail_beside_checks  # type: ignore[method-assign]
     resumed, _ = process.answer(spec(context))
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
 
     assert resumed == alone(spec(context))
     assert len(tier.fingerprints) == 0  # not believed, so quarantined; and kept anew without one

@@ -59,10 +59,9 @@ class Life:
         return greedy_answer(self.engine, prompt, count)
 
     def disk(self) -> TierStatus:
-        connector = self.engine._connector
-        assert connector is not None
-        assert connector.transfer.flush(60.0)
-        status = connector.status()
+        chain = self.engine.chain
+        assert chain.flush(60.0)
+        status = self.engine.status().tier("disk")
         assert status is not None
         return status
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvchat.cache.connector import KvConnector
 from kvchat.core.types import FinishReason
+from support.chains import compute_at
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
 from support.restarts import HISTORY, Processes, alone, spec
@@ -112,7 +112,7 @@ def test_a_tier_that_cannot_be_opened_is_none(processes: Processes) -> None:
     def refuse() -> MemoryTier:
         raise OSError("no such disk")
 
-    harness = EngineHarness(persist=lambda cache: KvConnector(cache, refuse))
+    harness = EngineHarness(open_tier=refuse)
     number = harness.submit(spec(HISTORY))
     harness.run()
 
@@ -168,7 +168,7 @@ def test_a_restore_that_takes_too_long_is_not_waited_for(
     may_read = threading.Event()
     tier.before_read = lambda: may_read.wait(60.0) and None
     process = processes.start()
-    process.connector.planner.prefill_tokens_per_s = 1e6
+    compute_at(process.chain, 1e6)
 
     resumed, finished = process.answer(spec(HISTORY))
 

@@ -9,9 +9,9 @@ from math import inf
 
 import pytest
 
-from kvchat.cache import rates
-from kvchat.cache.connector import KvConnector
+from kvchat.cache import planner as planning
 from kvchat.cache.transfer import TransferThread
+from support.chains import compute_at, new_chain
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
 from support.restarts import GREEDY, HISTORY, Processes, alone, spec
@@ -36,13 +36,13 @@ def test_a_restore_that_is_over_holds_no_later_step_up(
     """Every token of an answer once waited the whole patience for news that could not come."""
     process = processes.start()
     waits: list[int] = []
-    wait = process.connector.wait_for_news
+    wait = process.chain.arrivals.wait_for_news
 
     def counted() -> None:
         waits.append(len(process.harness.steps))
         wait()
 
-    monkeypatch.setattr(process.connector, "wait_for_news", counted)
+    monkeypatch.setattr(process.chain.arrivals, "wait_for_news", counted)
     answer, _ = process.answer(spec(HISTORY, max_tokens=40))
 
     assert len(answer) == 40
@@ -61,11 +61,11 @@ def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
 
     process.harness.submit(spec(HISTORY))
     [request] = process.harness.live()
-    assert request.restore is not None
-    while not request.restore.is_over:
-        process.connector.wait_for_news()
-        process.connector.settle(request.restore)
-    assert request.restore.num_tokens > 0
+    assert request.arrival is not None
+    while not request.arrival.is_over:
+        process.chain.arrivals.wait_for_news()
+        process.chain.arrivals.settle_one(request.arrival)
+    assert request.arrival.num_tokens > 0
     evict_all_but(process.harness, num_blocks=4)
     process.harness.run()
 
@@ -80,27 +80,26 @@ def test_who_meets_a_front_that_another_computed_still_waits_for_what_is_read(
     """Two asked about one document, the first was cancelled when it had computed the front, and the
     second was told that there was no room for it.
     """
-    earlier = EngineHarness(persist=lambda cache: KvConnector(cache, lambda: tier))
+    earlier = EngineHarness(open_tier=lambda: tier)
     earlier.submit(spec(HISTORY))
     earlier.run()
     earlier.engine.close()
     may_read, reads = threading.Event(), count()
     tier.before_read = lambda: next(reads) and may_read.wait(60) and None
-    monkeypatch.setattr(rates, "LEAST_TELLING_TOKENS", 8)
-    harness = EngineHarness(persist=lambda cache: KvConnector(cache, lambda: tier))
-    connector = harness.engine._connector
-    assert connector is not None
-    connector.write_behind._num_refusals, connector.write_behind._rests_until_s = (
+    monkeypatch.setattr(planning, "LEAST_TELLING_TOKENS", 8)
+    harness = EngineHarness(open_tier=lambda: tier)
+    chain = harness.engine.chain
+    chain.slow[0].writer._num_refusals, chain.slow[0].writer._rests_until_s = (
         3,
         inf,
     )  # the disk is full
-    connector.planner.prefill_tokens_per_s = 1.0  # reading takes about as long as computing
-    connector.planner.read_bytes_per_s = 8.0
-    while connector.transfer.tier is None:
-        connector.wait_for_news()
+    compute_at(chain, 1.0)  # reading takes about as long as computing
+    chain.planner.rates["from disk"] = 8.0
+    while chain.slow[0].thread.tier is None:
+        chain.arrivals.wait_for_news()
 
     first, second = harness.submit(spec(HISTORY)), harness.submit(spec(HISTORY))
-    read, awaited = [request.restore for request in harness.live()]
+    read, awaited = [request.arrival and request.arrival.feed for request in harness.live()]
     assert read is not None
     assert awaited is not None
     assert read.has_all.wait(60)
@@ -183,7 +182,7 @@ def test_a_short_prompt_does_not_wait_for_a_tier_that_is_still_being_opened(
         return tier
 
     process = Processes(slowly).start()
-    process.connector.planner.prefill_tokens_per_s = None
+    compute_at(process.chain, 100.0)
     start_s = time.monotonic()
     answer, _ = process.answer(spec(HISTORY))
 
@@ -198,7 +197,7 @@ def test_samples_of_one_prompt_keep_it_once(processes: Processes, tier: MemoryTi
     request = spec(HISTORY)
     number = process.harness.submit(type(request)(HISTORY, GREEDY, max_tokens=6, num_samples=4))
     process.harness.run()
-    assert process.connector.transfer.flush(60.0)
+    assert process.chain.flush(60.0)
 
     assert process.harness.generated(number) == alone(request)
     assert tier.num_written == len(tier.blocks) == (len(HISTORY) + 5) // 4
@@ -230,11 +229,10 @@ def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
     first.end()
     may_read = threading.Event()
     process = processes.start()
-    planner = process.connector.planner
-    planner.prefill_tokens_per_s = 1e9
+    compute_at(process.chain, 1e9)
     tier.before_read = lambda: may_read.wait(60) and None
     impatient = process.harness.submit(spec(HISTORY))
-    planner.prefill_tokens_per_s = 1.0
+    compute_at(process.chain, 1.0)
     patient = process.harness.submit(spec(HISTORY))
     while not process.harness.generated(impatient):
         process.harness.step()
@@ -290,18 +288,18 @@ def test_what_cannot_be_taken_in_or_exported_costs_no_answer(
     assert finished.usage.cached.disk == 0
 
 
-def test_a_connector_without_a_tier_forgets_every_job(tier: MemoryTier) -> None:
+def test_a_chain_without_a_tier_forgets_every_job() -> None:
     def refuse() -> MemoryTier:
         raise OSError("no such disk")
 
     harness = EngineHarness()
-    connector = KvConnector(harness.cache, refuse)
-    assert connector.transfer.flush(60.0)
-    restore = connector.begin(list(HISTORY))
-    assert restore is not None
-    assert restore.is_over
-    assert restore.num_tokens == 0
-    connector.close()
+    chain = new_chain(harness.cache, refuse)
+    assert chain.flush(60.0)
+    arrival = chain.arrivals.begin(list(HISTORY))
+    assert arrival is not None
+    assert arrival.is_over
+    assert arrival.num_tokens == 0
+    chain.close()
 
 
 def test_a_pin_is_answered_although_the_tier_does_not_open_after_all() -> None:
@@ -312,12 +310,14 @@ def test_a_pin_is_answered_although_the_tier_does_not_open_after_all() -> None:
         may_fail.wait(60)
         raise OSError("no such disk")
 
-    connector = KvConnector(EngineHarness().cache, refuse)
-    pinned, written = Future[int](), Future[None]()
-    connector.pin(list(HISTORY), "mine", pinned.set_result)
-    connector.when_written(lambda: written.set_result(None))
+    chain = new_chain(EngineHarness().cache, refuse)
+    pinned, written, located = Future[int](), Future[None](), Future[list[dict[str, int]]]()
+    chain.pin(list(HISTORY), "mine", pinned.set_result)
+    chain.forget([(HISTORY, 0)])(lambda: written.set_result(None))
+    chain.look_up([HISTORY], located.set_result)
     may_fail.set()
 
     assert pinned.result(60) == 0
     assert written.result(60) is None
-    connector.close()
+    assert located.result(60) == [{}]
+    chain.close()

@@ -72,7 +72,7 @@ def test_a_damaged_snapshot_is_a_miss(lfm2: Loaded, tmp_path: Path) -> None:
 
     chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))
     [after] = chat.ask(prompt)
-    status = chat.engine.status().disk
+    status = chat.engine.status().tier("disk")
     chat.engine.close()
     assert after.ids == before.ids
     assert after.num_from_disk == 0

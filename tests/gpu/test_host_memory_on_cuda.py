@@ -7,16 +7,15 @@ import torch
 
 from kvchat.bench.engines import complete, random_ids
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.host_offload import HostOffload
-from kvchat.cache.host_tier import HostTier
+from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
-from kvchat.cache.transfer import TransferThread
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
 from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model
 from support.cached_contexts import images_of
+from support.chains import new_chain
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 
 DEVICE = torch.device("cuda")
@@ -34,10 +33,8 @@ def manager() -> CacheManager:
 
 
 @pytest.fixture
-def offload(manager: CacheManager) -> HostOffload:
-    limit = 4 * NUM_BLOCKS * GEOMETRY.block_bytes
-    host = HostTier(GEOMETRY.block_size, GEOMETRY.block_bytes, limit, is_pinned=True)
-    return HostOffload(manager, host, TransferThread(lambda: None, 0))
+def chain(manager: CacheManager) -> KvChain:
+    return new_chain(manager, num_host_blocks=4 * NUM_BLOCKS)
 
 
 def fill(manager: CacheManager, seed: int) -> list[int]:
@@ -53,7 +50,7 @@ def fill(manager: CacheManager, seed: int) -> list[int]:
 
 
 def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
-    manager: CacheManager, offload: HostOffload
+    manager: CacheManager, chain: KvChain
 ) -> None:
     """The blocks are overwritten at once: what was staged before must be what is copied."""
     one = fill(manager, seed=1)
@@ -64,33 +61,30 @@ def test_what_was_demoted_is_promoted_bit_for_bit_while_the_device_computes(
         for _ in range(10):
             busy = busy @ busy / 2048
         other = fill(manager, seed=2)  # pushes the first out, and writes over it
-        assert offload.flush(10.0)
+        assert chain.flush(10.0)
         manager.evict_cold(NUM_BLOCKS)
-        promotion = offload.begin([*one, 0])
-        assert promotion is not None
-        while not promotion.is_over:
-            offload.wait_for_news()
-            offload.settle(may_demote=False)
-        assert promotion.num_tokens == len(one)
+        arrival = chain.arrivals.begin([*one, 0])
+        assert arrival is not None
+        while chain.arrivals.settle_one(arrival):
+            chain.arrivals.wait_for_news()
+        assert arrival.num_tokens == len(one)
         assert images_of(manager, one, 0, NUM_BLOCKS) == before
-        offload.check()
-        manager.check(offload.tables())
+        chain.check()
+        manager.check(chain.tables())
         assert other != one
-    assert offload.host.acquire_read([], b"").rows == ()
-    offload.close()
+    chain.close()
 
 
-def test_host_memory_is_pinned_and_within_its_limit(
-    manager: CacheManager, offload: HostOffload
-) -> None:
+def test_host_memory_is_pinned_and_within_its_limit(manager: CacheManager, chain: KvChain) -> None:
     fill(manager, seed=1)
     manager.evict_cold(NUM_BLOCKS)
-    assert offload.flush(10.0)
-    status = offload.status()
+    assert chain.flush(10.0)
+    [status] = chain.status()
+    assert chain.demoter is not None
 
     assert 0 < status.num_bytes <= status.limit_bytes
-    assert offload.host._memory.row(0).is_pinned()
-    offload.close()
+    assert chain.demoter.host._memory.row(0).is_pinned()
+    chain.close()
 
 
 def test_conversations_that_push_each_other_out_go_on_as_before(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ After each step the cache's reference counts are re-derived from the requests th
 step is held to its budgets, and the events of each request are kept.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.connector import KvConnector
+from kvchat.cache.tier import Tier, TierOpener
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,
@@ -24,7 +24,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.speculation import Speculation
 from kvchat.model.batch import SequencePiece
-from support.host_machine import new_offload
+from support.chains import new_chain
 from support.remembering_model import (
     VOCAB_SIZE,
     RememberingModel,
@@ -90,9 +90,8 @@ class SteppedEngine:
 
     def check(self) -> None:
         tables = [r.table for r in self.live() if r.table is not None]
-        if (offload := self.engine._offload) is not None:
-            offload.check()
-            tables += offload.tables()
+        self.engine.chain.check()
+        tables += self.engine.chain.tables()
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]
         assert len(running) <= self.max_running
@@ -143,13 +142,13 @@ class EngineHarness(SteppedEngine):
         max_prefill_tokens: int = 0,
         max_pairs: int = 0,
         fails: Callable[[], None] = lambda: None,
-        persist: Callable[[CacheManager], KvConnector] | None = None,
+        open_tier: Callable[[], Tier] | None = None,
+        behind: Sequence[TierOpener] = (),
         speculation: Speculation | None = None,
         num_host_blocks: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         cache = new_cache(num_blocks, block_size, reuse)
-        connector = persist(cache) if persist is not None else None
         self.model = RememberingModel(cache, fails)
         ticks = count()
         engine = Engine(
@@ -160,9 +159,10 @@ class EngineHarness(SteppedEngine):
             max_running,
             VOCAB_SIZE,
             clock=clock if clock is not None else lambda: float(next(ticks)),
-            connector=connector,
+            chain=new_chain(
+                cache, open_tier, num_host_blocks, None, clock or time.perf_counter, behind
+            ),
             speculation=speculation,
-            offload=new_offload(cache, num_host_blocks, connector) if num_host_blocks else None,
             max_prefill_tokens=max_prefill_tokens,
             max_pairs=max_pairs,
         )

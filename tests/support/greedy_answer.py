@@ -4,12 +4,12 @@ from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from support.chains import be_patient
 
 
 def greedy_answer(engine: Engine, prompt: list[int], count: int) -> tuple[list[int], CachedTokens]:
     """Return the ids that follow a prompt, and where its KV came from."""
-    if engine._connector is not None:  # a busy machine must not make it lose patience
-        engine._connector.planner.prefill_tokens_per_s = 1e-3
+    be_patient(engine.chain)  # a busy machine must not make it lose patience
     sampling = SamplingParams(temperature=0.0)
     engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=count))
     ids: list[int] = []

@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvchat.cache.arrivals import Arrival
 from kvchat.cache.block_manager import BlockTable, CacheManager
-from kvchat.cache.connector import KvConnector
-from kvchat.cache.host_offload import HostOffload
-from kvchat.cache.host_tier import HostTier
+from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
-from kvchat.cache.rates import RateMemory
-from kvchat.cache.transfer import TransferThread
+from kvchat.cache.planner import Planner
+from kvchat.cache.rates import PrefillRate, RateMemory
+from kvchat.cache.tier import Tier
 from support.cached_contexts import CPU, assert_kv_is_right
+from support.chains import host_opener
 
 PLAIN = PlainFormat()
 GEOMETRIES = {
@@ -24,23 +25,21 @@ GEOMETRIES = {
 }
 
 
-def new_offload(cache: CacheManager, num_blocks: int, connector: KvConnector | None) -> HostOffload:
-    """Return a swap between a cache and host memory of its own, and of so many blocks."""
-    geometry = cache.kv_pool.geometry
-    limit = num_blocks * geometry.block_bytes
-    host = HostTier(geometry.block_size, geometry.block_bytes, limit, is_pinned=False)
-    transfer = connector.transfer if connector is not None else TransferThread(lambda: None, 0)
-    return HostOffload(cache, host, transfer)
-
-
 class LateThread:
     """A transfer thread that does nothing until a test steps it."""
 
-    def __init__(self) -> None:
+    is_without_tier = False
+    failure = None
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
         self.jobs: list[Callable[[], object]] = []
 
     def copy(self, job: Callable[[], object]) -> None:
         self.jobs.append(job)
+
+    def restore(self, job: Callable[[Tier], object]) -> None:
+        self.jobs.append(lambda: job(self.tier))
 
     def work(self, num_jobs: int = 1 << 30) -> None:
         for _ in range(min(num_jobs, len(self.jobs))):
@@ -65,9 +64,16 @@ class Machine:
     ) -> None:
         geometry = KvGeometry(layers, dtype, 4, kv_format)
         self.manager = CacheManager(KvPool(geometry, num_blocks, CPU))
-        self.host = HostTier(4, geometry.block_bytes, num_slots * geometry.block_bytes, False)
-        self.thread = LateThread()
-        self.offload = HostOffload(self.manager, self.host, self.thread, clock, memory)  # type: ignore[arg-type]
+        self.planner = Planner(PrefillRate(memory), memory)
+        opener = host_opener(self.manager, num_slots)
+        self.chain = KvChain(self.manager, [opener], planner=self.planner, clock=clock)
+        self.arrivals = self.chain.arrivals
+        assert self.chain.demoter is not None
+        self.demoter, [link] = self.chain.demoter, self.chain.links
+        self.host = self.demoter.host
+        link.thread.close(60.0)
+        self.thread = LateThread(self.host)
+        link.thread = self.demoter._thread = self.thread  # type: ignore[assignment]
 
     def demote(self, num_blocks: int = 1 << 20) -> None:
         self.manager.evict_cold(num_blocks)
@@ -75,16 +81,20 @@ class Machine:
 
     def settle(self) -> None:
         self.thread.work()
-        self.offload.settle(may_demote=False)
+        self.arrivals.settle()
+
+    def begin(self, ids: Sequence[int]) -> Arrival | None:
+        """Begin to promote a prompt; None if nothing is promoted."""
+        return self.arrivals.begin_quick(ids, None)
 
     def promote(self, ids: Sequence[int]) -> int:
         """Bring a context up; return how many tokens came."""
-        promotion = self.offload.begin([*ids, 0])
-        if promotion is None:
+        arrival = self.begin([*ids, 0])
+        if arrival is None:
             return 0
-        while not promotion.is_over:
+        while not arrival.is_over:
             self.settle()
-        return promotion.num_tokens
+        return arrival.num_tokens
 
     def held(self, ids: Sequence[int]) -> int:
         """Return how many tokens of a context the device has, all of them right."""
@@ -94,5 +104,5 @@ class Machine:
         return table.cached_len
 
     def check(self, tables: Sequence[BlockTable] = ()) -> None:
-        self.manager.check([*tables, *self.offload.tables()])
-        self.offload.check()
+        self.manager.check([*tables, *self.chain.tables()])
+        self.chain.check()

@@ -8,20 +8,19 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvchat.cache.keys import chain_keys, root_key
-from kvchat.cache.tier import Found, GoneRecord, LogitFingerprint, PackHead
+from kvchat.cache.tier import Found, GoneRecord, LogitFingerprint, PackHead, Tier
 from kvchat.core.stats import TierStatus
-from kvchat.core.types import MissReason
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise.
 
     `max_found` bounds the blocks of one find. `one_shots` says of each write whether it was one's;
     `declined` has the first keys of what was not offered.
     """
 
-    def __init__(self, block_size: int, image_bytes: int) -> None:
-        self.root = root_key(b"test")
+    def __init__(self, block_size: int, image_bytes: int, root: bytes = root_key(b"test")) -> None:
+        self._root = root
         self.blocks: dict[bytes, bytes] = {}
         self.fingerprints: dict[bytes, LogitFingerprint] = {}
         self.num_read = 0
@@ -36,6 +35,10 @@ class MemoryTier:
         self.max_found = 1 << 30
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
+
+    @property
+    def root(self) -> bytes:
+        return self._root
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
@@ -81,17 +84,18 @@ class MemoryTier:
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         self.declined.append(keys[0])
 
-    def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
-        return MissReason.NEVER_WRITTEN
-
-    def quarantine(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes]) -> None:
         gone = {key for key in keys if key in self.blocks}
         while more := {k for k, parent in self._parents.items() if parent in gone} - gone:
             gone |= more
         for key in gone:
             del self.blocks[key], self._parents[key]
             self.fingerprints.pop(key, None)
-        self.num_quarantined += len(gone)
+
+    def quarantine(self, keys: Sequence[bytes]) -> None:
+        before = len(self.blocks)
+        self.forget(keys)
+        self.num_quarantined += before - len(self.blocks)
 
     def status(self) -> TierStatus:
         return TierStatus(num_packs=len(self.blocks))

@@ -6,7 +6,7 @@ stalls for a third of a second makes the real one compute what it could have rea
 
 import pytest
 
-from kvchat.cache.rates import RestorePlanner
+from kvchat.cache.planner import Planner
 from kvchat.cli.main import run
 
 PATIENCE_S = 60.0
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
     """Have every engine of this process wait until what is kept has come up."""
-    patch.setattr(RestorePlanner, "patience_s", lambda *what, **how: PATIENCE_S)
+    patch.setattr(Planner, "patience_s", lambda *what, **how: PATIENCE_S)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Lives of the program on a remembering model: device tiers that die, beside a tier that lasts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvchat.cache.connector import KvConnector
-from kvchat.cache.tier import Tier
+from kvchat.cache.chain import KvChain
+from kvchat.cache.tier import Tier, TierOpener
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
+from support.chains import be_patient
 from support.engine_harness import EngineHarness
 from support.remembering_model import complete_without_cache
 
@@ -29,7 +30,7 @@ class Process:
     """One life of the program: an engine with an empty device tier, beside a tier that lasts."""
 
     harness: EngineHarness
-    connector: KvConnector
+    chain: KvChain
 
     def answer(self, request: RequestSpec) -> tuple[list[int], SampleFinished]:
         number = self.harness.submit(request)
@@ -43,16 +44,16 @@ class Process:
 class Processes:
     """Starts processes one after another; `open_tier` gives each of them the tier."""
 
-    def __init__(self, open_tier: Callable[[], Tier]) -> None:
+    def __init__(
+        self, open_tier: Callable[[], Tier] | None, behind: Sequence[TierOpener] = ()
+    ) -> None:
         self._open_tier = open_tier
+        self._behind = behind
         self.started: list[Process] = []
 
     def start(self, num_blocks: int = 200) -> Process:
-        harness = EngineHarness(num_blocks, persist=lambda c: KvConnector(c, self._open_tier))
-        connector = harness.engine._connector
-        assert connector is not None
-        # Patience without end: what a test sees must not hang on what else the machine does.
-        connector.planner.prefill_tokens_per_s = 1e-3
-        process = Process(harness, connector)
+        harness = EngineHarness(num_blocks, open_tier=self._open_tier, behind=self._behind)
+        be_patient(harness.engine.chain)
+        process = Process(harness, harness.engine.chain)
         self.started.append(process)
         return process

@@ -188,7 +188,9 @@ class ScriptedEngine:
         self._num_requests = 0
         self._num_steps = 0
         self._num_tokens = 0
-        self._disk = TierStatus(num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30)
+        self._disk = TierStatus(
+            "disk", num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30, is_shared=True
+        )
 
     def cached_tokens(self, token_ids: list[int]) -> CachedTokens:
         return CachedTokens(device=self.cache.num_cached_tokens(token_ids))
@@ -291,7 +293,7 @@ class ScriptedEngine:
             num_copied=0,
             max_context=self._max_context,
             max_step_tokens=512,
-            disk=self._disk,
+            tiers=(self._disk,),
             speculation=self.speculation.status(),
         )
 

@@ -28,8 +28,8 @@ from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.spec import LayerSpec
 from support.architectures import SUPPORTED
+from support.chains import new_chain
 from support.checkpoints import save_checkpoint, tiny_model
-from support.host_machine import new_offload
 
 MAX_CONTEXT = 128
 NUM_GENERATED = 20
@@ -107,7 +107,7 @@ def engine_on(
         max_step_tokens=max_step_tokens,
         max_running=8,
         vocab_size=loaded.spec.vocab_size,
-        offload=new_offload(cache, num_host_blocks, None) if num_host_blocks else None,
+        chain=new_chain(cache, num_host_blocks=num_host_blocks),
     )
 
 
@@ -124,8 +124,7 @@ def complete(engine: Engine, prompts: Sequence[list[int]]) -> list[list[int]]:
             if isinstance(event, TokensGenerated):
                 generated[event.request_id].extend(event.token_ids)
         tables = [request.table for request in engine.running() if request.table]
-        if engine._offload is not None:
-            engine._offload.check()
-            tables += engine._offload.tables()
+        engine.chain.check()
+        tables += engine.chain.tables()
         engine.cache.check(tables)
     return list(generated.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.restore import RestoredContext
+from kvchat.cache.arrivals import RestoredContext
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_verifier import KvVerifier, fingerprint_of
@@ -24,7 +24,7 @@ Spoil = Callable[[Kv, random.Random], None]
 
 
 @dataclass
-class _Restorer:
+class _Arrivals:
     """Where the verifier asks what is to be verified."""
 
     unverified: list[RestoredContext]
@@ -39,8 +39,9 @@ class _Restorer:
 
 
 @dataclass
-class _KvConnector:
-    restorer: _Restorer
+class _Chain:
+    arrivals: _Arrivals
+    has_slow = True
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class Prover:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._restorer = _Restorer([])
-        connector = _KvConnector(self._restorer)
-        self._kv_verifier = KvVerifier(engine.cache, connector, engine._runner.dtype)  # type: ignore[arg-type]
+        self._arrivals = _Arrivals([])
+        chain = _Chain(self._arrivals)
+        self._kv_verifier = KvVerifier(engine.cache, chain, engine._runner.dtype)  # type: ignore[arg-type]
 
     def compute(self, prompt: list[int], num_drawn: int = 20) -> Context:
         """Have a prompt answered; return its whole blocks, and the answer's."""
@@ -101,7 +102,7 @@ class Prover:
         size = cache.block_size
         brought = image if image is not None else bytearray(context.image)
         assert cache.adopt(context.ids, 0, brought) == len(context.ids) // size
-        self._restorer.unverified = [RestoredContext(list(context.ids), 0, context.fingerprint)]
+        self._arrivals.unverified = [RestoredContext(list(context.ids), 0, context.fingerprint)]
         failed = self._kv_verifier.begin(self._run, of_all=True)
         prompt = cache.match([*context.ids, *beside])
         pieces = self._kv_verifier.pieces

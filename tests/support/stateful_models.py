@@ -21,6 +21,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
+from support.chains import be_patient
 from support.checkpoints import save_checkpoint, tiny_model
 from support.models_page import load_table
 
@@ -220,11 +221,7 @@ def open_engine(
     )
     settings = EngineConfig(max_step_tokens=step_tokens)
     engine = engine_around(loaded, cache, settings, NO_MEMORY, no_drafts(loaded))
-    if engine._connector is not None:
-        # Patience without end: a restore must not be given up because the machine is busy.
-        engine._connector.planner.prefill_tokens_per_s = 1e-3
-    if engine._offload is not None:
-        engine._offload.rates.prefill_tokens_per_s = 1e-3
+    be_patient(engine.chain)
     return engine
 
 

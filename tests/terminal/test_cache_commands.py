@@ -177,17 +177,17 @@ def test_what_a_broken_table_says_cannot_act_on_a_terminal() -> None:
     evil = TierStatus(trouble="the disk cache failed: \x1b]0;owned\x07.")
 
     assert "\x1b" not in trouble_notice(evil.trouble)
-    assert "\x1b" not in "".join(cache_lines.disk_lines(evil))
+    assert "\x1b" not in "".join(cache_lines.tier_lines(evil))
 
 
 def test_a_store_that_could_not_be_opened_has_no_figures() -> None:
-    [line] = cache_lines.disk_lines(TierStatus(trouble=_FAILED))
+    [line] = cache_lines.tier_lines(TierStatus("disk", trouble=_FAILED))
 
     assert line == f"disk:   {_FAILED}"
 
 
 def test_the_statistics_tell_of_what_was_quarantined() -> None:
-    lines = cache_lines.disk_lines(TierStatus(num_packs=1, limit_bytes=1 << 30, num_quarantined=12))
+    lines = cache_lines.tier_lines(TierStatus(num_packs=1, limit_bytes=1 << 30, num_quarantined=12))
 
     assert any("12 blocks of another model" in line for line in lines)
-    assert not any("another model" in line for line in cache_lines.disk_lines(TierStatus()))
+    assert not any("another model" in line for line in cache_lines.tier_lines(TierStatus()))

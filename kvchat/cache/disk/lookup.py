@@ -17,6 +17,7 @@ from pathlib import Path
 from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
+from kvchat.cache.planner import from_tier
 from kvchat.cache.rates import RateMemory, kept_prefill_rate
 from kvchat.core.config import FEWER_BITS, INT8_KV, CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
@@ -253,7 +254,7 @@ class StoreLookup:
 
     def _rates(self, model: KnownModel) -> ReadRates:
         rates = RateMemory(self._memory, model.rates).read()
-        num_bytes = rates.get("read", ASSUMED_BYTES_PER_S)
+        num_bytes = rates.get(from_tier("disk"), ASSUMED_BYTES_PER_S)
         computed, half_context = kept_prefill_rate(rates)
         from_disk = num_bytes * model.block_size / model.block_bytes
         return ReadRates(computed, from_disk, half_context=half_context)

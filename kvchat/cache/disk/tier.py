@@ -41,6 +41,7 @@ from kvchat.cache.tier import (
     HeldRecord,
     Layout,
     PackHead,
+    Tier,
     trouble_of,
 )
 from kvchat.core.stats import TierStatus
@@ -53,7 +54,7 @@ class TierStats:
     """The status of one tier. The tier's thread changes it, any thread reads it."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.status = TierStatus(limit_bytes=limit_bytes)
+        self.status = TierStatus(limit_bytes=limit_bytes, is_shared=True)
 
     def count(self, **amounts: int) -> None:
         """Add to totals, by their names in TierStatus."""
@@ -212,13 +213,15 @@ class PackReader:
 _PATIENCE_S = 1.0
 
 
-class DiskTier:
+class DiskTier(Tier):
     """One identity's packs, in a directory that all identities share and together keep bounded.
 
     `limit_bytes` holds for the whole directory at every instant; `min_free_bytes` of the disk are
     left alone. `is_draft` where the KV is that of a model that only drafts for another. Raises
     StoreError where the directory cannot be used at all. One thread uses a tier.
     """
+
+    has_admin = True
 
     def __init__(
         self,

@@ -2,14 +2,15 @@
 limits.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from kvchat.cache import host_offload
-from kvchat.cache.host_offload import HostOffload
+from kvchat.cache import demotion
 from kvchat.cache.kv_pool import LayerGeometry
-from kvchat.cache.transfer import TransferThread
 from support.cached_contexts import compute, images_of
+from support.chains import new_chain
 from support.host_machine import GEOMETRIES, Machine
 
 STORY = list(range(40))
@@ -54,12 +55,12 @@ def test_a_prompt_takes_from_the_host_what_lies_behind_what_the_device_has() -> 
     machine.demote(6)
     assert machine.held(STORY) == 16
 
-    promotion = machine.offload.begin([*STORY[:30], 99, 98])
-    assert promotion is not None
-    while not promotion.is_over:
+    arrival = machine.begin([*STORY[:30], 99, 98])
+    assert arrival is not None
+    while not arrival.is_over:
         machine.settle()
 
-    assert (promotion.num_known, promotion.num_tokens) == (16, 12)
+    assert (arrival.num_known, arrival.num_tokens) == (16, 12)
     assert machine.held(STORY) == 28
 
 
@@ -81,13 +82,13 @@ def test_eviction_leaves_alone_what_a_promotion_builds_on() -> None:
     machine = Machine()
     compute(machine.manager, STORY)
     machine.demote(5)
-    promotion = machine.offload.begin([*STORY, 0])
-    assert promotion is not None
+    arrival = machine.begin([*STORY, 0])
+    assert arrival is not None
 
     machine.manager.evict_cold(1 << 20)
     machine.check()
     assert machine.held(STORY) == 20
-    while not promotion.is_over:
+    while not arrival.is_over:
         machine.settle()
 
     assert machine.held(STORY) == 40
@@ -97,30 +98,31 @@ def test_a_promotion_that_is_given_up_leaves_what_came() -> None:
     machine = Machine()
     compute(machine.manager, STORY)
     machine.demote()
-    promotion = machine.offload.begin([*STORY, 0])
-    assert promotion is not None
-    promotion.give_up()
-    assert promotion.is_over
+    arrival = machine.begin([*STORY, 0])
+    assert arrival is not None
+    arrival.give_up()
+    assert arrival.is_over
     machine.check()
 
     machine.settle()
 
-    assert not machine.offload.is_promoting
+    assert not machine.arrivals.live
     assert machine.held(STORY) == 0
     machine.check()
 
 
 def test_a_promotion_is_not_waited_for_without_end() -> None:
-    machine = Machine()
+    now_s = [0.0]
+    machine = Machine(clock=lambda: now_s[0])
     compute(machine.manager, STORY)
     machine.demote()
-    promotion = machine.offload.begin([*STORY, 0])
-    assert promotion is not None
+    arrival = machine.begin([*STORY, 0])
+    assert arrival is not None
 
-    promotion.deadline_s = 0.0
-    machine.offload.settle(may_demote=False)  # the thread hangs
+    now_s[0] = 1.1
+    machine.arrivals.settle()  # the thread hangs
 
-    assert promotion.is_over
+    assert arrival.is_over
     machine.check()
 
 
@@ -133,7 +135,8 @@ def test_cold_blocks_are_demoted_before_their_place_is_needed() -> None:
 
     for _ in range(10):
         machine.thread.work()
-        machine.offload.settle(may_demote=True)
+        machine.arrivals.settle()
+        machine.demoter.demote_cold()
 
     assert machine.manager.status().num_free == 6
     assert machine.promote(range(20)) > 0, "the coldest went"
@@ -145,7 +148,7 @@ def test_nothing_is_demoted_early_that_would_be_forgotten() -> None:
     for start in range(0, 200, 10):
         compute(machine.manager, [start + n for n in range(20)])
 
-    machine.offload.settle(may_demote=True)
+    machine.demoter.demote_cold()
 
     assert machine.manager.status().num_free == 0
 
@@ -154,14 +157,14 @@ def test_what_is_quicker_computed_is_neither_kept_nor_fetched() -> None:
     machine = Machine()
     compute(machine.manager, STORY)
     machine.demote(5)
-    machine.offload.rates.prefill_tokens_per_s = 1e12
-    machine.offload.rates.down_bytes_per_s = machine.offload.rates.up_bytes_per_s = 1e3
+    machine.planner.prefill.of_long = 1e12
+    machine.planner.rates = {"to host": 1e3, "from host": 1e3}
 
     machine.demote()
     assert machine.host.status().num_packs == 5
-    assert machine.offload.begin([*STORY, 0]) is None
+    assert machine.begin([*STORY, 0]) is None
 
-    machine.offload.rates.prefill_tokens_per_s = 1.0
+    machine.planner.prefill.of_long = 1.0
     compute(machine.manager, STORY[:20])
     assert machine.promote(STORY) == 20
 
@@ -200,7 +203,7 @@ def test_copies_that_fail_cost_only_what_they_carried(monkeypatch: pytest.Monkey
         raise RuntimeError("CUDA error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(machine.offload._copies, "down", fail)
+        broken.setattr(machine.host.copies, "down", fail)
         machine.manager.evict_cold(4)
         while machine.thread.jobs:
             with pytest.raises(RuntimeError):
@@ -209,17 +212,17 @@ def test_copies_that_fail_cost_only_what_they_carried(monkeypatch: pytest.Monkey
         machine.check()
     machine.demote(4)
     with monkeypatch.context() as broken:
-        broken.setattr(machine.offload._copies, "up", fail)
+        broken.setattr(machine.host.copies, "up", fail)
         compute(machine.manager, STORY[:24])
-        promotion = machine.offload.begin([*STORY, 0])
-        assert promotion is None, "what lies before it was lost"
+        arrival = machine.begin([*STORY, 0])
+        assert arrival is None, "what lies before it was lost"
         machine.demote()
-        promotion = machine.offload.begin([*STORY, 0])
-        assert promotion is not None
+        arrival = machine.begin([*STORY, 0])
+        assert arrival is not None
         with pytest.raises(RuntimeError):
             machine.thread.work(1)
         machine.settle()
-    assert promotion.is_over
+    assert arrival.is_over
     machine.check()
 
 
@@ -228,23 +231,24 @@ def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_onc
 ) -> None:
     machine = Machine(num_blocks=40, num_slots=100)
     image_bytes = machine.manager.kv_pool.geometry.block_bytes
-    monkeypatch.setattr(host_offload, "_MAX_STAGED_BYTES", 4 * image_bytes)
-    monkeypatch.setattr(machine.offload, "_piece_blocks", 2)
+    monkeypatch.setattr(demotion, "_MAX_STAGED_BYTES", 4 * image_bytes)
+    monkeypatch.setattr(machine.host, "piece_blocks", 2)
+    monkeypatch.setattr(demotion, "_PATIENCE_S", 0.01)
     waits: list[float] = []
-    take_done = machine.offload._take_done
+    wait_for = machine.demoter._changed.wait_for
 
-    def counted(timeout_s: float) -> None:
+    def counted(has_room: Callable[[], bool], timeout_s: float) -> bool:
         waits.append(timeout_s)
-        take_done(min(timeout_s, 0.001))
+        return wait_for(has_room, timeout_s)
 
-    monkeypatch.setattr(machine.offload, "_take_done", counted)
-    monkeypatch.setattr(host_offload, "_DEMOTE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(machine.demoter._changed, "wait_for", counted)
     compute(machine.manager, list(range(100)))
 
     machine.manager.evict_cold(20)
     assert len(machine.thread.jobs) == 2
     num_waits = len([wait for wait in waits if wait])
     machine.manager.evict_cold(1)
+    assert waits[-1] == 0.0
     assert len([wait for wait in waits if wait]) == num_waits
 
     machine.settle()
@@ -253,20 +257,19 @@ def test_no_more_is_staged_than_may_be_and_a_thread_that_hangs_is_waited_for_onc
 
 
 def test_through_a_real_thread() -> None:
-    machine = Machine()
-    thread = TransferThread(lambda: None, 0)
-    offload = HostOffload(machine.manager, machine.host, thread)
-    compute(machine.manager, STORY)
-    machine.manager.evict_cold(1 << 20)
-    assert thread.flush(60.0)
+    manager = Machine().manager
+    chain = new_chain(manager, num_host_blocks=64)
+    compute(manager, STORY)
+    manager.evict_cold(1 << 20)
+    assert chain.flush(60.0)
 
-    promotion = offload.begin([*STORY, 0])
-    assert promotion is not None
+    arrival = chain.arrivals.begin([*STORY, 0])
+    assert arrival is not None
     for _ in range(1000):
-        offload.wait_for_news()
-        offload.settle(may_demote=True)
-        if promotion.is_over:
+        chain.arrivals.wait_for_news()
+        chain.arrivals.settle()
+        if arrival.is_over:
             break
 
-    assert machine.held(STORY) == 40
-    thread.close(5.0)
+    assert manager.num_cached_tokens(STORY) == 40
+    chain.close()

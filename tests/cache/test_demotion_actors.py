@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
+from kvchat.cache.arrivals import Arrival
 from kvchat.cache.block_manager import BlockTable
-from kvchat.cache.host_offload import Promotion
 from kvchat.cache.kv_pool import Int8Format, PlainFormat
 from support.cached_contexts import assert_kv_is_right, write_kv
 from support.host_machine import GEOMETRIES, Machine
@@ -33,7 +33,7 @@ class Household:
             kv_format=rng.choice([PlainFormat(), Int8Format()]),
         )
         self.running: list[Runner] = []
-        self.promotions: list[Promotion] = []
+        self.arrivals: list[Arrival] = []
         trunk = [rng.randrange(200) for _ in range(30)]
         self.stories = [
             [*trunk[:cut], *(rng.randrange(200) for _ in range(30 - cut))] for cut in (0, 4, 9, 30)
@@ -49,18 +49,20 @@ class Household:
             self.grow(rng.choice(self.running))
         elif action < 0.65 and self.running:
             self.end(self.running.pop(rng.randrange(len(self.running))))
-        elif action < 0.8 and len(self.promotions) < 2:
-            promotion = machine.offload.begin(rng.choice(self.stories))
-            self.promotions += [promotion] if promotion is not None else []
-        elif action < 0.83 and self.promotions:
-            rng.choice(self.promotions).give_up()
+        elif action < 0.8 and len(self.arrivals) < 2:
+            arrival = machine.begin(rng.choice(self.stories))
+            self.arrivals += [arrival] if arrival is not None else []
+        elif action < 0.83 and self.arrivals:
+            rng.choice(self.arrivals).give_up()
         elif action < 0.86:
             machine.manager.evict_cold(rng.randint(1, 5))
         elif action < 0.95:
             machine.thread.work(rng.randint(1, 3))
-        machine.offload.settle(may_demote=rng.random() < 0.5)
-        self.num_promoted += sum(p.num_tokens for p in self.promotions if p.is_ended)
-        self.promotions = [p for p in self.promotions if not p.is_ended]
+        machine.arrivals.settle()
+        if rng.random() < 0.5:
+            machine.demoter.demote_cold()
+        self.num_promoted += sum(p.num_tokens for p in self.arrivals if p.is_over)
+        self.arrivals = [p for p in self.arrivals if not p.is_over]
         machine.check([runner.table for runner in self.running])
 
     def start(self, ids: list[int]) -> None:

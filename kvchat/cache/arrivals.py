@@ -1,0 +1,665 @@
+"""Arrivals: KV of prompts that comes from slower tiers, from one tier of the chain after another.
+
+An Arrival is one prompt's. The first tier that has more of the prompt than the device delivers it
+piece by piece through a Feed; then the next tier is asked for the rest. The thread of a tier finds
+and reads, the engine's thread copies to the device. KV that was out of this process is returned by
+`take_unverified`, to be verified by a forward pass.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import BoundedSemaphore, Event
+from typing import TYPE_CHECKING
+
+from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, SharedMemos, chain_keys, encode_ids
+from kvchat.cache.link import Link
+from kvchat.cache.planner import Planner
+from kvchat.cache.tier import (
+    DamagedRecord,
+    Found,
+    GoneRecord,
+    HeldRecord,
+    Image,
+    LogitFingerprint,
+    Tier,
+)
+from kvchat.core.types import CachedTokens, MissReason, TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+# Pieces read before the front is computed wait in memory: at most 256 MiB of packs.
+_MAX_PIECES_IN_FLIGHT = 64
+_PLACE_PATIENCE_S = 0.05
+# Reading into used memory takes a quarter of the time of fresh memory. So the reader stays only
+# this far ahead of the engine, and waits for it up to a limit. The limit is twice the slowest
+# measured copy of a pack to the device (9 ms, into fresh pages of the KV pool), and about the extra
+# cost of reading one pack into fresh memory. A quick tier copies a piece while another is entered.
+_PIECES_AHEAD, _QUICK_PIECES_AHEAD = 1, 2
+_TAKING_PATIENCE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`num_blocks` block images that belong at `start_block` of the prompt that they are read for.
+
+    `fingerprint` is that of its last token, if there is one.
+    """
+
+    start_block: int
+    num_blocks: int
+    image: "bytearray | memoryview | torch.Tensor"
+    fingerprint: LogitFingerprint | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """What one tier delivers of a prompt: the tier's thread puts pieces, the engine's takes them.
+
+    Before the first piece the tier's thread may set `ids` to the context of a snapshot of recurrent
+    state in the prompt, `num_planned` to the end of a front that is quicker to compute,
+    `piece_bytes` to the size of the largest piece, and `miss_reason` to why there is no more.
+    `num_front` is the engine's: packs before it are not read any more.
+
+    `num_known` counts the tokens that need no computing. `num_put` counts the delivered pieces,
+    `num_taken` those that the engine has handled. `num_awaited` is `num_taken` when the reader's
+    last wait for the engine timed out.
+    """
+
+    ids: TokenIds
+    num_known: int = 0
+    is_prefetch: bool = False
+    is_one_shot: bool = False
+    num_ahead: int = _PIECES_AHEAD
+    num_front: int = 0
+    num_planned: int = 0
+    piece_bytes: int = 0
+    miss_reason: MissReason | None = None
+    pieces: "SimpleQueue[Piece]" = field(default_factory=SimpleQueue)
+    places: BoundedSemaphore = field(
+        default_factory=lambda: BoundedSemaphore(_MAX_PIECES_IN_FLIGHT)
+    )
+    num_put: int = 0
+    num_taken: int = 0
+    num_awaited: int = -1
+    has_taken: Event = field(default_factory=Event)
+    has_all: Event = field(default_factory=Event)
+    is_given_up: Event = field(default_factory=Event)
+
+    def give_up(self) -> None:
+        """End it, and free the pieces that were read."""
+        self.is_given_up.set()
+        self._drop_pieces()
+
+    def _drop_pieces(self) -> None:
+        with suppress(Empty):
+            while True:
+                self.pieces.get_nowait()
+
+    # For the tier's thread
+
+    def has_place(self) -> bool:
+        """Acquire a place, with a short wait; false if none is free or the feed is given up."""
+        return self.places.acquire(timeout=_PLACE_PATIENCE_S) and not self.is_given_up.is_set()
+
+    def deliver(self, piece: Piece) -> None:
+        """Deliver a piece that was read, in the place acquired last."""
+        self.num_put += 1
+        self.pieces.put(piece)
+        if self.is_given_up.is_set():
+            self._drop_pieces()
+
+    def let_engine_take(self) -> None:
+        """Wait briefly for the engine to take a piece, if enough pieces are delivered.
+
+        If that wait times out, as while a front is computed, there is no further wait until the
+        engine has taken a piece.
+        """
+        self.has_taken.clear()
+        num_taken = self.num_taken
+        if self.num_put - num_taken < self.num_ahead or num_taken == self.num_awaited:
+            return
+        if not self.has_taken.wait(_TAKING_PATIENCE_S):
+            self.num_awaited = num_taken
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One prompt's KV on its way to the device. The engine's thread owns it.
+
+    # [0, num_known)                on the device at the start
+    # [num_known, num_front)        to be computed, if missing, while the rest is read; `num_front`
+    #                               is 0 if it is quicker to wait
+    # [num_trusted, num_arrived)    tokens of `arrived_ids` that arrived and are not verified yet;
+    #                               `fingerprint` is that of the last
+
+    `tokens` counts what has arrived, by the name of the tier. The tier asked now is number `stage`
+    of the chain and delivers through `feed`; `held` are pieces delivered before the front was
+    computed. `table` locks what a quick tier has delivered. `since_s` is when the last useful piece
+    arrived, or when the tier was asked at `asked_s`.
+
+    `give_up` ends it; blocks already on the device stay. `miss_reason` says why no more arrived.
+    For a prefetch (`is_prefetch`) no front is computed, because no request waits for it.
+    `is_one_shot`: the context will hardly be continued. Only quick tiers are asked if
+    `is_quick_only`.
+    """
+
+    ids: TokenIds
+    num_known: int
+    is_prefetch: bool = False
+    is_one_shot: bool = False
+    is_quick_only: bool = False
+    stage: int = -1
+    feed: Feed | None = None
+    held: "deque[Piece]" = field(default_factory=deque)
+    table: BlockTable | None = None
+    since_s: float = 0.0
+    asked_s: float = 0.0
+    is_opening: bool = False
+    num_front: int = 0
+    num_hurries: int = 0
+    miss_reason: MissReason | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
+    arrived_ids: TokenIds = ()
+    num_trusted: int = 0
+    num_arrived: int = 0
+    fingerprint: LogitFingerprint | None = None
+    is_over: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have arrived."""
+        return sum(self.tokens.values())
+
+    @property
+    def last_tier(self) -> str:
+        """The name of the tier that has delivered last; `device` where none has."""
+        return next(reversed(self.tokens), "device")
+
+    def give_up(self) -> None:
+        """End it and free the pieces already read: the request may keep this object for long."""
+        self.is_over = True
+        self.held.clear()
+        if self.feed is not None:
+            self.feed.give_up()
+
+    def cached(self, cached_len: int) -> CachedTokens:
+        """Split the cached tokens that a request starts with by the tiers they came from.
+
+        Their order in the prompt is that of the chain. The last may have been evicted since.
+        """
+        left, parts = max(0, cached_len - self.num_known), {}
+        for name, count in self.tokens.items():
+            parts[name] = min(count, left)
+            left -= parts[name]
+        return CachedTokens(device=cached_len - sum(parts.values())).plus(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RestoredContext:
+    """A context restored from its token `num_trusted` on, to be verified.
+
+    To verify it, compute its last token again and compare the KV, and the logits with the
+    fingerprint if there is one.
+    """
+
+    ids: list[int]
+    num_trusted: int
+    fingerprint: LogitFingerprint | None
+
+
+_log = logging.getLogger(__name__)
+
+_NEWS_PATIENCE_S = 0.02
+# Tokens to compute when a piece is late; doubled each further time.
+_HURRY_TOKENS = 64
+
+
+class Arrivals:
+    """The arrivals of one manager, from the tiers of `links`. `clock` returns seconds.
+
+    The engine's thread owns it.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        links: Sequence[Link],
+        planner: Planner,
+        memos: SharedMemos,
+        clock: Callable[[], float],
+    ) -> None:
+        self.live: list[Arrival] = []
+        self.unverified: list[Arrival] = []
+        self._manager = manager
+        self._links = links
+        self._planner = planner
+        self._memos = memos
+        self._clock = clock
+        self._block_bytes = manager.block_size * TOKEN_BYTES
+        self._image_bytes = manager.kv_pool.geometry.block_bytes
+        self._news = Event()
+
+    # Beginning
+
+    def begin(
+        self, ids: TokenIds, is_prefetch: bool = False, is_one_shot: bool = False
+    ) -> Arrival | None:
+        """Start to fetch the KV of a prompt that the device lacks; None if it lacks no full block.
+
+        If no tier is worth asking, the result is already over and its `miss_reason` says why.
+        """
+        num_known = self._manager.num_reusable_tokens(ids[:-1])
+        if len(ids) - 1 - num_known < self._manager.block_size:
+            return None
+        return self._begun(Arrival(ids, num_known, is_prefetch, is_one_shot))
+
+    def begin_quick(self, ids: TokenIds, earlier: Arrival | None) -> Arrival | None:
+        """Start to fetch what quick tiers have of a prompt; None if they have nothing.
+
+        What an `earlier` arrival for the same prompt has brought counts on.
+        """
+        arrival = Arrival(ids, self._manager.num_reusable_tokens(ids[:-1]), is_quick_only=True)
+        if earlier is not None:
+            arrival.num_known, arrival.tokens = earlier.num_known, dict(earlier.tokens)
+            arrival.miss_reason = earlier.miss_reason
+        return None if self._begun(arrival).is_over else arrival
+
+    def _begun(self, arrival: Arrival) -> Arrival:
+        self._ask_next(arrival)
+        if not arrival.is_over:
+            self.live.append(arrival)
+        return arrival
+
+    def hand_over(self, arrival: Arrival) -> None:
+        """A request claimed this prefetch: restart its deadline."""
+        arrival.is_prefetch = False
+        arrival.since_s = arrival.asked_s = self._clock()
+
+    def _ask_next(self, arrival: Arrival) -> None:
+        """Ask the next tier of the chain that may have more; end the arrival if there is none."""
+        arrival.feed, arrival.held = None, deque()
+        for stage in range(arrival.stage + 1, len(self._links)):
+            link = self._links[stage]
+            if arrival.is_quick_only and not link.is_quick:
+                continue
+            num_known = self._manager.num_reusable_tokens(arrival.ids[:-1])
+            if len(arrival.ids) - 1 - num_known < self._manager.block_size:
+                arrival.is_over = True
+                return
+            feed = Feed(arrival.ids, num_known, arrival.is_prefetch, arrival.is_one_shot)
+            ask = self._ask_quick if link.is_quick else self._ask
+            if ask(arrival, link, feed):
+                arrival.stage, arrival.feed, arrival.num_hurries = stage, feed, 0
+                arrival.since_s = arrival.asked_s = self._clock()
+                return
+        arrival.is_over = True
+        if all(link.is_quick for link in self._links):
+            arrival.miss_reason = arrival.miss_reason or MissReason.NO_TIER
+
+    def _ask(self, arrival: Arrival, link: Link, feed: Feed) -> bool:
+        """Have a tier's thread find and read; false if that is not worth it."""
+        size = self._manager.block_size
+        if link.thread.is_without_tier:
+            arrival.miss_reason = arrival.miss_reason or MissReason.NO_TIER
+            return False
+        num_blocks = (len(feed.ids) - 1 - feed.num_known) // size
+        num_bytes = (num_blocks + self._manager.num_state_blocks) * self._image_bytes
+        if not self._planner.is_worth_reading(
+            link.read_rate, num_blocks * size, num_bytes, feed.num_known
+        ):
+            arrival.miss_reason = arrival.miss_reason or MissReason.SLOWER
+            return False
+        start_block = self._manager.num_cached_tokens(feed.ids[:-1]) // size
+        link.thread.restore(lambda tier: self._read(link, tier, feed, start_block))
+        return True
+
+    def _ask_quick(self, arrival: Arrival, link: Link, feed: Feed) -> bool:
+        """Find at once, and have the tier's thread copy; false if there is nothing worth it."""
+        tier, size = link.tier, self._manager.block_size
+        assert tier is not None
+        start_block = self._manager.num_cached_tokens(feed.ids[:-1]) // size
+        runs = self._found(tier, feed, start_block)
+        num_blocks = sum(found.num_blocks for found in runs)
+        if not num_blocks or not self._planner.is_worth_copying(
+            [link.read_rate], num_blocks * size, num_blocks * self._image_bytes
+        ):
+            return False
+        start_block, feed.num_ahead = runs[0].start_block, _QUICK_PIECES_AHEAD
+        self._hold(arrival, feed.ids, start_block * size)
+        wanted = deque(runs)
+        link.thread.restore(lambda tier: self._read_on(link, tier, feed, wanted, start_block))
+        return True
+
+    def _hold(self, arrival: Arrival, ids: TokenIds, num_tokens: int) -> None:
+        """Lock the first tokens of a context until the arrival ends."""
+        table = self._manager.match([*ids[:num_tokens], NO_TOKEN])
+        self._let_go(arrival)
+        arrival.table = table
+
+    def _let_go(self, arrival: Arrival) -> None:
+        if (table := arrival.table) is not None:
+            arrival.table = None
+            self._manager.release(table, [])
+
+    # Settling
+
+    def wait_for_news(self) -> None:
+        """Wait briefly for the next delivery."""
+        self._news.wait(_NEWS_PATIENCE_S)
+        self._news.clear()
+
+    def settle(self) -> None:
+        """Copy all that was delivered to the device, and ask the next tiers for the rest."""
+        for arrival in list(self.live):
+            self.settle_one(arrival)
+
+    def settle_one(self, arrival: Arrival) -> bool:
+        """Settle one arrival; return whether more may come.
+
+        It gives up if there is no room. Pieces that are delivered before the front is computed are
+        held until then. If a piece is late, the front is extended, so that the engine computes
+        meanwhile.
+        """
+        while not arrival.is_over and self._has_ended(arrival):
+            self._note_reason(arrival)
+            self._let_go(arrival)
+            self._ask_next(arrival)
+        if arrival.is_over:
+            self._let_go(arrival)
+            if arrival in self.live:
+                self.live.remove(arrival)
+                self._links[arrival.stage].thread.copy(self._planner.keep)
+        return not arrival.is_over
+
+    def _has_ended(self, arrival: Arrival) -> bool:
+        """Take what the present feed has delivered; return whether it delivers no more."""
+        feed, link = arrival.feed, self._links[arrival.stage]
+        assert feed is not None
+        self._collect(arrival, feed)
+        arrival.num_front = feed.num_front = max(arrival.num_front, feed.num_planned)
+        is_ready = self._has_front(arrival)
+        while is_ready and arrival.held and not arrival.is_over:
+            self._take_next(arrival, feed, link)
+            self._collect(arrival, feed)
+        if arrival.is_over:
+            return False
+        has_all = feed.has_all.is_set() and feed.pieces.empty() and not arrival.held
+        if has_all or link.thread.is_without_tier:
+            return True
+        if link.is_quick:
+            num_tokens = len(feed.ids) - feed.num_known
+            is_late = self._clock() > arrival.asked_s + self._planner.quick_patience_s(num_tokens)
+            if is_late:
+                feed.give_up()
+            return is_late
+        if is_ready and self._is_late(arrival, feed, link):
+            self._hurry(arrival, feed)
+        return False
+
+    def _collect(self, arrival: Arrival, feed: Feed) -> None:
+        with suppress(Empty):
+            while True:
+                arrival.held.append(feed.pieces.get_nowait())
+
+    def _note_reason(self, arrival: Arrival) -> None:
+        """Keep the reason of the tier that had most; the first of those that had nothing more."""
+        feed, link = arrival.feed, self._links[arrival.stage]
+        assert feed is not None
+        if link.is_quick:
+            return
+        if link.thread.is_without_tier:
+            feed.miss_reason = MissReason.NO_TIER
+        if feed.num_taken or feed.miss_reason is None or arrival.miss_reason is None:
+            arrival.miss_reason = feed.miss_reason
+
+    def _take_next(self, arrival: Arrival, feed: Feed, link: Link) -> None:
+        piece = arrival.held.popleft()
+        feed.places.release()
+        if self._take(arrival, feed, link, piece) < piece.num_blocks:
+            arrival.miss_reason = MissReason.NO_ROOM
+            arrival.give_up()
+        if link.tier is not None:
+            link.tier.take_back(piece.image)
+        feed.num_taken += 1
+        del piece  # or the next read could not reuse its memory
+        feed.has_taken.set()
+
+    def _is_late(self, arrival: Arrival, feed: Feed, link: Link) -> bool:
+        num_tokens = len(arrival.ids) - arrival.num_known
+        is_opening = link.tier is None
+        if arrival.is_opening and not is_opening:  # reading starts only now
+            arrival.since_s = self._clock()
+        arrival.is_opening = is_opening
+        patience_s = self._planner.patience_s(
+            link.read_rate, num_tokens, feed.piece_bytes, is_opening
+        )
+        if arrival.is_prefetch:
+            patience_s += self._planner.assumed_seconds(num_tokens)
+        return self._clock() > arrival.since_s + patience_s
+
+    def _hurry(self, arrival: Arrival, feed: Feed) -> None:
+        """Extend the front, by twice as much each time in a row.
+
+        A prefetch gives up instead, and so does a context with recurrent state: its snapshot is of
+        use only as a whole.
+        """
+        size = self._manager.block_size
+        num_there = self._manager.num_cached_tokens(arrival.ids[:-1])
+        num_more = max(_HURRY_TOKENS << arrival.num_hurries, size)
+        arrival.num_hurries += 1
+        num_front = (num_there + num_more) // size * size
+        arrival.miss_reason = feed.miss_reason = MissReason.LATE
+        is_whole = arrival.is_prefetch or self._manager.has_state
+        if is_whole or num_front >= len(arrival.ids) - 1:
+            arrival.give_up()
+        else:
+            arrival.num_front = feed.num_front = num_front
+
+    def _has_front(self, arrival: Arrival) -> bool:
+        """Whether the front has been computed."""
+        front = arrival.ids[: arrival.num_front]
+        return not front or self._manager.num_cached_tokens(front) == arrival.num_front
+
+    def _take(self, arrival: Arrival, feed: Feed, link: Link, piece: Piece) -> int:
+        """Enter a piece in the device tier; return how many of its blocks are there now."""
+        size = self._manager.block_size
+        end = (piece.start_block + piece.num_blocks) * size
+        if self._manager.num_cached_tokens(feed.ids[:end]) == end:
+            return piece.num_blocks  # another request has computed it meanwhile
+        try:
+            num_adopted = self._manager.adopt(feed.ids, piece.start_block, piece.image)
+        except Exception:  # mostly out of memory: the tokens are computed instead
+            _log.exception("blocks could not be copied to the device")
+            return 0
+        if num_adopted:
+            end_block = piece.start_block + num_adopted
+            arrival.tokens[link.name] = arrival.tokens.get(link.name, 0) + num_adopted * size
+            arrival.since_s, arrival.num_hurries = self._clock(), 0
+            if link.is_quick:
+                self._hold(arrival, feed.ids, end_block * size)
+            else:
+                self._note_unverified(arrival, feed, piece, end_block)
+                link.writer.note_kept(feed.ids, end_block)
+        return num_adopted
+
+    def _note_unverified(self, arrival: Arrival, feed: Feed, piece: Piece, end_block: int) -> None:
+        size = self._manager.block_size
+        if arrival.num_arrived <= arrival.num_trusted:
+            arrival.num_trusted = piece.start_block * size
+            self.unverified.append(arrival)
+        arrival.arrived_ids, arrival.num_arrived = feed.ids, end_block * size
+        is_whole = end_block == piece.start_block + piece.num_blocks
+        arrival.fingerprint = piece.fingerprint if is_whole else None
+
+    # Verifying
+
+    def take_unverified(self, of_all: bool) -> list[RestoredContext]:
+        """Return restored contexts to verify: those of arrivals that are over, or of all.
+
+        Each is returned once; after that its tokens count as verified.
+        """
+        due = [arrival for arrival in self.unverified if of_all or arrival.is_over]
+        self.unverified = [arrival for arrival in self.unverified if arrival not in due]
+        return [self._restored_context(arrival) for arrival in due]
+
+    @property
+    def has_unverified(self) -> bool:
+        """Whether an arrival that is over is not verified yet."""
+        return any(arrival.is_over for arrival in self.unverified)
+
+    def _restored_context(self, arrival: Arrival) -> RestoredContext:
+        ids = list(arrival.arrived_ids[: arrival.num_arrived])
+        restored = RestoredContext(ids, arrival.num_trusted, arrival.fingerprint)
+        arrival.num_trusted = arrival.num_arrived
+        return restored
+
+    # On a tier's thread; for a quick tier, `_found` on the engine's
+
+    def _read(self, link: Link, tier: Tier | None, feed: Feed, start_block: int) -> None:
+        """Find a prompt's packs, and read them, or those after a front to be computed."""
+        wanted: deque[Found] = deque()
+        try:
+            if tier is not None and not feed.is_given_up.is_set():
+                runs = self._found(tier, feed, start_block)
+                if self._manager.has_state:
+                    num_restored = len(feed.ids) // self._manager.block_size
+                    start_block = min(start_block, num_restored - self._manager.num_state_blocks)
+                start_block = self._planned_start(link, feed, runs, start_block)
+                wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
+        finally:
+            self._read_on(link, tier, feed, wanted, start_block)
+
+    def _found(self, tier: Tier, feed: Feed, start_block: int) -> list[Found]:
+        """Return the packs of a prompt; of a quick tier only those from `start_block` on, because
+        it need not have what the device has.
+
+        With recurrent state `feed.ids` becomes the longest context of the prompt with a snapshot of
+        which the tier has all; none are returned if there is none after what the device can use.
+        """
+        encoded = encode_ids(feed.ids[:-1])
+        keys = self._memos.keys_of(tier.root, encoded)
+        first = start_block if tier.is_quick else 0
+        runs = self._runs(tier, keys, encoded, first, feed.is_one_shot)
+        num_found = first + sum(found.num_blocks for found in runs)
+        if num_found < len(keys):
+            feed.miss_reason = tier.why(keys[num_found], encoded, num_found)
+        if not self._manager.has_state:
+            return runs
+        return self._with_snapshot(tier, feed, keys[:num_found])
+
+    def _runs(
+        self, tier: Tier, keys: Sequence[bytes], encoded: bytes, first: int, is_one_shot: bool
+    ) -> list[Found]:
+        runs = tier.find(keys[first:], encoded[first * self._block_bytes :], is_one_shot)
+        return (
+            [replace(run, start_block=run.start_block + first) for run in runs] if first else runs
+        )
+
+    def _with_snapshot(self, tier: Tier, feed: Feed, keys: Sequence[bytes]) -> list[Found]:
+        size, manager = self._manager.block_size, self._manager
+        for num_blocks in range(len(keys), feed.num_known // size, -1):
+            ids = manager.with_state(feed.ids, num_blocks * size)
+            encoded = encode_ids(ids)
+            state = encoded[num_blocks * self._block_bytes :]
+            state_keys = chain_keys(keys[num_blocks - 1], state, self._block_bytes)
+            if not tier.peek(state_keys[:1], state[: self._block_bytes]):
+                continue
+            all_keys = [*keys[:num_blocks], *state_keys]
+            first = manager.num_cached_tokens(ids) // size if tier.is_quick else 0
+            runs = self._runs(tier, all_keys, encoded, first, feed.is_one_shot)
+            if first + sum(run.num_blocks for run in runs) == len(all_keys):
+                feed.ids = [*ids, NO_TOKEN]
+                return runs
+        return []
+
+    def _read_on(
+        self, link: Link, tier: Tier | None, feed: Feed, wanted: deque[Found], start_block: int
+    ) -> None:
+        """Read packs one after another, while there are places for them.
+
+        Without a place the job is queued again behind the others: the engine may need one of their
+        copies before it can take a piece.
+        """
+        has_place = True
+        try:
+            while tier is not None and wanted and (has_place := feed.has_place()):
+                self._read_pack(link, tier, feed, wanted.popleft(), start_block)
+        except DamagedRecord as damage:  # the tier counts it; the blocks after it are computed
+            feed.miss_reason = _miss_reason_of(damage)
+        finally:
+            if has_place or feed.is_given_up.is_set():
+                feed.has_all.set()
+                self._news.set()
+            else:
+                link.thread.restore(
+                    lambda tier: self._read_on(link, tier, feed, wanted, start_block)
+                )
+
+    def _read_pack(
+        self, link: Link, tier: Tier, feed: Feed, found: Found, start_block: int
+    ) -> None:
+        end_block = found.start_block + found.num_blocks
+        if end_block * self._manager.block_size <= feed.num_front:
+            feed.places.release()  # it is being computed
+            return
+        feed.let_engine_take()
+        start_s = self._clock()
+        image = tier.read(found)
+        seconds = self._clock() - start_s
+        link.read_s += seconds
+        self._planner.note_copy(link.read_rate, found.num_blocks * self._image_bytes, seconds)
+        feed.deliver(self._piece(found, image, start_block))
+        self._news.set()
+
+    def _planned_start(
+        self, link: Link, feed: Feed, runs: Sequence[Found], start_block: int
+    ) -> int:
+        """Return the first block to read, and set `num_planned` if a front is to be computed."""
+        wanted = [found for found in runs if found.start_block + found.num_blocks > start_block]
+        if not wanted:
+            return start_block
+        feed.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
+        if feed.is_prefetch or self._manager.has_state:
+            return start_block
+        size = self._manager.block_size
+        first = self._planner.first_worth(
+            link.read_rate,
+            [
+                (
+                    (found.start_block + found.num_blocks - max(found.start_block, start_block))
+                    * size,
+                    found.num_blocks * self._image_bytes,
+                )
+                for found in wanted
+            ],
+            start_block * size,
+        )
+        if first:
+            feed.miss_reason = MissReason.SLOWER
+        if first == len(wanted):
+            return wanted[-1].start_block + wanted[-1].num_blocks
+        if first:
+            start_block = wanted[first].start_block
+            feed.num_planned = start_block * size
+        return start_block
+
+    def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
+        """Make a piece of an image, without the blocks before `start_block`."""
+        num_known = max(0, start_block - found.start_block)
+        num_blocks = found.num_blocks - num_known
+        if isinstance(image, bytes | bytearray | memoryview):
+            rest = memoryview(image)[num_known * self._image_bytes :]
+            image = bytearray(rest) if rest.readonly else rest
+        return Piece(found.start_block + num_known, num_blocks, image, found.fingerprint)
+
+
+def _miss_reason_of(damage: DamagedRecord) -> MissReason:
+    """Return the miss reason for a record that could not be read."""
+    told = {GoneRecord: MissReason.EVICTED, HeldRecord: MissReason.LATE}
+    return told.get(type(damage), MissReason.CORRUPT)

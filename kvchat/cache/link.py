@@ -1,0 +1,52 @@
+"""Link: one tier of the chain, with its thread, its name and what writes to it."""
+
+from collections.abc import Callable
+
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.keys import SharedMemos
+from kvchat.cache.planner import from_tier
+from kvchat.cache.tier import Layout, Tier, TierOpener, trouble_of
+from kvchat.cache.transfer import TransferThread
+from kvchat.cache.write_behind import WriteBehind
+from kvchat.core.stats import TierStatus
+
+_MAX_PENDING_BYTES = 256 << 20
+
+
+class Link:
+    """Opens a tier on a thread of its own, or at once if it is quick. The engine's thread owns it.
+
+    A quick tier gets what the device evicts (`demotion.py`); nothing is written behind to it.
+    `read_s` counts the seconds that reading took.
+    """
+
+    def __init__(
+        self,
+        opener: TierOpener,
+        layout: Callable[[], Layout],
+        manager: CacheManager,
+        memos: SharedMemos,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = opener.name
+        self.is_quick = opener.is_quick
+        self.read_rate = from_tier(opener.name)
+        self.read_s = 0.0
+        tier = opener.open(layout) if opener.is_quick else None
+        most = manager.kv_pool.max_waiting_bytes or _MAX_PENDING_BYTES
+        self.thread = TransferThread(lambda: opener.open(layout), most, tier)
+        self.writer = WriteBehind(manager, self.thread, memos, clock)
+
+    @property
+    def tier(self) -> Tier | None:
+        """The tier; None while it is being opened, and if it could not be."""
+        return self.thread.tier
+
+    def status(self) -> TierStatus | None:
+        """Return the tier's status under its name, or why it could not be opened; None while it is
+        being opened.
+        """
+        if (failure := self.thread.failure) is not None:
+            return TierStatus(self.name, trouble=trouble_of(failure, self.name))
+        tier = self.tier
+        return tier.status().of(self.name, self.read_s) if tier is not None else None
