@@ -6,29 +6,23 @@ Joins conversation, text model, engine and session file; start reading this pack
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from kvchat.chat import session_file
-from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.asking import Asking
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.compaction import LEFT_OUT, LEFT_OUT_REPLY, OPENING, REPLY, CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.detokenizer import TextStream
-from kvchat.chat.grammar import AtLeast
-from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Decoding, Ledger, Reply, UnsavedLedger
-from kvchat.chat.shown_logprobs import LogprobTrack
+from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Ledger, Reply, UnsavedLedger
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter
-from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
 from kvchat.core.paths import is_same_place
 from kvchat.core.text import one_line
-from kvchat.core.types import FinishReason, TokenConstraint
-from kvchat.engine.request import RequestSpec
+from kvchat.core.types import FinishReason
 from kvchat.engine.thread import EngineThread
 
 _log = logging.getLogger(__name__)
@@ -445,86 +439,14 @@ class ChatSession:
         notify: Callable[[], None] | None,
         is_kept: bool = True,
     ) -> Reply:
-        stops = options.stops
-        new_stream = partial(self.model.tokenizer.new_stream, context)
-        stop_tokens = self._stop_tokens(stops)
-
-        def new_watcher() -> AnswerWatcher:
-            parts = AnswerParts(stops, starts_thinking, self._calls(options))
-            return AnswerWatcher(new_stream(), parts, stop_tokens)
-
-        answers = [
-            Decoding(
-                new_stream(),
-                stops,
-                starts_thinking,
-                self._calls(options),
-                self._track(options),
-                options.tells_ids,
-                stop_tokens,
-            )
-            for _ in range(options.num_samples)
-        ]
+        tools = self.conversation.tools
+        asking = Asking(self.model, context, options, starts_thinking, tools)
         scored_context = context if options.scores_prompt else ()
-        reply = Reply(ledger, answers, notify, scored_context=scored_context)
-        spec = RequestSpec(
-            prompt_ids=context,
-            sampling=options.resolved_sampling(),
-            max_tokens=options.max_tokens,
-            stop_token_ids=self.model.stop_token_ids | options.stop_token_ids,
-            new_stop_watcher=new_watcher if stops else None,
-            num_samples=options.num_samples,
-            is_one_shot=options.is_one_shot,
-            is_kept=is_kept,
-            new_constraint=self._new_constraint(options, new_stream if starts_thinking else None),
-            num_top_logprobs=options.num_top_logprobs,
-            scores_prompt=options.scores_prompt,
-            session_id=self.session_id if self._log is not None and is_kept else "",
-            client=options.client,
-            repetition_limit=options.repetition_limit,
-        )
-        ticket = self._engine.submit(spec, reply.listen)
+        reply = Reply(ledger, asking.decodings(), notify, scored_context=scored_context)
+        session_id = self.session_id if self._log is not None and is_kept else ""
+        ticket = self._engine.submit(asking.spec(session_id, is_kept), reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
-
-    def _new_constraint(
-        self, options: AskOptions, new_stream: Callable[[], TextStream] | None
-    ) -> Callable[[], TokenConstraint] | None:
-        """Return what makes the limit of one answer's tokens; None for any answer.
-
-        new_stream   decodes the thinking that an answer begins with; None for one without
-        """
-        grammar, least = options.grammar, options.min_tokens
-        stop_ids = self.model.stop_token_ids | options.stop_token_ids
-
-        def by_grammar() -> TokenConstraint | None:
-            stream = new_stream() if grammar is not None and new_stream is not None else None
-            return grammar.constraint(stream) if grammar is not None else None
-
-        def new_constraint() -> TokenConstraint:
-            limit, vocab_size = by_grammar(), self.model.vocab_size or 0
-            if limit is not None and not least:
-                return limit
-            return AtLeast(least, stop_ids, vocab_size, limit)
-
-        return new_constraint if grammar is not None or least else None
-
-    def _stop_tokens(self, stops: Sequence[str]) -> dict[int, str]:
-        """Return the stop texts that are tokens which no text shows, by id."""
-        tokenizer = self.model.tokenizer
-        ids = ((tokenizer.token_id(stop), stop) for stop in stops)
-        return {i: stop for i, stop in ids if i is not None and tokenizer.is_hidden(i)}
-
-    def _calls(self, options: AskOptions) -> CallSplitter | None:
-        """Return what finds the tool calls in one answer, None if none are looked for."""
-        tools, form = self.conversation.tools, self.model.format.tools
-        if tools is None or form is None or options.max_calls == 0:
-            return None
-        return CallSplitter(form.calls, tools, options.max_calls)
-
-    def _track(self, options: AskOptions) -> LogprobTrack | None:
-        """Return what finds the logprobs of one answer's text, None if none are told."""
-        return LogprobTrack(self.model.tokenizer) if options.num_top_logprobs is not None else None
 
     # Moving the tip; no turn is removed
 
