@@ -110,6 +110,7 @@ def _object(status: StoreStatus) -> dict[str, object]:
         "used_bytes": status.num_bytes,
         "limit_bytes": status.limit_bytes,
         "packed_weights_bytes": status.weights_bytes,
+        "compiled_kernels_bytes": status.kernels_bytes,
         "packs": status.num_packs,
         "tokens": status.num_tokens,
         "trouble": status.trouble or None,

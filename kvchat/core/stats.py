@@ -156,6 +156,7 @@ class StoreStatus:
     strangers     directories that look like model directories but were not made by this kvchat
     why_nothing   a sentence on why the budget is 0; empty if it is not, or if the user said so
     weights_bytes what packed weights take beside the KV
+    kernels_bytes what compiled CPU kernels take, in a directory of their own
     """
 
     directory: Path
@@ -164,6 +165,7 @@ class StoreStatus:
     strangers: tuple[Path, ...] = ()
     why_nothing: str = ""
     weights_bytes: int = 0
+    kernels_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -34,6 +34,8 @@ def status_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
     ]
     if status.weights_bytes:
         lines.append(f"packed weights: {format_bytes(status.weights_bytes)} more")
+    if status.kernels_bytes:
+        lines.append(f"compiled kernels: {format_bytes(status.kernels_bytes)} more")
     if not status.limit_bytes:
         why = one_line(status.why_nothing, _PATH_CHARS)
         lines.append(why or "Chats keep nothing here: --disk-cache is 0.")

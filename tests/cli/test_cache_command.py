@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cli import doctor
+from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, ObjectCache
 from support.commands import ROOT, Shell
 from support.failing_files import Faults
 from support.fork_server import ForkedShell
@@ -29,32 +30,40 @@ def store(shell: Shell) -> StoredPacks:
 
 
 def test_the_status_says_where_how_much_and_when(shell: Shell, store: StoredPacks) -> None:
-    done = shell.run("cache", "--disk-cache", "1G")
+    kernels = {KERNEL_CACHE_VARIABLE: str(shell.home / "kernels")}
+    ObjectCache(shell.home / "kernels").save(f"norm-{1:032x}.o", bytes(4064))
 
-    path, total, *model_dirs = done.stdout.decode().splitlines()
+    done = shell.run("cache", "--disk-cache", "1G", **kernels)
+
+    path, total, *model_dirs, compiled = done.stdout.decode().splitlines()
     assert done.returncode == 0
     assert path == str(store.directory)
     assert total.endswith("KiB of 1 GiB used: 5 packs, 22 tokens")
     assert len(model_dirs) == 2
     assert all("last used 20" in line for line in model_dirs)
+    assert compiled == "compiled kernels: 4 KiB more"
     assert done.stderr == b""
-    assert shell.run("cache", "--disk-cache", "1G", "status").stdout == done.stdout
-    assert shell.run("--disk-cache", "1G", "cache").stdout == done.stdout
+    assert shell.run("cache", "--disk-cache", "1G", "status", **kernels).stdout == done.stdout
+    assert shell.run("--disk-cache", "1G", "cache", **kernels).stdout == done.stdout
 
 
 def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -> None:
     store.spoil_table()
 
-    status = json.loads(shell.run("cache", "--disk-cache", "1G", "status", "--json").stdout)
+    none = {KERNEL_CACHE_VARIABLE: str(shell.home / "none")}
+
+    done = shell.run("cache", "--disk-cache", "1G", "status", "--json", **none)
+
+    status = json.loads(done.stdout)
 
     assert set(status) == {
         *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "pins"),
-        *("generations", "packed_weights_bytes"),
+        *("generations", "packed_weights_bytes", "compiled_kernels_bytes"),
     }
     assert (status["packs"], status["tokens"]) == (4, 14)
     assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])
     assert "not a database" in status["trouble"]
-    again = shell.run("cache", "--disk-cache", "1G", "--json")
+    again = shell.run("cache", "--disk-cache", "1G", "--json", **none)
     assert status == json.loads(again.stdout)
 
 
@@ -160,7 +169,7 @@ def test_what_a_chat_keeps_is_seen_and_can_go_while_it_runs(shell: ForkedShell, 
 
 def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -> None:
     shell.run("-m", tiny, *GREEDY, "-p", "My name is Ada, and I like to count ships.")
-    [table] = shell.home.rglob("cache.db")
+    [table] = (shell.home / ".cache").rglob("cache.db")
     with sqlite3.connect(table) as connection:
         connection.execute("UPDATE Pack SET payload = zeroblob(length(payload))")
     connection.close()

@@ -42,7 +42,7 @@ def test_without_a_cache_every_turn_is_read_whole_and_no_kv_is_kept(
     assert texts[0] == texts[1]
     assert cached[0][1] > 0
     assert cached[1] == [0, 0]
-    assert not list(shell.home.rglob("cache.db*"))
+    assert not list((shell.home / ".cache").rglob("cache.db*"))
     assert len(shell.sessions) == 2, "words are kept all the same"
 
 

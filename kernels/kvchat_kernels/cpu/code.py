@@ -28,7 +28,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from kvchat_kernels.cpu.level import CPU_VARIABLE, level
-from kvchat_kernels.cpu.object_cache import object_cache
+from kvchat_kernels.cpu.object_cache import file_name, object_cache
 
 # Floats of a vector. Widths and head dims are multiples of it.
 LANES = 8
@@ -451,20 +451,22 @@ def compiled(
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=processor.name, features=processor.flags, opt=2, jit=True
     )
-    file_name = f"{name.replace(' ', '-')}-{digest_of(name, forms)}.o"
-    found = object_cache().load(file_name)
+    file = f"{file_name_of(name, forms)}.o"
+    found = object_cache().load(file)
     if found is None:
         found = _object_code(machine, num_arguments, write)
-        object_cache().save(file_name, found)
+        object_cache().save(file, found)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(found))
     engine.finalize_object()
     return engine.get_function_address("run"), engine
 
 
-def digest_of(name: str, forms: tuple[object, ...]) -> str:
-    """Return 32 digits that stand for a kernel's code on this processor, of these sources."""
-    return hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()[:32]
+def file_name_of(name: str, forms: tuple[object, ...]) -> str:
+    """Return a name that stands for a kernel's code on this processor, of these sources."""
+    version = hashlib.sha256(repr(_version()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((_version(), name, forms)).encode()).hexdigest()[:32]
+    return file_name(version, name, digest)
 
 
 def _object_code(machine: Any, num_arguments: int, write: Callable[[Code], None]) -> bytes:

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from kvchat_kernels.cpu.code import Code, Kernel, digest_of, has_feature
+from kvchat_kernels.cpu.code import Code, Kernel, file_name_of, has_feature
 from kvchat_kernels.cpu.object_cache import object_cache
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
 
@@ -49,12 +49,12 @@ def is_second_faster(name: str, forms: tuple[object, ...], write: Write, task: R
 
     Raises what compiling raises.
     """
-    file_name = f"race-{digest_of(name, forms)}"
-    verdict = _VERDICTS.get(object_cache().load(file_name) or b"")
+    file = file_name_of(f"race {name}", forms)
+    verdict = _VERDICTS.get(object_cache().load(file) or b"")
     if verdict is None:
         verdict = _race(name, forms, write, task)
         word = next(word for word, is_second in _VERDICTS.items() if is_second is verdict)
-        object_cache().save(file_name, word)
+        object_cache().save(file, word)
     return verdict
 
 

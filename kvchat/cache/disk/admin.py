@@ -46,6 +46,7 @@ from kvchat.core.stats import (
     Verified,
 )
 from kvchat.core.types import MissReason, TokenIds
+from kvchat_kernels.cpu.object_cache import object_cache
 
 T = TypeVar("T")
 
@@ -103,6 +104,7 @@ class StoreAdmin:
             tuple(strangers(self.directory)),
             why_nothing,
             self._weights(limit).num_bytes(),
+            object_cache().num_bytes(),
         )
 
     def _weights(self, limit: int) -> WeightFiles:
