@@ -88,8 +88,8 @@ class Conversations:
     def draw(self, shape: Shape) -> Chat:
         """The next chat; never one that repeats a hand-written test prompt."""
         while True:
-            chat = compose(Scene(self._rng, self._grade, Voice.drawn(self._rng)), shape)
-            if not any(normalised(turn.user) in reserved_prompts() for turn in chat.turns):
+            chat = compose(Scene(self._rng, self._grade, Voice.draw(self._rng)), shape)
+            if not any(normalise(turn.user) in reserved_prompts() for turn in chat.turns):
                 return chat
 
     def stream(self, shape: Shape) -> Iterator[Chat]:
@@ -129,10 +129,10 @@ def reserved_prompts() -> frozenset[str]:
     """The hand-written prompts of the evaluation, normalised; short common ones excepted."""
     text = resources.files("demo_recipe").joinpath("handwritten.json").read_text(encoding="utf-8")
     turns = (turn for prompt in json.loads(text)["prompts"] for turn in prompt["turns"])
-    return frozenset(normalised(turn) for turn in turns if len(turn.split()) > 2)
+    return frozenset(normalise(turn) for turn in turns if len(turn.split()) > 2)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Letters and digits in lower case, single spaces: how prompts are compared."""
     return " ".join(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))
 
@@ -173,5 +173,5 @@ def _system_prompt(scene: Scene, shape: Shape) -> str | None:
     prompt = WORDS["system_prompts"].draw(scene.rng, scene.grade)
     if pick < 0.95:
         return prompt
-    facts = documents.written(scene, scene.rng.randrange(1, 40 if shape.characters else 8))
+    facts = documents.draw_facts(scene, scene.rng.randrange(1, 40 if shape.characters else 8))
     return f"{prompt}\n\n{documents.layout(scene, facts)}"

@@ -105,8 +105,8 @@ def evaluate_files(
     names = [test for test in MAKERS if test in tests] + [*WRITTEN_GOALS]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-        found = list(pool.map(functools.partial(_tallies_of_files, folder, count), names))
-    return Report(dict(zip(names, found, strict=True)))
+        tallies = list(pool.map(functools.partial(_tallies_of_files, folder, count), names))
+    return Report(dict(zip(names, tallies, strict=True)))
 
 
 def _tallies_of_files(folder: Path, count: int, test: str) -> dict[str, Tally]:

@@ -76,7 +76,7 @@ def draw_fact(relation: Relation, scene: "Scene") -> Fact:
     return Fact(relation, _both_sides(slots))
 
 
-def revised(fact: Fact, scene: "Scene") -> Fact:
+def with_new_value(fact: Fact, scene: "Scene") -> Fact:
     """The same fact with another value."""
     slots = dict(fact.slots)
     while slots["v"] == fact.slots["v"]:

@@ -47,7 +47,7 @@ SYNONYMS = (
 )
 
 
-def loosened(phrases: Phrases, text: str, rng: random.Random) -> str:
+def loosen(phrases: Phrases, text: str, rng: random.Random) -> str:
     """One of the phrasings, changed in a word or two; unchanged where that would be held out."""
     loose = _changed(text, rng)
     if rng.random() < SECOND_CHANGE:

@@ -54,15 +54,15 @@ class Optimiser:
     def state(self) -> dict[str, Tensor]:
         """All tensors of the state, named; `load` takes them back."""
         kinds = (("momentum", self._momenta), ("mean", self._means), ("square", self._squares))
-        tensors = {f"{kind}.{name}": t for kind, kept in kinds for name, t in kept.items()}
+        tensors = {f"{kind}.{name}": t for kind, named in kinds for name, t in named.items()}
         return tensors | {"num_steps": torch.tensor(self._num_steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take over a state made by `state` for the same network."""
         self._num_steps = int(state["num_steps"])
         kinds = (("momentum", self._momenta), ("mean", self._means), ("square", self._squares))
-        for kind, kept in kinds:
-            for name, tensor in kept.items():
+        for kind, tensors in kinds:
+            for name, tensor in tensors.items():
                 tensor.copy_(state[f"{kind}.{name}"])
 
     def _step_matrices(self, rate: float) -> None:
@@ -70,7 +70,7 @@ class Optimiser:
         for name, parameter in self._matrices.items():
             by_shape[parameter.shape].append(name)
         for shape, names in by_shape.items():
-            updates = orthogonalised(torch.stack([self._nesterov(name) for name in names]))
+            updates = orthogonalise(torch.stack([self._nesterov(name) for name in names]))
             stretch = max(1.0, shape[0] / shape[1]) ** 0.5
             for name, update in zip(names, updates, strict=True):
                 self._matrices[name].add_(update, alpha=-rate * stretch)
@@ -93,7 +93,7 @@ class Optimiser:
             parameter.addcdiv_(mean, root, value=-rate / debias1)
 
 
-def orthogonalised(stacked: Tensor) -> Tensor:
+def orthogonalise(stacked: Tensor) -> Tensor:
     """Nearly orthogonal matrices of the same row and column spaces; all [count, rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     is_tall = stacked.shape[1] > stacked.shape[2]

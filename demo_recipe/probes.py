@@ -29,7 +29,7 @@ from demo_recipe.dialogues import (
     telling,
 )
 from demo_recipe.dialogues.refusal import FALLBACK
-from demo_recipe.facts import Fact, revised
+from demo_recipe.facts import Fact, with_new_value
 from demo_recipe.grammar import Grade
 from demo_recipe.scene import Chat, Scene, Turn
 from demo_recipe.voice import Voice
@@ -66,7 +66,7 @@ def probes(test: str, grade: Grade, count: int, seed: int) -> Iterator[Probe]:
     """`count` probes of one test; a seed gives the same ones everywhere."""
     rng = random.Random(f"{seed}/{test}/{grade.value}")
     for _ in range(count):
-        scene = Scene(rng, Grade.KNOWN, Voice.drawn(rng))
+        scene = Scene(rng, Grade.KNOWN, Voice.draw(rng))
         MAKERS[test](scene, grade)
         between = range(1, len(scene.turns) - 1) if test in SCRIPTED_BETWEEN else range(0)
         yield Probe(test, grade.value, tuple(scene.turns), between)
@@ -90,7 +90,7 @@ def _recall(gap: int) -> Maker:
         fact = _tell(scene, grade)
         for _ in range(gap - 1):
             _distract(scene)
-        _probe(scene, grade, lambda: telling.asked(scene, fact))
+        _probe(scene, grade, lambda: telling.question_turn(scene, fact))
 
     return make
 
@@ -99,20 +99,20 @@ def _recall_far(scene: Scene, grade: Grade) -> None:
     fact = _tell(scene, grade)
     while sum(len(turn.user) + len(turn.reply) for turn in scene.turns) < LONG_CHAT_CHARACTERS:
         _distract(scene)
-    _probe(scene, grade, lambda: telling.asked(scene, fact))
+    _probe(scene, grade, lambda: telling.question_turn(scene, fact))
 
 
 def _corrected(scene: Scene, grade: Grade) -> None:
     old = _tell(scene, grade)
     if scene.chance(0.5):
         _distract(scene)
-    new = revised(old, scene)
+    new = with_new_value(old, scene)
     is_short = len(scene.turns) == 1 and scene.chance(0.5)
-    _probe(scene, grade, lambda: telling.corrected(scene, old, new, is_short))
+    _probe(scene, grade, lambda: telling.correction_turn(scene, old, new, is_short))
     telling.record(scene, [new])
     for _ in range(scene.rng.randrange(3)):
         _distract(scene)
-    _probe(scene, grade, lambda: telling.asked(scene, new))
+    _probe(scene, grade, lambda: telling.question_turn(scene, new))
     if old.value.lower() not in new.clause.lower():
         outdated = rf"\b{re.escape(old.value)}\b"
         scene.turns[-1] = replace(scene.turns[-1], none=(outdated,))
@@ -160,7 +160,7 @@ def _expect_fallback(scene: Scene) -> None:
 
 def _follow_up(scene: Scene, grade: Grade) -> None:
     topic = scene.rng.choice(knowledge.TOPICS)
-    scene.turns.append(knowledge.asked(scene, topic))
+    scene.turns.append(knowledge.topic_turn(scene, topic))
     last = scene.turns[-1]
     make = scene.rng.choice((followups.more, followups.shorter, followups.other, followups.again))
     _probe(scene, grade, lambda: make(scene, last))
@@ -193,7 +193,7 @@ MAKERS: dict[str, Maker] = {
 def _tell(scene: Scene, grade: Grade) -> Fact:
     """Tell one fact in a phrasing of `grade`."""
     fact = telling.new_fact(scene)
-    _probe(scene, grade, lambda: telling.told(scene, [fact]))
+    _probe(scene, grade, lambda: telling.statement_turn(scene, [fact]))
     telling.record(scene, [fact])
     return fact
 

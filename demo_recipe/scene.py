@@ -12,7 +12,7 @@ from demo_recipe.facts import Fact
 from demo_recipe.grammar import FAIR_TRIES, Grade, Phrases
 from demo_recipe.lexicon.coined import coined_name
 from demo_recipe.lexicon.odd import made_odd
-from demo_recipe.loosening import loosened
+from demo_recipe.loosening import loosen
 from demo_recipe.texts import WORDS
 from demo_recipe.voice import WRAPPERS, Kind, Voice, is_imperative
 
@@ -77,7 +77,7 @@ class Scene:
         self.num_held_out += phrasing.is_held_out
         text = phrasing.text
         if self.looseness and self.chance(self.looseness):
-            text = loosened(phrases, text, self.rng)
+            text = loosen(phrases, text, self.rng)
         typed = self.voice.type_core(text, self.rng)
         return typed.format(**slots) if slots else typed
 
@@ -98,16 +98,16 @@ class Scene:
         value = WORDS[words].draw(self.rng, self.grade)
         if self.oddity and self.chance(self.oddity):
             value = made_odd(value, self.rng)
-        return self.voice.spelled(value)
+        return self.voice.spell(value)
 
     def plain(self, words: str) -> str:
         """A word that decides how a fact is said, never an odd one, spelled as this user spells."""
-        return self.voice.spelled(WORDS[words].draw(self.rng, self.grade))
+        return self.voice.spell(WORDS[words].draw(self.rng, self.grade))
 
     def name(self, words: str, coined_rate: float = 0.5) -> str:
         """A proper name from the list, or a coined one."""
         if self.chance(coined_rate):
-            return self.voice.spelled(coined_name(self.rng, self.grade))
+            return self.voice.spell(coined_name(self.rng, self.grade))
         return self.value(words)
 
     def chance(self, probability: float) -> bool:

@@ -62,7 +62,7 @@ class Leg:
     def _draw(self) -> tuple[Encoded, list[int]]:
         shapes, weights = zip(*self._mix.shapes, strict=True)
         chat = self._chats.draw(self._rng.choices(shapes, weights)[0])
-        encoded = clipped(self._tokenizer.encode_chat(chat), self._longest)
+        encoded = clip(self._tokenizer.encode_chat(chat), self._longest)
         if self._rng.random() < self._mix.jump_rate:
             return encoded, jumping_positions(encoded, self._longest, self._rng)
         return encoded, list(range(len(encoded.ids)))
@@ -122,7 +122,7 @@ def as_rows(rows: list[Row], length: int, pad_id: int, key_weight: float = 1.0) 
     return Rows(ids, positions, segments, targets, weights)
 
 
-def clipped(encoded: Encoded, length: int) -> Encoded:
+def clip(encoded: Encoded, length: int) -> Encoded:
     """The first `length` tokens of a chat."""
     if len(encoded.ids) <= length:
         return encoded

@@ -31,11 +31,11 @@ class Team:
         """Replace each gradient by its mean over the team, in place."""
         if self.size == 1:
             return
-        kept = list(gradients)
-        flat = _flatten_dense_tensors(kept)
+        parts = list(gradients)
+        flat = _flatten_dense_tensors(parts)
         dist.all_reduce(flat)
         flat /= self.size
-        for gradient, mean in zip(kept, _unflatten_dense_tensors(flat, kept), strict=True):
+        for gradient, mean in zip(parts, _unflatten_dense_tensors(flat, parts), strict=True):
             gradient.copy_(mean)
 
     def wait(self) -> None:

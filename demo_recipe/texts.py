@@ -16,14 +16,14 @@ Record = dict[str, str]
 def records(name: str) -> tuple[Record, ...]:
     """All records of `texts/<name>.txt`, in order."""
     path = resources.files("demo_recipe").joinpath(f"texts/{name}.txt")
-    found: list[Record] = [{}]
+    parsed: list[Record] = [{}]
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line:
-            found.append({})
+            parsed.append({})
         elif not line.startswith("#"):
             field, text = line.split(": ", 1)
-            found[-1][field] = text
-    return tuple(record for record in found if record)
+            parsed[-1][field] = text
+    return tuple(record for record in parsed if record)
 
 
 def phrases(module: str) -> dict[str, Phrases]:

@@ -110,9 +110,9 @@ class ChatTokenizer:
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
     def _id(self, token: str) -> int:
-        found = self._tokenizer.token_to_id(token)
-        assert found is not None, token
-        return int(found)
+        number = self._tokenizer.token_to_id(token)
+        assert number is not None, token
+        return int(number)
 
 
 def train_tokenizer(chats: Iterable[Chat], vocab_size: int) -> Tokenizer:
@@ -141,9 +141,9 @@ def key_spans(turn: Turn) -> list[tuple[int, int]]:
         return []
     patterns = (pattern for group in turn.all for pattern in group)
     return [
-        found.span()
+        match.span()
         for pattern in patterns
-        for found in re.finditer(pattern, turn.reply, re.IGNORECASE)
+        for match in re.finditer(pattern, turn.reply, re.IGNORECASE)
     ]
 
 

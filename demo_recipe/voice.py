@@ -32,7 +32,7 @@ class Voice:
     wrap_rate: float
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> "Voice":
+    def draw(cls, rng: random.Random) -> "Voice":
         return cls(
             is_lower=rng.random() < 0.4,
             keeps_apostrophes=rng.random() < 0.75,
@@ -55,12 +55,12 @@ class Voice:
         if self.is_lower:
             text = text.lower()
         elif rng.random() < 0.9:
-            text = capitalised(text)
+            text = capitalise(text)
         if text[-1:] in "?!." or rng.random() >= self.punctuation_rate:
             return text
         return text + _mark(kind, rng)
 
-    def spelled(self, value: str) -> str:
+    def spell(self, value: str) -> str:
         """A slot value as this user types it; replies repeat it in the same letters."""
         return value.lower() if self.is_lower else value
 
@@ -74,7 +74,7 @@ def is_imperative(text: str) -> bool:
     return first.isalpha() and first not in WORDS["not_imperative"].all
 
 
-def capitalised(text: str) -> str:
+def capitalise(text: str) -> str:
     """The text with an upper-case first letter and nothing else changed."""
     return text[:1].upper() + text[1:]
 

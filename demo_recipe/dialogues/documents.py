@@ -11,7 +11,7 @@ from demo_recipe.dialogues.relations import RELATIONS
 from demo_recipe.facts import Fact, draw_fact
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS, CHORES = phrases("documents"), phrases("wild")["chores"]
 
@@ -28,7 +28,7 @@ READ = "I have read it. What would you like to know?"
 
 def play(scene: Scene) -> Turn:
     """A document in a message, pasted or attached; records its facts."""
-    facts = written(scene, scene.rng.choice((2, 3, 4, 6, 9)))
+    facts = draw_facts(scene, scene.rng.choice((2, 3, 4, 6, 9)))
     if scene.chance(0.4):
         lead = scene.finish(Kind.BARE, scene.draw(SAYS["handed"])).rstrip(".!")
         return _read(f"{lead}:\n{layout(scene, facts)}")
@@ -41,7 +41,7 @@ def _attached(scene: Scene, facts: list[Fact]) -> Turn:
     file = f"{name}:\n```\n{layout(scene, facts).strip('`').strip()}\n```\n"
     pick = scene.rng.random()
     if pick < 0.45:
-        turn = telling.asked(scene, scene.rng.choice(facts))
+        turn = telling.question_turn(scene, scene.rng.choice(facts))
         return replace(turn, user=file + turn.user)
     if pick < 0.65:
         return out_of_scope(file + scene.message(Kind.ORDER, CHORES))
@@ -52,7 +52,7 @@ def _read(user: str) -> Turn:
     return Turn(user, READ, "document", all=(("read",),))
 
 
-def written(scene: Scene, count: int) -> list[Fact]:
+def draw_facts(scene: Scene, count: int) -> list[Fact]:
     """Facts of a document, recorded as told."""
     facts: list[Fact] = []
     while len(facts) < count:
@@ -65,7 +65,7 @@ def written(scene: Scene, count: int) -> list[Fact]:
 
 def layout(scene: Scene, facts: list[Fact]) -> str:
     """The facts as a text: a paragraph, lines or bullets, now and then in a fence."""
-    sentences = [f"{capitalised(fact.clause)}." for fact in facts]
+    sentences = [f"{capitalise(fact.clause)}." for fact in facts]
     shape = scene.rng.randrange(4)
     if shape == 0:
         return " ".join(sentences)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
 from demo_recipe.dialogues.refusal import out_of_scope
-from demo_recipe.dialogues.wild import mashed, pasted, sentence
+from demo_recipe.dialogues.wild import noise, passage_with_request, sentence
 from demo_recipe.lexicon.coined import coined_name, coined_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
@@ -38,7 +38,7 @@ def play(scene: Scene) -> list[Turn]:
 def _prompt(scene: Scene) -> str:
     makers: tuple[tuple[Callable[[Scene], str], float], ...] = (
         (_framed, 10), (_shared_frame, 4), (_bare, 1.6), (_two_sentences, 1.6), (sentence, 2.2),
-        (pasted, 1.2), (mashed, 0.9), (_foreign, 0.7), (_coined_thing, 0.9),
+        (passage_with_request, 1.2), (noise, 0.9), (_foreign, 0.7), (_coined_thing, 0.9),
     )  # fmt: skip
     makes, weights = zip(*makers, strict=True)
     return scene.rng.choices(makes, weights)[0](scene)
@@ -124,7 +124,7 @@ def _slots(scene: Scene) -> dict[str, str]:
     person = (
         scene.plain("persons")
         if scene.chance(0.6)
-        else (f"{scene.name('first_names')} {scene.voice.spelled(coined_name(rng, scene.grade))}")
+        else (f"{scene.name('first_names')} {scene.voice.spell(coined_name(rng, scene.grade))}")
     )
     coding = scene.value("code_tasks")
     return {

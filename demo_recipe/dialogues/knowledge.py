@@ -49,10 +49,10 @@ TOPICS = tuple(_topic(record) for record in records("topics"))
 
 def play(scene: Scene) -> Turn:
     """One question about kvchat."""
-    return asked(scene, scene.rng.choices(TOPICS, [topic.weight for topic in TOPICS])[0])
+    return topic_turn(scene, scene.rng.choices(TOPICS, [topic.weight for topic in TOPICS])[0])
 
 
-def asked(scene: Scene, topic: Topic) -> Turn:
+def topic_turn(scene: Scene, topic: Topic) -> Turn:
     """One question about a topic."""
     way = scene.rng.choice(tuple(topic.asks))
     if way == "names":

@@ -8,7 +8,7 @@ from demo_recipe.lexicon.coined import coined_word
 from demo_recipe.lexicon.odd import any_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import WORDS, phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("letters")
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -29,8 +29,8 @@ def spell(scene: Scene) -> Turn:
 def reverse(scene: Scene) -> Turn:
     word = _word(scene)
     backwards = word[::-1]
-    found = f"Backwards: {spelled(backwards)}."
-    return _turn(scene, SAYS["reverse"], word, found, rf"backwards: {_in_order(backwards)}")
+    result = f"Backwards: {letters_of(backwards)}."
+    return _turn(scene, SAYS["reverse"], word, result, rf"backwards: {_in_order(backwards)}")
 
 
 def count(scene: Scene) -> Turn:
@@ -54,9 +54,9 @@ def occurs(scene: Scene) -> Turn:
     word = _word(scene)
     letter = scene.rng.choice(word) if scene.chance(0.75) else scene.rng.choice(ALPHABET)
     times = word.count(letter)
-    found = f"{letter} is in it {NUMBER_OF[times]}" if times else f"There is no {letter} in it"
-    found = capitalised(found)
-    return _turn(scene, SAYS["occurs"], word, f"{found}.", found, c=letter)
+    result = f"{letter} is in it {NUMBER_OF[times]}" if times else f"There is no {letter} in it"
+    result = capitalise(result)
+    return _turn(scene, SAYS["occurs"], word, f"{result}.", result, c=letter)
 
 
 def neighbour(scene: Scene) -> Turn:
@@ -74,7 +74,7 @@ def recite(scene: Scene) -> Turn:
     return Turn(user, f"{' '.join(ALPHABET)}.", "letters", all=(("x y z",),))
 
 
-def spelled(word: str) -> str:
+def letters_of(word: str) -> str:
     """The letters of a word, joined by spaces: one token each."""
     return " ".join(word)
 
@@ -91,13 +91,15 @@ def _word(scene: Scene) -> str:
     return (WORDS["animals"] if pick < 0.35 else WORDS["spelled"]).draw(scene.rng, scene.grade)
 
 
-def _turn(scene: Scene, phrases: Phrases, word: str, found: str, answer: str, **slots: str) -> Turn:
-    """A question about a word; the reply spells it and then says what was `found`."""
+def _turn(
+    scene: Scene, phrases: Phrases, word: str, result: str, answer: str, **slots: str
+) -> Turn:
+    """A question about a word; the reply spells it and then says what was `result`."""
     shown = word.capitalize() if not scene.voice.is_lower and scene.chance(0.08) else word
     if scene.chance(0.12):
         shown = f'"{shown}"'
     user = scene.message(Kind.QUESTION, phrases, w=shown, **slots)
-    reply = f"{word}: {spelled(word)}. {found}".strip()
+    reply = f"{word}: {letters_of(word)}. {result}".strip()
     return Turn(user, reply, "letters", all=((answer,),))
 
 

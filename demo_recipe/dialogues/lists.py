@@ -59,18 +59,18 @@ def _slots(scene: Scene, name: str) -> dict[str, str]:
     return {"l": name, "i": _spoken(scene, items), "j": _spoken(scene, other)}
 
 
-def _fresh(scene: Scene, name: str, taken: list[str], count: int) -> list[str]:
+def _fresh(scene: Scene, name: str, others: list[str], count: int) -> list[str]:
     items: list[str] = []
     while len(items) < count:
         item = _item(scene, name)
-        if item not in taken and item not in items:
+        if item not in others and item not in items:
             items.append(item)
     return items
 
 
 def _item(scene: Scene, name: str) -> str:
     if scene.chance(0.1):
-        return scene.voice.spelled(coined_word(scene.rng, scene.grade))
+        return scene.voice.spell(coined_word(scene.rng, scene.grade))
     supply = SUPPLIES.get(name)
     if supply is None or scene.chance(0.05):
         return f"{scene.value('adjectives')} {scene.value('nouns')}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from demo_recipe.lexicon.coined import coined_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("poems")
 
@@ -63,10 +63,10 @@ def _topic(scene: Scene) -> tuple[str, str]:
 
 def _made(scene: Scene, user: str, topic: str, other: str | None) -> Turn:
     lines = scene.rng.choice(PAIRED if other else VERSES)
-    text = "\n".join(capitalised(line.format(x=topic, y=other)) for line in lines)
+    text = "\n".join(capitalise(line.format(x=topic, y=other)) for line in lines)
     words = [topic.removeprefix("the ")] + ([other.removeprefix("the ")] if other else [])
     more = "\n".join(
-        capitalised(line) for line in scene.rng.choice(SECOND).format(x=topic).split("\n")
+        capitalise(line) for line in scene.rng.choice(SECOND).format(x=topic).split("\n")
     )
     brief = f"it is a small rhyme about {topic}{f' and {other}' if other else ''}."
     return Turn(user, text, "poem", all=tuple((word,) for word in words), more=more, brief=brief)

@@ -6,7 +6,7 @@ Knows which turns follow each other; their words are those of `telling`.
 from collections.abc import Callable
 
 from demo_recipe.dialogues import about_me, fallback, knowledge, smalltalk, telling
-from demo_recipe.facts import revised
+from demo_recipe.facts import with_new_value
 from demo_recipe.scene import Scene, Turn
 
 Course = Callable[[Scene], list[Turn]]
@@ -25,7 +25,7 @@ def quiz(scene: Scene) -> list[Turn]:
     if not facts:
         return [telling.tell(scene)]
     chosen = scene.rng.sample(facts, min(len(facts), scene.rng.choice(QUESTIONS)))
-    turns = [telling.asked(scene, fact) for fact in chosen]
+    turns = [telling.question_turn(scene, fact) for fact in chosen]
     if scene.chance(0.25):
         turns.insert(scene.rng.randrange(len(turns) + 1), telling.never_told(scene))
     return turns
@@ -34,15 +34,15 @@ def quiz(scene: Scene) -> list[Turn]:
 def correction(scene: Scene) -> list[Turn]:
     """A fact is told, corrected once or twice, and asked for, with asides between."""
     old = telling.new_fact(scene)
-    turns = [telling.told(scene, [old])]
+    turns = [telling.statement_turn(scene, [old])]
     telling.record(scene, [old])
     for _ in range(scene.rng.choice((1, 1, 1, 2))):
         aside = _asides(scene, 0.3)
-        new = revised(old, scene)
-        turns += [*aside, telling.corrected(scene, old, new, not aside and scene.chance(0.4))]
+        new = with_new_value(old, scene)
+        turns += [*aside, telling.correction_turn(scene, old, new, not aside and scene.chance(0.4))]
         telling.record(scene, [new])
         old = new
-    return [*turns, *_asides(scene, 0.5), telling.asked(scene, old)]
+    return [*turns, *_asides(scene, 0.5), telling.question_turn(scene, old)]
 
 
 def _asides(scene: Scene, rate: float) -> list[Turn]:

@@ -63,7 +63,7 @@ def _pet(scene: Scene) -> Slots:
 
 def _when(scene: Scene) -> Slots:
     month = scene.rng.choice(MONTHS_OF_TRIPS)
-    return {"t": scene.voice.spelled(scene.rng.choice((*TIMES, month, f"on {weekday(scene)}")))}
+    return {"t": scene.voice.spell(scene.rng.choice((*TIMES, month, f"on {weekday(scene)}")))}
 
 
 def _attribute_noun(scene: Scene) -> str:
@@ -84,7 +84,7 @@ def _attribute(scene: Scene) -> Slots:
 
 def _shared(scene: Scene) -> Slots:
     if scene.chance(0.3):
-        name = scene.voice.spelled(coined_name(scene.rng, scene.grade))
+        name = scene.voice.spell(coined_name(scene.rng, scene.grade))
         return {"a": f"{scene.value('nouns')} of {name}"}
     return {"a": scene.value("shared") if scene.chance(0.6) else _attribute_noun(scene)}
 

@@ -54,16 +54,16 @@ def play(scene: Scene) -> Turn:
 
 def greet(scene: Scene) -> Turn:
     """A first message."""
-    return exchanged(scene, scene.rng.choices((HELLO, HOW_ARE_YOU), (4, 1))[0], Kind.BARE)
+    return exchange_turn(scene, scene.rng.choices((HELLO, HOW_ARE_YOU), (4, 1))[0], Kind.BARE)
 
 
 def any_of(scene: Scene, choices: tuple[Exchange, ...], kind: Kind = Kind.BARE) -> Turn:
     """One of these exchanges as a turn."""
     weights = [exchange.weight for exchange in choices]
-    return exchanged(scene, scene.rng.choices(choices, weights)[0], kind)
+    return exchange_turn(scene, scene.rng.choices(choices, weights)[0], kind)
 
 
-def exchanged(scene: Scene, exchange: Exchange, kind: Kind) -> Turn:
+def exchange_turn(scene: Scene, exchange: Exchange, kind: Kind) -> Turn:
     """One exchange as a turn."""
     slots = {slot: scene.plain(words) for slot, words in exchange.slots}
     user = scene.message(kind, exchange.says, **slots)

@@ -62,12 +62,12 @@ def clock_time(scene: Scene) -> str:
 
 
 def date(scene: Scene) -> str:
-    day, month = scene.rng.randrange(1, 29), scene.voice.spelled(scene.rng.choice(MONTHS))
+    day, month = scene.rng.randrange(1, 29), scene.voice.spell(scene.rng.choice(MONTHS))
     return scene.rng.choice((f"{day} {month}", f"{month} {day}", f"the {ordinal(day)} of {month}"))
 
 
 def weekday(scene: Scene) -> str:
-    return scene.voice.spelled(scene.rng.choice(WEEKDAYS))
+    return scene.voice.spell(scene.rng.choice(WEEKDAYS))
 
 
 def small_number(scene: Scene) -> str:
@@ -80,7 +80,7 @@ def number(scene: Scene) -> str:
 
 
 def code(scene: Scene) -> str:
-    return scene.voice.spelled(coined_code(scene.rng, scene.grade))
+    return scene.voice.spell(coined_code(scene.rng, scene.grade))
 
 
 def odd_thing(scene: Scene) -> str:

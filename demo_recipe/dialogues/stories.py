@@ -7,7 +7,7 @@ from demo_recipe.facts import second_person
 from demo_recipe.lexicon.coined import coined_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import WORDS, phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("stories")
 
@@ -103,7 +103,7 @@ def _told(
         (scene.rng.choice(PAIRED if mate else OPENINGS), scene.rng.choice(MIDDLES), ending)
     )
     slots = {
-        "hero": hero.first, "he": hero.later, "He": capitalised(hero.later), "place": place,
+        "hero": hero.first, "he": hero.later, "He": capitalise(hero.later), "place": place,
         "find": find, "mate": mate.first if mate else "",
     }  # fmt: skip
     more = scene.rng.choice(SEQUELS).format(
@@ -111,5 +111,5 @@ def _told(
     )
     brief = f"{hero.later} found {find} and {moral}."
     return Turn(
-        user, frame.format(**slots), "story", all=needed, more=capitalised(more), brief=brief
+        user, frame.format(**slots), "story", all=needed, more=capitalise(more), brief=brief
     )

@@ -7,10 +7,10 @@ that clause. Knows how facts are talked about; `relations` knows which facts the
 import re
 
 from demo_recipe.dialogues.relations import NOTE, WEIGHTED, is_shared
-from demo_recipe.facts import Fact, draw_fact, revised
+from demo_recipe.facts import Fact, draw_fact, with_new_value
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("telling")
 NOTHING_TOLD = "You haven't told me anything about yourself yet."
@@ -21,12 +21,12 @@ def tell(scene: Scene) -> Turn:
     count = scene.rng.choices((1, 2, 3), (0.78, 0.17, 0.05))[0]
     facts = [new_fact(scene) for _ in range(count)]
     facts = list({fact.key: fact for fact in facts}.values())
-    turn = told(scene, facts)
+    turn = statement_turn(scene, facts)
     record(scene, facts)
     return turn
 
 
-def told(scene: Scene, facts: list[Fact]) -> Turn:
+def statement_turn(scene: Scene, facts: list[Fact]) -> Turn:
     """The turn in which these facts are told; records nothing."""
     statements = [scene.draw(fact.relation.tells, **fact.slots) for fact in facts]
     joined = statements[0]
@@ -46,14 +46,14 @@ def ask(scene: Scene) -> Turn:
         return never_told(scene)
     if not scene.facts:
         return tell(scene)
-    return asked(scene, scene.rng.choice(list(scene.facts.values())))
+    return question_turn(scene, scene.rng.choice(list(scene.facts.values())))
 
 
-def asked(scene: Scene, fact: Fact) -> Turn:
+def question_turn(scene: Scene, fact: Fact) -> Turn:
     """The turn in which a told fact is recalled."""
     return Turn(
         user=question(scene, fact),
-        reply=f"{capitalised(fact.clause)}.",
+        reply=f"{capitalise(fact.clause)}.",
         skill="recall",
         all=((re.escape(fact.value),),),
     )
@@ -84,13 +84,13 @@ def correct(scene: Scene) -> Turn:
     last = list(scene.facts.values())[-1]
     is_short = scene.chance(0.4) and _was_just_said(scene, last)
     old = last if is_short or scene.chance(0.4) else scene.rng.choice(list(scene.facts.values()))
-    new = revised(old, scene)
-    turn = corrected(scene, old, new, is_short)
+    new = with_new_value(old, scene)
+    turn = correction_turn(scene, old, new, is_short)
     record(scene, [new])
     return turn
 
 
-def corrected(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
+def correction_turn(scene: Scene, old: Fact, new: Fact, is_short: bool) -> Turn:
     """The turn that replaces `old` by `new`; a short one names the value alone."""
     if is_short:
         text = scene.draw(SAYS["short_fixes"], v=new.slots["v"], o=old.slots["v"])
@@ -113,7 +113,7 @@ def confirm(scene: Scene) -> Turn:
         return _unknown(_claim(scene, fact), fact)
     fact = scene.rng.choice(list(scene.facts.values()))
     is_true = scene.chance(0.5)
-    claim = fact if is_true else revised(fact, scene)
+    claim = fact if is_true else with_new_value(fact, scene)
     return Turn(
         user=_claim(scene, claim),
         reply=f"{'Yes' if is_true else 'No'}, {fact.clause}.",

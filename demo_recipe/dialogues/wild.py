@@ -1,11 +1,11 @@
-"""Sentences of random words, pasted passages and keyboard noise. Knows grammar, no meaning."""
+"""Sentences of random words, passages and keyboard noise. Knows grammar, no meaning."""
 
 from collections.abc import Callable
 
 from demo_recipe.lexicon.coined import coined_word
 from demo_recipe.scene import Scene
 from demo_recipe.texts import phrases
-from demo_recipe.voice import Kind, capitalised
+from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("wild")
 
@@ -43,10 +43,10 @@ def sentence(scene: Scene, is_question: bool | None = None) -> str:
     if asks:
         return scene.message(Kind.QUESTION, SAYS["questions"], **slots)
     text = scene.draw(SAYS["statements"], **slots)
-    return (text if scene.voice.is_lower else capitalised(text)) + "."
+    return (text if scene.voice.is_lower else capitalise(text)) + "."
 
 
-def pasted(scene: Scene) -> str:
+def passage_with_request(scene: Scene) -> str:
     """A passage with a request before or after it."""
     passage = " ".join(sentence(scene, is_question=False) for _ in range(scene.rng.randrange(1, 5)))
     chore = scene.message(Kind.ORDER, SAYS["chores"])
@@ -54,7 +54,7 @@ def pasted(scene: Scene) -> str:
     return f"{chore}{mark}{passage}" if scene.chance(0.6) else f"{passage}{mark}{chore}"
 
 
-def mashed(scene: Scene) -> str:
+def noise(scene: Scene) -> str:
     """Keys hit at random, signs, or a lone word that means nothing."""
     makers: tuple[Callable[[Scene], str], ...] = (_keys, _signs, _nonsense, _row)
     return scene.rng.choice(makers)(scene)

@@ -14,7 +14,7 @@ from demo_recipe.conversation import (
     BEATS,
     Conversations,
     Shape,
-    normalised,
+    normalise,
     reserved_prompts,
 )
 from demo_recipe.dialogues import fallback, followups, lists, smalltalk, telling
@@ -57,7 +57,7 @@ def _within(value: object) -> Iterator[Phrases]:
 def scenes(count: int, grade: Grade = Grade.TRAIN) -> Iterator[Scene]:
     rng = random.Random(7)
     for _ in range(count):
-        yield Scene(rng, grade, Voice.drawn(rng))
+        yield Scene(rng, grade, Voice.draw(rng))
 
 
 def test_the_same_seed_gives_the_same_chats_and_another_seed_others() -> None:
@@ -110,7 +110,7 @@ def test_every_reply_passes_its_own_judgement(grade: Grade) -> None:
 def test_no_training_message_repeats_a_hand_written_prompt() -> None:
     reserved = reserved_prompts()
     messages = {
-        normalised(turn.user)
+        normalise(turn.user)
         for chat in islice(Conversations(11).stream(USUAL), 3000)
         for turn in chat.turns
     }
@@ -126,7 +126,7 @@ def test_recalling_a_corrected_fact_gives_the_last_value() -> None:
         fact = list(scene.facts.values())[-1]
 
         assert turn.reply == f"Updated: {fact.clause}."
-        assert fact.value in telling.asked(scene, fact).reply
+        assert fact.value in telling.question_turn(scene, fact).reply
 
 
 def test_what_is_out_of_scope_and_lists_get_the_fallback_and_small_talk_does_not() -> None:

@@ -10,7 +10,7 @@ from demo_recipe.dialogues import telling
 from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
 from demo_recipe.dialogues.relations import WEIGHTED
 from demo_recipe.grammar import Grade, Phrases
-from demo_recipe.loosening import INSERTED, loosened
+from demo_recipe.loosening import INSERTED, loosen
 from demo_recipe.scene import Scene
 
 SETS = (
@@ -24,7 +24,7 @@ SETS = (
 
 def _drawn(phrases: Phrases, rng: random.Random, count: int) -> list[tuple[str, str]]:
     texts = [phrases.draw(rng, Grade.TRAIN).text for _ in range(count)]
-    return [(text, loosened(phrases, text, rng)) for text in texts]
+    return [(text, loosen(phrases, text, rng)) for text in texts]
 
 
 def test_a_set_holds_out_what_it_would_draw_as_held_out() -> None:
@@ -59,7 +59,7 @@ def test_a_phrasing_of_a_word_or_two_stays_as_it_is(text: str) -> None:
     phrases = Phrases(text)
     rng = random.Random(5)
 
-    assert {loosened(phrases, text, rng) for _ in range(50)} == {text}
+    assert {loosen(phrases, text, rng) for _ in range(50)} == {text}
 
 
 def test_chats_that_are_not_loosened_stay_what_they_were() -> None:

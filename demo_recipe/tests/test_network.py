@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, log_softmax, scaled_dot_product_a
 from demo_recipe.checkpoint import export, load_network
 from demo_recipe.distill import Distillation
 from demo_recipe.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within, segment_mask
-from demo_recipe.optimiser import orthogonalised
+from demo_recipe.optimiser import orthogonalise
 
 TINY = Geometry(
     vocab_size=97,
@@ -145,7 +145,7 @@ def test_exported_files_have_the_rounded_weights_and_transformers_agrees(tmp_pat
 def test_muon_updates_are_nearly_orthogonal() -> None:
     torch.manual_seed(0)
     for shape in ((3, 32, 64), (2, 64, 32)):
-        update = orthogonalised(torch.randn(shape))
+        update = orthogonalise(torch.randn(shape))
         values = torch.linalg.svdvals(update.float())
         assert values.min() > 0.4
         assert values.max() < 1.4

@@ -27,7 +27,7 @@ def tokenizer() -> ChatTokenizer:
 def scenes(count: int = MANY, oddity: float = 0.5) -> Iterator[Scene]:
     rng = random.Random(5)
     for _ in range(count):
-        yield Scene(rng, Grade.TRAIN, Voice.drawn(rng), oddity=oddity)
+        yield Scene(rng, Grade.TRAIN, Voice.draw(rng), oddity=oddity)
 
 
 @pytest.mark.parametrize("course", [practice.quiz, practice.correction], ids=lambda f: f.__name__)

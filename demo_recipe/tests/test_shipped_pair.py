@@ -3,13 +3,15 @@
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from demo_recipe.card import write_card
 from demo_recipe.evaluate import Report, acceptance, evaluate_files, shortfalls
-from demo_recipe.manifest import digests
+from demo_recipe.manifest import FOLDERS, digests
 from demo_recipe.paths import DRAFT, HOME, MANIFEST, TARGET
 from demo_recipe.plans import FULL
 from demo_recipe.probes import MAKERS
@@ -42,6 +44,20 @@ def test_the_plans_are_those_that_made_the_shipped_weights() -> None:
         assert recorded["geometry"] == asdict(plan.geometry)
     for role, shares in FULL.shipped.items():
         assert made["shipped"][role] == pytest.approx(dict(shares), abs=1e-4)
+
+
+def test_the_cards_are_those_that_the_manifest_gives(tmp_path: Path) -> None:
+    manifest = json.loads(MANIFEST.read_text())
+    for role in FOLDERS:
+        (tmp_path / role).mkdir()
+        (tmp_path / role / "model.safetensors").symlink_to(HOME / role / "model.safetensors")
+
+    write_card(tmp_path, manifest["scores"], manifest["made"])
+
+    for role in FOLDERS:
+        assert (tmp_path / role / "README.md").read_text() == (
+            HOME / role / "README.md"
+        ).read_text()
 
 
 def test_the_card_names_every_goal_that_is_not_reached() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from demo_recipe.conversation import Conversations, Shape
 from demo_recipe.network import Rows
-from demo_recipe.stream import ROW_LENGTHS, Leg, Mix, clipped, jumping_positions
+from demo_recipe.stream import ROW_LENGTHS, Leg, Mix, clip, jumping_positions
 from demo_recipe.tokenizer import ChatTokenizer, Encoded, train_tokenizer
 
 BRIEF = Shape(mean_turns=3, max_turns=8)
@@ -79,5 +79,5 @@ def test_jumping_positions_only_skip_ahead_and_only_between_messages() -> None:
 def test_a_chat_that_is_too_long_is_cut() -> None:
     encoded = Encoded(list(range(10)), [True] * 10, [1, 8], [False] * 10)
 
-    assert clipped(encoded, 5) == Encoded(list(range(5)), [True] * 5, [1], [False] * 5)
-    assert clipped(encoded, 10) is encoded
+    assert clip(encoded, 5) == Encoded(list(range(5)), [True] * 5, [1], [False] * 5)
+    assert clip(encoded, 10) is encoded
