@@ -12,13 +12,16 @@ from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
+from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.hf.gathered import cache_over
 from kvchat.model.hf.model_class import loads_towers, without_towers
 from kvchat.model.loader import LoadedModel, _own_weights_only, inspect_model, load_model
 from kvchat.model.packed.quantise import is_packed
+from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import compare_with_own
 from kvchat.model.spec import CacheCall
+from kvchat_kernels.slot_positions import SlotPositions
 from support.architectures import GATHERED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
@@ -58,6 +61,23 @@ def test_a_cache_counts_a_sequence_s_tokens_and_then_the_new_ones_too() -> None:
     cache.update(new, new, 0)
 
     assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (7, 3)
+
+
+def test_a_table_with_positions_of_its_own_is_refused(tmp_path: Path) -> None:
+    """The models of this path count positions by how many tokens their cache has."""
+    loaded = load(checkpoint("bloom", tmp_path))
+    layers = loaded.spec.storing_layers
+    pools = [
+        (
+            torch.zeros(3, 8, of.num_kv_heads, of.key_dim),
+            torch.zeros(3, 8, of.num_kv_heads, of.value_dim),
+        )
+        for of in layers
+    ]
+    piece = SequencePiece([1], 5, [1], 1, table_positions=SlotPositions((), 5))
+
+    with pytest.raises(AssertionError, match="take a slot's number for its position"):
+        PagedModel(loaded, pools).forward(build_batch([piece], 8, torch.device("cpu")))
 
 
 def test_an_index_is_stored_in_halves_and_comes_back_whole() -> None:

@@ -18,6 +18,7 @@ from kvchat.model.gpu.graphs import SHAPES
 from kvchat.model.gpu.step_buffers import StepBuffers, StepShape
 from kvchat.model.loader import LoadedModel
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
+from kvchat_kernels.slot_positions import SlotPositions
 from support.graph_recorder import Broken, Recorder
 from support.paged_scene import MAX_CONTEXT, Scene, load_tiny
 from support.row_draws import sampler_rows
@@ -287,10 +288,11 @@ def test_nothing_is_captured_before_it_was_wanted_a_few_times_nor_by_a_step(load
     assert recorder.num_captured == 1
 
 
-def test_prefills_and_contexts_beyond_the_tables_are_left_to_the_eager_pass(load: Load) -> None:
+def test_steps_that_no_graph_can_hold_are_left_to_the_eager_pass(load: Load) -> None:
     scene = Scene(load("llama"), Recorder())
     long = SequencePiece([1], MAX_CONTEXT, range(1, 100), 1)
-    for pieces in ([scene.read(3, list(range(30)))], [long]):
+    private = replace(scene.read(9, [1]), table_positions=SlotPositions((), 5))
+    for pieces in ([scene.read(3, list(range(30)))], [long], [scene.read(3, [1]), private]):
         for _ in range(4):
             assert scene.graphs.run(pieces) is None
     assert not scene.graphs.capture_wanted()
