@@ -66,6 +66,11 @@ class Planner:
             name: rate for name, rate in known.items() if name.startswith(("from ", "to "))
         }
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether `keep` keeps anything."""
+        return self._memory is not None
+
     def keep(self) -> None:
         """Keep the rates of copies for the next run; any thread may do that."""
         if self._memory is not None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.arrivals import Arrival, Feed, Piece
+from kvchat.cache.arrivals import Arrival
+from kvchat.cache.feed import Feed, Piece
 from kvchat.cache.keys import chain_keys, encode_ids
 from kvchat.cache.tier import DamagedRecord, GoneRecord, HeldRecord, Tier
 from kvchat.core.types import MissReason

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvchat.cache.arrivals import Arrivals
+from kvchat.cache.feed import FeedReader
 from kvchat.core.types import SamplingParams
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.request import Request, RequestSpec, State
@@ -18,7 +19,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each wait for news."""
     made: list[int] = []
     monkeypatch.setattr(Arrivals, "wait_for_news", lambda arrivals: made.append(1))
-    monkeypatch.setattr(Arrivals, "_read", lambda *_: None)  # a tier that never delivers
+    monkeypatch.setattr(FeedReader, "read", lambda *_: None)  # a tier that never delivers
     return made
 
 
