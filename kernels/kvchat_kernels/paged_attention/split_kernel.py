@@ -8,10 +8,18 @@ import triton
 import triton.language as tl
 
 from kvchat_kernels.paged_attention.tile_kernel import (
+    Pool,
+    Scoring,
+    Span,
+    Table,
     attend_keys,
+    find_part,
     first_visible,
     load_positions,
     load_rows,
+    mean_of,
+    new_tokens,
+    no_keys,
 )
 
 
@@ -23,29 +31,57 @@ def divide_keys(
     num_splits,
     min_query_len,
     max_query_len,
+    span,
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Return [B] the number of splits of each sequence, and the scalar length of a split in slots.
 
     Sequences with fewer than `min_query_len` or more than `max_query_len` new tokens get none. All
     splits of a step have the same length, so a long sequence gets many. In total there are at most
-    `num_splits` + the number of handled sequences. With WINDOW and CHUNK, slots are positions.
+    `num_splits` + the number of handled sequences. With a window or chunks, slots are positions.
     """
     sequence = tl.arange(0, BLOCK_B)
     there = sequence < num_sequences
     start = tl.load(query_starts_ptr + sequence, mask=there, other=0)
     query_len = tl.load(query_starts_ptr + sequence + 1, mask=there, other=0) - start
     context_len = tl.load(context_lens_ptr + sequence, mask=there, other=0)
-    first = first_visible(tl.maximum(context_len - query_len, 0), WINDOW, CHUNK)
+    first = first_visible(tl.maximum(context_len - query_len, 0), span)
     is_ours = there & (query_len >= min_query_len) & (query_len <= max_query_len)
     num_keys = tl.where(is_ours, context_len - first, 0)
     fair = tl.cdiv(tl.sum(num_keys, 0), num_splits)
     split_len = tl.maximum(tl.cdiv(fair, BLOCK_N) * BLOCK_N, MIN_SPLIT)
     return tl.cdiv(num_keys, split_len), split_len
+
+
+@triton.jit
+def slots_of_split(nth, split_len, query_len, context_len, span):
+    """Return the slots [begin, end) of a sequence's nth split."""
+    first = first_visible(tl.maximum(context_len - query_len, 0), span)
+    begin = first + nth * split_len
+    return begin, tl.minimum(begin + split_len, context_len)
+
+
+@triton.jit
+def place_of_row(split, row, max_query_len, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
+    """Return where a row's results begin in [splits, max_query_len * GROUP, KV heads]."""
+    return (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS
+
+
+@triton.jit
+def store_split(partial_ptr, lse_ptr, place, is_row, mean, top, weight, VALUE_DIM: tl.constexpr):
+    """Store the rows' mean of the values of a split, and the log2 of the sum of their weights.
+
+    A row that sees no key of this split has weight 0: its mean is 0 and its logarithm -inf.
+    """
+    dim = tl.arange(0, mean.shape[1])
+    tl.store(
+        partial_ptr + place[:, None] * VALUE_DIM + dim[None, :],
+        mean,
+        mask=is_row[:, None] & (dim[None, :] < VALUE_DIM),
+    )
+    tl.store(lse_ptr + place, top + tl.log2(weight), mask=is_row)
 
 
 # do_not_specialize: Triton would compile a new kernel when such a value is 1 or a multiple of 16.
@@ -124,33 +160,27 @@ def paged_attention_split_kernel(
         num_splits,
         min_query_len,
         max_query_len,
+        Span(WINDOW=WALKED_WINDOW, CHUNK=WALKED_CHUNK),
         BLOCK_B,
         BLOCK_N,
         MIN_SPLIT,
-        WALKED_WINDOW,
-        WALKED_CHUNK,
     )
     if split >= tl.sum(counts, 0):
         return
-    is_before = tl.cumsum(counts, 0) <= split
-    sequence = tl.sum(is_before.to(tl.int32), 0)
-    nth = split - tl.sum(tl.where(is_before, counts, 0), 0)
-
-    first_token = tl.load(query_starts_ptr + sequence)
-    query_len = tl.load(query_starts_ptr + sequence + 1) - first_token
+    sequence, nth = find_part(counts, split)
+    first_token, query_len = new_tokens(query_starts_ptr, sequence)
     context_len = tl.load(context_lens_ptr + sequence)
     num_rows = query_len * GROUP
     if row_tile * BLOCK_M >= num_rows:
         return
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = context_len - query_len + row // GROUP
-    first = first_visible(tl.maximum(context_len - query_len, 0), WALKED_WINDOW, WALKED_CHUNK)
-    begin = first + nth * split_len
-    end = tl.minimum(begin + split_len, context_len)
+    begin, end = slots_of_split(
+        nth, split_len, query_len, context_len, Span(WINDOW=WALKED_WINDOW, CHUNK=WALKED_CHUNK)
+    )
     if positions_ptr is not None:
         positions_ptr += sequence.to(tl.int64) * positions_stride
         position = load_positions(positions_ptr, position, context_len)
-
     query = load_rows(
         query_ptr,
         row,
@@ -167,51 +197,85 @@ def paged_attention_split_kernel(
         key_scales_ptr += kv_head * (key_stride_head // KEY_GROUP)
         value_scales_ptr += kv_head * (value_stride_head // VALUE_GROUP)
     total, top, weight = attend_keys(
-        tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32),
-        tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32),
-        tl.zeros((BLOCK_M,), dtype=tl.float32),
+        no_keys(BLOCK_M, BLOCK_V),
         query,
         position,
         begin,
         end,
-        tables_ptr + sequence.to(tl.int64) * tables_stride,
-        positions_ptr,
-        key_ptr + kv_head * key_stride_head,
-        value_ptr + kv_head * value_stride_head,
-        key_scales_ptr,
-        value_scales_ptr,
-        scale,
-        cap,
-        key_stride_block,
-        key_stride_slot,
-        value_stride_block,
-        value_stride_slot,
-        BLOCK_SIZE,
-        KEY_DIM,
-        VALUE_DIM,
-        BLOCK_K,
-        BLOCK_V,
+        Table(
+            blocks_ptr=tables_ptr + sequence.to(tl.int64) * tables_stride,
+            positions_ptr=positions_ptr,
+            BLOCK_SIZE=BLOCK_SIZE,
+        ),
+        Pool(
+            ptr=key_ptr + kv_head * key_stride_head,
+            scales_ptr=key_scales_ptr,
+            stride_block=key_stride_block,
+            stride_slot=key_stride_slot,
+            DIM=KEY_DIM,
+            GROUP=KEY_GROUP,
+            BLOCK_DIM=BLOCK_K,
+        ),
+        Pool(
+            ptr=value_ptr + kv_head * value_stride_head,
+            scales_ptr=value_scales_ptr,
+            stride_block=value_stride_block,
+            stride_slot=value_stride_slot,
+            DIM=VALUE_DIM,
+            GROUP=VALUE_GROUP,
+            BLOCK_DIM=BLOCK_V,
+        ),
+        Span(WINDOW=WINDOW, CHUNK=CHUNK),
+        Scoring(scale=scale, cap=cap, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION),
         BLOCK_N,
-        WINDOW,
-        CHUNK,
-        HAS_SOFTCAP,
-        PRECISION,
-        KEY_GROUP,
-        VALUE_GROUP,
         MASKED=True,
     )
+    mean = mean_of(total, weight)
+    place = place_of_row(split, row, max_query_len, GROUP, NUM_KV_HEADS) + kv_head
+    store_split(partial_ptr, lse_ptr, place, row < num_rows, mean, top, weight, VALUE_DIM)
 
-    # A row that sees no key of this split has weight 0: its mean is 0 and its logarithm -inf.
-    mean = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-    place = (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS + kv_head
-    dim = tl.arange(0, BLOCK_V)
-    is_row = row < num_rows
-    tl.store(
-        partial_ptr + place[:, None] * VALUE_DIM + dim[None, :],
-        mean,
-        mask=is_row[:, None] & (dim[None, :] < VALUE_DIM),
-    )
-    tl.store(lse_ptr + place, top + tl.log2(weight), mask=is_row)
+
+@triton.jit
+def find_sequence(query_starts_ptr, num_sequences, token, BLOCK_B: tl.constexpr):
+    """Return the sequence of a step's token; `num_sequences` for a token of none."""
+    index = tl.arange(0, BLOCK_B)
+    ends = tl.load(query_starts_ptr + index + 1, mask=index < num_sequences, other=2**31 - 1)
+    return tl.sum((ends <= token).to(tl.int32), 0)
+
+
+@triton.jit
+def splits_of(sequence, counts):
+    """Return the splits [begin, end) of a sequence; counts [B] as of `divide_keys`."""
+    index = tl.arange(0, counts.shape[0])
+    begin = tl.sum(tl.where(index < sequence, counts, 0), 0)
+    return begin, begin + tl.sum(tl.where(index == sequence, counts, 0), 0)
+
+
+@triton.jit
+def sink_alone(sinks_ptr, head, HAS_SINKS: tl.constexpr):
+    """Return the highest score and the sum of weights before any key: those of the sink if any."""
+    top = tl.full((), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((), dtype=tl.float32)
+    if HAS_SINKS:
+        # The sink in units of log2, like the scores; its own weight is then 1.
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        weight += 1.0
+    return top, weight
+
+
+@triton.jit
+def add_splits(total, top, weight, means, lse):
+    """Return the running mean of a row, [V] and two scalars, with S splits more.
+
+    means [S, V] and lse [S] are as `store_split` stores them; lse is -inf where there is no split.
+    """
+    new_top = tl.maximum(top, tl.max(lse, 0))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(lse - base)
+    weight = weight * shrink + tl.sum(weights, 0)
+    total = total * shrink + tl.sum(weights[:, None] * means, 0)
+    return total, new_top, weight
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "min_query_len", "max_query_len"])
@@ -246,13 +310,10 @@ def merge_splits_kernel(
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
-    index = tl.arange(0, BLOCK_B)
-    ends = tl.load(query_starts_ptr + index + 1, mask=index < num_sequences, other=2**31 - 1)
-    sequence = tl.sum((ends <= token).to(tl.int32), 0)
+    sequence = find_sequence(query_starts_ptr, num_sequences, token, BLOCK_B)
     if sequence >= num_sequences:
         return
-    first_token = tl.load(query_starts_ptr + sequence)
-    query_len = tl.load(query_starts_ptr + sequence + 1) - first_token
+    first_token, query_len = new_tokens(query_starts_ptr, sequence)
     if (query_len < min_query_len) | (query_len > max_query_len):
         return
     counts, _split_len = divide_keys(
@@ -262,41 +323,27 @@ def merge_splits_kernel(
         num_splits,
         min_query_len,
         max_query_len,
+        Span(WINDOW=WINDOW, CHUNK=CHUNK),
         BLOCK_B,
         BLOCK_N,
         MIN_SPLIT,
-        WINDOW,
-        CHUNK,
     )
-    begin = tl.sum(tl.where(index < sequence, counts, 0), 0)
-    end = begin + tl.sum(tl.where(index == sequence, counts, 0), 0)
-
+    begin, end = splits_of(sequence, counts)
     dim = tl.arange(0, BLOCK_V)
     row = (token - first_token) * GROUP + head % GROUP
     total = tl.zeros((BLOCK_V,), dtype=tl.float32)
-    top = tl.full((), float("-inf"), dtype=tl.float32)
-    weight = tl.zeros((), dtype=tl.float32)
-    if HAS_SINKS:
-        # The sink in units of log2, like the scores; its own weight is then 1.
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
-        weight += 1.0
+    top, weight = sink_alone(sinks_ptr, head, HAS_SINKS)
     for tile in range(begin, end, BLOCK_S):
         split = tile + tl.arange(0, BLOCK_S)
         there = split < end
-        place = (split.to(tl.int64) * max_query_len * GROUP + row) * NUM_KV_HEADS + head // GROUP
+        place = place_of_row(split, row, max_query_len, GROUP, NUM_KV_HEADS) + head // GROUP
         lse = tl.load(lse_ptr + place, mask=there, other=float("-inf"))  # [S]
         means = tl.load(
             partial_ptr + place[:, None] * VALUE_DIM + dim[None, :],
             mask=there[:, None] & (dim[None, :] < VALUE_DIM),
             other=0.0,
         )  # [S, V]
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - base)
-        weights = tl.exp2(lse - base)
-        weight = weight * shrink + tl.sum(weights, 0)
-        total = total * shrink + tl.sum(weights[:, None] * means, 0)
-        top = new_top
+        total, top, weight = add_splits(total, top, weight, means, lse)
     mean = total / tl.where(weight == 0.0, 1.0, weight)
     offset = token.to(tl.int64) * out_stride_token + head * out_stride_head
     tl.store(out_ptr + offset + dim, mean.to(out_ptr.dtype.element_ty), mask=dim < VALUE_DIM)

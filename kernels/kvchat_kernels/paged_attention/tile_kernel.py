@@ -1,29 +1,99 @@
-"""The functions that both attention kernels use for a tile of keys: find, load, score, add.
+"""The functions that both attention kernels use: find a program's rows, walk tiles of their keys.
 
-M   rows of the tile: (token, query head of the group) pairs, token by token
-N   keys of the tile
+M   rows of a program: (token, query head of the group) pairs, token by token
+N   keys of a tile
 K   key dim, padded to a power of two; V likewise the value dim
+
+Parameters that belong together are named tuples. Build one in the argument list of a call, and by
+field names: Triton turns the constants of an assigned tuple into tensors, and its cache of compiled
+kernels does not notice when fields change places.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
+class Span(NamedTuple):
+    """Which positions before its own a row sees; 0 without a window, or without chunks."""
+
+    WINDOW: Any
+    CHUNK: Any
+
+
+class Table(NamedTuple):
+    """The slots of one sequence.
+
+    blocks_ptr      the ids of its blocks, in slot order
+    positions_ptr   the positions of its slots; None if its table is a shared one
+    """
+
+    blocks_ptr: Any
+    positions_ptr: Any
+    BLOCK_SIZE: Any
+
+
+class Pool(NamedTuple):
+    """The keys, or the values, of one KV head in all blocks.
+
+    ptr          points at the head's first element
+    scales_ptr   points at the head's first scale, one for GROUP int8 numbers; None for floats
+    BLOCK_DIM    DIM, padded to a power of two
+    """
+
+    ptr: Any
+    scales_ptr: Any
+    stride_block: Any
+    stride_slot: Any
+    DIM: Any
+    GROUP: Any
+    BLOCK_DIM: Any
+
+
+class Scoring(NamedTuple):
+    """How products of queries and keys become scores, which are in units of log2."""
+
+    scale: Any
+    cap: Any
+    HAS_SOFTCAP: Any
+    PRECISION: Any
+
+
 @triton.jit
-def first_visible(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def find_part(counts, part):
+    """Return which sequence the part of a step belongs to, and the part's number within it.
+
+    counts   [B], how many parts each sequence has
+    part     a number below the sum of `counts`
+    """
+    is_before = tl.cumsum(counts, 0) <= part
+    sequence = tl.sum(is_before.to(tl.int32), 0)
+    return sequence, part - tl.sum(tl.where(is_before, counts, 0), 0)
+
+
+@triton.jit
+def new_tokens(query_starts_ptr, sequence):
+    """Return a sequence's first new token among those of the step, and the number of its own."""
+    first_token = tl.load(query_starts_ptr + sequence)
+    return first_token, tl.load(query_starts_ptr + sequence + 1) - first_token
+
+
+@triton.jit
+def first_visible(position, span):
     """Return the lowest position that each query position sees; both scalars or both blocks."""
     first = position * 0
-    if WINDOW > 0:
-        first = tl.maximum(first, position - WINDOW + 1)
-    if CHUNK > 0:
-        first = tl.maximum(first, position // CHUNK * CHUNK)
+    if span.WINDOW > 0:
+        first = tl.maximum(first, position - span.WINDOW + 1)
+    if span.CHUNK > 0:
+        first = tl.maximum(first, position // span.CHUNK * span.CHUNK)
     return first
 
 
 @triton.jit
-def load_blocks(table_ptr, slot, end, BLOCK_SIZE: tl.constexpr):
+def load_blocks(table, slot, end):
     """Return the ids of the blocks that have each slot of the table, 0 for slots from `end` on."""
-    ids = tl.load(table_ptr + slot // BLOCK_SIZE, mask=slot < end, other=0)  # [N]
+    ids = tl.load(table.blocks_ptr + slot // table.BLOCK_SIZE, mask=slot < end, other=0)  # [N]
     # A pool exceeds 2^31 elements at 4 GB of bfloat16: widen the id before it is multiplied.
     return ids.to(tl.int64)
 
@@ -63,175 +133,171 @@ def scales_of(bits):
 
 
 @triton.jit
-def restored_keys(
-    numbers,
-    scales_ptr,
-    offset,
-    there,
-    dtype: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def offsets_in(pool, blocks, of_block):
+    """Return [N] the offset of each slot's first number, from that of the head."""
+    return blocks * pool.stride_block + of_block * pool.stride_slot
+
+
+@triton.jit
+def load_tile(
+    keys, values, key_offset, value_offset, key_dim, value_dim, there, MASKED: tl.constexpr
 ):
+    """Return the keys [K, N] and values [N, V] at these offsets as stored, 0 for padding.
+
+    key_dim, value_dim   the ranges [K] and [V]: made in a loop, Triton makes them at each turn
+    MASKED               whether some slots may not be `there`, [N]; theirs are then 0 too
+    """
+    key_there = key_dim[:, None] < keys.DIM
+    value_there = value_dim[None, :] < values.DIM
+    if MASKED:
+        # Slots after the end may hold any value, including NaN, and 0 * NaN is NaN.
+        key_there = key_there & there[None, :]
+        value_there = value_there & there[:, None]
+    key = tl.load(keys.ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
+    value = tl.load(
+        values.ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
+    )
+    return key, value
+
+
+@triton.jit
+def restored_keys(numbers, pool, offset, there, dtype: tl.constexpr):
     """Return int8 keys [K, N] times their scales, rounded once to `dtype`.
 
     `offset` [N] is that of a key's first number, `there` [N] whether the key is loaded. Scales are
     laid out as the numbers, one for GROUP of them.
     """
-    if GROUP == KEY_DIM:  # one scale a head, of any dim
-        bits = tl.load(scales_ptr + offset // GROUP, mask=there, other=0)  # [N]
+    if pool.GROUP == pool.DIM:  # one scale a head, of any dim
+        bits = tl.load(pool.scales_ptr + offset // pool.GROUP, mask=there, other=0)  # [N]
         return (numbers.to(tl.float32) * scales_of(bits)[None, :]).to(dtype)
-    NUM_GROUPS: tl.constexpr = BLOCK_K // GROUP
+    NUM_GROUPS: tl.constexpr = pool.BLOCK_DIM // pool.GROUP
     group = tl.arange(0, NUM_GROUPS)
-    place = (offset // GROUP)[None, :] + group[:, None]
-    inside = there[None, :] & (group * GROUP < KEY_DIM)[:, None]
-    scales = scales_of(tl.load(scales_ptr + place, mask=inside, other=0))  # [K / GROUP, N]
-    parts = tl.reshape(numbers, (NUM_GROUPS, GROUP, BLOCK_N)).to(tl.float32) * scales[:, None, :]
-    return tl.reshape(parts.to(dtype), (BLOCK_K, BLOCK_N))
+    place = (offset // pool.GROUP)[None, :] + group[:, None]
+    inside = there[None, :] & (group * pool.GROUP < pool.DIM)[:, None]
+    scales = scales_of(tl.load(pool.scales_ptr + place, mask=inside, other=0))  # [K / GROUP, N]
+    parts = tl.reshape(numbers, (NUM_GROUPS, pool.GROUP, numbers.shape[1])).to(tl.float32)
+    return tl.reshape((parts * scales[:, None, :]).to(dtype), numbers.shape)
 
 
 @triton.jit
-def restored_values(
-    numbers,
-    scales_ptr,
-    offset,
-    there,
-    dtype: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def restored_values(numbers, pool, offset, there, dtype: tl.constexpr):
     """Return int8 values [N, V] times their scales, as `restored_keys`."""
-    if GROUP == VALUE_DIM:
-        bits = tl.load(scales_ptr + offset // GROUP, mask=there, other=0)  # [N]
+    if pool.GROUP == pool.DIM:
+        bits = tl.load(pool.scales_ptr + offset // pool.GROUP, mask=there, other=0)  # [N]
         return (numbers.to(tl.float32) * scales_of(bits)[:, None]).to(dtype)
-    NUM_GROUPS: tl.constexpr = BLOCK_V // GROUP
+    NUM_GROUPS: tl.constexpr = pool.BLOCK_DIM // pool.GROUP
     group = tl.arange(0, NUM_GROUPS)
-    place = (offset // GROUP)[:, None] + group[None, :]
-    inside = there[:, None] & (group * GROUP < VALUE_DIM)[None, :]
-    scales = scales_of(tl.load(scales_ptr + place, mask=inside, other=0))  # [N, V / GROUP]
-    parts = tl.reshape(numbers, (BLOCK_N, NUM_GROUPS, GROUP)).to(tl.float32) * scales[:, :, None]
-    return tl.reshape(parts.to(dtype), (BLOCK_N, BLOCK_V))
+    place = (offset // pool.GROUP)[:, None] + group[None, :]
+    inside = there[:, None] & (group * pool.GROUP < pool.DIM)[None, :]
+    scales = scales_of(tl.load(pool.scales_ptr + place, mask=inside, other=0))  # [N, V / GROUP]
+    parts = tl.reshape(numbers, (numbers.shape[0], NUM_GROUPS, pool.GROUP)).to(tl.float32)
+    return tl.reshape((parts * scales[:, :, None]).to(dtype), numbers.shape)
+
+
+@triton.jit
+def score_tile(query, key, scoring):
+    """Return the scores [M, N] of a tile, before any mask."""
+    scores = tl.dot(query, key, input_precision=scoring.PRECISION) * scoring.scale
+    if scoring.HAS_SOFTCAP:
+        # cap * tanh(x) with tanh(x) = 1 - 2 / (1 + exp(2x)); the factors are in scale and cap.
+        scores = scoring.cap - 2.0 * scoring.cap / (1.0 + tl.exp2(scores))
+    return scores
+
+
+@triton.jit
+def mask_scores(scores, position, lowest, key_position, there, span):
+    """Return the scores of the keys that each row sees, -inf for the others.
+
+    position, lowest      [M], the rows' positions and the lowest that they see
+    key_position, there   [N], the keys' positions and whether the slots hold any
+    """
+    seen = (key_position[None, :] <= position[:, None]) & there[None, :]
+    if span.WINDOW > 0 or span.CHUNK > 0:
+        seen = seen & (key_position[None, :] >= lowest[:, None])
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def no_keys(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the running softmax of rows that have seen no key yet; see `attend_keys`."""
+    total = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    return total, top, tl.zeros((BLOCK_M,), dtype=tl.float32)
+
+
+@triton.jit
+def add_tile(total, top, weight, scores, value, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+    """Return the running softmax of the rows with one more tile of keys."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = new_top
+    if MASKED:
+        # For a row without a visible key so far, -inf - -inf would be NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    weight = weight * shrink + tl.sum(weights, 1)
+    total = total * shrink[:, None]
+    total = tl.dot(weights.to(value.dtype), value, total, input_precision=PRECISION)
+    return total, new_top, weight
 
 
 @triton.jit
 def attend_keys(
-    total,
-    top,
-    weight,
+    softmax,
     query,
     position,
     begin,
     end,
-    table_ptr,
-    positions_ptr,
-    key_ptr,
-    value_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    scale,
-    cap,
-    key_stride_block,
-    key_stride_slot,
-    value_stride_block,
-    value_stride_slot,
-    BLOCK_SIZE: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    table,
+    keys,
+    values,
+    span,
+    scoring,
     BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the keys of slots [begin, end) of a sequence to the running softmax of a program's rows.
 
-    total, top, weight   [M, V], [M], [M]: weighted values, highest score, sum of weights so far
-    position             [M], the rows' positions in the sequence
-    positions_ptr        the positions of the sequence's slots; None if its table is a shared one
-    MASKED               whether some row may not see all of these keys; without it, begin and end
-                         are a whole number of tiles apart, and the table is a shared one
-
-    `key_ptr` and `value_ptr` point at the KV head's first element, and so do the pointers to
-    scales, which are None if keys and values are floats. Scores are in units of log2.
+    softmax    total [M, V], top [M], weight [M]: the weighted values, the highest score and the sum
+               of weights so far
+    position   [M], the rows' positions in the sequence
+    MASKED     whether some row may not see all of these keys; without it, begin and end are a whole
+               number of tiles apart, and the table is a shared one
     """
+    total, top, weight = softmax
     offset = tl.arange(0, BLOCK_N)
-    key_dim, value_dim = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    lowest = first_visible(position, WINDOW, CHUNK)
+    key_dim, value_dim = tl.arange(0, keys.BLOCK_DIM), tl.arange(0, values.BLOCK_DIM)
+    lowest = first_visible(position, span)
     # Load block ids one tile ahead. If they were loaded in the iteration that needs them, Triton's
     # pipeline would spend its stages on them and have only one buffer for keys and values.
-    blocks = load_blocks(table_ptr, begin + offset, end, BLOCK_SIZE)
-    if positions_ptr is not None:
-        positions = load_positions(positions_ptr, begin + offset, end)
+    blocks = load_blocks(table, begin + offset, end)
+    if table.positions_ptr is not None:
+        positions = load_positions(table.positions_ptr, begin + offset, end)
     for tile in range(begin, end, BLOCK_N):
         slot = tile + offset  # [N]
-        next_blocks = load_blocks(table_ptr, slot + BLOCK_N, end, BLOCK_SIZE)
-        of_block = slot % BLOCK_SIZE
-        key_offset = blocks * key_stride_block + of_block * key_stride_slot
-        value_offset = blocks * value_stride_block + of_block * value_stride_slot
+        next_blocks = load_blocks(table, slot + BLOCK_N, end)
+        of_block = slot % table.BLOCK_SIZE
+        key_offset = offsets_in(keys, blocks, of_block)
+        value_offset = offsets_in(values, blocks, of_block)
         there, key_position = slot < end, slot
-        if positions_ptr is not None:
+        if table.positions_ptr is not None:
             there, key_position = positions >= 0, positions
-            positions = load_positions(positions_ptr, slot + BLOCK_N, end)
-        key_there = key_dim[:, None] < KEY_DIM
-        value_there = value_dim[None, :] < VALUE_DIM
-        if MASKED:
-            # Slots after the end may hold any value, including NaN, and 0 * NaN is NaN.
-            key_there = key_there & there[None, :]
-            value_there = value_there & there[:, None]
-        key = tl.load(key_ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
-        value = tl.load(
-            value_ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
+            positions = load_positions(table.positions_ptr, slot + BLOCK_N, end)
+        key, value = load_tile(
+            keys, values, key_offset, value_offset, key_dim, value_dim, there, MASKED
         )
-        if key_scales_ptr is not None:
-            key = restored_keys(
-                key,
-                key_scales_ptr,
-                key_offset,
-                there,
-                query.dtype,
-                KEY_DIM,
-                KEY_GROUP,
-                BLOCK_K,
-                BLOCK_N,
-            )
-            value = restored_values(
-                value,
-                value_scales_ptr,
-                value_offset,
-                there,
-                query.dtype,
-                VALUE_DIM,
-                VALUE_GROUP,
-                BLOCK_V,
-                BLOCK_N,
-            )
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale  # [M, N]
-        if HAS_SOFTCAP:
-            # cap * tanh(x) with tanh(x) = 1 - 2 / (1 + exp(2x)); the factors are in scale and cap.
-            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+        if keys.scales_ptr is not None:
+            key = restored_keys(key, keys, key_offset, there, query.dtype)
+            value = restored_values(value, values, value_offset, there, query.dtype)
+        scores = score_tile(query, key, scoring)
         if MASKED:
-            seen = (key_position[None, :] <= position[:, None]) & there[None, :]
-            if WINDOW > 0 or CHUNK > 0:
-                seen = seen & (key_position[None, :] >= lowest[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = new_top
-        if MASKED:
-            # For a row without a visible key so far, -inf - -inf would be NaN.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        weight = weight * shrink + tl.sum(weights, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(weights.to(value.dtype), value, total, input_precision=PRECISION)
-        top = new_top
+            scores = mask_scores(scores, position, lowest, key_position, there, span)
+        total, top, weight = add_tile(total, top, weight, scores, value, scoring.PRECISION, MASKED)
         blocks = next_blocks
     return total, top, weight
+
+
+@triton.jit
+def mean_of(total, weight):
+    """Return [M, V] the weighted mean of the values, 0 for a row that saw no key."""
+    return total / tl.where(weight == 0.0, 1.0, weight)[:, None]
