@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.memory import DiskMemory
 from kvchat.chat.controller import ChatController
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
@@ -93,7 +94,8 @@ def start(tiny: Path, home: Home) -> Iterator[Start]:
     def begin(model: Path = tiny) -> ChatHost:
         for before in hosts:
             before.close()
-        host = tiny_host(model, home.store, kept=home.kv.directory, state=home.root / "state")
+        memory = DiskMemory(home.root / "state")
+        host = tiny_host(model, home.store, kept=home.kv.directory, memory=memory)
         hosts.append(host)
         host.wait_until_ready()
         return host
