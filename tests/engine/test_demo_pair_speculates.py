@@ -85,7 +85,7 @@ class Chat:
             if isinstance(drafter, ModelDrafter):
                 drafter.update(requests, 0.0)
                 while any(
-                    restore and not restore.is_over for restore in drafter._restores.values()
+                    arrival and not arrival.is_over for arrival in drafter._arrivals.values()
                 ):
                     drafter.update(requests, 0.0)
 
