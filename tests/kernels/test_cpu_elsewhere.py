@@ -42,7 +42,7 @@ WRITERS = {
     "4 bits without minimums": (3, lambda code: block_products._write(code, CENTRED, False, False)),
     "bfloat16": (3, lambda code: products._Product(code, Stored.BFLOAT, True, False).write()),
     "8 bits": (3, lambda code: block_products._write(code, BYTES, False, False)),
-    "rounding": (3, lambda code: block_rows._write_rounding(code, Rounding.BYTES)),
+    "rounding": (3, lambda code: block_rows.write_rounding(code, Rounding.BYTES)),
     "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
     "reading of 4 bits": (3, lambda code: block_reading.write_reading(code, "Q4_K", True)),
     "reading of 5 bits": (3, lambda code: block_reading.write_reading(code, "Q5_0", False)),

@@ -20,7 +20,7 @@ from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu import decoder, families, reader
-from kvchat.model.cpu.step_operations import Activations
+from kvchat.model.cpu.step_operations import Activations, RoundedForm
 from kvchat.model.cpu.step_program import embedding_into
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
@@ -379,7 +379,7 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
 
     before = pages()
     activations = Activations(1 << 16, 1 << 10)
-    rounded = activations.rounded(Rounding.SHORT)
+    rounded = activations.rounded(RoundedForm(Rounding.SHORT, is_tiled=False))
 
     assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 1 << 24  # of 440 MB
     assert activations.floats.shape == rounded.levels.shape == (1 << 10, 1 << 16)

@@ -234,7 +234,7 @@ def test_a_table_that_a_head_reads_itself_is_unpacked(
     """Its weights would have been zeros, and all its logits."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=True)
     source = find_model(str(write_gguf(tmp_path / "m.gguf", model, "Q8_0")))
-    hf_config, _ = inspect_model(source, None)
+    hf_config, _ = inspect_model(source)
     monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
 
     found = checkpoint_tensors.read_tensors(

@@ -61,7 +61,7 @@ def _zeros(num_rows: int, width: int, kind: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class RoundedForm:
     """How activations are rounded, and whether many rows lie as tiles read them."""
 
     rounding: Rounding
@@ -86,9 +86,9 @@ class Activations:
 
     def __init__(self, width: int, num_rows: int) -> None:
         self.floats = floats(width, num_rows)
-        self._rounded: dict[_Form, Rounded] = {}
+        self._rounded: dict[RoundedForm, Rounded] = {}
 
-    def rounded(self, form: _Form) -> Rounded:
+    def rounded(self, form: RoundedForm) -> Rounded:
         found = self._rounded.get(form)
         if found is None:
             num_rows, width = self.floats.shape
@@ -285,7 +285,7 @@ class StepOperations:
     def _round(
         self,
         source: Activations,
-        form: _Form,
+        form: RoundedForm,
         values: torch.Tensor,
         header: Any,
         pairs: Pairs | None,
@@ -351,9 +351,9 @@ class StepOperations:
         return int(value)
 
 
-def _form_of(weights: BlockWeights, can_be_tiled: bool) -> _Form:
+def _form_of(weights: BlockWeights, can_be_tiled: bool) -> RoundedForm:
     is_tiled = can_be_tiled and tile_products.can_use_tiles(weights.layout, weights.num_in)
-    return _Form(weights.layout.rounding, is_tiled)
+    return RoundedForm(weights.layout.rounding, is_tiled)
 
 
 def _product(
