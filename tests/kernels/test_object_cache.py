@@ -104,7 +104,7 @@ def names_in(cache: ObjectCache) -> set[str]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> ObjectCache:
-    """A cache of one file of this version and one of another, which nobody has used for long."""
+    """A cache of two files, one of another version, that were not used for 31 days."""
     cache = ObjectCache(tmp_path)
     for name in (name_of(1), name_of(1, OTHER)):
         cache.save(name, b"code")

@@ -1,7 +1,7 @@
 """The table behind DiskMemory: a diskcache whose rows are text, never pickles and never files.
 
-diskcache pickles what SQLite has no type for, and unpickles such rows. Whoever can write a row
-could then run code.
+diskcache pickles values of types that SQLite lacks, and unpickles such rows. A program that can
+write a row could then run code here.
 """
 
 import json
