@@ -191,8 +191,11 @@ class Dialogue(CommandContext):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether more output may come without further input."""
-        return self.is_busy or self._runner.is_running
+        """Whether more output may come without further input.
+
+        A message that is refused is at work after its answer ended: its tokens are counted.
+        """
+        return self.is_busy or self._runner.is_running or self._runner.turn_lock.locked()
 
     def accept(self, text: str) -> None:
         """Handle a typed line: queue a message, run a command."""

@@ -293,6 +293,36 @@ def test_the_tokens_of_megabytes_are_not_counted_to_refuse_them(model: ChatModel
     host.close()
 
 
+def test_a_refused_message_is_at_work_while_its_tokens_are_counted(
+    model: ChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that ended in this moment closed the chat before the reason was written."""
+    build = scripted_build(model, lambda *_: Script("yes"), max_context=300)
+    host = ChatHost(model, build, None)  # type: ignore[arg-type]
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    view = WatchedView()
+    dialogue = Dialogue(controller, view, build_registry(), StatsLevel.OFF)
+    seen: list[bool] = []
+
+    def count(text: str) -> int:
+        seen.append(dialogue.is_at_work)
+        return len(text)
+
+    async def answer() -> None:
+        dialogue.hear(host.wait_until_ready())
+        worker = asyncio.create_task(dialogue.work())
+        dialogue.accept("word " * 400)
+        while dialogue.is_at_work:
+            await asyncio.sleep(0)
+        worker.cancel()
+
+    monkeypatch.setattr(controller, "num_tokens", count)
+    asyncio.run(answer())
+
+    assert seen and all(seen)
+    host.close()
+
+
 def test_answers_to_choose_from_are_told_apart_by_what_they_say(model: ChatModel) -> None:
     """Each began with the same <think>, and nothing else was to be seen of it."""
     build = scripted_build(model, lambda _, n: Script(f"<think>Let me see.</think>Answer {n}"))
