@@ -38,7 +38,7 @@ GPU_PYTHON = $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt demo-model test-demo-model clean
+.PHONY: help chat test test-all test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,9 +48,16 @@ chat: $(STAMP)  ## install on first use, and chat with the shipped demo model
 
 # In their own order the files with few and long tests come first; xdist would put them last, one after the other.
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same ones.
-test: $(DEV_STAMP)  ## everything that needs no GPU
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "not soak and not gpu" --ignore tests/gpu
+TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	-m "not soak and not gpu" --ignore tests/gpu
+# Whose share of the combinations marked `matrix` runs (tests/support/matrix.py).
+MATRIX_OF ?= $(or $(shell git rev-parse HEAD 2>/dev/null),none)
+
+test: $(DEV_STAMP)  ## what needs no GPU; of families times formats, a share that changes with the commit
+	$(TEST) --matrix-of $(MATRIX_OF)
+
+test-all: $(DEV_STAMP)  ## the same, with all families in all formats: before a release
+	$(TEST)
 
 # A test that times something runs alone. The figures are worth having where a test fails, too.
 test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into .gpu/figures

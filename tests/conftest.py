@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from support.fact_memory import FactMemory
+from support.matrix import SHARES, outside_of_share, share_of
 
 if TYPE_CHECKING:
     from support.fork_server import ForkServer
@@ -21,6 +22,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels are compiled once, and not once for every private home of a test.
 _KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
 os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix-of",
+        metavar="NAME",
+        help="of the tests marked matrix, run the share of this name (a commit); otherwise all",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    name = config.getoption("--matrix-of")
+    if name is None:
+        return None
+    return f"matrix: share {share_of(name)} of {SHARES}; --matrix-of {name} runs the same again"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    name = config.getoption("--matrix-of")
+    if name is not None and (left_out := outside_of_share(items, share_of(name))):
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture

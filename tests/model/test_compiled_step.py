@@ -29,8 +29,9 @@ from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
 from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
+from support.matrix import spread
 from support.specimens import random_ids
-from support.step_families import FAMILIES, ROUTED
+from support.step_families import FAMILIES, ROUTED, STRUCTURES
 
 BLOCK = 16
 CPU = torch.device("cpu")
@@ -53,6 +54,15 @@ _IN_FLOATS = [
 ]
 _IN_BITS = [f for f in FAMILIES if f not in _IN_FLOATS and "," not in f]
 _IN_BITS.append("solar_open, no shared expert")  # --weights int8 once divided by its width
+# One of each manner in which a layer's matrices are stored.
+_STRUCTURES_IN_BITS = [
+    ("phi3", "int4"),
+    ("gemma4_text", "int8"),
+    ("starcoder2", "int4"),
+    ("mixtral", "int8"),
+    ("qwen2_moe", "int4"),
+    ("solar_open, no shared expert", "int8"),
+]
 # New tokens and context of each sequence of a step.
 STEPS = {
     "one row": [(1, 30)],
@@ -155,8 +165,11 @@ def test_embedded_rows_are_those_of_the_module(
 
 @pytest.mark.parametrize(
     ("family", "weights"),
-    [(family, "auto") for family in FAMILIES]
-    + [(family, weights) for family in _IN_BITS for weights in ("int8", "int4")],
+    spread(
+        [(family, "auto") for family in FAMILIES]
+        + [(family, weights) for family in _IN_BITS for weights in ("int8", "int4")],
+        always=[*((family, "auto") for family in STRUCTURES), *_STRUCTURES_IN_BITS],
+    ),
 )
 def test_logits_and_kv_are_those_of_the_modules(family: str, weights: str, tmp_path: Path) -> None:
     loaded = load(tmp_path, family, dtype="float32", weights=weights)

@@ -173,3 +173,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
     },
 }
+# Those of which no two run the same code; the others differ from one of these in numbers and names.
+STRUCTURES = [
+    "llama",
+    "ministral3",  # queries grow
+    "qwen3",  # heads have norms
+    "smollm3",  # some layers do not rotate
+    "phi3",  # parts are in one matrix
+    "granite",  # factors
+    "gemma2",  # windows, caps, norms before and after
+    "gemma4_text",  # shared KV, side inputs
+    "gemma4_text, values are keys",
+    "olmo2",  # norms after only
+    "starcoder2",  # norms with means, biases, an MLP of two matrices
+    "nemotron",  # squares, parts of heads rotate
+    "stablelm, parallel",
+    "cohere2",  # only windows rotate
+    "glm4",  # neighbours turn
+    "nanochat",  # rotates back, norms the embedding
+    "apertus",  # xIELU
+    "mixtral",
+    "qwen2_moe",  # a gated expert for all
+    "qwen3_moe",  # some layers have an MLP
+    "glm4_moe",  # groups of experts, a bias that chooses
+    "minimax_m2",
+    "ernie4_5_moe",
+    "phimoe",
+    "granitemoeshared",
+]

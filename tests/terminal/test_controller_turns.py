@@ -319,7 +319,8 @@ def test_a_refused_message_is_at_work_while_its_tokens_are_counted(
     monkeypatch.setattr(controller, "num_tokens", count)
     asyncio.run(answer())
 
-    assert seen and all(seen)
+    assert seen
+    assert all(seen)
     host.close()
 
 
