@@ -1,6 +1,6 @@
 """Requests of `--input-format jsonl`: parses one line, and puts its history into a session.
 
-`script.py` answers the requests.
+`cli/batch.py` answers the requests.
 """
 
 from dataclasses import dataclass, field, replace

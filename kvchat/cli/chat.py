@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvchat.chat.session import ChatSession
     from kvchat.chat.template_process import RenderingChild
     from kvchat.cli.output import Notices, Writer
-    from kvchat.cli.script import ScriptSetup
+    from kvchat.cli.script_output import ScriptSetup
     from kvchat.cli.streams import Interruption
     from kvchat.core.events import LoadEvent
     from kvchat.terminal.script_commands import ScriptCommands
@@ -104,11 +104,6 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     settings = resolve(flags, os.environ, user_paths().config)
     settings = settings.with_model(name_to_keep(settings["model"]))
     check(settings, request.num_samples)
-    if request.input_format == "jsonl" and settings.origins["tools"] == "--tools":
-        raise UsageError(
-            "--input-format jsonl offers no tools: its requests are answered all at once.",
-            "--input-format lines offers them.",
-        )
     if settings["incognito"]:
         close_log()
     if not has_endpoint(settings):
@@ -204,7 +199,7 @@ def _open_controller(
         tell(note)
     session_id = _session_id(settings, request)
     host = open_host(settings, on_load, child=child)
-    toolbox = _toolbox_for(host, settings) if request.input_format != "jsonl" else None
+    toolbox = _toolbox_for(host, settings)
     if toolbox is not None and is_script:
         toolbox.complete()
     session = _open_session(host, settings, request, session_id)
@@ -252,7 +247,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 
 def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
     from kvchat.cli.output import Notices
-    from kvchat.cli.script import read_text, with_prompt
+    from kvchat.cli.script_input import read_text, with_prompt
     from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
@@ -276,7 +271,7 @@ def _run_script(
 ) -> int:
     from kvchat.chat.answer_settings import doubts
     from kvchat.cli.output import LoadingLine
-    from kvchat.cli.script import Script, ScriptSetup, read_lines, read_requests
+    from kvchat.cli.script_output import ScriptSetup
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox = _open_controller(
@@ -292,29 +287,50 @@ def _run_script(
         glyphs=look.glyphs,
         toolbox=toolbox,
     )
-    script = Script(setup, interruption)
     try:
         if (problem := controller.think_problem) is not None:
             notices.tell(problem)
         for doubt in doubts(controller.options):
             notices.tell(doubt)
-        if request.input_format == "jsonl":
-            script.answer_batch(read_requests(sys.stdin.buffer, notices))
-            return script.exit_code  # its conversations have no files
-        _tell_about(controller, notices)
         for problem in toolbox.problems if toolbox is not None else ():
             notices.tell(problem)
-        if text is not None:
-            script.answer(text)
-        else:
-            lines = iter(()) if _is_terminal(sys.stdin) else read_lines(sys.stdin.buffer, notices)
-            commands = _script_commands(setup, look)
-            script.answer_lines(commands, lines, request.prompt)
-        return script.end()
+        if request.input_format == "jsonl":
+            return _answer_batch(setup, interruption)
+        _tell_about(controller, notices)
+        return _answer_turns(setup, interruption, look, text, request.prompt)
     finally:
         _let_go(controller)
         if toolbox is not None:
             toolbox.close()
+
+
+def _answer_batch(setup: "ScriptSetup", interruption: "Interruption") -> int:
+    """Answer JSON requests. Their conversations have no files."""
+    from kvchat.cli.batch import Batch
+    from kvchat.cli.script_input import read_requests
+
+    return Batch(setup, interruption).answer(read_requests(sys.stdin.buffer))
+
+
+def _answer_turns(
+    setup: "ScriptSetup",
+    interruption: "Interruption",
+    look: "Look",
+    text: str | None,
+    prompt: str | None,
+) -> int:
+    """Answer one message `text`, or a turn a line of the input, and `prompt` after them."""
+    from kvchat.cli.script import Script
+    from kvchat.cli.script_input import read_lines
+
+    script = Script(setup, interruption)
+    if text is not None:
+        script.answer(text)
+    else:
+        stdin = sys.stdin.buffer
+        lines = iter(()) if _is_terminal(sys.stdin) else read_lines(stdin, setup.notices)
+        script.answer_lines(_script_commands(setup, look), lines, prompt)
+    return script.end()
 
 
 def _let_go(controller: "ChatController") -> None:

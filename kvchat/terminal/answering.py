@@ -4,7 +4,7 @@ The dialogue decides when a message is sent.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +19,9 @@ from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
 from kvchat.chat.reply_stream import ReplyStream
+from kvchat.chat.turn_loop import EndlessCalls, TurnLoop
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
-from kvchat.core.types import FinishReason
 from kvchat.terminal.answer_view import AnswerView, error_in_words
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.paint import Row
@@ -29,7 +29,6 @@ from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
 from kvchat.terminal.view import Choice, LiveState, View, tell
-from kvchat.tools.rounds import Rounds
 
 # A text with more characters for each token of the context does not fit with any tokenizer.
 _CHARS_A_TOKEN = 16
@@ -173,30 +172,25 @@ class Answering:
             self._controller.drop_refused(is_given_back=not self._view.prompt_text)
             self._give_back(text, attached, edited, gives_way=True)
             return False
-        await self._use_tools(answer_view, stats_level)
+        await self._use_tools(answer_view.ended.values(), stats_level)
         return True
 
-    async def _use_tools(self, answer_view: AnswerView, stats_level: StatsLevel) -> None:
-        """Run the calls of an answer, and let the model answer their results, again and again."""
-        rounds = Rounds()
-        while True:
-            ended = answer_view.ended.get(0)
-            if ended is None or not ended.calls or ended.reason is not FinishReason.STOP:
-                return
-            results = await self._tools.results(ended.calls)
+    async def _use_tools(self, ended: Collection[AnswerEnded], stats_level: StatsLevel) -> None:
+        """Run the calls of an answer, and show the answers to their results, until none calls."""
+        turn = TurnLoop(self._controller.give_results, self._controller.hold_results)
+        while calls := turn.calls(ended):
+            results = await self._tools.results(calls)
             self._write_gap()
             if self._tools.was_stopped:
-                self._controller.hold_results(results)
+                turn.hold(results)
                 tell(self._view, "Stopped. What the tools returned goes with your next message.")
                 return
-            if problem := rounds.add(ended.calls, results):
-                self._controller.hold_results(results)
-                tell(self._view, f"{problem} Send any message to go on.")
-                return
             try:
-                answer_view = await self._follow(
-                    partial(self._controller.give_results, results), stats_level
-                )
+                answer_view = await self._follow(partial(turn.answer, results), stats_level)
+                ended = answer_view.ended.values()
+            except EndlessCalls as error:
+                tell(self._view, f"{error.message} Send any message to go on.")
+                return
             except KvchatError as error:
                 tell(self._view, str(error), Role.ERROR)
                 return
@@ -215,11 +209,11 @@ class Answering:
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
             return
-        if len(answer_view.ended) > 1:
+        ended: Collection[AnswerEnded] = answer_view.ended.values()
+        if len(ended) > 1:
             self._view.write(answer_view.others(num_before))
-            await self._pick(answer_view)
-        else:
-            await self._use_tools(answer_view, stats_level)
+            ended = [await self._pick(answer_view)]
+        await self._use_tools(ended, stats_level)
 
     async def continue_answer(self, stats_level: StatsLevel) -> None:
         """Continue the cut-off last answer, and show it."""
@@ -232,9 +226,11 @@ class Answering:
 
         try:
             is_begun = bool(path) and path[-1].role is Speaker.ASSISTANT
-            await self._follow(ask, stats_level, path[-1].text if is_begun else "")
+            answer_view = await self._follow(ask, stats_level, path[-1].text if is_begun else "")
         except KvchatError as error:
             tell(self._view, str(error), Role.ERROR)
+            return
+        await self._use_tools(answer_view.ended.values(), stats_level)
 
     async def answer_aside(self, question: str, stats_level: StatsLevel) -> None:
         """Show the answer to a question that does not join the conversation."""
@@ -353,8 +349,8 @@ class Answering:
         else:
             self._view.show(self._live_state())
 
-    async def _pick(self, answer_view: AnswerView) -> None:
-        """Let the user choose which of several answers becomes the tip."""
+    async def _pick(self, answer_view: AnswerView) -> AnswerEnded:
+        """Let the user choose which of several answers becomes the tip; return that one."""
         ended = [answer_view.ended[sample] for sample in sorted(answer_view.ended)]
         conversation = self._controller.require_conversation()
         turns = [conversation.turn(answer.turn_id) for answer in ended]
@@ -363,5 +359,6 @@ class Answering:
             Choice(f"answer {answer_place(conversation, turn)[0]}", turn_summary(turn, 56))
             for turn in turns
         ]
-        index = await self._view.choose("Go on from", choices)
-        self._controller.place.move(ended[index or 0].turn_id)
+        picked = ended[await self._view.choose("Go on from", choices) or 0]
+        self._controller.place.move(picked.turn_id)
+        return picked

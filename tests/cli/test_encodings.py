@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cli.output import Notices
-from kvchat.cli.script import read_lines, read_requests, read_text
+from kvchat.cli.script_input import read_lines, read_requests, read_text
 from kvchat.cli.settings import read_config
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16")
@@ -28,7 +28,7 @@ def test_standard_input_is_read_in_its_encoding(encoding: str) -> None:
 def test_requests_are_read_in_their_encoding(encoding: str) -> None:
     data = '{"prompt": "naïve"}\r\n{"prompt": "two"}\r\n'.encode(encoding)
 
-    requests = list(read_requests(io.BytesIO(data), Notices(is_quiet=True)))
+    requests = list(read_requests(io.BytesIO(data)))
 
     assert [type(request).__name__ for request in requests] == ["JsonRequest"] * 2
 

@@ -85,7 +85,7 @@ def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
     assert shell.run(*batch, "-f", "x", stdin=lines).returncode == 2
     refused = shell.run(*batch, "--tools", stdin=lines)
     assert refused.returncode == 2, "tools were not offered, and nothing said so"
-    assert b"offers no tools" in refused.stderr
+    assert b"has no place for tools" in refused.stderr
 
 
 @pytest.mark.parametrize("form", ["prompt", "lines", "batch"])

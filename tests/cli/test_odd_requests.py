@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvchat.chat.json_requests import BadRequest, JsonRequest
-from kvchat.cli.output import Notices
-from kvchat.cli.script import _queue_requests, read_requests
+from kvchat.cli.batch import _queue_requests
+from kvchat.cli.script_input import read_requests
 from kvchat.core.errors import UsageError
 
 
@@ -29,7 +29,7 @@ from kvchat.core.errors import UsageError
 def test_a_value_that_is_none_is_named(line: str, sentence: str) -> None:
     """One of these ended the thread that reads, and the batch waited for its next request."""
     content = f'{line}\n{{"prompt": "next"}}\n'.encode()
-    first, second = read_requests(io.BytesIO(content), Notices(is_quiet=True))
+    first, second = read_requests(io.BytesIO(content))
 
     assert isinstance(first, BadRequest)
     assert isinstance(first.error, UsageError)
@@ -51,7 +51,7 @@ def test_whoever_sent_what_is_no_request_can_tell_which(
     line: str, label: dict[str, object]
 ) -> None:
     """The error object had no id, though only another field was wrong."""
-    [bad] = read_requests(io.BytesIO(f"\n{line}".encode()), Notices(is_quiet=True))
+    [bad] = read_requests(io.BytesIO(f"\n{line}".encode()))
 
     assert isinstance(bad, BadRequest)
     assert bad.label == label

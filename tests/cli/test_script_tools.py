@@ -12,10 +12,18 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
+from kvchat.chat.json_requests import JsonRequest
 from kvchat.chat.store import SessionStore
+from kvchat.cli.batch import Batch
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
-from kvchat.cli.script import Script, ScriptSetup
+from kvchat.cli.script import Script
+from kvchat.cli.script_output import ScriptSetup
 from kvchat.cli.streams import Interruption
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.registry import build_registry
+from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
+from kvchat.terminal.status import StatsLevel
+from kvchat.terminal.theme import Look
 from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
 from support.commands import Shell
@@ -65,6 +73,8 @@ def answered(tmp_path: Path) -> Iterator[Answered]:
         timeout_s: float | None = None,
         code: int = 0,
         more: Callable[[], Tool] = Wait,
+        batch: tuple[JsonRequest, ...] = (),
+        aside: str = "",
     ) -> tuple[str, str]:
         toolbox = Toolbox([*local_tools(tmp_path), more()], allowed)
         host = ChatHost(model, scripted_build(model, _author), SessionStore(tmp_path / "sessions"))
@@ -78,8 +88,15 @@ def answered(tmp_path: Path) -> Iterator[Answered]:
             writer = JsonWriter(stdout, lambda: host.ready)
         setup = ScriptSetup(controller, writer, Notices(False, stderr), timeout_s, toolbox=toolbox)
         with Interruption() as interruption:
+            if batch:
+                assert Batch(setup, interruption).answer(iter(batch)) == code
+                return stdout.getvalue(), stderr.getvalue()
             script = Script(setup, interruption)
             script.answer(prompt)
+            if aside:
+                page = ScriptPage(stderr.write, Painter(Look(is_plain=True)), 80)
+                commands = ScriptCommands(controller, page, build_registry(), StatsLevel.OFF)
+                script.answer_lines(commands, [(1, f"/btw {aside}")])
         assert script.exit_code == code
         return stdout.getvalue(), stderr.getvalue()
 
@@ -154,6 +171,49 @@ def test_the_time_of_an_answer_ends_the_tools_of_it_too(answered: Answered) -> N
         "stop",
         "timeout",
     ]
+
+
+def test_the_calls_of_a_batch_are_run_and_each_result_goes_to_its_request(
+    answered: Answered, tmp_path: Path
+) -> None:
+    """A batch offered no tools, and at first did not say so."""
+    requests = (
+        JsonRequest({"id": 1}, "read it"),
+        JsonRequest({"id": 2}, "read it", others={"num_samples": 2}),
+        JsonRequest({"id": 3}, "again and again"),
+    )
+    (tmp_path / "a.txt").write_text("again")
+
+    stdout, stderr = answered("read_file", batch=requests, is_json=True, code=1)
+
+    told: dict[int, list[Any]] = {1: [], 2: [], 3: []}
+    for line in map(json.loads, stdout.splitlines()):
+        told[line["id"]].append(line.get("error", {}).get("message") or len(line.get("calls", ())))
+    endless = "The model makes the same call again and again, to the same result."
+    assert told == {1: [1, 1, 1, endless], 2: [1, 1], 3: [1, 1, 1, endless]}
+    assert stderr.count("read_file(") == 6
+
+
+def test_a_batch_answers_the_results_in_its_requests_time(answered: Answered) -> None:
+    requests = (JsonRequest({"id": 1}, "wait"), JsonRequest({"id": 2}, "read it"))
+
+    stdout, stderr = answered(
+        "wait", "read_file", batch=requests, is_json=True, timeout_s=2.5, code=124
+    )
+
+    reasons: dict[int, list[str]] = {1: [], 2: []}
+    for line in map(json.loads, stdout.splitlines()):
+        reasons[line["id"]].append(line["finish_reason"])
+    assert reasons[1] == ["stop", "timeout"]
+    assert reasons[2][0] == "stop"
+    assert stderr.count("wait()") == 1, "the second call is not begun"
+
+
+def test_a_question_aside_runs_no_tools(answered: Answered) -> None:
+    """Their results joined the conversation, in which nothing had called them."""
+    _, stderr = answered(prompt="<tool_response>x</tool_response>", aside="read it")
+
+    assert "read_file" not in stderr
 
 
 def test_a_model_whose_template_takes_no_tools_is_refused_where_the_flag_asks(

@@ -62,8 +62,10 @@ def _run(case: dict[str, object]) -> int:
 def main() -> None:
     # What every child would import; none of it starts a thread.
     import kvchat.cli.app
+    import kvchat.cli.batch
     import kvchat.cli.chat
     import kvchat.cli.script
+    import kvchat.cli.script_input
     import kvchat.cli.sessions
     import kvchat.engine.assembly
     import kvchat.terminal.script_commands  # noqa: F401
