@@ -30,10 +30,8 @@ from kvchat.chat.why import (
     NOT_WORTH_MENTIONING,
     Reuse,
     Times,
-    beside_earlier,
     cached_ids,
     cause,
-    earlier,
     explain,
     is_as_expected,
     reuse_of,
@@ -334,10 +332,6 @@ class ChatController:
             has_answers = any(turn.role is Role.ASSISTANT for turn in path)
             since = "since this conversation was opened" if has_answers else "here yet"
             raise UsageError(f"Nothing has been answered {since}.", "Send a message first.")
-        if not reuse.before:
-            [begun, *_] = self.require_conversation().path(last.turn_id)
-            others = earlier(self.host.store, self._last_session_id)
-            reuse = beside_earlier(reuse, begun, self.host.model, others)
         return explain(reuse, self.host.model.tokenizer.decode)
 
     def why_so_much(self, ended: AnswerEnded) -> str:

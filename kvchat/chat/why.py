@@ -1,21 +1,15 @@
 """Explains why a turn's context was prefilled: how much was cached, and why the rest was not.
 
 Pure functions of the requested ids, the ids of contexts prefilled earlier, and the engine's counts
-of cached tokens. A conversation that begins like an earlier one may find no KV, because its
-template writes another time, or because the template changed. Within one conversation the
-template's clock is fixed.
+of cached tokens. Only the conversation itself is compared, not others beside it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.store import SessionStore
-from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.types import CachedTokens, MissReason, Usage
 
 # Fewer tokens than this are a partial block, which is never cached.
@@ -34,7 +28,6 @@ class Change(StrEnum):
     EDITED = "new text"
     SYSTEM = "system prompt changed"
     TOKENIZER = "model changed"
-    CLOCK = "clock"
     TEMPLATE = "template"
     IMPORTED = "imported"
     COMPACTED = "compacted"
@@ -317,7 +310,6 @@ _CHANGES = {
     Change.EDITED: "the message was edited.",
     Change.SYSTEM: "the system prompt changed.",
     Change.TOKENIZER: "the model changed, and writes the same words with other tokens.",
-    Change.CLOCK: "the template puts the time into the context.",
     Change.TEMPLATE: "the template writes the same words in another way.",
     Change.COMPACTED: "the conversation was compacted, and no model had read it so yet.",
     Change.IMPORTED: "the conversation was imported, and no model had read it yet.",
@@ -367,58 +359,3 @@ def _difference(reuse: Reuse, decode: Callable[[list[int]], str]) -> str:
         f"The first token that differs is number {start + 1:,}: "
         f"{decode(new)[:_TEXT_CHARS]!r} was {decode(old)[:_TEXT_CHARS]!r}."
     )
-
-
-# How many conversations, the most recently changed, are compared.
-_MOST_COMPARED = 10
-
-
-def earlier(store: SessionStore | None, session_id: str) -> Iterator[Conversation]:
-    """Yield the other saved conversations that changed most recently; skip unreadable ones."""
-    if store is None:
-        return
-    with suppress(StoreError):  # the directory cannot be listed
-        for other in store.ids()[:_MOST_COMPARED]:
-            if other != session_id:
-                with suppress(KvchatError):  # the file is damaged
-                    yield store.read(other).conversation
-
-
-def beside_earlier(
-    reuse: Reuse, begun: Turn, model: ChatModel, conversations: Iterable[Conversation]
-) -> Reuse:
-    """Complete `reuse`, of a conversation's first answer, by comparison with other conversations.
-
-    Finds the conversation whose first message would share the longest prefix if the template still
-    wrote the same time or the same text. Returns `reuse` unchanged if there is none, or if as much
-    was cached anyway. `begun` is the message that was answered.
-    """
-    best, most = reuse, NOT_WORTH_MENTIONING - 1
-    for conversation in conversations:
-        as_then = _written(model, begun, conversation)
-        for turn in conversation.children(ROOT):
-            if turn.tokenizer != begun.tokenizer:
-                continue
-            # Cached tokens are no loss: a chat of the same day may have prefilled them.
-            shared = max(common_len(reuse.ids, turn.token_ids), reuse.cached.total)
-            now = _written(model, turn, conversation)
-            for change, would_share in (
-                (Change.CLOCK, common_len(as_then, turn.token_ids)),
-                (Change.TEMPLATE, common_len(as_then, now)),
-            ):
-                if would_share - shared > most:
-                    best = replace(reuse, before=turn.token_ids, change=change)
-                    most = would_share - shared
-    return best
-
-
-def _written(model: ChatModel, turn: Turn, conversation: Conversation) -> tuple[int, ...]:
-    """Return a first message's ids from the current template at a conversation's time.
-
-    Empty if the template refuses the message.
-    """
-    empty = Conversation("", conversation.created_s)
-    try:
-        return model.user_ids(empty, ROOT, turn.text, turn.system)
-    except KvchatError:  # the current template may refuse what an earlier one accepted
-        return ()

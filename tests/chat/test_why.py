@@ -158,7 +158,7 @@ def test_what_was_partly_there_is_evicted_only_where_that_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [Change.EDITED, Change.SYSTEM, Change.TOKENIZER, Change.CLOCK, Change.TEMPLATE]
+    "change", [Change.EDITED, Change.SYSTEM, Change.TOKENIZER, Change.TEMPLATE]
 )
 def test_the_first_token_that_differs_is_shown(change: Change) -> None:
     said = told(ids=(*HISTORY[:120], 7, 7, 7), change=change, cached=CachedTokens(device=112))

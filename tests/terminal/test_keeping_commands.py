@@ -13,10 +13,7 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.keys import encode_ids
 from kvchat.chat.controller import ChatController
-from kvchat.chat.conversation import Conversation
 from kvchat.chat.host import ChatHost
-from kvchat.chat.session import ChatSession
-from kvchat.chat.session_file import turn_line
 from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
@@ -231,29 +228,6 @@ def test_a_pinned_file_stands_behind_the_date_of_today(
     assert chat.ask("How many are red?").cached.total > len(MANUAL * 2)
     template.write_text("{{ strftime_now('%d') }}" + template.read_text())
     assert "writes the date" in new_chat(model=dated).do(f"/pin {tmp_path}/manual.txt")
-
-
-def test_a_chat_that_begins_cold_is_told_what_the_date_has_cost(
-    new_chat: NewChat, tiny: Path, tmp_path: Path
-) -> None:
-    """A system prompt behind a date is another one every day; it was said to be what is new."""
-    dated = shutil.copytree(tiny, tmp_path / "dated")
-    template = dated / "chat_template.jinja"
-    template.write_text("{{ strftime_now('%Y')[:1] }} thousand" + template.read_text())
-    chat = new_chat(model=dated)
-    earlier = Conversation("20000101-000000-aaaa", 0.0, SYSTEM)
-    session = ChatSession(chat.controller.host.model, chat.controller.host._engine, earlier, None)
-    turn = session.add_user_turn("How many?")
-    assert chat.controller.host.store is not None
-    log = chat.controller.host.store.create(earlier, "")
-    log.write(turn_line(turn), durable=True)
-    log.close()
-
-    chat.controller.note_ended(finish(chat.controller.ask("Who are you?")))
-    told = chat.do("/cache why")
-
-    assert "the template puts the time into the context" in told
-    assert "The first token that differs is number 1: '2 thousa' was '1 thousa'" in told
 
 
 @pytest.mark.parametrize(
