@@ -8,7 +8,6 @@ pay are tried again from time to time. Requests are used only as keys.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvchat.engine.drafters import Offer
 from kvchat.engine.request import Request
@@ -251,74 +250,6 @@ class Taken:
     num_tokens: int
 
 
-class DraftPolicy(Protocol):
-    """Decides how many tokens are drafted."""
-
-    def is_to_ask(self, request: Request) -> bool:
-        """Return whether to ask drafters for a decoding request; called once a step."""
-
-    def choose(
-        self, asking: Sequence[Asking], num_rows: int, num_others: int
-    ) -> list[Taken | None]:
-        """Return for each request the accepted offer, None for no draft.
-
-        `num_rows` counts the rows of the step before drafts, `num_others` its decoding requests
-        without an offer.
-        """
-
-    def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
-        """Record the cost of drafting that is not free; `longest` is the longest draft."""
-
-    def note_step(self, num_decoding: int, num_rows: int, seconds: float) -> None:
-        """Record the cost of a step."""
-
-    def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
-        """Record how many of a request's drafts were right."""
-
-    def plain_s(self, num_decoding: int) -> float | None:
-        """Return the seconds of a step of so many requests without drafts; None if unknown."""
-
-    def why_plain(self, request: Request) -> str:
-        """Return why a request's last offer was refused; empty if it was accepted."""
-
-    def settle(self, requests: Sequence[Request]) -> None:
-        """Forget the records of all but the unfinished `requests`."""
-
-
-class FixedDraftPolicy:
-    """Accepts the first offer, for up to `num_tokens` tokens, at any cost."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
-
-    def is_to_ask(self, request: Request) -> bool:
-        return True
-
-    def choose(
-        self, asking: Sequence[Asking], num_rows: int, num_others: int
-    ) -> list[Taken | None]:
-        firsts = [ask.offers[0] for ask in asking]
-        return [Taken(offer, min(offer.most, self._num_tokens)) for offer in firsts]
-
-    def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
-        return
-
-    def note_step(self, num_decoding: int, num_rows: int, seconds: float) -> None:
-        return
-
-    def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
-        return
-
-    def plain_s(self, num_decoding: int) -> float | None:
-        return None
-
-    def why_plain(self, request: Request) -> str:
-        return ""
-
-    def settle(self, requests: Sequence[Request]) -> None:
-        return
-
-
 @dataclass(slots=True)
 class _SourceRecord:
     """The record of one request and one source of drafts."""
@@ -366,7 +297,7 @@ class _Costs:
         return self.draft.num_noted >= _NUM_DRAFTED_FIRST
 
 
-class AdaptiveDraftPolicy:
+class DraftPolicy:
     """Accepts the offers with the most expected tokens per second; none if plain decoding wins."""
 
     def __init__(self) -> None:
@@ -375,6 +306,7 @@ class AdaptiveDraftPolicy:
         self._records: dict[Request, _Record] = {}
 
     def is_to_ask(self, request: Request) -> bool:
+        """Return whether to ask drafters for a decoding request; called once a step."""
         record = self._record(request)
         if not record.num_to_rest:
             return True
@@ -384,6 +316,11 @@ class AdaptiveDraftPolicy:
     def choose(
         self, asking: Sequence[Asking], num_rows: int, num_others: int
     ) -> list[Taken | None]:
+        """Return for each request the accepted offer, None for no draft.
+
+        `num_rows` counts the rows of the step before drafts, `num_others` its decoding requests
+        without an offer.
+        """
         num_decoding = len(asking) + num_others
         costs = self._costs_of(num_decoding)
         if self._needs_plain(costs, num_rows, num_decoding):
@@ -444,26 +381,32 @@ class AdaptiveDraftPolicy:
         return Taken(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
+        """Record the cost of drafting that is not free; `longest` is the longest draft."""
         self._costs_of(num_requests).draft.note(longest, seconds)
 
     def note_step(self, num_decoding: int, num_rows: int, seconds: float) -> None:
+        """Record the cost of a step."""
         costs = self._costs_of(num_decoding)
         costs.verify.note(num_rows, seconds)
         is_plain = num_rows == num_decoding
         costs.steps_since_plain = 0 if is_plain else costs.steps_since_plain + 1
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
+        """Record how many of a request's drafts were right."""
         self._source_record(request, source).acceptance.note(drafted, accepted)
         self._general[source].note(drafted, accepted)
 
     def plain_s(self, num_decoding: int) -> float | None:
+        """Return the seconds of a step of so many requests without drafts; None if unknown."""
         verify = self._costs_of(num_decoding).verify
         return verify.seconds(num_decoding) if not verify.is_empty else None
 
     def why_plain(self, request: Request) -> str:
+        """Return why a request's last offer was refused; empty if it was accepted."""
         return self._record(request).why_plain
 
     def settle(self, requests: Sequence[Request]) -> None:
+        """Forget the records of all but the unfinished `requests`."""
         unfinished = set(requests)
         for request in [r for r in self._records if r not in unfinished]:
             del self._records[request]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from kvchat.engine.request import Request
 
 # Calls its argument once, when pending writes are done, perhaps on another thread.
@@ -30,15 +28,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An order for `num_tokens` tokens after a request's newest one.
-
-    `hidden`, [hidden_size], is the target's last hidden state of the request, for drafters that are
-    heads on the target; None if it was not computed.
-    """
+    """An order for `num_tokens` tokens after a request's newest one."""
 
     request: Request
     num_tokens: int
-    hidden: torch.Tensor | None = None
 
 
 class Drafter(Protocol):

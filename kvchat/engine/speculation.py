@@ -14,7 +14,7 @@ from enum import StrEnum
 from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
-from kvchat.engine.draft_policy import MAX_DRAFTED, AdaptiveDraftPolicy, Asking, DraftPolicy
+from kvchat.engine.draft_policy import MAX_DRAFTED, Asking, DraftPolicy
 from kvchat.engine.drafters import Drafter, Offer, Wanted, WhenWritten
 from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import ScheduledRequest
@@ -78,7 +78,7 @@ class Speculation:
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
-        self._policy: DraftPolicy = policy if policy is not None else AdaptiveDraftPolicy()
+        self._policy = policy or DraftPolicy()
         self._clock = clock
         self._sources: dict[ScheduledRequest, str] = {}
         self._step_s = 0.0

@@ -7,12 +7,12 @@ import torch
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import FinishReason, SamplingParams, TokenConstraint
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.drafters import Offer
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import GREEDY, RisingTokens
 from support.trial_drafters import OracleDrafter
 

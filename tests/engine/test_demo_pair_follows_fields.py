@@ -16,11 +16,11 @@ from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, Toke
 from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
+from support.fixed_drafts import FixedDraftPolicy
 
 NOW = datetime(2026, 1, 2)
 SCHEMA = {

@@ -14,12 +14,12 @@ from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, ModelSource, find_model
 from kvchat.model.checkpoint.text_files import same_vocabulary
 from support.checkpoints import save_checkpoint, tiny_model
+from support.fixed_drafts import FixedDraftPolicy
 from support.soak_sizes import short_and_long
 
 QUESTIONS = ("What is a KV cache?", "List the days of the week.", "Tell me a story.", "thanks")

@@ -11,11 +11,11 @@ import pytest
 from kvchat.cache import chain as kv_chain
 from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Speculation
 from support.chains import be_patient, compute_at, new_chain
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.memory_tier import MemoryTier
 from support.remembering_model import GREEDY, VOCAB_SIZE, RememberingModel, new_cache
 

@@ -10,10 +10,10 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_policy import (
     MAX_DRAFTED,
     Acceptance,
-    AdaptiveDraftPolicy,
     Asking,
     Chance,
     CostCurve,
+    DraftPolicy,
     choose_lengths,
 )
 from kvchat.engine.drafters import Offer
@@ -177,7 +177,7 @@ def new_request() -> Request:
 
 
 def run_text(
-    policy: AdaptiveDraftPolicy,
+    policy: DraftPolicy,
     request: Request,
     likely: Callable[[int], float],
     row: float,
@@ -208,14 +208,14 @@ def run_text(
 
 
 def test_guessable_text_is_drafted_nearly_as_well_as_can_be() -> None:
-    gain, _ = run_text(AdaptiveDraftPolicy(), new_request(), lambda step: 0.8, 0.03, 0.15, 400)
+    gain, _ = run_text(DraftPolicy(), new_request(), lambda step: 0.8, 0.03, 0.15, 400)
 
     assert gain > 0.9 * max(gain_of(0.8, length, 0.03, 0.15) for length in range(9))
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.2, 0.5])
 def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
-    policy = AdaptiveDraftPolicy()
+    policy = DraftPolicy()
     run_text(policy, new_request(), lambda step: 0.05, 0.05, draft, 100)
 
     gain, lengths = run_text(policy, new_request(), lambda step: 0.05, 0.05, draft, 400, seed=1)
@@ -227,7 +227,7 @@ def test_text_nobody_can_guess_costs_next_to_nothing(draft: float) -> None:
 
 def test_whoever_is_refused_again_and_again_is_asked_less_often() -> None:
     """Asking took a twentieth of a step of the demo model, at every token of an answer."""
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     run_text(policy, request, lambda step: 0.0, 0.05, 0.5, 60)
 
     asked = []
@@ -242,7 +242,7 @@ def test_whoever_is_refused_again_and_again_is_asked_less_often() -> None:
 
 
 def test_whoever_is_given_drafts_is_asked_in_every_step() -> None:
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     for _ in range(2 * 64):
         assert policy.is_to_ask(request)
         [taken] = policy.choose([asking(request, "draft", is_free=True)], 1, 0)
@@ -252,7 +252,7 @@ def test_whoever_is_given_drafts_is_asked_in_every_step() -> None:
 
 
 def test_a_text_that_becomes_guessable_is_noticed() -> None:
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     run_text(policy, request, lambda step: 0.0, 0.05, 0.1, 60)
     assert "too dear for guesses" in policy.why_plain(request)
 
@@ -264,7 +264,7 @@ def test_a_text_that_becomes_guessable_is_noticed() -> None:
 
 def test_the_first_drafts_of_a_process_are_not_what_drafting_costs() -> None:
     """The first took three times as long as all later ones; it was too dear for 32 tokens more."""
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     for _ in range(2):
         assert policy.choose([asking(request, "draft", is_free=False)], 1, 0) == [None]
         policy.note_step(1, 1, 1.0)
@@ -283,7 +283,7 @@ def test_the_first_drafts_of_a_process_are_not_what_drafting_costs() -> None:
 
 
 def test_plain_steps_are_taken_now_and_then_to_compare_with() -> None:
-    _, lengths = run_text(AdaptiveDraftPolicy(), new_request(), lambda step: 0.99, 0.01, 0.0, 400)
+    _, lengths = run_text(DraftPolicy(), new_request(), lambda step: 0.99, 0.01, 0.0, 400)
 
     plain = [step for step, length in enumerate(lengths) if length == 0]
     assert plain[:2] == [0, 1]
@@ -291,7 +291,7 @@ def test_plain_steps_are_taken_now_and_then_to_compare_with() -> None:
 
 
 def test_the_better_of_two_offers_is_taken() -> None:
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     offers = (Offer("ngram 3", 8, is_free=True), Offer("draft", 8, is_free=False))
     for _ in range(3):
         policy.note_step(1, 1, 1.0)
@@ -308,7 +308,7 @@ def test_the_better_of_two_offers_is_taken() -> None:
 
 def test_drafts_yield_where_a_batch_is_bound_by_arithmetic() -> None:
     """Eight requests whose rows each cost as much as the first: nothing is to be gained."""
-    policy, requests = AdaptiveDraftPolicy(), [new_request() for _ in range(8)]
+    policy, requests = DraftPolicy(), [new_request() for _ in range(8)]
     for _ in range(4):
         policy.note_step(8, 8, 8.0)
         policy.note_step(8, 24, 24.0)
@@ -318,7 +318,7 @@ def test_drafts_yield_where_a_batch_is_bound_by_arithmetic() -> None:
 
 
 def test_requests_that_have_left_are_forgotten() -> None:
-    policy, request = AdaptiveDraftPolicy(), new_request()
+    policy, request = DraftPolicy(), new_request()
     run_text(policy, request, lambda step: 0.5, 0.05, 0.1, 20)
     policy.settle([])
 

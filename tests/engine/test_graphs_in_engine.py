@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
@@ -17,7 +18,6 @@ from kvchat.core.stats import GraphStatus
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import new_graphs
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import kv_geometry
@@ -29,6 +29,7 @@ from kvchat.model.gpu.graphs import Capturing, GraphRunner
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat.terminal.status import graph_lines
+from support.fixed_drafts import FixedDraftPolicy
 from support.graph_recorder import Broken, Recorder
 from support.paged_scene import MAX_CONTEXT, load_tiny
 from support.specimens import random_ids

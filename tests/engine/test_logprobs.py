@@ -7,11 +7,11 @@ import torch
 
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import SamplingParams, TokenLogprobs
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.sampler import logprobs_of
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import GREEDY, VOCAB_SIZE, RisingTokens, WatchFor, logits_of
 from support.trial_drafters import OracleDrafter
 

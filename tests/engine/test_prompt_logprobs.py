@@ -8,10 +8,10 @@ from engine.test_logprobs import check
 from kvchat.core.events import PromptScored, TokensGenerated
 from kvchat.core.types import FinishReason, TokenLogprobs
 from kvchat.engine import scheduler
-from kvchat.engine.draft_policy import FixedDraftPolicy
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import GREEDY, logits_of
 from support.trial_drafters import OracleDrafter
 

@@ -10,7 +10,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.draft_model import ModelDrafter
-from kvchat.engine.draft_policy import AdaptiveDraftPolicy, DraftPolicy, FixedDraftPolicy
+from kvchat.engine.draft_policy import DraftPolicy
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter
@@ -19,6 +19,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.batch import ForwardBatch
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import (
     VOCAB_SIZE,
     RememberingModel,
@@ -127,7 +128,7 @@ class Crowd:
     ids=["roomy", "tight", "small steps", "one-token blocks", "few blocks"],
 )
 @pytest.mark.parametrize(
-    "policy", [lambda: FixedDraftPolicy(3), AdaptiveDraftPolicy], ids=["fixed", "adaptive"]
+    "policy", [lambda: FixedDraftPolicy(3), DraftPolicy], ids=["fixed", "adaptive"]
 )
 @short_and_long(1, 40)
 def test_random_callers_get_exactly_their_tokens(size: int, policy, limits: dict[str, int]) -> None:  # type: ignore[no-untyped-def]

@@ -10,12 +10,13 @@ import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine import draft_policy, drafters, ngram, speculation
-from kvchat.engine.draft_policy import AdaptiveDraftPolicy, FixedDraftPolicy
+from kvchat.engine.draft_policy import DraftPolicy
 from kvchat.engine.drafters import Drafter, Wanted
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode, Speculation, accepted_len
 from support.engine_harness import EngineHarness
+from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
 from support.trial_drafters import (
     FailingDrafter,
@@ -319,7 +320,7 @@ def test_switching_in_the_middle_of_an_answer_changes_nothing() -> None:
 
 def test_a_text_may_be_guessed_by_several_drafters_in_one_step() -> None:
     drafters = [FickleDrafter(seed=4), GarbageDrafter(seed=5), NgramDrafter()]
-    engine = EngineHarness(speculation=Speculation(drafters, policy=AdaptiveDraftPolicy()))
+    engine = EngineHarness(speculation=Speculation(drafters, policy=DraftPolicy()))
     numbers = [engine.submit(spec) for spec in conversations()]
 
     engine.run()
