@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.feed import QUICK_PIECES_AHEAD, Feed, FeedReader, Piece
 from kvchat.cache.keys import NO_TOKEN, SharedMemos
 from kvchat.cache.link import Link

@@ -1,167 +1,23 @@
 """CacheManager: the engine's interface to the device tier (match, reserve, commit, release).
 
 It combines the radix tree (which KV is cached), the block pool (which blocks are free) and the KV
-pool (the tensors), and keeps their reference counts consistent. BlockPool, BlockTable and
-TableState are here.
+pool (the tensors), and keeps their reference counts consistent.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kvchat.cache.block_pool import BlockPool
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.device_copies import Images
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, RadixTree, TreeInsert
-from kvchat.core.errors import GenerationError
 from kvchat.core.types import TokenIds
 from kvchat_kernels.slot_positions import SlotPositions
-from kvchat_kernels.state_buffer import StateBuffer
-
-SCRATCH_BLOCK = 0
-
-
-class OutOfBlocks(GenerationError):
-    """An allocation needs more blocks than are free."""
-
-
-class BlockPool:
-    """Reference counts of blocks 1 to `num_blocks - 1`; block 0 is scratch, never allocated.
-
-    Padding rows write to the scratch block. One thread owns a pool.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        assert num_blocks >= 2, "a pool needs the scratch block and one more"
-        self._references = [0] * num_blocks
-        self._references[SCRATCH_BLOCK] = 1
-        # One byte per block, 1 if it is free: bytearray.find finds a free block.
-        self._free = bytearray(b"\x00" + b"\x01" * (num_blocks - 1))
-        self._num_free = num_blocks - 1
-        self._cursor = 1
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks, the scratch block included."""
-        return len(self._references)
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    def references(self, block: int) -> int:
-        """Return the reference count of `block`; 0 for a free block."""
-        return self._references[block]
-
-    def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free blocks with one reference each.
-
-        Prefers the blocks that follow `after`, then runs of adjacent blocks: attention reads a run
-        without copying it. Raises OutOfBlocks if fewer are free; then nothing changes.
-        """
-        if count > self._num_free:
-            raise OutOfBlocks(f"{count} cache blocks are needed and {self._num_free} are free.")
-        if after is not None:
-            self._cursor = after + 1
-        blocks = [self._take_next() for _ in range(count)]
-        self._num_free -= count
-        return blocks
-
-    def _take_next(self) -> int:
-        block = self._free.find(1, self._cursor)
-        if block < 0:
-            block = self._free.find(1)
-        self._free[block] = 0
-        self._references[block] = 1
-        self._cursor = block + 1
-        return block
-
-    def acquire(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of `blocks`, all of which are in use."""
-        for block in blocks:
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] += 1
-
-    def release(self, blocks: Sequence[int]) -> int:
-        """Drop one reference from each of `blocks`; return how many became free."""
-        num_freed = 0
-        for block in blocks:
-            assert block != SCRATCH_BLOCK
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free[block] = 1
-                num_freed += 1
-        self._num_free += num_freed
-        return num_freed
-
-    def check(self) -> None:
-        """Check every invariant; raises AssertionError with the values that disagree."""
-        assert self._references[SCRATCH_BLOCK] == 1
-        assert len(self._free) == len(self._references)
-        for block, references in enumerate(self._references):
-            assert references >= 0
-            assert (references == 0) == (self._free[block] == 1), (block, references)
-        assert self._num_free == sum(self._free)
-
-
-@dataclass(slots=True, eq=False)
-class TableState:
-    """The recurrent state of one table's sequence.
-
-    `buffer` is the running state; until the first step it is None, and `blocks` (with a reference
-    each) hold the snapshot that the sequence starts from, if there is one. `num_known` counts the
-    leading tokens whose KV the tree had: where a prompt leaves a known context. `taken` are
-    snapshots by their number of tokens, not entered in the tree yet; those in `wanted` are entered
-    as soon as their tokens are committed, another at the end of the sequence.
-    """
-
-    blocks: list[int]
-    num_known: int
-    buffer: StateBuffer | None = None
-    taken: dict[int, torch.Tensor] = field(default_factory=dict)
-    wanted: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """Blocks of one sequence, in slot order. Every block carries one reference of this table.
-
-    # [0, num_committed)              in the tree, at or above `node`, which this table locks
-    # [num_committed, len(blocks))    this table's own, or shared with a fork until written
-
-    A shared table holds position `s` in slot `s`. A private one has `positions` of its own, and
-    nothing of it is entered in the tree: `num_committed` is 0. `cached_len` counts the tokens whose
-    KV was cached when the table was made. `state` is the recurrent state of its sequence, None for
-    a model without any.
-    """
-
-    block_size: int
-    node: Node
-    blocks: list[int]
-    cached_len: int
-    num_committed: int
-    is_released: bool = field(default=False)
-    state: TableState | None = None
-    positions: SlotPositions | None = None
-
-    @property
-    def capacity(self) -> int:
-        """The slots of the table's blocks."""
-        return len(self.blocks) * self.block_size
-
-    def slot_of(self, position: int) -> int:
-        """Return the slot of a position; of a private table's, that of one still to be written."""
-        return position if self.positions is None else self.positions.slot_of(position)
-
-    def slots(self, start: int, end: int) -> list[int]:
-        """Return the pool's slots of positions `start` to `end - 1`."""
-        first, last = self.slot_of(start), self.slot_of(end)
-        assert 0 <= first <= last <= self.capacity
-        size = self.block_size
-        return [self.blocks[s // size] * size + s % size for s in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvchat.cache.arrivals import Arrivals, RestoredContext
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.demotion import Demoter
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import TOKEN_BYTES, SharedMemos, encode_ids

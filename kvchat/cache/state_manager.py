@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager, TableState
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable, TableState
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvPool
 from kvchat.cache.radix_tree import Node, path_to_root

@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.chain import KvChain
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KnownModel, KnownModels

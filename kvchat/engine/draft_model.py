@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
 from kvchat.engine.draft_policy import MAX_DRAFTED
 from kvchat.engine.drafters import Offer, Wanted, WhenWritten

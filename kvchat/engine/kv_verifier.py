@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvchat.cache.arrivals import RestoredContext
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.keys import NO_TOKEN
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.model.batch import SequencePiece

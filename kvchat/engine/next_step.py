@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.engine.request import Request
 from kvchat.engine.runner import Drawn, QueuedTokens, Runner, draws_of, piece_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest

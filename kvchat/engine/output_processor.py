@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.rates import PrefillRate
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (

@@ -22,7 +22,7 @@ from kvchat.engine.repetition import only_repeats
 
 if TYPE_CHECKING:
     from kvchat.cache.arrivals import Arrival
-    from kvchat.cache.block_manager import BlockTable
+    from kvchat.cache.block_table import BlockTable
     from kvchat.engine.sampler import DeviceTokenIds
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.engine.runner import Runner
 from kvchat.engine.scheduler import ScheduledRequest

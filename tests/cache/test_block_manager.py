@@ -10,7 +10,8 @@ import zlib
 import pytest
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 from support.soak_sizes import short_and_long

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvchat.cache.block_manager import SCRATCH_BLOCK, BlockPool, OutOfBlocks
+from kvchat.cache.block_pool import SCRATCH_BLOCK, BlockPool, OutOfBlocks
 from support.soak_sizes import short_and_long
 
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from kvchat.cache.arrivals import Arrival
-from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import Int8Format, PlainFormat
 from support.cached_contexts import assert_kv_is_right, write_kv
 from support.host_machine import GEOMETRIES, Machine

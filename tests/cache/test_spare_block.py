@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from support.cached_contexts import CPU, assert_kv_is_right, compute, write_kv
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.state_manager import StateCacheManager
 from support.cached_contexts import CPU, images_of

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from kvchat.cache.block_manager import BlockPool, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_pool import BlockPool
 from kvchat.cache.radix_tree import Node, RadixTree
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.cache.block_manager import BlockTable
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.tier import LogitFingerprint
 from kvchat.core.types import CachedTokens
 from support.memory_tier import MemoryTier

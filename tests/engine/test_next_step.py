@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.block_manager import SCRATCH_BLOCK, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.kv_pool import LayerGeometry
 from kvchat_kernels.kv_layer import KvLayer
 

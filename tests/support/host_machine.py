@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvchat.cache.arrivals import Arrival
-from kvchat.cache.block_manager import BlockTable, CacheManager
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.cache.planner import Planner
