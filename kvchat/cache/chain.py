@@ -20,6 +20,7 @@ from kvchat.cache.keys import TOKEN_BYTES, SharedMemos, encode_ids
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import Layout, LogitFingerprint, Tier, TierOpener
+from kvchat.cache.transfer import Job
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, ReadRates
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import CachedTokens, TokenIds
@@ -47,7 +48,7 @@ class KvChain:
         self.planner = planner or Planner()
         self._manager = manager
         self._memos = SharedMemos(manager.block_size * TOKEN_BYTES)
-        known_layout = _Once(layout)
+        known_layout = _once(layout)
         self.links = [Link(each, known_layout, manager, self._memos, clock) for each in openers]
         self.slow = [link for link in self.links if not link.is_quick]
         self.arrivals = Arrivals(manager, self.links, self.planner, self._memos, clock)
@@ -100,25 +101,14 @@ class KvChain:
         found: list[dict[str, int]] = [{} for _ in contexts]
         size = self._manager.block_size
 
-        def ask(number: int) -> None:
-            links = [link for link in self.slow[number:] if not link.thread.is_without_tier]
-            if not links:
-                done(found)
-                return
-            link = links[0]
-            link.thread.restore(partial(look_up, link, self.slow.index(link) + 1))
+        def look_up(link: Link, tier: Tier | None) -> None:
+            if tier is not None:
+                for places, ids in zip(found, encoded, strict=True):
+                    keys = self._memos.keys_of(tier.root, ids)
+                    places[link.name] = size * tier.peek(keys, ids)
 
-        def look_up(link: Link, after: int, tier: Tier | None) -> None:
-            try:
-                if tier is not None:
-                    for places, ids in zip(found, encoded, strict=True):
-                        places[link.name] = size * tier.peek(
-                            self._memos.keys_of(tier.root, ids), ids
-                        )
-            finally:
-                ask(after)
-
-        ask(0)
+        links = [link for link in self.slow if not link.thread.is_without_tier]
+        _in_turn(links, lambda link: link.thread.restore, look_up, lambda: done(found))
 
     def read_rates(self) -> ReadRates:
         """Return the tokens a second that tiers are read at; of a slow disk, or of memory that
@@ -229,24 +219,8 @@ class KvChain:
             )
 
     def _after_writes(self, job: Callable[[Tier | None], object], done: Done) -> None:
-        """Call `job` with each slow tier after all its queued writes, one after another; then
-        `done`, also if a job fails or a thread has ended.
-        """
-
-        def go_on(number: int) -> None:
-            if number == len(self.slow):
-                done()
-                return
-
-            def run(tier: Tier | None) -> None:
-                try:
-                    job(tier)
-                finally:
-                    go_on(number + 1)
-
-            self.slow[number].thread.afterwards(run)
-
-        go_on(0)
+        """Call `job` with each slow tier after all its queued writes, then `done`."""
+        _in_turn(self.slow, lambda link: link.thread.afterwards, lambda link, tier: job(tier), done)
 
     # Closing
 
@@ -292,22 +266,42 @@ class KvChain:
             self.demoter.check()
 
 
-class _Once:
-    """Calls a function at most once, whatever thread asks, and keeps its result or its error."""
+def _in_turn(
+    links: Sequence[Link],
+    queue_of: Callable[[Link], Callable[[Job], None]],
+    job: Callable[[Link, Tier | None], object],
+    done: Done,
+    number: int = 0,
+) -> None:
+    """Queue `job` on the threads of links, each after the one before; then call `done`, on the last
+    of these threads, or at once without a link.
 
-    def __init__(self, function: Callable[[], Layout] | None) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._outcome: Layout | Exception | None = None
+    `queue_of` says in which queue of a thread. A job that fails ends only itself.
+    """
+    if number == len(links):
+        done()
+        return
 
-    def __call__(self) -> Layout:
-        with self._lock:
-            if self._outcome is None:
-                assert self._function is not None, "these tiers need no layout"
-                try:
-                    self._outcome = self._function()
-                except Exception as error:
-                    self._outcome = error
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+    def run(tier: Tier | None) -> None:
+        try:
+            job(links[number], tier)
+        finally:
+            _in_turn(links, queue_of, job, done, number + 1)
+
+    queue_of(links[number])(run)
+
+
+def _once(function: Callable[[], Layout] | None) -> Callable[[], Layout]:
+    """Return a function that calls `function` until it has a result, and keeps that; for any
+    thread.
+    """
+    lock, results = threading.Lock(), list[Layout]()
+
+    def call() -> Layout:
+        assert function is not None, "these tiers need no layout"
+        with lock:
+            if not results:
+                results.append(function())
+            return results[0]
+
+    return call

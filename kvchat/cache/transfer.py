@@ -10,24 +10,33 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from enum import IntEnum
 
 from kvchat.cache.tier import Tier
 
 OpenTier = Callable[[], Tier | None]
-CopyJob = Callable[[], object]
-QuarantineJob = Callable[[Tier], object]
-RestoreJob = Callable[[Tier | None], object]
-SaveJob = Callable[[Tier], object]
-LastJob = Callable[[Tier | None], object]
+# Gets the tier, None if there is none.
+Job = Callable[[Tier | None], object]
+TierJob = Callable[[Tier], object]
 
 _log = logging.getLogger(__name__)
 
 
+class _Kind(IntEnum):
+    """Kinds of jobs, in the order in which they run."""
+
+    COPY = 0
+    QUARANTINE = 1
+    RESTORE = 2
+    SAVE = 3
+
+
 @dataclass(frozen=True, slots=True)
-class _Save:
-    job: LastJob
-    num_bytes: int
+class _Queued:
+    """A job, and the bytes that it holds."""
+
+    run: Job
+    num_bytes: int = 0
 
 
 class TransferThread:
@@ -44,10 +53,7 @@ class TransferThread:
         self._open_tier = open_tier
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
-        self._copies: deque[CopyJob] = deque()
-        self._quarantines: deque[QuarantineJob] = deque()
-        self._restores: deque[RestoreJob] = deque()
-        self._saves: deque[_Save] = deque()
+        self._queues: dict[_Kind, deque[_Queued]] = {kind: deque() for kind in _Kind}
         self._pending_bytes = 0
         self._is_busy = False
         self._is_ending = False  # to end when idle
@@ -76,24 +82,24 @@ class TransferThread:
         """Whether opening has ended without a tier: jobs that need one will never run."""
         return self._is_open is False
 
-    def copy(self, job: CopyJob) -> None:
+    def copy(self, job: Callable[[], object]) -> None:
         """Queue a job that needs no tier, before all others."""
-        with self._changed:
-            self._copies.append(job)
-            self._changed.notify_all()
+        self._put(_Kind.COPY, lambda tier: job())
 
-    def quarantine(self, job: QuarantineJob) -> None:
+    def quarantine(self, job: TierJob) -> None:
         """Queue a job before all restores, which could read again what the job removes."""
-        with self._changed:
-            self._quarantines.append(job)
-            self._changed.notify_all()
+        self._put(_Kind.QUARANTINE, _with_tier(job))
 
-    def restore(self, job: RestoreJob) -> None:
+    def restore(self, job: Job) -> None:
         """Queue a job before all saves. It gets None if there is no tier, and does not run if the
         thread ends first.
         """
+        self._put(_Kind.RESTORE, job)
+
+    def _put(self, kind: _Kind, job: Job, num_bytes: int = 0) -> None:
         with self._changed:
-            self._restores.append(job)
+            self._queues[kind].append(_Queued(job, num_bytes))
+            self._pending_bytes += num_bytes
             self._changed.notify_all()
 
     def has_room(self, num_bytes: int, timeout_s: float) -> bool:
@@ -104,26 +110,23 @@ class TransferThread:
     def _takes(self, num_bytes: int) -> bool:
         return self._pending_bytes + num_bytes <= self._max_pending_bytes and not self._is_closing
 
-    def save(self, job: SaveJob, num_bytes: int) -> bool:
+    def save(self, job: TierJob, num_bytes: int) -> bool:
         """Queue a job that holds `num_bytes`; if the limit is exceeded, return false instead."""
         with self._changed:
             if not self._takes(num_bytes):
                 return False
-            self._saves.append(_Save(lambda tier: tier is not None and job(tier), num_bytes))
-            self._pending_bytes += num_bytes
-            self._changed.notify_all()
+            self._put(_Kind.SAVE, _with_tier(job), num_bytes)
         return True
 
-    def afterwards(self, job: LastJob) -> None:
+    def afterwards(self, job: Job) -> None:
         """Queue a job after all saves. It always runs: with None if there is no tier, and in the
         calling thread, with None, if the transfer thread has ended.
         """
         with self._changed:
             if not self._is_over:
-                self._saves.append(_Save(job, 0))
-                self._changed.notify_all()
+                self._put(_Kind.SAVE, job)
                 return
-        _do(lambda: job(None))
+        _run(job, None)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the tier is open and has nothing to do; false if that took too long."""
@@ -138,7 +141,7 @@ class TransferThread:
         Two threads end at the same time if both are told before `close` waits for one.
         """
         with self._changed:
-            self._restores.clear()
+            self._queues[_Kind.RESTORE].clear()
             self._is_ending = True
             self._changed.notify_all()
 
@@ -149,19 +152,16 @@ class TransferThread:
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            self._restores.clear()
+            self._queues[_Kind.RESTORE].clear()
             self._changed.wait_for(lambda: self._is_over or self._is_idle(), timeout_s)
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _is_idle(self) -> bool:
-        if self._copies or self._is_busy:
+        if self._queues[_Kind.COPY] or self._is_busy:
             return False
-        return self._is_open is False or not self._has_tier_job()
-
-    def _has_tier_job(self) -> bool:
-        return bool(self._quarantines or self._restores or self._saves)
+        return self._is_open is False or not any(self._queues.values())
 
     def _open(self) -> None:
         """Open the tier, on a thread of its own; close it if the transfer thread has ended."""
@@ -185,51 +185,47 @@ class TransferThread:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            job()
+            _run(job, self._tier)
         with self._changed:
             self._is_over = True
-            left, self._saves = self._saves, deque()
-        for save in left:  # nothing is saved any more, but a caller may wait for its callback
-            _do(partial(save.job, None))
+            unsaved = list(self._queues[_Kind.SAVE])
+        for each in unsaved:  # nothing is saved any more, but a caller may wait for its callback
+            _run(each.run, None)
         _close(self._tier)
 
-    def _next(self) -> CopyJob | None:
+    def _next(self) -> Job | None:
         """Wait for the next job and return it; None when closing."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
             self._changed.wait_for(self._goes_on)
-            self._is_closing = self._is_closing or not self._has_job()
-            if self._is_closing:
+            kind = self._next_kind()
+            self._is_closing = self._is_closing or kind is None
+            if kind is None or self._is_closing:
                 return None
             self._is_busy = True
-            return self._taken()
+            job = self._queues[kind].popleft()
+            self._pending_bytes -= job.num_bytes
+            return job.run
 
     def _goes_on(self) -> bool:
-        return self._is_closing or self._has_job() or (self._is_ending and self._is_idle())
+        has_job = self._next_kind() is not None
+        return self._is_closing or has_job or (self._is_ending and self._is_idle())
 
-    def _has_job(self) -> bool:
-        return bool(self._copies) or (self._is_open is not None and self._has_tier_job())
-
-    def _taken(self) -> CopyJob:
-        if self._copies:
-            job = self._copies.popleft()
-            return lambda: _do(job)
-        tier = self._tier
-        if self._quarantines:
-            quarantine = self._quarantines.popleft()
-            return lambda: _do(lambda: tier is not None and quarantine(tier))
-        if self._restores:
-            restore = self._restores.popleft()
-            return lambda: _do(lambda: restore(tier))
-        save = self._saves.popleft()
-        self._pending_bytes -= save.num_bytes
-        return lambda: _do(lambda: save.job(tier))
+    def _next_kind(self) -> _Kind | None:
+        """Return the kind of the job that can run now; copies alone until the tier is open."""
+        kinds = _Kind if self._is_open is not None else (_Kind.COPY,)
+        return next((kind for kind in kinds if self._queues[kind]), None)
 
 
-def _do(job: Callable[[], object]) -> None:
+def _with_tier(job: TierJob) -> Job:
+    """Return a job that does nothing if there is no tier."""
+    return lambda tier: job(tier) if tier is not None else None
+
+
+def _run(job: Job, tier: Tier | None) -> None:
     try:
-        job()
+        job(tier)
     except Exception:
         _log.exception("a transfer failed")
 

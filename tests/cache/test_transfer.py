@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvchat.cache.tier import Tier
-from kvchat.cache.transfer import RestoreJob, TransferThread
+from kvchat.cache.transfer import TransferThread, _Kind, _Queued
 from support.memory_tier import MemoryTier
 
 PATIENCE_S = 60.0
@@ -90,12 +90,12 @@ def test_what_is_wrong_is_gone_before_anything_is_read_and_before_the_thread_end
         thread.restore(lambda _, name=name: done.append(f"{name} restore"))
         thread.quarantine(lambda _, name=name: done.append(f"{name} quarantine"))
 
-    class Restores(deque[RestoreJob]):
+    class Restores(deque[_Queued]):
         def clear(self) -> None:
             super().clear()
             may_go_on.set()
 
-    thread._restores = Restores(thread._restores)
+    thread._queues[_Kind.RESTORE] = Restores(thread._queues[_Kind.RESTORE])
     thread.close(PATIENCE_S)
 
     assert done == [f"{n} {what}" for what in ("quarantine", "save") for n in ("first", "second")]

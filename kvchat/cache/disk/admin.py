@@ -32,9 +32,7 @@ from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
 from kvchat.core.config import Size
-from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import StoreError
-from kvchat.core.events import ModelReady
 from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
@@ -45,7 +43,7 @@ from kvchat.core.stats import (
     TierStatus,
     Verified,
 )
-from kvchat.core.types import MissReason, TokenIds
+from kvchat.core.types import TokenIds
 from kvchat_kernels.cpu.object_cache import object_cache
 
 T = TypeVar("T")
@@ -55,7 +53,7 @@ _LOCK_PATIENCE_S = 5.0
 _CLEARED_NAME = "kvchat.cleared"
 
 
-class StoreAdmin:
+class StoreAdmin(StoreLookup):
     """Administers the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. `memory` has what is known of its
@@ -71,24 +69,8 @@ class StoreAdmin:
         memory: Memory = NO_MEMORY,
         settings: KvSettings | None = None,
     ) -> None:
-        self.directory = directory
+        super().__init__(directory, memory, settings or KvSettings())
         self._size = size
-        self._memory = memory
-        self._lookup = StoreLookup(directory, memory, settings or KvSettings())
-
-    def locate(self, contexts: Sequence[tuple[str, TokenIds]]) -> list[KvPlaces]:
-        """Return where the KV of contexts is, each given by its model's name and its token ids."""
-        return self._lookup.locate(contexts)
-
-    def why(self, name: str, token_ids: TokenIds) -> MissReason | None:
-        """Return why not more of a context is on disk; None if all of it is."""
-        return self._lookup.why(name, token_ids)
-
-    def why_changed(
-        self, ready: ModelReady, token_ids: TokenIds, num_cached: int
-    ) -> MissReason | None:
-        """Return what changed since a run of the loaded model that kept more of a context."""
-        return self._lookup.why_changed(ready, token_ids, num_cached)
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all heads, changes nothing."""

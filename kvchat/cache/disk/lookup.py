@@ -164,7 +164,7 @@ class StoreLookup:
     """
 
     def __init__(self, directory: Path, memory: Memory, settings: KvSettings) -> None:
-        self._directory = directory
+        self.directory = directory
         self._memory = memory
         self._settings = settings
 
@@ -208,7 +208,7 @@ class StoreLookup:
 
     def _paths(self) -> list[Path]:
         try:
-            return stored_model_dirs(self._directory)
+            return stored_model_dirs(self.directory)
         except StoreError as error:
             _log.info("cannot look up what is kept: %s", error)
             return []
