@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 
 import torch
 
-from kvchat.cache.disk.format import FORMAT_VERSION
 from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
 from kvchat.core.config import INT8_KV, CacheConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
@@ -44,7 +43,7 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     """
     facts = {
         "version": _KV_VERSION,
-        "format": FORMAT_VERSION,
+        "format": 3,  # once the version of records; another value would orphan all stored KV
         "content": content_digest,
         "dtype": dtype_name(loaded.dtype),
         "weights": loaded.weights,

@@ -74,15 +74,15 @@ def test_a_pack_exchanged_while_it_is_read_is_left_alone(
     save(reader, IDS)
     [found] = find(reader, IDS)
     table = reader._db.table
-    payload = table.payload
+    image = table.image
 
     def exchanged(*arguments: object) -> object:
         monkeypatch.undo()
         other.forget([found.key])
         save(other, [1, 2, 9, 9, 9, 9])
-        return payload(*arguments)
+        return image(*arguments)
 
-    monkeypatch.setattr(table, "payload", exchanged)
+    monkeypatch.setattr(table, "image", exchanged)
     with pytest.raises(GoneRecord, match="gone"):
         reader.read(found)
 
@@ -98,14 +98,14 @@ def test_a_store_emptied_while_it_is_read_holds_no_damage(
     save(tier, IDS)
     [found] = find(tier, IDS)
     table = tier._db.table
-    payload = table.payload
+    image = table.image
 
     def emptied(*arguments: object) -> object:
         monkeypatch.undo()
         StoreAdmin(tmp_path).clear()
-        return payload(*arguments)
+        return image(*arguments)
 
-    monkeypatch.setattr(table, "payload", emptied)
+    monkeypatch.setattr(table, "image", emptied)
     with pytest.raises(GoneRecord, match="gone"):
         tier.read(found)
 

@@ -12,8 +12,8 @@ import pytest
 from kvchat.cache.disk import quota
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME
+from kvchat.cache.disk.payload_files import PayloadFiles
 from kvchat.cache.disk.quota import least_bytes
-from kvchat.cache.disk.table import Parts, PayloadFiles
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord, Layout, PackHead
@@ -99,12 +99,12 @@ def test_a_file_of_somebody_elses_is_not_read(
 ) -> None:
     """Tables and directories of others were refused, and their packs were read."""
     files = PayloadFiles(tmp_path)
-    name = files.write(Parts(b"head", memoryview(b" and KV")))
-    assert files.read(name, 4, lambda n: memoryview(bytearray(n)))[1] == b" and KV"
+    name = files.write(memoryview(b"KV"))
+    assert files.read(name, lambda n: memoryview(bytearray(n))) == b"KV"
 
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert files.read(name, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
+    assert files.read(name, lambda n: memoryview(bytearray(n))) == b""
 
 
 @pytest.mark.parametrize("name", ["../../x", "cache.db", "/etc/passwd", None, 7])
@@ -112,7 +112,7 @@ def test_only_files_with_names_of_ours_are_read_or_removed(tmp_path: Path, name:
     (tmp_path / "cache.db").write_bytes(b"the table")
     files = PayloadFiles(tmp_path)
 
-    assert files.read(name, 4, lambda n: memoryview(bytearray(n))) == (b"", b"")
+    assert files.read(name, lambda n: memoryview(bytearray(n))) == b""
     files.remove(name)
     assert (tmp_path / "cache.db").read_bytes() == b"the table"
 

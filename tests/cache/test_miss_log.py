@@ -166,7 +166,7 @@ def test_what_was_damaged(tmp_path: Path) -> None:
     assert save(tier, CONTEXT)
     [path] = payload_files(tmp_path)
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DamagedRecord, match="magic"):
+    with pytest.raises(DamagedRecord, match="checksum"):
         restored(tier, CONTEXT)
     tier.close()
 

@@ -55,7 +55,7 @@ class Store:
             self.twin.uses[name].append((self.now_s, ONCE if is_one_shot else 1.0))
 
     def check(self) -> None:
-        rows = {row.key: row.use for row in self.tier._db.table.rows()}
+        rows = {key: row.use for key, row in self.tier._db.table.rows() if row is not None}
         assert rows.keys() == self.twin.uses.keys()
         for name, use in rows.items():
             assert use.credit_s == pytest.approx(self.twin.credit_s(name), abs=0.01)

@@ -107,7 +107,7 @@ def test_what_has_lost_its_beginning_is_told(store: StoredPacks, store_admin: St
     table = store.directory / LAYOUT.identity.hex() / "cache.db"
     with sqlite3.connect(table) as connection:
         connection.execute(
-            "DELETE FROM Pack WHERE length(head) = (SELECT max(length(head)) FROM Pack)"
+            "DELETE FROM Pack WHERE length(ids) = (SELECT max(length(ids)) FROM Pack)"
         )
     connection.close()
 
@@ -171,7 +171,7 @@ def test_a_table_of_another_program_is_told_not_believed(
     table = store.directory / OTHER.identity.hex() / "cache.db"
     table.unlink()
     with sqlite3.connect(table) as connection:
-        connection.execute("CREATE TABLE Pack (key TEXT, head INTEGER)")
+        connection.execute("CREATE TABLE Pack (key TEXT, ids INTEGER)")
         connection.execute("INSERT INTO Pack VALUES ('h', 7)")
     connection.close()
 

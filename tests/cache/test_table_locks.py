@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cache.disk.inventory import connection_to, prefetch_pages
+from kvchat.cache.disk.inventory import prefetch_pages, reading
+from kvchat.cache.disk.model_dirs import find_model_dirs
 from support.pack_chains import open_tier, save
 
 CONTEXT = list(range(1, 21))
@@ -43,9 +44,10 @@ def store(tmp_path: Path) -> Path:
 def test_a_visitor_leaves_the_log_of_a_table_that_was_read_ahead(store: Path) -> None:
     writer = open_tier(store)
     assert save(writer, CONTEXT[:14])
-    [table] = store.glob("*/cache.db")
-    with closing(connection_to(table)) as reader:
-        reader.execute("SELECT count(*) FROM Pack").fetchall()
+    [model_dir] = find_model_dirs(store)
+    with reading(model_dir) as packs:
+        assert packs is not None
+        assert list(packs.rows())
         second = open_tier(store)
     prefetch_pages(store, CONTEXT, 2)
 

@@ -1,15 +1,13 @@
 """Temporary pins: clients of the server make them; they end, and never fill the store."""
 
-import math
 import time
 from pathlib import Path
 
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.cache.disk.format import Pin, decode_pin, encode_pin
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.keys import KEY_BYTES, encode_ids
+from kvchat.cache.keys import encode_ids
 from support.pack_chains import LAYOUT, keys_of, num_found, save
 
 LIMIT = 4 << 20
@@ -128,13 +126,3 @@ def test_what_has_ended_holds_nothing_against_forgetting(tmp_path: Path) -> None
     tier.close()
 
     assert StoreAdmin(tmp_path).forget([ids], []) == 6
-
-
-@pytest.mark.parametrize("until_s", [math.inf, 12.5])
-def test_a_pin_is_read_as_it_was_written(until_s: float) -> None:
-    written = Pin("a label", (b"k" * KEY_BYTES, b"l" * KEY_BYTES), 1.5, until_s)
-
-    data = encode_pin(written)
-
-    assert decode_pin(data) == written
-    assert all(decode_pin(data[:end]) is None for end in range(len(data)))

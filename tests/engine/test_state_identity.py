@@ -6,6 +6,7 @@ attacked here.
 
 import shutil
 import sqlite3
+from array import array
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from kvchat.cache.disk.format import decode_head, layout_of
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.engine import kv_storage
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
@@ -27,7 +27,8 @@ from support.checkpoints import save_checkpoint, tiny_model
 from support.stateful_models import Chat, load_stateful, open_engine, words
 
 Loaded = tuple[PreTrainedModel, LoadedModel]
-Rows = list[tuple[bytes, bytes, bytes]]
+Head = tuple[bytes, bytes, bytes]  # parent, checksum, ids
+Rows = list[tuple[bytes, Head, bytes]]
 _PROMPT = words(170, seed=3)
 
 
@@ -169,7 +170,9 @@ def _moved(rows: Rows) -> Rows:
         pytest.param(lambda rows: [(k, h, p[: len(p) // 2]) for k, h, p in rows], id="half"),
         pytest.param(lambda rows: [(k, h, b"") for k, h, _ in rows], id="empty"),
         pytest.param(lambda rows: [(k, h, bytes(len(p))) for k, h, p in rows], id="zeros"),
-        pytest.param(lambda rows: [(k, h[:-1], p) for k, h, p in rows], id="a head cut"),
+        pytest.param(
+            lambda rows: [(k, (*h[:2], h[2][:-1]), p) for k, h, p in rows], id="a head cut"
+        ),
         pytest.param(_turned, id="the state of another position"),
         pytest.param(_moved, id="the records of another position"),
     ],
@@ -180,14 +183,16 @@ def test_a_state_that_is_not_the_contexts_own_is_a_miss(
     shutil.copytree(kept[0], tmp_path, dirs_exist_ok=True)
     [table] = tmp_path.glob("*/cache.db")
     with closing(sqlite3.connect(table)) as connection:
-        rows = [
-            row
-            for row in connection.execute("SELECT key, head, payload FROM Pack")
-            if not decode_head(row[1], layout_of(row[1])).num_tokens(layout_of(row[1]))
+        found = connection.execute("SELECT key, parent, checksum, ids, payload FROM Pack")
+        rows: Rows = [
+            (key, (parent, checksum, ids), payload)
+            for key, parent, checksum, ids, payload in found
+            if array("i", ids)[0] < 0
         ]
         assert len(rows) > 1
-        changed = [(head, payload, key) for key, head, payload in attack(rows)]
-        connection.executemany("UPDATE Pack SET head = ?, payload = ? WHERE key = ?", changed)
+        changed = [(*head, payload, key) for key, head, payload in attack(rows)]
+        change = "UPDATE Pack SET parent = ?, checksum = ?, ids = ?, payload = ? WHERE key = ?"
+        connection.executemany(change, changed)
         connection.commit()
 
     chat = Chat(lfm2[0], open_engine(lfm2[1], tmp_path))

@@ -4,6 +4,7 @@ Every type: three turns, two samples, an edit, a batch, and a restart from the d
 """
 
 import sqlite3
+from array import array
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
@@ -13,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvchat.cache.disk.format import decode_head, layout_of
 from kvchat.core.errors import UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.engine.speculation import Mode
@@ -85,9 +85,8 @@ def damage_snapshots(directory: Path) -> int:
     [table] = directory.glob("*/cache.db")
     with closing(sqlite3.connect(table)) as connection:
         hit = []
-        for key, data, payload in connection.execute("SELECT key, head, payload FROM Pack"):
-            layout = layout_of(data)
-            if not decode_head(data, layout).num_tokens(layout):
+        for key, ids, payload in connection.execute("SELECT key, ids, payload FROM Pack"):
+            if array("i", ids)[0] < 0:
                 hit.append((payload[:-1] + bytes([payload[-1] ^ 1]), key))
         connection.executemany("UPDATE Pack SET payload = ? WHERE key = ?", hit)
         connection.commit()

@@ -73,7 +73,7 @@ class StoreAdmin(StoreLookup):
         self._size = size
 
     def status(self) -> StoreStatus:
-        """Return what the store holds. Reads all heads, changes nothing."""
+        """Return what the store holds. Reads all rows, changes nothing."""
         known = KnownModels(self._memory).read()
         paths = stored_model_dirs(self.directory)
         found = [_status_of(read_model_dir(path), known) for path in paths]
@@ -185,7 +185,7 @@ class StoreAdmin(StoreLookup):
         if model_dir.trouble and not tier.is_begun_anew:
             error = StoreHeld if model_dir.is_held else StoreError
             raise error(f"{path} cannot be read: {model_dir.trouble}.")
-        if left.heads and left.layout != model_dir.layout:
+        if left.packs and left.layout != model_dir.layout:
             raise _busy()  # it was empty when its packs' shape was looked for
         return num_blocks
 
@@ -279,11 +279,11 @@ class StoreAdmin(StoreLookup):
 def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDirStatus:
     layout = model_dir.layout
     model = known.get(model_dir.path.name)
-    heads = [stored.head for stored in model_dir.heads]
+    heads = [stored.head for stored in model_dir.packs]
     of_state = {key for head in heads if not head.num_tokens(layout) for key in head.keys(layout)}
     return ModelDirStatus(
         identity=model_dir.path.name,
-        num_packs=len(model_dir.heads),
+        num_packs=len(model_dir.packs),
         num_tokens=sum(head.num_tokens(layout) for head in heads),
         num_bytes=_bytes_in(model_dir.path),
         last_used_s=_last_used(model_dir.path),
@@ -339,7 +339,7 @@ def _continued(model_dir: ModelDir, contexts: Iterable[bytes]) -> set[bytes]:
             keys = [root_key(layout.identity), *_chain(layout, encoded)]
             ends.setdefault(keys[-1], []).append(end)
     found = set()
-    for stored in model_dir.heads:
+    for stored in model_dir.packs:
         keys = stored.head.keys(layout)
         for number, (before, key) in enumerate(
             zip([stored.head.parent, *keys], keys, strict=False)

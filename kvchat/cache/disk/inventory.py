@@ -1,6 +1,6 @@
 """Reads what a store holds, for all identities, without a model and without changing anything.
 
-The packs' heads give the shape of the blocks. Reading must not change a table's modification time,
+The packs' rows give the shape of the blocks. Reading must not change a table's modification time,
 because that time tells when a directory was last used.
 
 `prefetch_pages` reads a conversation's packs into the page cache while the weights load. The
@@ -14,33 +14,22 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.cache.disk import model_dirs
-from kvchat.cache.disk.format import Pin, decode_head, decode_pin, layout_of
 from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, last_used, list_model_dirs
-from kvchat.cache.disk.table import SCHEMA_VERSION, bytes_of, is_busy, is_pack_file
+from kvchat.cache.disk.pack_rows import PackRow, PackRows, Pin
+from kvchat.cache.disk.payload_files import is_pack_file
+from kvchat.cache.disk.table import SCHEMA_VERSION, is_busy
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
-from kvchat.cache.tier import DamagedRecord, Layout, PackHead
+from kvchat.cache.tier import DamagedRecord, Layout
 from kvchat.core.errors import StoreError
 from kvchat.core.stats import KeptPack
 from kvchat.core.types import TokenIds
 
 _PATIENCE_S = 1.0
-_HEADS = "SELECT key, head, last_s FROM Pack ORDER BY rowid"
-_PACK = "SELECT head, file FROM Pack WHERE key = ?"
-_PINS = "SELECT record FROM Pin ORDER BY rowid"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredHead:
-    """A pack's name, its head, and when it was last used, in seconds since the epoch."""
-
-    key: bytes
-    head: PackHead
-    last_used_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +37,12 @@ class ModelDir:
     """The packs of one identity. `trouble` says in a few words why they cannot be read; `is_held`
     says that another process has locked the table, which is temporary.
 
-    Heads that are damaged are left out; `layout` is that of the others.
+    Packs whose rows are damaged are left out; `layout` is that of the others.
     """
 
     path: Path
     layout: Layout
-    heads: tuple[StoredHead, ...] = ()
+    packs: tuple[PackRow, ...] = ()
     pins: tuple[Pin, ...] = ()
     trouble: str = ""
     is_held: bool = False
@@ -80,67 +69,50 @@ def stored_model_dirs(directory: Path) -> list[Path]:
 
 
 def read_model_dir(path: Path) -> ModelDir:
-    """Read the heads of a model directory; never raises, whatever is in its place."""
+    """Read the rows of a model directory; never raises, whatever is in its place."""
     any_layout = Layout(bytes.fromhex(path.name), 1, 1)
-    table = path / DATABASE
-    if not table.exists() and not table.is_symlink():
-        return ModelDir(path, any_layout)
-    if not table.is_file() or table.is_symlink():  # to open a pipe would wait for its other end
-        return ModelDir(path, any_layout, trouble="its table is no file")
     try:
-        if (opened := connection_to(table)) is None:
-            return ModelDir(path, any_layout)
-        with closing(opened) as connection:
-            rows = connection.execute(_HEADS).fetchall()
-            records = connection.execute(_PINS).fetchall()
+        with reading(path) as packs:
+            rows = [row for _, row in packs.rows() if row is not None] if packs is not None else []
+            pins = packs.pins() if packs is not None else []
     except (sqlite3.Error, OSError, StoreError) as error:
         return ModelDir(path, any_layout, trouble=str(error).rstrip("."), is_held=is_busy(error))
-    heads, layouts = [], Counter[Layout]()
-    for key, stored, used in rows:
-        data, used_s = bytes_of(stored), used if isinstance(used, int | float) else 0.0
-        try:
-            layout = layout_of(data)
-            head = StoredHead(bytes_of(key), decode_head(data, layout), max(0.0, used_s))
-            heads.append((layout, head))
-            layouts[layout] += 1
-        except DamagedRecord:
-            continue
-    if not layouts:
+    if not rows:
         return ModelDir(path, any_layout)
-    [(common, _)] = layouts.most_common(1)
-    pins = (decode_pin(bytes_of(record)) for (record,) in records)
+    [(layout, _)] = Counter(row.layout for row in rows).most_common(1)
     return ModelDir(
         path,
-        common,
-        tuple(head for layout, head in heads if layout == common),
-        tuple(pin for pin in pins if pin is not None and pin.until_s > time.time()),
+        layout,
+        tuple(row for row in rows if row.layout == layout),
+        tuple(pin for pin in pins if pin.until_s > time.time()),
     )
 
 
-def connection_to(table: Path) -> sqlite3.Connection | None:
-    """Open a table to read from it; None for one that is not finished, and so has no packs.
+@contextmanager
+def reading(model_dir: Path) -> Iterator[PackRows | None]:
+    """Open the table of a model directory to read from it; None without one, and for one that is
+    not finished, and so has no packs.
 
     If the table has no log, no process is writing, and SQLite opens it without making a log that
     would remain. A process that starts to write meanwhile can make the table look damaged once.
     """
-    log = table.with_name(f"{table.name}-wal")
-    mode = "mode=ro" if file_bytes(log) else "immutable=1"
+    table = model_dir / DATABASE
+    if not os.path.lexists(table):
+        yield None
+        return
+    # SQLite opens table and log with the first statement, and would wait for a pipe's other end.
+    if not model_dirs.has_only_files(model_dir):
+        raise StoreError("its table, or its log, is no file")
+    mode = "mode=ro" if file_bytes(table.with_name(f"{table.name}-wal")) else "immutable=1"
     uri = f"{table.absolute().as_uri()}?{mode}"
-    connection = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)
-    try:
-        # SQLite opens them with the first statement, and would wait for a pipe's other end.
-        if not model_dirs.has_only_files(table.parent):
-            raise StoreError(f"{table}, or its log, is no file.")
+    with closing(sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S)) as connection:
         [(version,)] = connection.execute("PRAGMA user_version").fetchall()
         if not version and _is_unfinished(connection, table):
-            connection.close()
-            return None
+            yield None
+            return
         if version != SCHEMA_VERSION:
             raise StoreError(f"{table} is of another version of kvchat.")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        yield PackRows(bytes.fromhex(model_dir.name), connection)
 
 
 def _is_unfinished(connection: sqlite3.Connection, table: Path) -> bool:
@@ -163,11 +135,11 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
     names = _names_of_blocks(layout, named)
     owners = {
         key: number
-        for number, stored in enumerate(model_dir.heads)
+        for number, stored in enumerate(model_dir.packs)
         for key in stored.head.keys(layout)
     }
     children: dict[int | None, list[int]] = {}
-    for number, stored in enumerate(model_dir.heads):
+    for number, stored in enumerate(model_dir.packs):
         children.setdefault(owners.get(stored.head.parent), []).append(number)
     root = root_key(layout.identity)
     pinned = {key for pin in model_dir.pins for key in pin.keys}
@@ -177,7 +149,7 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
     ]
     while pending:
         parent, number = pending.pop()
-        stored = model_dir.heads[number]
+        stored = model_dir.packs[number]
         num_blocks = stored.head.num_blocks(layout)
         is_orphan = parent is None and stored.head.parent != root
         pending += [(len(packs), child) for child in _last_first(children, number)]
@@ -186,7 +158,7 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
                 parent=parent,
                 num_tokens=stored.head.num_tokens(layout),
                 num_bytes=num_blocks * layout.block_bytes,
-                last_used_s=stored.last_used_s,
+                last_used_s=max(0.0, stored.use.last_s),
                 is_orphan=is_orphan,
                 is_pinned=not pinned.isdisjoint(stored.head.keys(layout)),
                 names=tuple(names.get(stored.key, ())),
@@ -226,9 +198,12 @@ def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int
     encoded = encode_ids(token_ids)
     try:
         for model_dir in stored_model_dirs(directory):
-            packs = list(_packs(model_dir, encoded, block_size))
-            if packs:
-                return sum(_read(file) for _, file in packs if file is not None)
+            if packs := _leading(model_dir, encoded, block_size):
+                return sum(
+                    _read(model_dir / str(pack.file))
+                    for pack, _ in packs
+                    if is_pack_file(pack.file)
+                )
     except (StoreError, OSError, sqlite3.Error) as error:
         _log.info("nothing prefetched: %s", error)
     return 0
@@ -241,7 +216,7 @@ def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
     Never raises: one that cannot be looked into, as while another process makes it, has nothing.
     """
     try:
-        return any(not head.is_draft for head, _ in _packs(model_dir, encoded, block_size))
+        return num_kept_blocks(model_dir, encoded, block_size) > 0
     except (StoreError, OSError, ValueError, sqlite3.Error) as error:
         _log.info("cannot look into %s: %s", model_dir.name, error)
         return False
@@ -252,42 +227,18 @@ def num_kept_blocks(model_dir: Path, encoded: bytes, block_size: int) -> int:
 
     KV of a draft model does not count. Raises what SQLite and the file system raise.
     """
-    heads = [head for head, _ in _packs(model_dir, encoded, block_size) if not head.is_draft]
-    num_blocks, size = 0, block_size * TOKEN_BYTES
-    for head in heads:
-        layout = Layout(bytes.fromhex(model_dir.name), block_size, 1)
-        num_blocks += head.num_shared(encoded, num_blocks, layout)
-    return min(num_blocks, len(encoded) // size)
+    packs = _leading(model_dir, encoded, block_size)
+    return sum(num_blocks for pack, num_blocks in packs if not pack.head.is_draft)
 
 
-def _packs(
-    model_dir: Path, encoded: bytes, block_size: int
-) -> Iterator[tuple[PackHead, Path | None]]:
-    """Yield the packs that a model directory has of a context, in order: head and file, if any."""
-    table = model_dir / DATABASE
-    if not table.is_file() or table.is_symlink():
-        return
-    root = root_key(bytes.fromhex(model_dir.name))
-    keys = chain_keys(root, encoded, block_size * TOKEN_BYTES)
-    if (opened := connection_to(table)) is None:
-        return
-    with closing(opened) as connection:
-        block = 0
-        while block < len(keys):
-            row = connection.execute(_PACK, (keys[block],)).fetchone()
-            if row is None:
-                return
-            data, file = bytes_of(row[0]), row[1]
-            try:
-                layout = layout_of(data)
-                head = decode_head(data, layout)
-            except DamagedRecord:
-                return
-            shared = head.num_shared(encoded, block, layout)
-            if not shared:
-                return
-            yield head, model_dir / file if is_pack_file(file) else None
-            block += shared
+def _leading(model_dir: Path, encoded: bytes, block_size: int) -> list[tuple[PackRow, int]]:
+    """Return the packs that a model directory has of a context, as `PackRows.leading` does."""
+    keys = chain_keys(root_key(bytes.fromhex(model_dir.name)), encoded, block_size * TOKEN_BYTES)
+    with reading(model_dir) as table:
+        packs: list[tuple[PackRow, int]] = []
+        with suppress(DamagedRecord):  # what stands before it is whole
+            packs.extend(table.leading(keys, encoded, block_size) if table is not None else ())
+        return packs
 
 
 def _read(file: Path) -> int:

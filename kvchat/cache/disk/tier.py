@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,21 +17,11 @@ from pathlib import Path
 
 from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_held
 from kvchat.cache.disk.eviction import KnownPack, Use, cuts, first_use, known_pack
-from kvchat.cache.disk.format import (
-    PREFIX_BYTES,
-    OtherGeometry,
-    Pin,
-    check_payload,
-    checksum_of,
-    decode_head,
-    encode_head,
-    payload_checksum,
-    payload_prefix,
-)
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES, MISS_LOG
+from kvchat.cache.disk.pack_rows import PackRow, Pin, checksum_of, require_whole
 from kvchat.cache.disk.quota import DiskQuota
-from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackRow, PackTable, Parts, is_busy
+from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackTable, is_busy
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.tier import (
@@ -86,7 +76,10 @@ _MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
 class PackReader:
-    """Reads the packs of the table that `db` keeps open. One thread uses it."""
+    """Reads the packs of the table that `db` keeps open. One thread uses it.
+
+    Packs of another layout are passed over: an administrator opens a store with a guessed one.
+    """
 
     def __init__(
         self, layout: Layout, db: PackDb, miss_log: MissReasonLog, stats: TierStats
@@ -96,7 +89,7 @@ class PackReader:
         self._miss_log = miss_log
         self._stats = stats
         self._buffers = ReadBuffers(_MAX_BUFFERS)
-        self._files: dict[bytes, str | None] = {}  # of the packs found last
+        self._rows: dict[bytes, PackRow] = {}  # of the packs found last
 
     def warm_up(self) -> None:
         """Allocate memory for the packs that will be read first."""
@@ -106,29 +99,28 @@ class PackReader:
     def walk(self, keys: Sequence[bytes], encoded: bytes) -> Iterator[Found]:
         """Yield the packs that hold a prompt's leading blocks, in order and without a hole."""
         table = self._db.follow()
-        self._files.clear()
+        self._rows.clear()
         block = 0
-        while block < len(keys):
-            head = self.head(table, keys[block])
-            shared = head.num_shared(encoded, block, self._layout) if head is not None else 0
-            if head is None or not shared:
-                return
-            is_whole = shared == head.num_blocks(self._layout)
-            fingerprint = head.fingerprint if is_whole else None
-            yield Found(keys[block], block, shared, head.checksum, fingerprint)
-            block += shared
-
-    def head(self, table: PackTable, key: bytes) -> PackHead | None:
-        """Return a pack's head, None if there is none or it is damaged."""
-        stored = table.head(key)
-        if stored is None:
-            return None
-        data, self._files[key] = stored
         try:
-            return decode_head(data, self._layout)
+            for row, shared in table.leading(keys, encoded, self._layout.block_size):
+                if row.layout != self._layout:
+                    return
+                self._rows[row.key] = row
+                is_whole = shared == row.head.num_blocks(self._layout)
+                fingerprint = row.head.fingerprint if is_whole else None
+                yield Found(row.key, block, shared, row.head.checksum, fingerprint)
+                block += shared
+        except DamagedRecord as damage:
+            self._quarantine(keys[block], damage)
+
+    def row(self, table: PackTable, key: bytes) -> PackRow | None:
+        """Return a pack, None if there is none or it is damaged."""
+        try:
+            row = table.row(key)
         except DamagedRecord as damage:
             self._quarantine(key, damage)
             return None
+        return row if row is not None and row.layout == self._layout else None
 
     def read(self, found: Found) -> memoryview:
         """Return the images of all blocks of a pack, verified; raises what `Tier.read` does."""
@@ -146,16 +138,19 @@ class PackReader:
     def _read_twice(self, found: Found) -> memoryview | None:
         """Read a pack; if it is damaged, once more under the lock, for it may have been replaced.
 
-        Forget it if it is still damaged.
+        Forget it if it is still damaged. None if there is none.
         """
         with suppress(DamagedRecord, OSError):
-            return self.images(self._db.table, found.key, found.checksum)
+            table = self._db.table
+            row = self._rows.pop(found.key, None) or table.row(found.key)
+            if row is not None and row.head.checksum == found.checksum:
+                return self.image(table, row)
         with self._db.changing() as table:
-            head = self.head(table, found.key)
-            if head is None or found.checksum not in (b"", head.checksum):
+            row = self.row(table, found.key)
+            if row is None or found.checksum not in (b"", row.head.checksum):
                 return None
             try:
-                return self.images(table, found.key, head.checksum)
+                return self.image(table, row)
             except OSError:
                 damage = DamagedRecord("without its payload")
             except DamagedRecord as error:
@@ -163,48 +158,32 @@ class PackReader:
             self._quarantine(found.key, damage)
             raise damage
 
-    def images(self, table: PackTable, key: bytes, checksum: bytes) -> memoryview:
-        """Return the images of a pack, which must have this checksum.
-
-        Raises DamagedRecord or OSError, and removes nothing.
-        """
-        file = self._files.pop(key, None)
-        payload = table.payload(key, file, PREFIX_BYTES, self._buffers)
-        if payload is None:
-            raise DamagedRecord("without its payload")
-        prefix, image = payload
-        check_payload(prefix, image, key, checksum, self._layout)
+    def image(self, table: PackTable, row: PackRow) -> memoryview:
+        """Return the images of a pack. Raises DamagedRecord or OSError, and removes nothing."""
+        image = table.image(row, self._buffers)
+        require_whole(row, image)
         return image
 
     def known_packs(self, table: PackTable) -> dict[bytes, KnownPack]:
         """Return what is known of every pack, by key; damaged packs are removed."""
         known = {}
-        for row in table.rows():
-            if not row.head:  # damaged: not even bytes
-                table.remove(row.key)
-                continue
-            try:
-                head = decode_head(row.head, self._layout)
-            except DamagedRecord as damage:
-                self._quarantine(row.key, damage)
-                continue
-            known[row.key] = known_pack(head, self._layout, row.use)
+        for key, row in table.rows():
+            if row is None:
+                self._quarantine(key, DamagedRecord("no head"))
+            elif row.layout == self._layout:
+                known[row.key] = known_pack(row.head, row.layout, row.use)
         return known
 
-    def _quarantine(self, key: bytes, damage: DamagedRecord) -> None:
-        """Remove a damaged pack, so that a good one can be written under its key.
-
-        A pack of another block shape stays: an administrator opens a store with a guessed layout.
-        """
-        if isinstance(damage, OtherGeometry):
-            return
-        _log.warning("damaged pack key=%s: %s", key.hex(), damage)
+    def _quarantine(self, key: object, damage: DamagedRecord) -> None:
+        """Remove a damaged pack, so that a good one can be written under its key."""
+        _log.warning("damaged pack key=%r: %s", key, damage)
         self._stats.count(num_damaged=1)
-        self._miss_log.note([key], MissReason.CORRUPT)
+        if isinstance(key, bytes):
+            self._miss_log.note([key], MissReason.CORRUPT)
         self._stats.say(f"a stored block was damaged ({damage}).")
         self._db.attempt(lambda: self._remove(key), None)
 
-    def _remove(self, key: bytes) -> None:
+    def _remove(self, key: object) -> None:
         with self._db.changing() as table:
             table.remove(key)
 
@@ -278,15 +257,24 @@ class DiskTier(Tier):
 
     def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
-        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
+        found = self._found(keys, encoded)
+        self._note_found(found, is_one_shot)
+        return found
+
+    def _found(self, keys: Sequence[bytes], encoded: bytes) -> list[Found]:
+        return self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
+
+    def _note_found(self, found: Iterable[Found], is_one_shot: bool) -> int:
+        """Note the use of packs that were found; return how many blocks they share."""
+        num_blocks = 0
         for run in found:  # used last, so it stands last
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
-        return found
+            num_blocks += run.num_blocks
+        return num_blocks
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many leading blocks `find` would return; does not count as a use."""
-        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
-        return sum(run.num_blocks for run in found)
+        return sum(run.num_blocks for run in self._found(keys, encoded))
 
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
@@ -304,9 +292,9 @@ class DiskTier(Tier):
         """Write a pack; false, with the reason in the status, if that is not possible."""
         num_blocks = head.num_blocks(self._layout)
         assert len(image) == num_blocks * self._layout.block_bytes
-        complete = replace(head, checksum=payload_checksum(image), is_draft=self._is_draft)
         self._had_no_room = False
-        is_written = self._attempt(lambda: self._write(complete, image, is_one_shot), False)
+        own = replace(head, is_draft=self._is_draft)
+        is_written = self._attempt(lambda: self._write(own, image, is_one_shot), False)
         self._stats.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
         self._look()
         return is_written
@@ -315,7 +303,9 @@ class DiskTier(Tier):
         with self._db.changing() as table:
             if table.files.has_leftovers:
                 self._collect(table)
-            num_there = self._num_there(table, head, is_one_shot)
+            # Blocks that other processes have written since they were looked for.
+            found = self._reader.walk(head.keys(self._layout), head.ids)
+            num_there = self._note_found(found, is_one_shot)
             if num_there == head.num_blocks(self._layout):
                 return True
             head, image = self._without(head, image, num_there)
@@ -332,21 +322,6 @@ class DiskTier(Tier):
             table.note_followed(followed)
         return True
 
-    def _num_there(self, table: PackTable, head: PackHead, is_one_shot: bool) -> int:
-        """Return how many leading blocks of a pack other processes have written since `find`.
-
-        Their packs may be shorter, or go on otherwise.
-        """
-        keys, block = head.keys(self._layout), 0
-        while block < len(keys):
-            other = self._reader.head(table, keys[block])
-            shared = other.num_shared(head.ids, block, self._layout) if other is not None else 0
-            if not shared:
-                break
-            self._used[keys[block]] = is_one_shot
-            block += shared
-        return block
-
     def _without(
         self, head: PackHead, image: memoryview, num_blocks: int
     ) -> tuple[PackHead, memoryview]:
@@ -356,7 +331,7 @@ class DiskTier(Tier):
         parent = head.keys(self._layout)[num_blocks - 1]
         ids = head.ids[num_blocks * self._layout.ids_bytes :]
         rest = image[num_blocks * self._layout.block_bytes :]
-        return replace(head, parent=parent, ids=ids, checksum=payload_checksum(rest)), rest
+        return replace(head, parent=parent, ids=ids), rest
 
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         """Note that a context is not written because there was no room for the last pack.
@@ -365,8 +340,7 @@ class DiskTier(Tier):
         """
         if not self._had_no_room:
             return
-        found: list[Found] = self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
-        missing = keys[sum(run.num_blocks for run in found) :][:1]
+        missing = keys[self.peek(keys, encoded) :][:1]
         self._miss_log.note(
             [k for k in missing if self._miss_log.of(k) is not MissReason.OVER_BUDGET],
             MissReason.OVER_BUDGET,
@@ -374,10 +348,9 @@ class DiskTier(Tier):
 
     def _keep(self, table: PackTable, head: PackHead, image: memoryview, use: Use) -> None:
         key = head.keys(self._layout)[0]
-        prefix = payload_prefix(key, head, len(image), self._layout)
-        data = encode_head(head, self._layout)
+        whole = replace(head, checksum=checksum_of(key, head, image))
         try:
-            table.keep(key, data, Parts(prefix, image), use)
+            table.keep(PackRow(key, self._layout, whole, use, None), image)
         except Exception:
             table.files.has_leftovers = True
             raise
@@ -437,18 +410,18 @@ class DiskTier(Tier):
         return num_blocks
 
     def _cut(self, table: PackTable, name: bytes, num_kept: int) -> None:
-        head, image, use = self._reader.head(table, name), None, table.use(name)
-        if num_kept and head is not None:
+        row, image = self._reader.row(table, name), None
+        if num_kept and row is not None:
             with suppress(DamagedRecord, OSError):
-                image = self._reader.images(table, name, head.checksum)
+                image = self._reader.image(table, row)
         table.remove(name)
-        if head is not None and image is not None and use is not None:
+        if row is not None and image is not None:
             image = image[: num_kept * self._layout.block_bytes]
-            ids = head.ids[: num_kept * self._layout.ids_bytes]
-            cut = replace(head, ids=ids, checksum=payload_checksum(image), fingerprint=None)
+            ids = row.head.ids[: num_kept * self._layout.ids_bytes]
+            cut = replace(row.head, ids=ids, fingerprint=None)
             # The old file may still be there: a disk that fails does not delete it.
             if self._quota.has_room(table, _kept_bytes(cut, image)):
-                self._keep(table, cut, image, use)
+                self._keep(table, cut, image, row.use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Remove these blocks and all that continue them, because their KV is wrong."""
@@ -486,12 +459,12 @@ class DiskTier(Tier):
         before = self._stats.status.num_damaged
         num_sound = 0
         table = self._db.table
-        rows: list[PackRow] = self._attempt(lambda: list(table.rows()), [])
-        for row in rows:
+        packs: list[tuple[bytes, PackRow | None]] = self._attempt(lambda: list(table.rows()), [])
+        for key, row in packs:
             if not goes_on():
                 break
             with suppress(DamagedRecord):
-                self._reader.read(Found(row.key, 0, 0, checksum_of(row.head, self._layout)))
+                self._reader.read(Found(key, 0, 0, row.head.checksum if row is not None else b""))
                 num_sound += 1
         return num_sound, self._stats.status.num_damaged - before
 
