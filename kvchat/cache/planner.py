@@ -15,7 +15,7 @@ middle.
 import threading
 from collections.abc import Sequence
 
-from kvchat.cache.rates import LEAST_TELLING_TOKENS, PrefillRate, RateMemory, moved
+from kvchat.cache.rates import LEAST_TELLING_TOKENS, PrefillRate, RateMemory, averaged
 from kvchat.core.cost import num_like_first
 
 # A smaller copy shows overheads rather than the rate.
@@ -80,7 +80,7 @@ class Planner:
     def note_copy(self, name: str, num_bytes: int, seconds: float) -> None:
         """Take in how long a copy took."""
         if num_bytes >= _MIN_BYTES and seconds > 0:
-            self.rates[name] = moved(self.rates.get(name), num_bytes / seconds)
+            self.rates[name] = averaged(self.rates.get(name), num_bytes / seconds)
 
     def doubt(self, *names: str) -> None:
         """Believe a little less how slow copying is, until a copy measures it again.

@@ -16,20 +16,20 @@ _NEWEST = 1 / 3
 _FAR_QUICKER = 1.5
 
 
-def moved(rate: float | None, newest: float) -> float:
+def averaged(rate: float | None, newest: float) -> float:
     """Return the moving average after a new measurement; `rate` is None for the first."""
     return newest if rate is None else rate + _NEWEST * (newest - rate)
 
 
-def moved_computing(rate: float | None, newest: float) -> float:
-    """Return as `moved` a rate of computing, which much can make slow for once and nothing quick.
+def averaged_computing(rate: float | None, newest: float) -> float:
+    """Return the average as `averaged` does, of a rate of computing.
 
-    The first step on a GPU compiles its kernels, which takes as long as a thousand steps: what it
-    seemed to say was kept, and believed for a dozen prompts more.
+    A step may be slow for once, never quick for once: a far quicker one takes the place of the
+    average. The first step on a GPU compiles its kernels, which takes as long as a thousand steps.
     """
     if rate is not None and newest > _FAR_QUICKER * rate:
         return newest
-    return moved(rate, newest)
+    return averaged(rate, newest)
 
 
 _KIND = "rates"
@@ -83,9 +83,8 @@ LEAST_TELLING_TOKENS = 64
 
 # A prefill of fewer tokens says nothing about the rate.
 _MIN_SHORT_TOKENS = 8
-_KEPT, _KEPT_SHORT, _KEPT_HALF = "first tokens", "short prefill", "half context"
-# Earlier versions kept this one, of steps wherever they were in a context: better than none.
-_KEPT_PLAIN = "prefill"
+# Names of rates in a memory.
+_FIRST, _SHORT, _HALF = "first tokens", "short prefill", "half context"
 
 
 class PrefillRate:
@@ -100,8 +99,8 @@ class PrefillRate:
         self._memory = memory
         self.half_context = half_context
         known = memory.read() if memory is not None else {}
-        self.of_long: float | None = known.get(_KEPT, known.get(_KEPT_PLAIN))
-        self._short_rate = known.get(_KEPT_SHORT)
+        self.of_long: float | None = known.get(_FIRST)
+        self._short_rate = known.get(_SHORT)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -139,10 +138,10 @@ class PrefillRate:
             return
         newest = sum(num_like_first(*run, self.half_context) for run in runs) / seconds
         if num_tokens >= LEAST_TELLING_TOKENS:
-            is_first, self.of_long = self.of_long is None, moved_computing(self.of_long, newest)
+            is_first, self.of_long = self.of_long is None, averaged_computing(self.of_long, newest)
         else:
             is_first = self._short_rate is None
-            self._short_rate = moved_computing(self._short_rate, newest)
+            self._short_rate = averaged_computing(self._short_rate, newest)
         if is_first:
             self.keep()
 
@@ -150,13 +149,12 @@ class PrefillRate:
         """Keep the rates for the next run."""
         if self._memory is None or self.tokens_per_s is None:
             return
-        known = {_KEPT: self.of_long, _KEPT_SHORT: self._short_rate}
+        known = {_FIRST: self.of_long, _SHORT: self._short_rate}
         if math.isfinite(self.half_context):
-            known[_KEPT_HALF] = self.half_context
+            known[_HALF] = self.half_context
         self._memory.write({name: rate for name, rate in known.items() if rate is not None})
 
 
-def kept_prefill_rate(rates: Mapping[str, float]) -> tuple[float | None, float]:
+def known_prefill_rate(rates: Mapping[str, float]) -> tuple[float | None, float]:
     """Return the tokens a second and the half context that a memory's rates tell."""
-    computed = rates.get(_KEPT) or rates.get(_KEPT_PLAIN) or rates.get(_KEPT_SHORT)
-    return computed, rates.get(_KEPT_HALF, math.inf)
+    return rates.get(_FIRST) or rates.get(_SHORT), rates.get(_HALF, math.inf)

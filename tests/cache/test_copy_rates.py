@@ -47,7 +47,7 @@ def test_an_end_keeps_what_was_measured_last(memory: FactMemory) -> None:
 
 def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -> None:
     """Every process once copied down at first what is computed anew in no time."""
-    RateMemory(memory, "model").write({"prefill": 1e15, "to host": 1e6, "from host": 1e6})
+    RateMemory(memory, "model").write({"first tokens": 1e15, "to host": 1e6, "from host": 1e6})
     machine = new_machine(RateMemory(memory, "model"))
     compute(machine.manager, STORY)
 
@@ -57,7 +57,7 @@ def test_a_run_decides_by_what_an_earlier_one_has_measured(memory: FactMemory) -
 
 
 def test_a_rate_kept_from_a_bad_day_is_doubted_until_a_copy_is_tried(memory: FactMemory) -> None:
-    RateMemory(memory, "model").write({"prefill": 1e6, "to host": 1e8, "from host": 1e8})
+    RateMemory(memory, "model").write({"first tokens": 1e6, "to host": 1e8, "from host": 1e8})
     now_s = [0.0]
     machine = new_machine(RateMemory(memory, "model"), lambda: now_s[0])
     while machine.host.status().num_packs == 0:
@@ -74,7 +74,7 @@ def test_what_is_refused_at_every_step_is_doubted_now_and_then(memory: FactMemor
     to be a tenth quicker.
     """
     block_bytes, block_size = 128 << 10, 4
-    rates = {"prefill": 1000.0, "to host": 2 * block_bytes * 1000.0 / block_size / 3}
+    rates = {"first tokens": 1000.0, "to host": 2 * block_bytes * 1000.0 / block_size / 3}
     rates["from host"] = rates["to host"]
     RateMemory(memory, "model").write(rates)
     now_s = [0.0]

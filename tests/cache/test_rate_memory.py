@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvchat.cache.rates import PrefillRate, RateMemory, kept_prefill_rate
+from kvchat.cache.rates import PrefillRate, RateMemory, known_prefill_rate
 from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.memory import Fact
 from kvchat.core.types import CachedTokens
@@ -62,7 +62,7 @@ def test_later_tokens_of_a_context_are_told_as_slower(memory: FactMemory) -> Non
     assert rate.seconds_of(0, 1000) == pytest.approx(15.0)
     assert rate.tokens_within(1.0) == 100
     assert rate.tokens_within(1.0, start=1000) == 50
-    computed, half_context = kept_prefill_rate(known.read())
+    computed, half_context = known_prefill_rate(known.read())
     rates = ReadRates(computed, half_context=half_context)
     places = KvPlaces(2000, CachedTokens(device=1000), rates)
     assert places.cost().seconds == pytest.approx(25.0)

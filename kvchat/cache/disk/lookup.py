@@ -11,14 +11,14 @@ are not known. What other settings have kept tells why there is not more.
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.planner import from_tier
-from kvchat.cache.rates import RateMemory, kept_prefill_rate
+from kvchat.cache.rates import RateMemory, known_prefill_rate
 from kvchat.core.config import FEWER_BITS, INT8_KV, CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
@@ -47,7 +47,7 @@ class KnownModel:
 
     `kv_dtype` is the dtype of its KV as the settings spell it, "" where it is the model's own.
     `dtype` is what it computes in, `weights` the form of its weights, "" where it has no other, and
-    `asked_weights` the setting that led to it; all are "" where an earlier kvchat noted the model.
+    `asked_weights` the setting that led to it.
     """
 
     name: str
@@ -123,10 +123,7 @@ def _sound(model: object) -> KnownModel | None:
     """Return a known model as it was written; None for anything else."""
     if not isinstance(model, dict):
         return None
-    kinds = {"name": str, "rates": str, "block_size": int, "block_bytes": int, "is_draft": bool}
-    added = ("kv_dtype", "dtype", "weights", "asked_weights")
-    kinds |= dict.fromkeys(added, str)
-    model = {**dict.fromkeys(added, ""), **model}  # what was noted before they were
+    kinds = {field.name: field.type for field in fields(KnownModel)}
     if model.keys() != kinds.keys() or any(type(model[k]) is not kind for k, kind in kinds.items()):
         return None
     return KnownModel(**model) if min(model["block_size"], model["block_bytes"]) > 0 else None
@@ -255,7 +252,7 @@ class StoreLookup:
     def _rates(self, model: KnownModel) -> ReadRates:
         rates = RateMemory(self._memory, model.rates).read()
         num_bytes = rates.get(from_tier("disk"), ASSUMED_BYTES_PER_S)
-        computed, half_context = kept_prefill_rate(rates)
+        computed, half_context = known_prefill_rate(rates)
         from_disk = num_bytes * model.block_size / model.block_bytes
         return ReadRates(computed, from_disk, half_context=half_context)
 
