@@ -33,7 +33,7 @@ class Arrival:
     #                               `fingerprint` is that of the last
 
     `tokens` counts what has arrived, by the name of the tier. The tier asked now is number `stage`
-    of the chain and delivers through `feed`; `held` are pieces delivered before the front was
+    of the chain and delivers through `feed`; `waiting` are pieces delivered before the front was
     computed. `table` locks what a quick tier has delivered. `since_s` is when the last useful piece
     arrived, or when the tier was asked at `asked_s`.
 
@@ -50,7 +50,7 @@ class Arrival:
     is_quick_only: bool = False
     stage: int = -1
     feed: Feed | None = None
-    held: "deque[Piece]" = field(default_factory=deque)
+    waiting: "deque[Piece]" = field(default_factory=deque)
     table: BlockTable | None = None
     since_s: float = 0.0
     asked_s: float = 0.0
@@ -78,7 +78,7 @@ class Arrival:
     def give_up(self) -> None:
         """End it and free the pieces already read: the request may keep this object for long."""
         self.is_over = True
-        self.held.clear()
+        self.waiting.clear()
         if self.feed is not None:
             self.feed.give_up()
 
@@ -149,7 +149,7 @@ class Arrivals:
         num_known = self._manager.num_reusable_tokens(ids[:-1])
         if len(ids) - 1 - num_known < self._manager.block_size:
             return None
-        return self._begun(Arrival(ids, num_known, is_prefetch, is_one_shot))
+        return self._begin(Arrival(ids, num_known, is_prefetch, is_one_shot))
 
     def begin_quick(self, ids: TokenIds, earlier: Arrival | None) -> Arrival | None:
         """Start to fetch what quick tiers have of a prompt; None if they have nothing.
@@ -160,9 +160,9 @@ class Arrivals:
         if earlier is not None:
             arrival.num_known, arrival.tokens = earlier.num_known, dict(earlier.tokens)
             arrival.miss_reason = earlier.miss_reason
-        return None if self._begun(arrival).is_over else arrival
+        return None if self._begin(arrival).is_over else arrival
 
-    def _begun(self, arrival: Arrival) -> Arrival:
+    def _begin(self, arrival: Arrival) -> Arrival:
         self._ask_next(arrival)
         if not arrival.is_over:
             self.live.append(arrival)
@@ -175,7 +175,7 @@ class Arrivals:
 
     def _ask_next(self, arrival: Arrival) -> None:
         """Ask the next tier of the chain that may have more; end the arrival if there is none."""
-        arrival.feed, arrival.held = None, deque()
+        arrival.feed, arrival.waiting = None, deque()
         for stage in range(arrival.stage + 1, len(self._links)):
             link = self._links[stage]
             if arrival.is_quick_only and not link.is_quick:
@@ -223,20 +223,20 @@ class Arrivals:
         ):
             return False
         start_block, feed.num_ahead = runs[0].start_block, QUICK_PIECES_AHEAD
-        self._hold(arrival, feed.ids, start_block * size)
+        self._lock(arrival, feed.ids, start_block * size)
         wanted = deque(runs)
         link.thread.restore(
             lambda tier: self._reader.read_on(link, tier, feed, wanted, start_block)
         )
         return True
 
-    def _hold(self, arrival: Arrival, ids: TokenIds, num_tokens: int) -> None:
+    def _lock(self, arrival: Arrival, ids: TokenIds, num_tokens: int) -> None:
         """Lock the first tokens of a context until the arrival ends."""
         table = self._manager.match([*ids[:num_tokens], NO_TOKEN])
-        self._let_go(arrival)
+        self._unlock(arrival)
         arrival.table = table
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _unlock(self, arrival: Arrival) -> None:
         if (table := arrival.table) is not None:
             arrival.table = None
             self._manager.release(table, [])
@@ -256,16 +256,15 @@ class Arrivals:
     def settle_one(self, arrival: Arrival) -> bool:
         """Settle one arrival; return whether more may come.
 
-        It gives up if there is no room. Pieces that are delivered before the front is computed are
-        held until then. If a piece is late, the front is extended, so that the engine computes
-        meanwhile.
+        It gives up if there is no room. Pieces that are delivered before the front is computed wait
+        for that. If a piece is late, the front is extended, so that the engine computes meanwhile.
         """
         while not arrival.is_over and self._has_ended(arrival):
             self._note_reason(arrival)
-            self._let_go(arrival)
+            self._unlock(arrival)
             self._ask_next(arrival)
         if arrival.is_over:
-            self._let_go(arrival)
+            self._unlock(arrival)
             if arrival in self.live:
                 self.live.remove(arrival)
                 if self._planner.has_memory:
@@ -279,12 +278,12 @@ class Arrivals:
         self._collect(arrival, feed)
         arrival.num_front = feed.num_front = max(arrival.num_front, feed.num_planned)
         is_ready = self._has_front(arrival)
-        while is_ready and arrival.held and not arrival.is_over:
+        while is_ready and arrival.waiting and not arrival.is_over:
             self._take_next(arrival, feed, link)
             self._collect(arrival, feed)
         if arrival.is_over:
             return False
-        has_all = feed.has_all.is_set() and feed.pieces.empty() and not arrival.held
+        has_all = feed.has_all.is_set() and feed.pieces.empty() and not arrival.waiting
         if has_all or link.thread.is_without_tier:
             return True
         if link.is_quick:
@@ -300,7 +299,7 @@ class Arrivals:
     def _collect(self, arrival: Arrival, feed: Feed) -> None:
         with suppress(Empty):
             while True:
-                arrival.held.append(feed.pieces.get_nowait())
+                arrival.waiting.append(feed.pieces.get_nowait())
 
     def _note_reason(self, arrival: Arrival) -> None:
         """Keep the reason of the tier that had most; the first of those that had nothing more."""
@@ -314,7 +313,7 @@ class Arrivals:
             arrival.miss_reason = feed.miss_reason
 
     def _take_next(self, arrival: Arrival, feed: Feed, link: Link) -> None:
-        piece = arrival.held.popleft()
+        piece = arrival.waiting.popleft()
         feed.places.release()
         if self._take(arrival, feed, link, piece) < piece.num_blocks:
             arrival.miss_reason = MissReason.NO_ROOM
@@ -377,10 +376,10 @@ class Arrivals:
             arrival.tokens[link.name] = arrival.tokens.get(link.name, 0) + num_adopted * size
             arrival.since_s, arrival.num_hurries = self._clock(), 0
             if link.is_quick:
-                self._hold(arrival, feed.ids, end_block * size)
+                self._lock(arrival, feed.ids, end_block * size)
             else:
                 self._note_unverified(arrival, feed, piece, end_block)
-                link.writer.note_kept(feed.ids, end_block)
+                link.writer.note_stored(feed.ids, end_block)
         return num_adopted
 
     def _note_unverified(self, arrival: Arrival, feed: Feed, piece: Piece, end_block: int) -> None:

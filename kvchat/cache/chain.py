@@ -232,7 +232,7 @@ class KvChain:
         """Let the tiers close once queued writes are done, without waiting. Nothing is saved
         after it. With writes that are not queued yet it does nothing: `close` queues them.
         """
-        if not any(link.writer.has_backlog or link.writer.is_unheard for link in self.slow):
+        if not any(link.writer.has_backlog or link.writer.awaits_outcome for link in self.slow):
             for link in self.links:
                 link.thread.begin_closing()
 
@@ -242,7 +242,8 @@ class KvChain:
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
         self._offer_backlog(deadline_s)
         for link in self.slow:
-            if link.writer.is_unheard:  # only a write finds out what other processes have deleted
+            # Only a write finds out what other processes have deleted.
+            if link.writer.awaits_outcome:
                 link.thread.flush(max(0.0, deadline_s - time.monotonic()))
         self._offer_backlog(deadline_s)
         for link in self.links:

@@ -16,10 +16,10 @@ from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, SharedMemos, chain_keys, en
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import (
+    BusyRecord,
     DamagedRecord,
     Found,
     GoneRecord,
-    HeldRecord,
     Image,
     LogitFingerprint,
     Tier,
@@ -284,5 +284,5 @@ class FeedReader:
 
 def _miss_reason_of(damage: DamagedRecord) -> MissReason:
     """Return the miss reason for a record that could not be read."""
-    told = {GoneRecord: MissReason.EVICTED, HeldRecord: MissReason.LATE}
-    return told.get(type(damage), MissReason.CORRUPT)
+    reasons = {GoneRecord: MissReason.EVICTED, BusyRecord: MissReason.LATE}
+    return reasons.get(type(damage), MissReason.CORRUPT)

@@ -25,7 +25,7 @@ class GoneRecord(DamagedRecord):
     """A record no longer exists: another process may have removed it."""
 
 
-class HeldRecord(DamagedRecord):
+class BusyRecord(DamagedRecord):
     """A record could not be read because another process held the store; it may be intact."""
 
 
@@ -152,7 +152,7 @@ class Tier(ABC):
     @abstractmethod
     def read(self, found: Found) -> Image:
         """Return the images of the blocks found, verified. Raises DamagedRecord and removes the
-        damaged pack. Raises HeldRecord if another process holds the store; the pack stays.
+        damaged pack. Raises BusyRecord if another process holds the store; the pack stays.
         """
 
     def take_back(self, image: Image) -> None:  # noqa: B027

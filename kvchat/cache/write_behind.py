@@ -25,8 +25,8 @@ _LONGEST_REST_S = 300.0
 _MOST_DOUBLINGS = 9
 # Contexts in the backlog; a chat has one or two.
 _MAX_BACKLOG = 16
-# The most blocks remembered as kept: about 16 MiB of keys.
-_MOST_KEPT = 1 << 17
+# The most blocks remembered as stored: about 16 MiB of keys.
+_MOST_STORED = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class WriteBehind:
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
         self._memos = memos
-        self._kept: set[bytes] = set()
+        self._stored: set[bytes] = set()
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
-        self._num_unheard = 0
+        self._num_writing = 0
         self._num_refusals = 0
         self._rests_until_s = 0.0
         # Contexts to offer again, the oldest first.
@@ -89,44 +89,44 @@ class WriteBehind:
         """Whether a context is to be offered again: there was no room for it, or the tier no longer
         had its leading blocks.
         """
-        self._learn()
+        self._take_outcomes()
         return bool(self._backlog) and not self._transfer.is_without_tier
 
     @property
-    def is_unheard(self) -> bool:
+    def awaits_outcome(self) -> bool:
         """Whether the result of a queued write is still unknown."""
-        self._learn()
-        return self._num_unheard > 0 and not self._transfer.is_without_tier
+        self._take_outcomes()
+        return self._num_writing > 0 and not self._transfer.is_without_tier
 
     @property
     def pack_tokens(self) -> int:
         """Tokens of a whole pack."""
         return self._blocks_a_pack * self._manager.block_size
 
-    def note_kept(self, ids: TokenIds, num_blocks: int) -> None:
+    def note_stored(self, ids: TokenIds, num_blocks: int) -> None:
         """Note that the tier has the first `num_blocks` blocks of a context."""
         size = self._manager.block_size
         keys = self._memos.local(encode_ids(ids[: num_blocks * size]))
         self._remember(keys, keys)
 
     def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
-        """Remember blocks of a context as kept. Above the limit, other contexts are dropped: they
-        are offered again, and blocks that the tier has are not written again.
+        """Remember that the tier has blocks of a context. Above the limit, other contexts are
+        dropped: they are offered again, and blocks that the tier has are not written again.
         """
-        if len(self._kept) + len(keys) > _MOST_KEPT:
-            self._kept.intersection_update(context)
-        self._kept.update(keys)
+        if len(self._stored) + len(keys) > _MOST_STORED:
+            self._stored.intersection_update(context)
+        self._stored.update(keys)
 
     def note_gone(self, ids: TokenIds) -> None:
         """Note that the tier has lost a context."""
-        self._kept.difference_update(self._memos.local(encode_ids(ids)))
+        self._stored.difference_update(self._memos.local(encode_ids(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
-        """Whether a context has full blocks not known to be kept, and may be offered now.
+        """Whether the tier may lack full blocks of a context, and may be offered them now.
 
         If it may not, because of an earlier refusal, the tier is told (`Tier.note_declined`).
         """
-        self._learn()
+        self._take_outcomes()
         if self._transfer.is_without_tier or not self._lacks_some(encode_ids(ids)):
             return False
         if not self._may_offer():
@@ -135,12 +135,12 @@ class WriteBehind:
         return True
 
     def _lacks_some(self, encoded: bytes) -> bool:
-        return any(key not in self._kept for key in self._memos.local(encoded))
+        return any(key not in self._stored for key in self._memos.local(encoded))
 
     def save(
         self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
     ) -> None:
-        """Write the full blocks of a context that are not kept yet.
+        """Write the full blocks of a context that the tier lacks.
 
         `fingerprint` is that of the last block's last token; `is_one_shot`: the context will hardly
         be continued.
@@ -149,7 +149,7 @@ class WriteBehind:
 
     def go_on(self, timeout_s: float) -> None:
         """Offer the oldest context of the backlog; wait up to `timeout_s` for room."""
-        pack_bytes = self._held_bytes(self._blocks_a_pack)
+        pack_bytes = self._waiting_bytes(self._blocks_a_pack)
         if self.has_backlog and self._transfer.has_room(pack_bytes, timeout_s):
             self._offer(self._backlog.popleft(), whole_packs=False)
 
@@ -159,7 +159,7 @@ class WriteBehind:
 
     def _offer(self, offer: _Offer, whole_packs: bool) -> None:
         try:
-            self._learn()
+            self._take_outcomes()
             if self._transfer.is_without_tier:
                 return
             if self._may_offer():
@@ -171,14 +171,14 @@ class WriteBehind:
 
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
         keys = self._memos.local(encode_ids(offer.ids))
-        start = next((n for n, key in enumerate(keys) if key not in self._kept), len(keys))
+        start = next((n for n, key in enumerate(keys) if key not in self._stored), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
             is_short = last - first < self._blocks_a_pack
             if is_short and whole_packs:
                 return
             own = offer if last == len(keys) else replace(offer, fingerprint=None)
-            if not self._transfer.has_room(self._held_bytes(last - first), 0.0):
+            if not self._transfer.has_room(self._waiting_bytes(last - first), 0.0):
                 if not whole_packs:
                     self._backlog.append(offer)
                 return
@@ -187,7 +187,7 @@ class WriteBehind:
             if self._num_refusals:
                 return  # one pack, to test whether the tier accepts writes again
 
-    def _held_bytes(self, num_blocks: int) -> int:
+    def _waiting_bytes(self, num_blocks: int) -> int:
         """Return the memory that a pack of so many blocks takes until it is written."""
         return self._manager.kv_pool.export_bytes(num_blocks)
 
@@ -206,12 +206,12 @@ class WriteBehind:
         own = replace(offer, ids=offer.ids[: len(keys) * self._manager.block_size])
         if not self._transfer.save(
             lambda tier: self._write_images(tier, own, first, images, keys),
-            self._held_bytes(len(keys) - first),
+            self._waiting_bytes(len(keys) - first),
         ):
             images.release()
             return False
         self._remember(keys[first:], keys)
-        self._num_unheard += 1
+        self._num_writing += 1
         return True
 
     # Results of writes
@@ -222,17 +222,17 @@ class WriteBehind:
         """
         if not self._num_refusals:
             return True
-        return not self._num_unheard and self._clock() >= self._rests_until_s
+        return not self._num_writing and self._clock() >= self._rests_until_s
 
-    def _learn(self) -> None:
+    def _take_outcomes(self) -> None:
         """Process the results of writes; blocks that the tier lacks can be offered again."""
         while True:
             try:
                 outcome = self._outcomes.get_nowait()
             except Empty:
                 return
-            self._num_unheard -= 1
-            self._kept.difference_update(outcome.keys[outcome.num_there :])
+            self._num_writing -= 1
+            self._stored.difference_update(outcome.keys[outcome.num_there :])
             if outcome.lost is not None:
                 self._offer_again(outcome.lost)
             if outcome.is_refused:

@@ -229,7 +229,7 @@ def test_contexts_are_written_behind_and_the_thread_that_computes_never_waits(
     for ids in contexts:
         compute(manager, ids)
         chain.slow[0].writer.save(ids)
-    while chain.slow[0].writer.has_backlog or chain.slow[0].writer.is_unheard:
+    while chain.slow[0].writer.has_backlog or chain.slow[0].writer.awaits_outcome:
         chain.slow[0].writer.go_on(1.0)
     assert set(downwards.waits) == {"kvchat-transfer"}
     expected = {ids: images_of(manager, ids, 0, 30) for ids in contexts}

@@ -10,7 +10,7 @@ import pytest
 from kvchat.cache.arrivals import Arrival
 from kvchat.cache.feed import Feed, Piece
 from kvchat.cache.keys import chain_keys, encode_ids
-from kvchat.cache.tier import DamagedRecord, GoneRecord, HeldRecord, Tier
+from kvchat.cache.tier import BusyRecord, DamagedRecord, GoneRecord, Tier
 from kvchat.core.types import MissReason
 from support.chains import new_chain
 from support.memory_tier import MemoryTier
@@ -103,7 +103,7 @@ def test_what_is_given_up_holds_no_memory(reading: Callable[..., Reading]) -> No
     assert own.thread.flush(PATIENCE_S)
 
     assert 0 < arrival.num_tokens < NUM_BLOCKS * BLOCK_SIZE
-    assert not arrival.held
+    assert not arrival.waiting
     assert feed.pieces.empty()
 
 
@@ -186,7 +186,7 @@ def test_a_front_found_by_the_reader_is_not_lost_to_the_engines_haste() -> None:
     ("error", "miss_reason"),
     [
         (GoneRecord("gone"), MissReason.EVICTED),
-        (HeldRecord("unreadable"), MissReason.LATE),
+        (BusyRecord("unreadable"), MissReason.LATE),
         (DamagedRecord("checksum"), MissReason.CORRUPT),
     ],
 )

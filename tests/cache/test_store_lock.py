@@ -14,7 +14,7 @@ import pytest
 from kvchat.cache.disk import db, tier
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
-from kvchat.cache.tier import HeldRecord
+from kvchat.cache.tier import BusyRecord
 from support.pack_chains import find, num_found, open_tier, payload_files, restored, save
 
 IDS = [1, 2, 3, 4, 5, 6]
@@ -151,7 +151,7 @@ def test_what_others_keep_from_being_looked_at_is_not_called_damaged(
         path.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
         holders._left = 1 << 20
         holders._next()
-        with pytest.raises(HeldRecord):
+        with pytest.raises(BusyRecord):
             tier.read(found)
         assert tier.status().num_damaged == 0
 

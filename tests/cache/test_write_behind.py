@@ -259,11 +259,11 @@ def test_what_is_known_to_be_kept_stays_bounded(
     house: Household, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys of every block ever written stayed in memory as long as the process lived."""
-    monkeypatch.setattr(write_behind, "_MOST_KEPT", 15)
+    monkeypatch.setattr(write_behind, "_MOST_STORED", 15)
     other = [90 + token for token in STORY]
     compute(house.manager, other)
     assert house.save(STORY) == house.save(other) == 11
-    assert len(house.write_behind._kept) <= 15
+    assert len(house.write_behind._stored) <= 15
 
     assert not house.write_behind.lacks(other)
     assert house.write_behind.lacks(STORY), "of that nothing is known any more"

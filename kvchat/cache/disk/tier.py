@@ -25,10 +25,10 @@ from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackTable, is_b
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.tier import (
+    BusyRecord,
     DamagedRecord,
     Found,
     GoneRecord,
-    HeldRecord,
     Layout,
     PackHead,
     Tier,
@@ -130,7 +130,7 @@ class PackReader:
             raise
         except Exception as error:
             self._stats.note_error(error)
-            raise (HeldRecord if is_held(error) else DamagedRecord)("unreadable") from error
+            raise (BusyRecord if is_held(error) else DamagedRecord)("unreadable") from error
         if image is None:
             raise GoneRecord("gone")
         return image
@@ -278,7 +278,7 @@ class DiskTier(Tier):
 
     def read(self, found: Found) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
-        HeldRecord where others are busy with it, and keeps it.
+        BusyRecord where others are busy with it, and keeps it.
 
         The memory is the caller's while it holds a view of it.
         """
