@@ -26,7 +26,7 @@ from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
-from kvchat.engine.drafters import Offer, Wanted
+from kvchat.engine.drafters import DraftOrder, Offer
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
@@ -55,10 +55,10 @@ class OracleDrafter:
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         """The drafts do not depend on the context."""
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         starts = [want.request.num_generated for want in wanted]
         return [self._ids[s : s + w.num_tokens] for s, w in zip(starts, wanted, strict=True)]
 

@@ -27,7 +27,7 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvGeometry, KvPool
-from kvchat.cache.tier import Found, Layout, PackHead, TierOpener
+from kvchat.cache.tier import BlockRun, Layout, PackHead, TierOpener
 from kvchat.core.config import CacheConfig, EngineConfig, Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
@@ -243,7 +243,7 @@ class _Packs:
         start_s = time.perf_counter()
         for head in self._heads:
             keys = head.keys(_LAYOUT)
-            found: list[Found] = self._tier.find(keys, head.ids)
+            found: list[BlockRun] = self._tier.find(keys, head.ids)
             assert sum(len(self._tier.read(part)) for part in found) == _PACK_BYTES
         return time.perf_counter() - start_s
 

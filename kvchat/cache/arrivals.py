@@ -217,7 +217,7 @@ class Arrivals:
         assert tier is not None
         start_block = self._manager.num_cached_tokens(feed.ids[:-1]) // size
         runs = self._reader.find(tier, feed, start_block)
-        num_blocks = sum(found.num_blocks for found in runs)
+        num_blocks = sum(run.num_blocks for run in runs)
         if not num_blocks or not self._planner.is_worth_copying(
             [link.read_rate], num_blocks * size, num_blocks * self._image_bytes
         ):

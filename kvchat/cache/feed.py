@@ -16,9 +16,9 @@ from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, SharedMemos, chain_keys, en
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import (
+    BlockRun,
     BusyRecord,
     DamagedRecord,
-    Found,
     GoneRecord,
     Image,
     LogitFingerprint,
@@ -146,7 +146,7 @@ class FeedReader:
 
     def read(self, link: Link, tier: Tier | None, feed: Feed, start_block: int) -> None:
         """Find a prompt's packs, and read them, or those after a front to be computed."""
-        wanted: deque[Found] = deque()
+        wanted: deque[BlockRun] = deque()
         try:
             if tier is not None and not feed.is_given_up.is_set():
                 runs = self.find(tier, feed, start_block)
@@ -154,11 +154,11 @@ class FeedReader:
                     num_restored = len(feed.ids) // self._manager.block_size
                     start_block = min(start_block, num_restored - self._manager.num_state_blocks)
                 start_block = self._planned_start(link, feed, runs, start_block)
-                wanted.extend(run for run in runs if run.start_block + run.num_blocks > start_block)
+                wanted.extend(run for run in runs if run.end_block > start_block)
         finally:
             self.read_on(link, tier, feed, wanted, start_block)
 
-    def find(self, tier: Tier, feed: Feed, start_block: int) -> list[Found]:
+    def find(self, tier: Tier, feed: Feed, start_block: int) -> list[BlockRun]:
         """Return the packs of a prompt; of a quick tier only those from `start_block` on, because
         it need not have what the device has.
 
@@ -169,7 +169,7 @@ class FeedReader:
         keys = self._memos.keys_of(tier.root, encoded)
         first = start_block if tier.is_quick else 0
         runs = self._runs(tier, keys, encoded, first, feed.is_one_shot)
-        num_found = first + sum(found.num_blocks for found in runs)
+        num_found = first + sum(run.num_blocks for run in runs)
         if num_found < len(keys):
             feed.miss_reason = tier.why(keys[num_found], encoded, num_found)
         if not self._manager.has_state:
@@ -178,13 +178,13 @@ class FeedReader:
 
     def _runs(
         self, tier: Tier, keys: Sequence[bytes], encoded: bytes, first: int, is_one_shot: bool
-    ) -> list[Found]:
+    ) -> list[BlockRun]:
         runs = tier.find(keys[first:], encoded[first * self._block_bytes :], is_one_shot)
         return (
             [replace(run, start_block=run.start_block + first) for run in runs] if first else runs
         )
 
-    def _with_snapshot(self, tier: Tier, feed: Feed, keys: Sequence[bytes]) -> list[Found]:
+    def _with_snapshot(self, tier: Tier, feed: Feed, keys: Sequence[bytes]) -> list[BlockRun]:
         size, manager = self._manager.block_size, self._manager
         for num_blocks in range(len(keys), feed.num_known // size, -1):
             ids = manager.with_state(feed.ids, num_blocks * size)
@@ -202,7 +202,7 @@ class FeedReader:
         return []
 
     def read_on(
-        self, link: Link, tier: Tier | None, feed: Feed, wanted: deque[Found], start_block: int
+        self, link: Link, tier: Tier | None, feed: Feed, wanted: deque[BlockRun], start_block: int
     ) -> None:
         """Read packs one after another, while there are places for them.
 
@@ -225,29 +225,28 @@ class FeedReader:
                 )
 
     def _read_pack(
-        self, link: Link, tier: Tier, feed: Feed, found: Found, start_block: int
+        self, link: Link, tier: Tier, feed: Feed, run: BlockRun, start_block: int
     ) -> None:
-        end_block = found.start_block + found.num_blocks
-        if end_block * self._manager.block_size <= feed.num_front:
+        if run.end_block * self._manager.block_size <= feed.num_front:
             feed.places.release()  # it is being computed
             return
         feed.let_engine_take()
         start_s = self._clock()
-        image = tier.read(found)
+        image = tier.read(run)
         seconds = self._clock() - start_s
         link.read_s += seconds
-        self._planner.note_copy(link.read_rate, found.num_blocks * self._image_bytes, seconds)
-        feed.deliver(self._piece(found, image, start_block))
+        self._planner.note_copy(link.read_rate, run.num_blocks * self._image_bytes, seconds)
+        feed.deliver(self._piece(run, image, start_block))
         self.news.set()
 
     def _planned_start(
-        self, link: Link, feed: Feed, runs: Sequence[Found], start_block: int
+        self, link: Link, feed: Feed, runs: Sequence[BlockRun], start_block: int
     ) -> int:
         """Return the first block to read, and set `num_planned` if a front is to be computed."""
-        wanted = [found for found in runs if found.start_block + found.num_blocks > start_block]
+        wanted = [run for run in runs if run.end_block > start_block]
         if not wanted:
             return start_block
-        feed.piece_bytes = max(found.num_blocks for found in wanted) * self._image_bytes
+        feed.piece_bytes = max(run.num_blocks for run in wanted) * self._image_bytes
         if feed.is_prefetch or self._manager.has_state:
             return start_block
         size = self._manager.block_size
@@ -255,11 +254,10 @@ class FeedReader:
             link.read_rate,
             [
                 (
-                    (found.start_block + found.num_blocks - max(found.start_block, start_block))
-                    * size,
-                    found.num_blocks * self._image_bytes,
+                    (run.end_block - max(run.start_block, start_block)) * size,
+                    run.num_blocks * self._image_bytes,
                 )
-                for found in wanted
+                for run in wanted
             ],
             start_block * size,
         )
@@ -272,14 +270,14 @@ class FeedReader:
             feed.num_planned = start_block * size
         return start_block
 
-    def _piece(self, found: Found, image: Image, start_block: int) -> Piece:
+    def _piece(self, run: BlockRun, image: Image, start_block: int) -> Piece:
         """Make a piece of an image, without the blocks before `start_block`."""
-        num_known = max(0, start_block - found.start_block)
-        num_blocks = found.num_blocks - num_known
+        num_known = max(0, start_block - run.start_block)
+        num_blocks = run.num_blocks - num_known
         if isinstance(image, bytes | bytearray | memoryview):
             rest = memoryview(image)[num_known * self._image_bytes :]
             image = bytearray(rest) if rest.readonly else rest
-        return Piece(found.start_block + num_known, num_blocks, image, found.fingerprint)
+        return Piece(run.start_block + num_known, num_blocks, image, run.fingerprint)
 
 
 def _miss_reason_of(damage: DamagedRecord) -> MissReason:

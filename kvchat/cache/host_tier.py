@@ -14,7 +14,7 @@ import torch
 
 from kvchat.cache.device_copies import PACK_BYTES, HostCopies
 from kvchat.cache.keys import LOCAL_ROOT, TOKEN_BYTES
-from kvchat.cache.tier import Found, GoneRecord, Image, Tier
+from kvchat.cache.tier import BlockRun, GoneRecord, Image, Tier
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
 
@@ -130,8 +130,8 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows(Found):
-    """Found blocks with all their keys."""
+class _Rows(BlockRun):
+    """A run of blocks with all their keys."""
 
     keys: tuple[bytes, ...] = ()
 
@@ -174,7 +174,9 @@ class HostTier(Tier):
 
     # Finding and reading
 
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(
+        self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
+    ) -> list[BlockRun]:
         """Return the leading blocks that are here or being copied here, in pieces.
 
         They count as used last. `is_one_shot` has no effect.
@@ -204,16 +206,16 @@ class HostTier(Tier):
                     return number
         return len(keys)
 
-    def read(self, found: Found) -> torch.Tensor:
+    def read(self, run: BlockRun) -> torch.Tensor:
         """Return images on the device, in memory to be given to `take_back`; GoneRecord if a block
         is missing.
         """
-        assert isinstance(found, _Rows)
+        assert isinstance(run, _Rows)
         with self._lock:
-            entries = [self._entries.get(key) for key in found.keys]
+            entries = [self._entries.get(key) for key in run.keys]
             if not all(entry is not None and entry.is_findable for entry in entries):
                 raise GoneRecord("gone")
-            lease = self._leased(found.keys, 0)
+            lease = self._leased(run.keys, 0)
             self._reading.append(lease)
         try:
             images = self.copies.up(lease.rows)
@@ -221,7 +223,7 @@ class HostTier(Tier):
             with self._lock:
                 self._reading.remove(lease)
                 self._release(lease)
-        self._bytes_read += len(found.keys) * self._memory.block_bytes
+        self._bytes_read += len(run.keys) * self._memory.block_bytes
         return images
 
     def take_back(self, image: Image) -> None:

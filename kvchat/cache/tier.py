@@ -1,4 +1,4 @@
-"""Tier: the base class of a slower store of KV, and the types in it (Layout, PackHead, Found).
+"""Tier: the base class of a slower store of KV, and the types in it (Layout, PackHead, BlockRun).
 
 A tier stores packs of consecutive blocks. A pack is found by the chain keys of a prompt.
 """
@@ -98,7 +98,7 @@ class PackHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BlockRun:
     """Consecutive blocks of a prompt that a tier has, in a pack named by its first block's key.
 
     The pack may hold more blocks than the `num_blocks` that the prompt shares. If it does not,
@@ -111,6 +111,10 @@ class Found:
     num_blocks: int
     checksum: bytes = b""
     fingerprint: LogitFingerprint | None = None
+
+    @property
+    def end_block(self) -> int:
+        return self.start_block + self.num_blocks
 
 
 # Images of blocks: bytes in host memory, or [num_blocks, block_bytes] uint8 on the device.
@@ -139,7 +143,9 @@ class Tier(ABC):
         """The key of the empty context under the tier's identity."""
 
     @abstractmethod
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(
+        self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
+    ) -> list[BlockRun]:
         """Return the packs that hold a prompt's leading blocks, in order and without a gap.
 
         `keys` are the chain keys of the full blocks of the prompt's `encoded` token ids.
@@ -147,10 +153,10 @@ class Tier(ABC):
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many leading blocks `find` would return; that is no use of them."""
-        return sum(found.num_blocks for found in self.find(keys, encoded))
+        return sum(run.num_blocks for run in self.find(keys, encoded))
 
     @abstractmethod
-    def read(self, found: Found) -> Image:
+    def read(self, run: BlockRun) -> Image:
         """Return the images of the blocks found, verified. Raises DamagedRecord and removes the
         damaged pack. Raises BusyRecord if another process holds the store; the pack stays.
         """

@@ -17,7 +17,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
 from kvchat.engine.draft_policy import MAX_DRAFTED
-from kvchat.engine.drafters import Offer, Wanted, WhenWritten
+from kvchat.engine.drafters import DraftOrder, Offer, WhenWritten
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Runner, sampling_row
 from kvchat.engine.sampler import as_tokens, row_draw, sample
@@ -105,7 +105,7 @@ class ModelDrafter:
     def prepare(self) -> None:
         self._runner.prepare()
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         for want in wanted:
             state, request = self._states[want.request], want.request
             start, end = self._rewound(state, request), len(request.ids) - 1
@@ -119,7 +119,7 @@ class ModelDrafter:
             self._compute(request, state, start, stop)
             start = stop
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         drafts: dict[Request, list[int]] = {}
         for want in wanted:
             state, request = self._states[want.request], want.request

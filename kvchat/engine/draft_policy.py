@@ -235,7 +235,7 @@ _UNKNOWN_COST_TRIAL = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class RequestOffers:
     """A decoding request and its offers, the preferred first."""
 
     request: Request
@@ -243,7 +243,7 @@ class Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class AcceptedOffer:
     """An accepted offer, for `num_tokens` tokens."""
 
     offer: Offer
@@ -314,8 +314,8 @@ class DraftPolicy:
         return False
 
     def choose(
-        self, asking: Sequence[Asking], num_rows: int, num_others: int
-    ) -> list[Taken | None]:
+        self, asking: Sequence[RequestOffers], num_rows: int, num_others: int
+    ) -> list[AcceptedOffer | None]:
         """Return for each request the accepted offer, None for no draft.
 
         `num_rows` counts the rows of the step before drafts, `num_others` its decoding requests
@@ -344,7 +344,7 @@ class DraftPolicy:
             or costs.steps_since_plain >= _STEPS_BETWEEN_PLAIN
         )
 
-    def _best_offer(self, ask: Asking, costs: _Costs, num_rows: int) -> Offer:
+    def _best_offer(self, ask: RequestOffers, costs: _Costs, num_rows: int) -> Offer:
         """Return the offer with the largest gain by itself; the preferred one if none has any."""
         best, best_gain = ask.offers[0], 1.0
         if len(ask.offers) == 1:
@@ -362,13 +362,13 @@ class DraftPolicy:
         most = min(offer.most, _UNKNOWN_COST_TRIAL) if is_unknown else offer.most
         return Chance(acceptance.survival(most), offer.is_free)
 
-    def _take(self, request: Request, offer: Offer, length: int) -> Taken | None:
+    def _take(self, request: Request, offer: Offer, length: int) -> AcceptedOffer | None:
         """Accept an offer, or refuse it; after enough refusals accept a short trial."""
         record, source_record = self._record(request), self._source_record(request, offer.source)
         if length:
             record.why_plain = ""
             record.num_refused = source_record.num_refused = source_record.num_trials = 0
-            return Taken(offer, length)
+            return AcceptedOffer(offer, length)
         likely = source_record.acceptance.survival(1)[0]
         record.note_refusal(source_record, f"too dear for guesses {likely:.0%} likely")
         if (
@@ -378,7 +378,7 @@ class DraftPolicy:
             return None
         source_record.num_refused = 0
         source_record.num_trials += 1
-        return Taken(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
+        return AcceptedOffer(offer, min(_FREE_TRIAL if offer.is_free else _TRIAL, offer.most))
 
     def note_drafting(self, num_requests: int, longest: int, seconds: float) -> None:
         """Record the cost of drafting that is not free; `longest` is the longest draft."""

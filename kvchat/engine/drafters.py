@@ -27,7 +27,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DraftOrder:
     """An order for `num_tokens` tokens after a request's newest one."""
 
     request: Request
@@ -50,13 +50,13 @@ class Drafter(Protocol):
     def prepare(self) -> None:
         """Do one-time work that makes later steps faster; it may take the time of a few steps."""
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         """Compute what is missing for these requests, so that `propose` takes its usual time.
 
         The engine calls it before every `propose`, with the same requests.
         """
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         """Draft for several requests at once, for each at most as many tokens as it was offered."""
 
     def update(self, requests: Sequence[Request], seconds: float) -> None:

@@ -55,7 +55,7 @@ Run = Callable[[Sequence[SequencePiece]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ToKeep:
     """A context to keep; `is_one_shot` if a later request is unlikely to continue it."""
 
     ids: list[int]
@@ -93,7 +93,7 @@ class KvCheck:
 
     ids: list[int]
     rows: list[_Row]
-    kept: _Kept | None = None
+    kept: _ToKeep | None = None
     restored: RestoredContext | None = None
 
     @property
@@ -120,7 +120,7 @@ class KvVerifier:
         geometry = cache.kv_pool.geometry
         self._tolerance = tolerance(dtype, geometry.format.precision(geometry))
         self._draws = random.Random(0)
-        self._to_keep: list[_Kept] = []
+        self._to_keep: list[_ToKeep] = []
         self._open: list[KvCheck] = []
         # Pieces the next step computes after its plan; each gives a row of logits, in this order.
         self.pieces: list[SequencePiece] = []
@@ -137,7 +137,7 @@ class KvVerifier:
             for context in self._cache.contexts_to_keep(ids) if self._chain.has_slow else ():
                 self._chain.save(context, None, is_one_shot)
         elif self._chain.lacks(ids):
-            self._to_keep.append(_Kept(list(ids), is_one_shot))
+            self._to_keep.append(_ToKeep(list(ids), is_one_shot))
 
     def begin(self, run: Run, of_all: bool = False) -> list[RestoredContext]:
         """Hold the tokens to recompute in the next step; return contexts that have failed already.
@@ -153,7 +153,7 @@ class KvVerifier:
             return []
         waiting, self._to_keep = self._to_keep, []
         failed: list[RestoredContext] = []
-        all_due: list[RestoredContext | _Kept] = [
+        all_due: list[RestoredContext | _ToKeep] = [
             *self._chain.arrivals.take_unverified(of_all),
             *waiting,
         ]
@@ -166,7 +166,7 @@ class KvVerifier:
         self.pieces = [piece for check in self._open for piece in check.pieces]
         return failed
 
-    def _begin(self, due: RestoredContext | _Kept, run: Run) -> list[RestoredContext]:
+    def _begin(self, due: RestoredContext | _ToKeep, run: Run) -> list[RestoredContext]:
         """Hold a check, or compute it at once; return the contexts that failed.
 
         If it raises, it holds no blocks.
@@ -301,7 +301,7 @@ class KvVerifier:
                 self._keep(check.kept, row)
         return failed
 
-    def _keep(self, kept: _Kept, row: torch.Tensor | None) -> None:
+    def _keep(self, kept: _ToKeep, row: torch.Tensor | None) -> None:
         """Keep a context, unless its logits are not finite: then its KV is computed anew."""
         fingerprint = fingerprint_of(row) if row is not None else None
         if row is None or fingerprint is not None:

@@ -13,7 +13,7 @@ Source of the idea: prompt lookup decoding (Saxena, 2023) and LLMA (Yang et al.,
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvchat.engine.drafters import Offer, Wanted
+from kvchat.engine.drafters import DraftOrder, Offer
 from kvchat.engine.request import Request
 
 # A frequent n-gram has many places: only the newest are compared.
@@ -170,10 +170,10 @@ class NgramDrafter:
     def prepare(self) -> None:
         """Does nothing: lookups need no preparation."""
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         """Does nothing: `offer` has already entered the whole context."""
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         drafts: list[Sequence[int]] = []
         for want in wanted:
             match = self._match(want.request)

@@ -14,8 +14,8 @@ from enum import StrEnum
 from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
-from kvchat.engine.draft_policy import MAX_DRAFTED, Asking, DraftPolicy
-from kvchat.engine.drafters import Drafter, Offer, Wanted, WhenWritten
+from kvchat.engine.draft_policy import MAX_DRAFTED, DraftPolicy, RequestOffers
+from kvchat.engine.drafters import Drafter, DraftOrder, Offer, WhenWritten
 from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import ScheduledRequest
 
@@ -150,7 +150,7 @@ class Speculation:
             return []
         num_rows = sum(scheduled.num_rows for scheduled in plan)
         taken = self._policy.choose(
-            [Asking(scheduled.request, tuple(offered[scheduled])) for scheduled in asking],
+            [RequestOffers(scheduled.request, tuple(offered[scheduled])) for scheduled in asking],
             num_rows,
             len(decoding) - len(asking),
         )
@@ -189,7 +189,7 @@ class Speculation:
             own = [order for order in orders if order.drafter is drafter]
             if not own:
                 continue
-            wanted = [Wanted(order.scheduled.request, order.num_tokens) for order in own]
+            wanted = [DraftOrder(order.scheduled.request, order.num_tokens) for order in own]
             asked_s = self._clock()
             try:
                 drafter.catch_up(wanted)

@@ -13,7 +13,7 @@ import pytest
 
 from kvchat.cache.disk import db, tier
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreLock, StoreLocked
 from kvchat.cache.tier import BusyRecord
 from support.pack_chains import find, num_found, open_tier, payload_files, restored, save
 
@@ -39,7 +39,7 @@ class Holders:
         self._ends_s = self.now_s + self._turn_s
         if self._left:
             self._left -= 1
-            self._stack.enter_context(StoreLock(self._path, 0.0).held())
+            self._stack.enter_context(StoreLock(self._path, 0.0).hold())
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -65,15 +65,15 @@ def held_by(path: Path, turn_s: float, num_turns: int) -> Iterator[Holders]:
 
 def test_others_who_take_turns_are_waited_for(tmp_path: Path) -> None:
     path = tmp_path / LOCK_NAME
-    with held_by(path, turn_s=0.4, num_turns=10) as holders, holders.new_lock(path, 1.0).held():
+    with held_by(path, turn_s=0.4, num_turns=10) as holders, holders.new_lock(path, 1.0).hold():
         assert 4.0 <= holders.now_s < 4.1
 
 
 def test_one_who_does_not_let_go_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / LOCK_NAME
     with held_by(path, turn_s=1e9, num_turns=1) as holders:
-        with pytest.raises(StoreHeld, match="Another process holds the disk cache") as raised:
-            holders.new_lock(path, 1.0).held().__enter__()
+        with pytest.raises(StoreLocked, match="Another process holds the disk cache") as raised:
+            holders.new_lock(path, 1.0).hold().__enter__()
         assert not isinstance(raised.value, StoreBusy)
         assert 1.0 <= holders.now_s < 1.1
 
@@ -82,7 +82,7 @@ def test_turns_without_end_are_waited_for_within_bounds(tmp_path: Path) -> None:
     path = tmp_path / LOCK_NAME
     with held_by(path, turn_s=0.4, num_turns=1 << 20) as holders:
         with pytest.raises(StoreBusy):
-            holders.new_lock(path, 1.0).held().__enter__()
+            holders.new_lock(path, 1.0).hold().__enter__()
         assert 5.0 <= holders.now_s < 5.1
 
 
@@ -90,7 +90,7 @@ def test_who_has_waited_leaves_no_mark_behind(tmp_path: Path) -> None:
     path = tmp_path / LOCK_NAME
     with held_by(path, turn_s=0.4, num_turns=3) as holders:
         lock = holders.new_lock(path, 1.0)
-        with lock.held():
+        with lock.hold():
             assert path.stat().st_size > 0
         assert not lock.has_leftovers
     assert path.stat().st_size == 0

@@ -10,10 +10,10 @@ from kvchat.core.types import SamplingParams
 from kvchat.engine.draft_policy import (
     MAX_DRAFTED,
     Acceptance,
-    Asking,
     Chance,
     CostCurve,
     DraftPolicy,
+    RequestOffers,
     choose_lengths,
 )
 from kvchat.engine.drafters import Offer
@@ -168,8 +168,8 @@ def test_acceptance_is_remembered_by_position() -> None:
     assert len(acceptance.survival(100)) == MAX_DRAFTED
 
 
-def asking(request: Request, source: str, is_free: bool, most: int = 8) -> Asking:
-    return Asking(request, (Offer(source, most, is_free),))
+def asking(request: Request, source: str, is_free: bool, most: int = 8) -> RequestOffers:
+    return RequestOffers(request, (Offer(source, most, is_free),))
 
 
 def new_request() -> Request:
@@ -300,7 +300,7 @@ def test_the_better_of_two_offers_is_taken() -> None:
         policy.note_verified(request, "ngram 3", 4, 0)
         policy.note_verified(request, "draft", 4, 4)
 
-    [taken] = policy.choose([Asking(request, offers)], 1, 0)
+    [taken] = policy.choose([RequestOffers(request, offers)], 1, 0)
 
     assert taken is not None
     assert taken.offer.source == "draft"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvchat.core.types import SamplingParams
-from kvchat.engine.drafters import Wanted
+from kvchat.engine.drafters import DraftOrder
 from kvchat.engine.ngram import NgramDrafter, NgramIndex, Text
 from kvchat.engine.request import Clock, Request, RequestSpec
 
@@ -75,7 +75,7 @@ def request(ids: Sequence[int]) -> Request:
 def draft(drafter: NgramDrafter, ids: Sequence[int], most: int = 4) -> list[int]:
     asking = request(ids)
     offer = drafter.offer(asking, most)
-    return [] if offer is None else list(drafter.propose([Wanted(asking, offer.most)])[0])
+    return [] if offer is None else list(drafter.propose([DraftOrder(asking, offer.most)])[0])
 
 
 FILE = list(range(100, 180))
@@ -132,13 +132,13 @@ def test_contexts_longer_than_the_index_are_not_entered_again_at_every_step(
         for each in running:
             each.ids.append(rng.randrange(1000))
             drafter.offer(each, 4)
-            drafter.propose([Wanted(each, 4)])
+            drafter.propose([DraftOrder(each, 4)])
 
     assert entered[0] < 4 * 2000 * num_running
     for each in running:  # the end of a context is still looked up
         each.ids.extend(each.ids[-500:-490])
         assert drafter.offer(each, 4) is not None
-        assert list(drafter.propose([Wanted(each, 4)])[0]) == list(each.ids[-500:-496])
+        assert list(drafter.propose([DraftOrder(each, 4)])[0]) == list(each.ids[-500:-496])
 
 
 def test_branches_of_a_conversation_that_was_opened_are_known() -> None:
@@ -158,7 +158,7 @@ def test_siblings_do_not_mix() -> None:
             sibling.ids.append(first + step % 5)
             offer = drafter.offer(sibling, 2)
             if offer is not None:
-                [ids] = drafter.propose([Wanted(sibling, 2)])
+                [ids] = drafter.propose([DraftOrder(sibling, 2)])
                 assert all(token // 100 == first // 100 for token in ids)
     assert isinstance(left.clock, Clock)
 

@@ -11,7 +11,7 @@ import pytest
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine import draft_policy, drafters, ngram, speculation
 from kvchat.engine.draft_policy import DraftPolicy
-from kvchat.engine.drafters import Drafter, Wanted
+from kvchat.engine.drafters import Drafter, DraftOrder
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.speculation import Mode, Speculation, accepted_len
@@ -212,11 +212,11 @@ class Late(OracleDrafter):
         super().__init__()
         self._clock, self._is_late = clock, True
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         self._clock.advance(1.0 if self._is_late else 0.0)
         self._is_late = False
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         self._clock.advance(0.001)
         return super().propose(wanted)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk.tier import DiskTier
-from kvchat.cache.tier import Found, Layout, Tier, TierOpener
+from kvchat.cache.tier import BlockRun, Layout, Tier, TierOpener
 from kvchat.chat.why import missing
 from kvchat.core.errors import StoreError
 from kvchat.core.types import CachedTokens, MissReason
@@ -30,7 +30,9 @@ class SharedStore(MemoryTier):
         super().__init__(LAYOUT.block_size, LAYOUT.block_bytes, root)
         self.is_away = False
 
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(
+        self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
+    ) -> list[BlockRun]:
         if self.is_away:
             fail()
         return super().find(keys, encoded, is_one_shot)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvchat.engine.draft_policy import Asking, DraftPolicy, Taken
+from kvchat.engine.draft_policy import AcceptedOffer, DraftPolicy, RequestOffers
 from kvchat.engine.request import Request
 
 
@@ -17,10 +17,10 @@ class FixedDraftPolicy(DraftPolicy):
         return True
 
     def choose(
-        self, asking: Sequence[Asking], num_rows: int, num_others: int
-    ) -> list[Taken | None]:
+        self, asking: Sequence[RequestOffers], num_rows: int, num_others: int
+    ) -> list[AcceptedOffer | None]:
         firsts = [ask.offers[0] for ask in asking]
-        return [Taken(offer, min(offer.most, self._num_tokens)) for offer in firsts]
+        return [AcceptedOffer(offer, min(offer.most, self._num_tokens)) for offer in firsts]
 
     def note_verified(self, request: Request, source: str, drafted: int, accepted: int) -> None:
         """Records nothing: no choice follows from it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvchat.cache.keys import chain_keys, root_key
-from kvchat.cache.tier import Found, GoneRecord, LogitFingerprint, PackHead, Tier
+from kvchat.cache.tier import BlockRun, GoneRecord, LogitFingerprint, PackHead, Tier
 from kvchat.core.stats import TierStatus
 
 
@@ -43,7 +43,9 @@ class MemoryTier(Tier):
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         return next((n for n, key in enumerate(keys) if key not in self.blocks), len(keys))
 
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(
+        self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
+    ) -> list[BlockRun]:
         count = 0
         while count < len(keys) and keys[count] in self.blocks:
             count += 1
@@ -52,14 +54,16 @@ class MemoryTier(Tier):
         cuts = [*range(0, count, step), count]
         self._asked = list(keys)
         return [
-            Found(keys[start], start, end - start, fingerprint=self.fingerprints.get(keys[end - 1]))
+            BlockRun(
+                keys[start], start, end - start, fingerprint=self.fingerprints.get(keys[end - 1])
+            )
             for start, end in pairwise(cuts)
             if end > start
         ]
 
-    def read(self, found: Found) -> bytes:
+    def read(self, run: BlockRun) -> bytes:
         self.before_read()
-        keys = self._asked[found.start_block : found.start_block + found.num_blocks]
+        keys = self._asked[run.start_block : run.start_block + run.num_blocks]
         if not all(key in self.blocks for key in keys):
             raise GoneRecord("gone")
         self.num_read += len(keys)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids
-from kvchat.cache.tier import Found, Layout, PackHead
+from kvchat.cache.tier import BlockRun, Layout, PackHead
 
 LAYOUT = Layout(identity=b"model of a test.", block_size=2, block_bytes=40_000)
 # What the tier sets aside for its tables is more than most tests keep.
@@ -28,7 +28,7 @@ def image_of(keys: Sequence[bytes], layout: Layout = LAYOUT) -> bytes:
     return b"".join((key * (layout.block_bytes // len(key))) for key in keys)
 
 
-def find(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> list[Found]:
+def find(tier: DiskTier, ids: Sequence[int], layout: Layout = LAYOUT) -> list[BlockRun]:
     return tier.find(keys_of(tier, ids, layout), encode_ids(ids))
 
 

@@ -6,7 +6,7 @@ Each keeps within what the interface allows, or breaks it on purpose where its n
 import random
 from collections.abc import Sequence
 
-from kvchat.engine.drafters import Offer, Wanted
+from kvchat.engine.drafters import DraftOrder, Offer
 from kvchat.engine.request import Request
 from support.remembering_model import VOCAB_SIZE, complete_without_cache
 
@@ -30,10 +30,10 @@ class OracleDrafter:
     def prepare(self) -> None:
         """The future is as good as it gets."""
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         """The future needs no reading."""
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         return [self._spoilt(self._future(w.request)[: w.num_tokens]) for w in wanted]
 
     def _future(self, request: Request) -> list[int]:
@@ -68,7 +68,7 @@ class GarbageDrafter(OracleDrafter):
     def offer(self, request: Request, most: int) -> Offer | None:
         return Offer("garbage", most, is_free=True)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         return [
             [self._random.randrange(-2, VOCAB_SIZE + 2) for _ in range(self._random.randrange(9))]
             for _ in wanted
@@ -107,11 +107,11 @@ class FailingDrafter(OracleDrafter):
         self._count("prepare")
         super().prepare()
 
-    def catch_up(self, wanted: Sequence[Wanted]) -> None:
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
         self._count("catch_up")
         super().catch_up(wanted)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Sequence[int]]:
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         self._count("propose")
         return super().propose(wanted)
 

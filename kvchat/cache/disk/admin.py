@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreHeld, StoreLock
+from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreLock, StoreLocked
 from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
 from kvchat.cache.disk.lookup import KnownModel, KnownModels, KvSettings, StoreLookup
 from kvchat.cache.disk.model_dirs import (
@@ -183,7 +183,7 @@ class StoreAdmin(StoreLookup):
             num_blocks = tier.forget(gone - stays)
             left = read_model_dir(path)
         if model_dir.trouble and not tier.is_begun_anew:
-            error = StoreHeld if model_dir.is_held else StoreError
+            error = StoreLocked if model_dir.is_locked else StoreError
             raise error(f"{path} cannot be read: {model_dir.trouble}.")
         if left.packs and left.layout != model_dir.layout:
             raise _busy()  # it was empty when its packs' shape was looked for
@@ -196,7 +196,7 @@ class StoreAdmin(StoreLookup):
         if not found:
             return freed
         lock = StoreLock(self.directory / LOCK_NAME, _LOCK_PATIENCE_S)
-        with lock.held(), self._looking():
+        with lock.hold(), self._looking():
             before = _files(found)
             num_bytes = sum(drop(path) for path in found)
             after = _files(found)
@@ -365,7 +365,7 @@ def _files(directories: list[Path]) -> set[tuple[str, int, int, int]]:
 
 def _require_done(status: TierStatus, num_held_up_before: int) -> None:
     if status.num_held_up > num_held_up_before:
-        raise StoreHeld(_sentence(status.trouble)) if status.trouble else _busy()
+        raise StoreLocked(_sentence(status.trouble)) if status.trouble else _busy()
 
 
 def _busy() -> StoreBusy:

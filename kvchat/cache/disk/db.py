@@ -27,11 +27,11 @@ _MOST_PATIENCES = 5
 _MARK_BYTES = 9
 
 
-class StoreHeld(StoreInUse):
+class StoreLocked(StoreInUse):
     """Another process holds the store's lock longer than the timeout."""
 
 
-class StoreBusy(StoreHeld):
+class StoreBusy(StoreLocked):
     """Several processes held the store's lock one after another; the store is in order."""
 
 
@@ -58,12 +58,12 @@ class StoreLock:
         self.has_leftovers = False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Hold the lock; `has_leftovers` then says whether an earlier holder was killed, or could
         not delete all that it had to delete.
 
         It stays true, for later holders too, until one that has removed the leftovers resets it.
-        Raises StoreHeld if one holder keeps the lock too long, StoreBusy if several do in turn.
+        Raises StoreLocked if one holder keeps the lock too long, StoreBusy if several do in turn.
         """
         if self._depth:
             yield
@@ -104,7 +104,7 @@ class StoreLock:
             if (mark := os.pread(descriptor, _MARK_BYTES, 0)) != holder:
                 holder, since_s = mark, now_s
             if now_s > since_s + self._patience_s:
-                raise StoreHeld("Another process holds the disk cache.")
+                raise StoreLocked("Another process holds the disk cache.")
             if now_s > began_s + _MOST_PATIENCES * self._patience_s:
                 raise StoreBusy("Other processes are busy with the disk cache.")
             self._sleep(_RETRY_S)
@@ -115,9 +115,9 @@ T = TypeVar("T")
 _MOST_OPENINGS = 3
 
 
-def is_held(error: Exception) -> bool:
+def is_locked(error: Exception) -> bool:
     """Whether another process locked the table, or held the store, until the timeout."""
-    return is_busy(error) or isinstance(error, StoreHeld)
+    return is_busy(error) or isinstance(error, StoreLocked)
 
 
 class PackDb:
@@ -173,7 +173,7 @@ class PackDb:
         A process that deletes a store holds the lock too, so rows that were read before may be
         gone. `has_leftovers` of the lock is copied to the table's files, and back afterwards.
         """
-        with self._lock.held():
+        with self._lock.hold():
             table = self.follow()
             table.files.has_leftovers |= self._lock.has_leftovers
             try:
@@ -196,7 +196,7 @@ class PackDb:
             return otherwise
 
     def _begin_anew(self) -> None:
-        with self._lock.held():
+        with self._lock.hold():
             if file_number(self._table_path) == self._file:
                 self._empty()
             self.follow()
@@ -217,7 +217,7 @@ class PackDb:
                 self._note_trouble(error)
                 if is_passing(error):
                     raise
-            with self._lock.held():
+            with self._lock.hold():
                 self._empty()
                 return self._open()
 
@@ -230,7 +230,7 @@ class PackDb:
         """
         with ExitStack() as stack:
             with suppress(StoreError):
-                stack.enter_context(self._lock.held())
+                stack.enter_context(self._lock.hold())
             yield
 
     def _open_patiently(self) -> PackTable:
@@ -251,7 +251,7 @@ class PackDb:
         file = file_number(self._table_path)
         table = PackTable(self._own, self._patience_s)
         try:
-            with model_dirs.held(self._own) as descriptor:
+            with model_dirs.hold(self._own) as descriptor:
                 if not os.path.sameopenfile(descriptor, table.files.descriptor):
                     raise StoreError(f"{self._own} was exchanged while it was opened.")
         except BaseException:

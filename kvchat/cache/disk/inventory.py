@@ -34,7 +34,7 @@ _PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """The packs of one identity. `trouble` says in a few words why they cannot be read; `is_held`
+    """The packs of one identity. `trouble` says in a few words why they cannot be read; `is_locked`
     says that another process has locked the table, which is temporary.
 
     Packs whose rows are damaged are left out; `layout` is that of the others.
@@ -45,7 +45,7 @@ class ModelDir:
     packs: tuple[PackRow, ...] = ()
     pins: tuple[Pin, ...] = ()
     trouble: str = ""
-    is_held: bool = False
+    is_locked: bool = False
 
 
 def stored_model_dirs(directory: Path) -> list[Path]:
@@ -76,7 +76,7 @@ def read_model_dir(path: Path) -> ModelDir:
             rows = [row for _, row in packs.rows() if row is not None] if packs is not None else []
             pins = packs.pins() if packs is not None else []
     except (sqlite3.Error, OSError, StoreError) as error:
-        return ModelDir(path, any_layout, trouble=str(error).rstrip("."), is_held=is_busy(error))
+        return ModelDir(path, any_layout, trouble=str(error).rstrip("."), is_locked=is_busy(error))
     if not rows:
         return ModelDir(path, any_layout)
     [(layout, _)] = Counter(row.layout for row in rows).most_common(1)
@@ -216,13 +216,13 @@ def holds_answers(model_dir: Path, encoded: bytes, block_size: int) -> bool:
     Never raises: one that cannot be looked into, as while another process makes it, has nothing.
     """
     try:
-        return num_kept_blocks(model_dir, encoded, block_size) > 0
+        return num_stored_blocks(model_dir, encoded, block_size) > 0
     except (StoreError, OSError, ValueError, sqlite3.Error) as error:
         _log.info("cannot look into %s: %s", model_dir.name, error)
         return False
 
 
-def num_kept_blocks(model_dir: Path, encoded: bytes, block_size: int) -> int:
+def num_stored_blocks(model_dir: Path, encoded: bytes, block_size: int) -> int:
     """Return how many leading blocks of a context of encoded token ids a model directory has.
 
     KV of a draft model does not count. Raises what SQLite and the file system raise.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvchat.cache.disk.inventory import num_kept_blocks, stored_model_dirs
+from kvchat.cache.disk.inventory import num_stored_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.planner import from_tier
@@ -133,7 +133,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _StoredContext:
     """What a model directory has of a context, in blocks of `block_size` tokens.
 
     `difference` tells why the model cannot use it, None if it may.
@@ -229,7 +229,7 @@ class StoreLookup:
         name: str,
         encoded: bytes,
         compare: _Compare,
-    ) -> list[_Kept]:
+    ) -> list[_StoredContext]:
         """Return what each directory of the model `name`, or of one not known, has of a context."""
         kept = []
         for path in paths:
@@ -239,12 +239,12 @@ class StoreLookup:
             block_size = model.block_size if model is not None else self._settings.block_size
             difference = compare(model) if model is not None else None
             count = self._num_kept(path, encoded, block_size)
-            kept.append(_Kept(path, count, block_size, difference))
+            kept.append(_StoredContext(path, count, block_size, difference))
         return kept
 
     def _num_kept(self, path: Path, encoded: bytes, block_size: int) -> int:
         try:
-            return num_kept_blocks(path, encoded, block_size)
+            return num_stored_blocks(path, encoded, block_size)
         except (StoreError, OSError, ValueError, sqlite3.Error) as error:
             _log.info("cannot look into %s: %s", path.name, error)
             return 0
@@ -257,18 +257,18 @@ class StoreLookup:
         return ReadRates(computed, from_disk, half_context=half_context)
 
 
-def _most(kept: Iterable[_Kept]) -> _Kept | None:
+def _most(kept: Iterable[_StoredContext]) -> _StoredContext | None:
     """Return the directory that has most of a context; the one used last of several."""
     return max(kept, key=lambda each: each.num_tokens, default=None)
 
 
-def _why_changed(kept: Sequence[_Kept], num_found: int) -> MissReason | None:
+def _why_changed(kept: Sequence[_StoredContext], num_found: int) -> MissReason | None:
     """Return why KV of more than `num_found` tokens cannot be used; None if there is none."""
     best = _most(each for each in kept if each.difference is not None)
     return best.difference if best is not None and best.num_tokens > num_found else None
 
 
-def _why_missing(found: _Kept | None, encoded: bytes) -> MissReason | None:
+def _why_missing(found: _StoredContext | None, encoded: bytes) -> MissReason | None:
     """Return why a directory does not have more of a context; None if it has all full blocks."""
     if found is None:
         return MissReason.NEVER_WRITTEN

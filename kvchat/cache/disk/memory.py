@@ -127,7 +127,7 @@ class DiskMemory:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold a lock, so that no other process makes or deletes a table meanwhile."""
-        with StoreLock(self._directory / LOCK_NAME, self._patience_s).held():
+        with StoreLock(self._directory / LOCK_NAME, self._patience_s).hold():
             yield
 
     def _prepare(self) -> None:

@@ -95,7 +95,7 @@ def _mark(path: Path, descriptor: int) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[int]:
+def hold(path: Path) -> Iterator[int]:
     """Yield a descriptor of a directory of ours, to look at and change what is in it.
 
     Raises StoreError where it is not ours, OSError where it is none or cannot be opened.
@@ -114,7 +114,7 @@ def open_in(path: Path, name: str, flags: int) -> int:
 
     A file that has another name too, which may be anywhere, loses ours first.
     """
-    with held(path) as directory:
+    with hold(path) as directory:
         with suppress(FileNotFoundError):
             if os.stat(name, dir_fd=directory, follow_symlinks=False).st_nlink > 1:
                 os.unlink(name, dir_fd=directory)
@@ -127,7 +127,7 @@ def sizes(path: Path) -> dict[str, int]:
     What others have put there does not count. Raises OSError where it cannot be looked at.
     """
     found = {}
-    with suppress(*_ABSENT, StoreError), held(path) as descriptor:
+    with suppress(*_ABSENT, StoreError), hold(path) as descriptor:
         for name in os.listdir(descriptor):
             if _is_our_name(name, path):
                 with suppress(FileNotFoundError):
@@ -148,7 +148,7 @@ def _is_our_name(name: str, path: Path) -> bool:
 
 def empty(path: Path) -> None:
     """Delete the files of ours in a directory of ours, and the mark not; nothing elsewhere."""
-    with suppress(OSError, StoreError), held(path) as descriptor:
+    with suppress(OSError, StoreError), hold(path) as descriptor:
         _empty(path, descriptor)
 
 
@@ -176,7 +176,7 @@ def _unlink(names: Iterable[str], descriptor: int) -> None:
 
 def remove(path: Path) -> None:
     """Delete the files of ours in a directory of ours, and it too where it then is empty."""
-    with suppress(OSError, StoreError), held(path) as descriptor:
+    with suppress(OSError, StoreError), hold(path) as descriptor:
         _empty(path, descriptor)
         if os.listdir(descriptor) != [mark_name(path)]:
             return
@@ -209,7 +209,7 @@ def clear_the_way(path: Path) -> None:
     name. Logs without a table, which a new one would take for its own, are unlinked too. Raises as
     `held` does.
     """
-    with held(path) as descriptor:
+    with hold(path) as descriptor:
         if DATABASE not in os.listdir(descriptor):
             _unlink(_TABLE_FILES, descriptor)
         for name in _TABLE_FILES:
@@ -321,7 +321,7 @@ def last_used(model_dir: Path) -> float:
 
 def set_last_used(model_dir: Path, used_s: float) -> None:
     """Have a model directory last used at a time, in seconds, where that can be."""
-    with suppress(OSError, StoreError), held(model_dir) as descriptor:
+    with suppress(OSError, StoreError), hold(model_dir) as descriptor:
         os.utime(DATABASE, (used_s, used_s), dir_fd=descriptor, follow_symlinks=False)
 
 

@@ -131,7 +131,7 @@ class DiskQuota:
     def used_bytes(self, table: PackTable) -> int:
         """Return the most that the directory takes now, which the limit is compared with."""
         the_store_itself = 2 * FILE_OVERHEAD_BYTES
-        return self.held_bytes(table) + self._growth_bytes(table) + the_store_itself
+        return self.stored_bytes(table) + self._growth_bytes(table) + the_store_itself
 
     def _growth_bytes(self, table: PackTable) -> int:
         """Return the most bytes that the table and its log may grow by before the next check,
@@ -141,7 +141,7 @@ class DiskQuota:
         growth = max(0, _LOG_BYTES - log) + max(0, table.num_bytes() - pages) + _CHANGE_BYTES
         return max(growth, min(_MOST_SPARE_BYTES, int(_SPARE_SHARE * self.limit_bytes)))
 
-    def held_bytes(self, table: PackTable) -> int:
+    def stored_bytes(self, table: PackTable) -> int:
         """Return what is kept in the directory, as `tree_bytes` counts, without what `used_bytes`
         reserves for tables that will grow.
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_held
+from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_locked
 from kvchat.cache.disk.eviction import KnownPack, Use, cuts, first_use, known_pack
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.disk.model_dirs import FILE_OVERHEAD_BYTES, MISS_LOG
@@ -25,9 +25,9 @@ from kvchat.cache.disk.table import MIN_FILE_BYTES, OtherSchema, PackTable, is_b
 from kvchat.cache.keys import root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.tier import (
+    BlockRun,
     BusyRecord,
     DamagedRecord,
-    Found,
     GoneRecord,
     Layout,
     PackHead,
@@ -51,7 +51,7 @@ class TierStats:
         totals = {name: getattr(self.status, name) + int(n) for name, n in amounts.items()}
         self.status = replace(self.status, **totals)
 
-    def note_held(self, num_bytes: int, num_packs: int, num_evicted: int) -> None:
+    def note_content(self, num_bytes: int, num_packs: int, num_evicted: int) -> None:
         """Set what the store holds now, and how many packs were evicted until now."""
         self.status = replace(
             self.status, num_bytes=num_bytes, num_packs=num_packs, num_evicted=num_evicted
@@ -64,7 +64,7 @@ class TierStats:
     def note_error(self, error: Exception) -> None:
         """Count and report an error; only count that other processes are busy, which passes."""
         _log.warning("disk tier: %r", error)
-        self.count(num_held_up=is_held(error))
+        self.count(num_held_up=is_locked(error))
         if isinstance(error, OtherSchema):
             self.say("what was kept was of another version of kvchat; the disk cache began anew.")
         elif not (is_busy(error) or isinstance(error, StoreBusy)):
@@ -96,7 +96,7 @@ class PackReader:
         if largest := self._db.table.largest():
             self._buffers.warm(largest, _WARM_BUFFERS)
 
-    def walk(self, keys: Sequence[bytes], encoded: bytes) -> Iterator[Found]:
+    def walk(self, keys: Sequence[bytes], encoded: bytes) -> Iterator[BlockRun]:
         """Yield the packs that hold a prompt's leading blocks, in order and without a hole."""
         table = self._db.follow()
         self._rows.clear()
@@ -108,7 +108,7 @@ class PackReader:
                 self._rows[row.key] = row
                 is_whole = shared == row.head.num_blocks(self._layout)
                 fingerprint = row.head.fingerprint if is_whole else None
-                yield Found(row.key, block, shared, row.head.checksum, fingerprint)
+                yield BlockRun(row.key, block, shared, row.head.checksum, fingerprint)
                 block += shared
         except DamagedRecord as damage:
             self._quarantine(keys[block], damage)
@@ -122,32 +122,32 @@ class PackReader:
             return None
         return row if row is not None and row.layout == self._layout else None
 
-    def read(self, found: Found) -> memoryview:
+    def read(self, run: BlockRun) -> memoryview:
         """Return the images of all blocks of a pack, verified; raises what `Tier.read` does."""
         try:
-            image = self._read_twice(found)
+            image = self._read_twice(run)
         except DamagedRecord:
             raise
         except Exception as error:
             self._stats.note_error(error)
-            raise (BusyRecord if is_held(error) else DamagedRecord)("unreadable") from error
+            raise (BusyRecord if is_locked(error) else DamagedRecord)("unreadable") from error
         if image is None:
             raise GoneRecord("gone")
         return image
 
-    def _read_twice(self, found: Found) -> memoryview | None:
+    def _read_twice(self, run: BlockRun) -> memoryview | None:
         """Read a pack; if it is damaged, once more under the lock, for it may have been replaced.
 
         Forget it if it is still damaged. None if there is none.
         """
         with suppress(DamagedRecord, OSError):
             table = self._db.table
-            row = self._rows.pop(found.key, None) or table.row(found.key)
-            if row is not None and row.head.checksum == found.checksum:
+            row = self._rows.pop(run.key, None) or table.row(run.key)
+            if row is not None and row.head.checksum == run.checksum:
                 return self.image(table, row)
         with self._db.changing() as table:
-            row = self.row(table, found.key)
-            if row is None or found.checksum not in (b"", row.head.checksum):
+            row = self.row(table, run.key)
+            if row is None or run.checksum not in (b"", row.head.checksum):
                 return None
             try:
                 return self.image(table, row)
@@ -155,7 +155,7 @@ class PackReader:
                 damage = DamagedRecord("without its payload")
             except DamagedRecord as error:
                 damage = error
-            self._quarantine(found.key, damage)
+            self._quarantine(run.key, damage)
             raise damage
 
     def image(self, table: PackTable, row: PackRow) -> memoryview:
@@ -238,7 +238,7 @@ class DiskTier(Tier):
         try:
             self.gc()
             self._attempt(self._reader.warm_up, None)
-            self._look()
+            self._refresh()
         except BaseException:  # Ctrl-C too
             self._db.close()
             raise
@@ -255,36 +255,38 @@ class DiskTier(Tier):
 
     # Finding and reading
 
-    def find(self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False) -> list[Found]:
+    def find(
+        self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
+    ) -> list[BlockRun]:
         """Return the packs that hold a prompt's leading blocks, in order and without a hole."""
-        found = self._found(keys, encoded)
-        self._note_found(found, is_one_shot)
-        return found
+        runs = self._runs(keys, encoded)
+        self._note_runs(runs, is_one_shot)
+        return runs
 
-    def _found(self, keys: Sequence[bytes], encoded: bytes) -> list[Found]:
+    def _runs(self, keys: Sequence[bytes], encoded: bytes) -> list[BlockRun]:
         return self._attempt(lambda: list(self._reader.walk(keys, encoded)), [])
 
-    def _note_found(self, found: Iterable[Found], is_one_shot: bool) -> int:
+    def _note_runs(self, runs: Iterable[BlockRun], is_one_shot: bool) -> int:
         """Note the use of packs that were found; return how many blocks they share."""
         num_blocks = 0
-        for run in found:  # used last, so it stands last
+        for run in runs:  # used last, so it stands last
             self._used[run.key] = self._used.pop(run.key, True) and is_one_shot
             num_blocks += run.num_blocks
         return num_blocks
 
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many leading blocks `find` would return; does not count as a use."""
-        return sum(run.num_blocks for run in self._found(keys, encoded))
+        return sum(run.num_blocks for run in self._runs(keys, encoded))
 
-    def read(self, found: Found) -> memoryview:
+    def read(self, run: BlockRun) -> memoryview:
         """Return the images of the blocks found, verified. Raises DamagedRecord, and forgets it;
         BusyRecord where others are busy with it, and keeps it.
 
         The memory is the caller's while it holds a view of it.
         """
-        image = self._reader.read(found)
+        image = self._reader.read(run)
         self._stats.count(bytes_read=len(image))
-        return image[: found.num_blocks * self._layout.block_bytes]
+        return image[: run.num_blocks * self._layout.block_bytes]
 
     # Writing
 
@@ -296,7 +298,7 @@ class DiskTier(Tier):
         own = replace(head, is_draft=self._is_draft)
         is_written = self._attempt(lambda: self._write(own, image, is_one_shot), False)
         self._stats.count(num_failed_writes=not is_written, bytes_written=is_written * len(image))
-        self._look()
+        self._refresh()
         return is_written
 
     def _write(self, head: PackHead, image: memoryview, is_one_shot: bool) -> bool:
@@ -304,14 +306,14 @@ class DiskTier(Tier):
             if table.files.has_leftovers:
                 self._collect(table)
             # Blocks that other processes have written since they were looked for.
-            found = self._reader.walk(head.keys(self._layout), head.ids)
-            num_there = self._note_found(found, is_one_shot)
+            runs = self._reader.walk(head.keys(self._layout), head.ids)
+            num_there = self._note_runs(runs, is_one_shot)
             if num_there == head.num_blocks(self._layout):
                 return True
             head, image = self._without(head, image, num_there)
             followed = self._last_of(head.parent)
             self._note_uses(table)  # what was found is used: it must not be evicted now
-            num_bytes = _kept_bytes(head, image)
+            num_bytes = _pack_bytes(head, image)
             packs = partial(self._reader.known_packs, table)
             if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
                 self._stats.say(trouble)
@@ -377,7 +379,7 @@ class DiskTier(Tier):
 
     def _pin(self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float) -> int:
         with self._db.changing() as table:
-            num_blocks = sum(found.num_blocks for found in self._reader.walk(keys, encoded))
+            num_blocks = sum(run.num_blocks for run in self._reader.walk(keys, encoded))
             if num_blocks:
                 now_s = self._clock()
                 table.pin(Pin(label, tuple(keys[:num_blocks]), now_s, now_s + ttl_s))
@@ -420,7 +422,7 @@ class DiskTier(Tier):
             ids = row.head.ids[: num_kept * self._layout.ids_bytes]
             cut = replace(row.head, ids=ids, fingerprint=None)
             # The old file may still be there: a disk that fails does not delete it.
-            if self._quota.has_room(table, _kept_bytes(cut, image)):
+            if self._quota.has_room(table, _pack_bytes(cut, image)):
                 self._keep(table, cut, image, row.use)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
@@ -442,14 +444,14 @@ class DiskTier(Tier):
     def status(self) -> TierStatus:
         """Return totals and what the store holds; from another thread, as of the last look."""
         if threading.get_ident() == self._db.thread:
-            self._look()
+            self._refresh()
         return self._stats.status
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         table = self._db.table
-        num_bytes = self._attempt(lambda: self._quota.held_bytes(table), 0)
+        num_bytes = self._attempt(lambda: self._quota.stored_bytes(table), 0)
         num_packs = self._attempt(table.num_packs, 0)
-        self._stats.note_held(num_bytes, num_packs, self._quota.num_evicted)
+        self._stats.note_content(num_bytes, num_packs, self._quota.num_evicted)
 
     def verify(self, goes_on: Callable[[], bool] = lambda: True) -> tuple[int, int]:
         """Read every pack; return how many are sound, and how many were damaged and removed.
@@ -464,7 +466,9 @@ class DiskTier(Tier):
             if not goes_on():
                 break
             with suppress(DamagedRecord):
-                self._reader.read(Found(key, 0, 0, row.head.checksum if row is not None else b""))
+                self._reader.read(
+                    BlockRun(key, 0, 0, row.head.checksum if row is not None else b"")
+                )
                 num_sound += 1
         return num_sound, self._stats.status.num_damaged - before
 
@@ -495,7 +499,7 @@ class DiskTier(Tier):
         self._db.close()
 
 
-def _kept_bytes(head: PackHead, image: memoryview) -> int:
+def _pack_bytes(head: PackHead, image: memoryview) -> int:
     """Return how many bytes a pack takes at most, with its head."""
     num_copies = 1 if len(image) >= MIN_FILE_BYTES else 2  # it is in the log, and then in the table
     return num_copies * len(image) + 2 * len(head.ids) + FILE_OVERHEAD_BYTES
