@@ -226,12 +226,12 @@ class CacheManager:
     def _evict(self, num_blocks: int) -> None:
         leaving: list[tuple[bytes, list[int]]] = []
 
-        def told(encoded: bytes, blocks: list[int]) -> None:
+        def note_leaving(encoded: bytes, blocks: list[int]) -> None:
             leaving.append((encoded, blocks))
 
         is_shared = self._is_shared
         evicted = self._tree.evict(
-            num_blocks, is_shared, told if self._lower_tier is not None else None
+            num_blocks, is_shared, note_leaving if self._lower_tier is not None else None
         )
         for encoded, blocks in leaving:
             assert self._lower_tier is not None

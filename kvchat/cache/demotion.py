@@ -74,7 +74,7 @@ class Demoter:
         first = len(keys) - len(blocks)
         try:
             while first < len(keys):
-                lease = self._acquired(encoded, keys, first)
+                lease = self._acquire(encoded, keys, first)
                 self._start(lease, blocks[first + lease.first - len(keys) :])
                 if not lease.keys:
                     return
@@ -82,7 +82,7 @@ class Demoter:
         except Exception:  # mostly too little memory: the block is computed again
             _log.exception("blocks could not be demoted")
 
-    def _acquired(self, encoded: bytes, keys: list[bytes], first: int) -> Lease:
+    def _acquire(self, encoded: bytes, keys: list[bytes], first: int) -> Lease:
         """Return room for the next blocks from `first` on that host memory lacks."""
         parent = keys[first - 1] if first else self.host.root
         ids_bytes = len(encoded) // len(keys)
@@ -109,8 +109,8 @@ class Demoter:
             own = blocks[number * size : number * size + len(piece.keys)]
             if not (self._take_stage(piece) and self._stage(piece, own)):
                 # Its children neither: they could not be found without it.
-                for lost in pieces[number:]:
-                    self._end(lost, is_there=False)
+                for piece in pieces[number:]:
+                    self._end(piece, is_there=False)
                 return
 
     def _take_stage(self, piece: Lease) -> bool:

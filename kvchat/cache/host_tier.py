@@ -215,7 +215,7 @@ class HostTier(Tier):
             entries = [self._entries.get(key) for key in run.keys]
             if not all(entry is not None and entry.is_findable for entry in entries):
                 raise GoneRecord("gone")
-            lease = self._leased(run.keys, 0)
+            lease = self._lease(run.keys, 0)
             self._reading.append(lease)
         try:
             images = self.copies.up(lease.rows)
@@ -241,16 +241,16 @@ class HostTier(Tier):
         """
         assert len(encoded) == len(keys) * self._ids_bytes
         with self._lock:
-            return self._acquired(parent, keys, encoded)
+            return self._acquire(parent, keys, encoded)
 
-    def _acquired(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
+    def _acquire(self, parent: bytes, keys: Sequence[bytes], encoded: bytes) -> Lease:
         first = next((n for n, key in enumerate(keys) if key not in self._entries), len(keys))
         last = next((n for n in range(first, len(keys)) if keys[n] in self._entries), len(keys))
         self._touch(parent, keys)
         needed = {*self._line(parent), *keys}
         parents = [parent, *keys]
         for number in range(first, last):
-            slot = self._slot(needed)
+            slot = self._take_slot(needed)
             if slot is None:
                 last = number
                 break
@@ -258,9 +258,9 @@ class HostTier(Tier):
             self._entries[keys[number]] = _Entry(parents[number], ids, slot)
             self._num_children[parents[number]] += 1
         self._touch(parent, keys)
-        return self._leased(tuple(keys[first:last]), first)
+        return self._lease(tuple(keys[first:last]), first)
 
-    def _leased(self, keys: tuple[bytes, ...], first: int) -> Lease:
+    def _lease(self, keys: tuple[bytes, ...], first: int) -> Lease:
         for key in keys:
             self._entries[key].num_users += 1
         rows = tuple(self._memory.row(self._entries[key].slot) for key in keys)
@@ -287,18 +287,18 @@ class HostTier(Tier):
 
     # Forgetting
 
-    def _slot(self, kept: set[bytes]) -> int | None:
+    def _take_slot(self, needed: set[bytes]) -> int | None:
         """Take a slot; if none is free, evict the least recently used block without children."""
         slot = self._memory.take()
-        if slot is None and (oldest := self._oldest(kept)) is not None:
+        if slot is None and (oldest := self._oldest(needed)) is not None:
             self._remove(oldest)
             self._num_evicted += 1
             slot = self._memory.take()
         return slot
 
-    def _oldest(self, kept: set[bytes]) -> bytes | None:
+    def _oldest(self, needed: set[bytes]) -> bytes | None:
         for key, entry in self._entries.items():
-            if not (entry.num_users or self._num_children[key] or key in kept):
+            if not (entry.num_users or self._num_children[key] or key in needed):
                 return key
         return None
 

@@ -317,14 +317,14 @@ class RadixTree:
         self,
         num_blocks: int,
         is_shared: Callable[[int], bool],
-        told: Callable[[bytes, list[int]], None] | None = None,
+        on_leaving: Callable[[bytes, list[int]], None] | None = None,
     ) -> list[int]:
         """Remove up to `num_blocks` blocks from the tree; return them.
 
         Only leaves are evicted: the least recently used first, a leaf's last blocks first. Locked
         nodes stay. A block for which `is_shared` is true stays, and all blocks before it.
-        `told` is called for full blocks, with the encoded ids of the context that ends with them
-        and the blocks in order.
+        `on_leaving` is called for full blocks, with the encoded ids of the context that ends with
+        them and the blocks in order.
         """
         evicted: list[int] = []
         skipped = []
@@ -334,11 +334,11 @@ class RadixTree:
             if entry[0] != node.last_used or not self._is_evictable(node):
                 self._note_candidate(node)
                 continue
-            context = _context_of(node) if told is not None else b""
+            context = _context_of(node) if on_leaving is not None else b""
             blocks = self._trim(node, num_blocks - len(evicted), is_shared)
             evicted.extend(blocks)
-            if told is not None and blocks and len(context) % self._block_bytes == 0:
-                told(context, blocks[::-1])
+            if on_leaving is not None and blocks and len(context) % self._block_bytes == 0:
+                on_leaving(context, blocks[::-1])
             if not blocks:
                 skipped.append(entry)
             elif node.blocks:

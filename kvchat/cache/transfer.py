@@ -165,7 +165,7 @@ class TransferThread:
 
     def _open(self) -> None:
         """Open the tier, on a thread of its own; close it if the transfer thread has ended."""
-        tier = self._opened()
+        tier = self._try_to_open()
         with self._changed:
             self._tier, self._is_open = tier, tier is not None
             is_too_late = self._is_over
@@ -173,7 +173,7 @@ class TransferThread:
         if is_too_late:
             _close(tier)
 
-    def _opened(self) -> Tier | None:
+    def _try_to_open(self) -> Tier | None:
         try:
             return self._open_tier()
         except Exception as error:  # a cache that cannot be used is a miss, never a broken chat

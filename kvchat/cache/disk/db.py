@@ -146,7 +146,7 @@ class PackDb:
         self.is_begun_anew = False  # an unusable table was replaced by an empty one
         self._file: tuple[int, int] | None = None
         self.thread: int | None = None
-        self.table = self._opened()
+        self.table = self._open_or_replace()
 
     def close(self) -> None:
         """Close the table and its directory. Idempotent; `follow` opens them again."""
@@ -162,7 +162,7 @@ class PackDb:
         is_the_same = self.thread is not None and file_number(self._table_path) == self._file
         if not (is_the_same and model_dirs.has_only_files(self._own)):
             self.close()
-            self.table = self._opened()
+            self.table = self._open_or_replace()
         self.thread = threading.get_ident()
         return self.table
 
@@ -205,7 +205,7 @@ class PackDb:
         self.is_begun_anew = True
         model_dirs.empty(self._own)
 
-    def _opened(self) -> PackTable:
+    def _open_or_replace(self) -> PackTable:
         """Open the table; one that cannot be used is replaced by an empty one."""
         if self._directory.is_symlink():
             raise StoreError(f"{self._directory} is a symbolic link.", "Remove it.")

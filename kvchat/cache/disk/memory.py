@@ -74,7 +74,7 @@ class DiskMemory:
         self._attempt(write)
 
     def _attempt(self, action: Callable[["Cache"], Fact]) -> Fact:
-        table = self._opened()
+        table = self._opened_table()
         if table is None:
             return None
         try:
@@ -93,7 +93,7 @@ class DiskMemory:
             with suppress(OSError, StoreError), self._alone():
                 self._empty()
 
-    def _opened(self) -> "Cache | None":
+    def _opened_table(self) -> "Cache | None":
         with self._lock:
             if not self._is_tried:
                 self._is_tried = True

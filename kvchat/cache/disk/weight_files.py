@@ -106,7 +106,8 @@ class WeightFiles:
     def begin(self, key: str, num_bytes: int) -> NewFile | None:
         """Begin a file, for which others are deleted; None where it has no place.
 
-        Nor has it while another process makes the same. What ended processes left goes first.
+        Also None while another live process makes this file. Deletes leftovers of dead processes
+        first.
         """
         if not self._limit_bytes:
             return None
@@ -119,12 +120,12 @@ class WeightFiles:
             if num_bytes > self._limit_bytes or not self._make_room(num_bytes):
                 _log.info("packed weights not kept: they take %d bytes", num_bytes)
                 return None
-            return self._opened(key, num_bytes)
+            return self._open_part(key, num_bytes)
         except (OSError, StoreError) as error:
             _log.warning("packed weights not kept: %s", error)
             return None
 
-    def _opened(self, key: str, num_bytes: int) -> NewFile | None:
+    def _open_part(self, key: str, num_bytes: int) -> NewFile | None:
         flags, path = os.O_RDWR | os.O_CREAT, self.directory / f"{key}.part"
         descriptor = open_private(path, flags, has_one_name=True)
         try:
