@@ -8,7 +8,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.errors import KvchatError
 from kvchat.core.events import ModelReady
-from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, Verified
+from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, Verified
 from kvchat.core.types import MissReason
 
 
@@ -48,7 +48,7 @@ class KeptKv(Protocol):
 
     def tree(
         self, named: Sequence[tuple[str, Sequence[int]]] = ()
-    ) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+    ) -> list[tuple[ModelDirStatus, list[StoredPack]]]:
         """Return every pack, by model directory; `named` are contexts by the names they have."""
 
     def verify(self, goes_on: Callable[[], bool]) -> Verified:

@@ -128,7 +128,7 @@ class ModelDirStatus:
     num_bytes: int
     last_used_s: float
     trouble: str = ""
-    pins: "tuple[KeptPin, ...]" = ()
+    pins: "tuple[StoredPin, ...]" = ()
     model: str = ""
     kv_dtype: str = ""
     dtype: str = ""
@@ -137,7 +137,7 @@ class ModelDirStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPin:
+class StoredPin:
     """A pinned context: its label, and when it was pinned and until when, in seconds since the
     epoch; infinity is for ever.
     """
@@ -189,7 +189,7 @@ class StoreStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPack:
+class StoredPack:
     """A pack of a store, in a list where a pack comes after the pack that it continues.
 
     parent      index of the continued pack in the list, None for the beginning of a context

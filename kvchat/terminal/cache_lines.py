@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from kvchat.core.config import FEWER_BITS, format_bytes
-from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
+from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, TierStatus, Verified
 from kvchat.core.text import one_line
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
@@ -72,7 +72,7 @@ def pin_lines(status: StoreStatus, titles: Mapping[str, str]) -> list[str]:
 
 
 def tree_lines(
-    trees: Sequence[tuple[ModelDirStatus, list[KeptPack]]],
+    trees: Sequence[tuple[ModelDirStatus, list[StoredPack]]],
     glyphs: Glyphs,
     width: int | None = None,
 ) -> list[str]:
@@ -90,7 +90,9 @@ def tree_lines(
     ]
 
 
-def branch_lines(packs: list[KeptPack], glyphs: Glyphs, width: int | None = None) -> Iterator[str]:
+def branch_lines(
+    packs: list[StoredPack], glyphs: Glyphs, width: int | None = None
+) -> Iterator[str]:
     """Yield a line per pack of one model directory; `width` as in `tree_lines`."""
     children: dict[int | None, list[int]] = {}
     for number, pack in enumerate(packs):
@@ -115,7 +117,7 @@ def branch_lines(packs: list[KeptPack], glyphs: Glyphs, width: int | None = None
         yield f"{line}{_names(pack, room)}{pinned}{lost}"
 
 
-def _names(pack: KeptPack, room: int | None) -> str:
+def _names(pack: StoredPack, room: int | None) -> str:
     """Return the conversation that a pack belongs to, and how many others, in so many cells."""
     if not pack.names:
         return ""

@@ -11,7 +11,7 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.response_memory import ResponseMemory
-from kvchat.core.stats import KeptPin
+from kvchat.core.stats import StoredPin
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
@@ -27,7 +27,7 @@ SHORT = {"type": "ephemeral"}
 LONG = {"type": "ephemeral", "ttl": "1h"}
 PATIENCE_S = 60.0
 
-Pins = Callable[[], list[KeptPin]]
+Pins = Callable[[], list[StoredPin]]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def served(tmp_path: Path) -> Iterator[tuple[App, Pins]]:
     async def idle() -> None:
         await answering.on_encoder(lambda: None)
 
-    def pins() -> list[KeptPin]:
+    def pins() -> list[StoredPin]:
         asyncio.run(idle())
         host.forget([]).result(PATIENCE_S)  # it waits for what was asked before it
         found = [pin for d in StoreAdmin(directory).status().model_dirs for pin in d.pins]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.host import trouble_notice
-from kvchat.core.stats import KeptPack, ModelDirStatus, StoreStatus, TierStatus, Verified
+from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, TierStatus, Verified
 from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS
 from support.pty_screen import PtyScreen
@@ -90,8 +90,8 @@ def test_what_verifying_found_is_one_line(found: Verified, line: str) -> None:
 
 def test_a_long_conversation_goes_straight_down() -> None:
     """Only branches are indented, and no depth is too much."""
-    packs = [KeptPack(number - 1 if number else None, 16, 1024, 0.0) for number in range(3000)]
-    packs += [KeptPack(0, 16, 1024, 0.0), KeptPack(None, 16, 1024, 0.0, is_orphan=True)]
+    packs = [StoredPack(number - 1 if number else None, 16, 1024, 0.0) for number in range(3000)]
+    packs += [StoredPack(0, 16, 1024, 0.0), StoredPack(None, 16, 1024, 0.0, is_orphan=True)]
     status = StoreStatus(Path("kv"), 0)
 
     lines = cache_lines.tree_lines([], ASCII_GLYPHS)
@@ -114,7 +114,7 @@ def test_a_long_conversation_goes_straight_down() -> None:
 def test_a_pack_of_the_tree_has_one_row(width: int, name: str) -> None:
     """At 80 columns each took two, and no eye could follow the branches."""
     names = ("A conversation about the weather in April", "Another")
-    packs = [KeptPack(None, 64, 1024**2, 0.0, names=names)]
+    packs = [StoredPack(None, 64, 1024**2, 0.0, names=names)]
     [line] = cache_lines.branch_lines(packs, ASCII_GLYPHS, width)
     assert line == "  64 tokens, 1 MiB, at an unknown time" + (f", {name}" if name else "")
     assert len(line) <= width

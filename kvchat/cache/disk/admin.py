@@ -36,9 +36,9 @@ from kvchat.core.errors import StoreError
 from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
-    KeptPack,
-    KeptPin,
     ModelDirStatus,
+    StoredPack,
+    StoredPin,
     StoreStatus,
     TierStatus,
     Verified,
@@ -98,7 +98,7 @@ class StoreAdmin(StoreLookup):
 
     def tree(
         self, named: Sequence[tuple[str, TokenIds]] = ()
-    ) -> list[tuple[ModelDirStatus, list[KeptPack]]]:
+    ) -> list[tuple[ModelDirStatus, list[StoredPack]]]:
         """Return every model directory and its packs, each after the one it continues.
 
         `named` are contexts, by the names that their packs get.
@@ -289,7 +289,7 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
         last_used_s=_last_used(model_dir.path),
         trouble=model_dir.trouble,
         pins=tuple(
-            KeptPin(
+            StoredPin(
                 pin.label,
                 len(set(pin.keys) - of_state) * layout.block_size,
                 pin.made_s,

@@ -26,7 +26,7 @@ from kvchat.cache.disk.table import SCHEMA_VERSION, is_busy
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout
 from kvchat.core.errors import StoreError
-from kvchat.core.stats import KeptPack
+from kvchat.core.stats import StoredPack
 from kvchat.core.types import TokenIds
 
 _PATIENCE_S = 1.0
@@ -126,7 +126,7 @@ def _is_unfinished(connection: sqlite3.Connection, table: Path) -> bool:
     return not num_tables
 
 
-def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -> list[KeptPack]:
+def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -> list[StoredPack]:
     """Return the packs of a model directory, each after the one it continues, depth first.
 
     `named` are contexts by their names, which the packs get that hold a part of them.
@@ -143,7 +143,7 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
         children.setdefault(owners.get(stored.head.parent), []).append(number)
     root = root_key(layout.identity)
     pinned = {key for pin in model_dir.pins for key in pin.keys}
-    packs: list[KeptPack] = []
+    packs: list[StoredPack] = []
     pending: list[tuple[int | None, int]] = [
         (None, number) for number in _last_first(children, None)
     ]
@@ -154,7 +154,7 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
         is_orphan = parent is None and stored.head.parent != root
         pending += [(len(packs), child) for child in _last_first(children, number)]
         packs.append(
-            KeptPack(
+            StoredPack(
                 parent=parent,
                 num_tokens=stored.head.num_tokens(layout),
                 num_bytes=num_blocks * layout.block_bytes,
