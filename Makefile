@@ -1,7 +1,7 @@
 # kvchat's tasks. `make` alone lists them.
 
-SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON ?= $(shell for python in python3 python3.12 python3.11; do \
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +38,7 @@ GPU_PYTHON = $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-all test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt demo-model test-demo-model clean
+.PHONY: help chat test test-all test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt recording demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ fmt: $(DEV_STAMP)  ## format the sources
 	$(BIN)/ruff check --fix --quiet $(SOURCES) || true
 	$(BIN)/ruff format $(SOURCES)
 
+recording: $(DEV_STAMP)  ## record docs/screen.svg, the picture of the first page
+	PYTHONPATH=.:kernels:tests $(BIN)/python docs/record_screen.py
+
 demo-model: $(STAMP)  ## train the demo models again (hours on two cores)
 	$(BIN)/python -m demo_recipe.recipe
 
@@ -119,7 +122,7 @@ clean:  ## remove everything the other targets made
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || \
-		{ echo "kvchat needs Python 3.11 or 3.12; try: make PYTHON=/path/to/python3.12"; exit 1; }
+		{ echo "kvchat needs Python 3.11, 3.12 or 3.13; try: make PYTHON=/path/to/python3.12"; exit 1; }
 	@echo "making $(VENV) with $$($(PYTHON) --version); installing takes a few minutes once"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -77,7 +77,7 @@ def erase(db: sqlite3.Connection, table: str, key: object) -> bool:
 
 def _connect(name: str, table: str) -> sqlite3.Connection:
     """Open a database; it is closed again where it cannot be used."""
-    db = sqlite3.connect(name, _PATIENCE_S, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(name, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")

@@ -56,7 +56,7 @@ def open_table(path: Path, patience_s: float) -> Cache:
     A call on it waits `patience_s` for other writers. Raises StoreError for a file of another
     program, sqlite3.Error for one that is locked or broken.
     """
-    with closing(sqlite3.connect(path, patience_s, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=patience_s, isolation_level=None)) as connection:
         # diskcache would wait a minute for a process that was stopped while it wrote.
         connection.execute("BEGIN IMMEDIATE")
         rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()

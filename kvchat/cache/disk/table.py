@@ -126,7 +126,10 @@ class PackTable(PackRows):
         self.files = PayloadFiles(directory)
         try:
             connection = sqlite3.connect(
-                directory / DATABASE, patience_s, isolation_level=None, check_same_thread=False
+                directory / DATABASE,
+                timeout=patience_s,
+                isolation_level=None,
+                check_same_thread=False,
             )
         except BaseException:
             self.files.close()
