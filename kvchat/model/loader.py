@@ -28,7 +28,7 @@ from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import CheckpointTensors, read_tensors
 from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
 from kvchat.model.cpu.linear import limit_kept_shapes, use_cpu_products
-from kvchat.model.cpu.matrices import keep_precise
+from kvchat.model.decoder.matrices import keep_precise
 from kvchat.model.device import choose_device, dtype_name, dtype_of, set_threads
 from kvchat.model.files.checkpoint_files import read_json
 from kvchat.model.gguf.file import weight_header

@@ -41,8 +41,9 @@ ALLOWED_IN_MODEL = {
     "hf": {"files"},
     "packed": {"hf"},
     "checkpoint": {"files", "gguf", "hf", "packed"},
-    "cpu": {"packed"},
-    "gpu": {"hf", "packed", "loader", "paged_model"},
+    "decoder": {"packed"},
+    "cpu": {"decoder", "packed"},
+    "gpu": {"decoder", "hf", "packed", "loader", "paged_model"},
 }
 BASE = {"batch", "device", "spec", "state"}
 # Who may import a library; a path names a single file.

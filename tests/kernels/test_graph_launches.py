@@ -17,7 +17,6 @@ import kvchat_kernels.paged_attention
 import kvchat_kernels.rms_norm
 import kvchat_kernels.rope_kv_write
 import kvchat_kernels.silu_mul
-from kvchat.model.gpu import fused_parts
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation
 from support.graph_recorder import Recorder
@@ -39,8 +38,6 @@ def take_kernels_everywhere(
     """Have this process run every operation by its kernel, and write each launch down."""
     for wrapper in _WRAPPERS:
         patch.setattr(wrapper, "uses_triton", lambda device, impl: True)
-    for module in (fused_parts, fused_parts):
-        patch.setattr(module, "takes_kernels", lambda x: True)
     choice = "implementation_for", lambda *layer: Implementation("triton")
     patch.setattr(kvchat_kernels.paged_attention, *choice)
     run = Launch.run

@@ -74,7 +74,6 @@ def similarity_over_int8_on_kernels(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Int8Kv, "_runs_kernels", lambda kv, query: not launches.append(1))
         patch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
-        patch.setattr("kvchat.model.gpu.fused_parts.takes_kernels", lambda x: is_fused)
         return _similarity(loaded, by_torch, _paged_logits(loaded, *ids, new_kv=new_kv)), len(
             launches
         )

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_linear_blocks import KINDS, Kind, outlying, random_blocks
 
-from kvchat.model.cpu.matrices import Matrix
 from kvchat.model.cpu.step_operations import StepOperations
+from kvchat.model.decoder.matrices import Matrix
 from kvchat_kernels.cpu import tile_products
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.step import Header

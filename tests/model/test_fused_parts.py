@@ -1,6 +1,6 @@
-"""Fused parts by kernels, as on a GPU: here by the kernels' twins, and with the same logits and KV.
+"""Fused parts: which kernels they take, here by the kernels' twins.
 
-tests/kernels checks what each kernel computes; these tests check its arguments.
+tests/kernels checks what each kernel computes, `test_fuse.py` what models compute by them.
 """
 
 from collections.abc import Callable
@@ -14,36 +14,19 @@ from transformers.activations import ACT2FN
 
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu import fused_parts
-from kvchat.model.gpu.fused_parts import MergedProduct, RmsNorm, gate_of
+from kvchat.model.gpu.fused_parts import MergedProduct, RmsNorm
+from kvchat.model.gpu.part_builder import _GATES
+from kvchat.model.hf.gates import gate_of
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels import kv_layer
+from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
 from support.fused_models import load_fused
 from support.specimens import random_ids
 
-NAMES = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma3, mixed windows",
-    "smollm3, some layers without positions",
-    "qwen3_moe",
-    "olmo2",
-    "nemotron, a part rotated",
-]
 # (new tokens, context) of each sequence.
 STEP = [(1, 9), (4, 33), (2, 2)]
-
-
-@pytest.fixture
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fused parts take kernels on a CPU; those choose their twins there."""
-    monkeypatch.setattr(fused_parts, "takes_kernels", lambda x: True)
-
-
-def load(directory: Path, name: str) -> LoadedModel:
-    return load_fused(directory, name, "float32")
 
 
 def run_step(loaded: LoadedModel) -> list[torch.Tensor]:
@@ -64,30 +47,6 @@ def run_step(loaded: LoadedModel) -> list[torch.Tensor]:
     return [logits, *(tensor for pair in pools for tensor in pair)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_and_kv_are_those_of_the_parts_without_kernels(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    loaded = load(tmp_path, name)
-    plain = run_step(loaded)
-
-    request.getfixturevalue("with_kernels")
-    by_kernels = run_step(loaded)
-
-    for one, other in zip(by_kernels, plain, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=2e-5 * other.abs().max())
-
-
-@pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3, mixed windows"])
-def test_kernels_are_proven_on_the_modules_they_replace(name: str, tmp_path: Path) -> None:
-    loaded = load(tmp_path, name)
-
-    assert loaded.fusing is not None
-    assert loaded.fusing.fusion.num_layers == len(loaded.spec.layers)
-
-
-@pytest.mark.usefixtures("with_kernels")
 def test_a_layer_takes_the_kernels_and_nothing_beside_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,19 +61,22 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
 
         monkeypatch.setattr(module, name, count)
 
-    loaded = load(tmp_path, "llama")
+    def gate(*args: torch.Tensor) -> torch.Tensor:
+        called.append("silu_mul")
+        return silu_mul(*args)
+
+    monkeypatch.setitem(_GATES, Activation.SILU, gate)
+    loaded = load_fused(tmp_path, "llama", "float32")
     spy(fused_parts, "rope_kv_write")
     spy(kv_layer, "kv_write")
     spy(fused_parts, "rms_norm")
     spy(fused_parts, "add_rms_norm")
-    spy(fused_parts, "gate_of")
 
     run_step(loaded)
 
-    assert called == ["rms_norm", "rope_kv_write", "add_rms_norm", "gate_of"] * 2 + ["rms_norm"]
+    assert called == ["rms_norm", "rope_kv_write", "add_rms_norm", "silu_mul"] * 2 + ["rms_norm"]
 
 
-@pytest.mark.usefixtures("with_kernels")
 def test_one_row_takes_the_kernel_and_more_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it is depends on the number of rows alone: once a race at load decided."""
     shapes: list[tuple[int, ...]] = []
@@ -151,10 +113,9 @@ def test_an_activation_that_is_no_module_is_left_alone() -> None:
     assert gate_of(function) is None
 
 
-@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_keeps_the_dtype_of_its_rows(dtype: torch.dtype) -> None:
-    norm = RmsNorm(torch.rand(16), 16, 1e-6)
+    norm = RmsNorm(torch.rand(16), 1e-6)
     x, stream = torch.randn(3, 16).to(dtype), torch.randn(3, 16).to(dtype)
 
     normed, total = norm.of_sum(x.clone(), stream)

@@ -13,7 +13,7 @@ import torch
 from kvchat.core.config import ModelConfig
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.cpu.reader import read_decoder
+from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model, read_plain_module
 from kvchat.model.packed.quantise import pack_of, round_activations
 from kvchat.model.paged_model import PagedModel

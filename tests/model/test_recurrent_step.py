@@ -13,9 +13,9 @@ from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import CompiledStep
-from kvchat.model.cpu.decoder import Decoder
-from kvchat.model.cpu.reader import read_decoder
 from kvchat.model.cpu.recurrent_prefill import DeltaPrefill, MambaPrefill, RecurrentPrefill
+from kvchat.model.decoder.decoder import Decoder
+from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import StatefulModel
 from kvchat.model.self_test import compare_with_own, ensure_trusted

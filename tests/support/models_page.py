@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from kvchat.model.cpu.families import COMPILED_TYPES
+from kvchat.model.decoder.families import COMPILED_TYPES
 from support.every_type import causal_types, image_text_types
 from support.type_matrix import EXACT, NOT_BUILT, REFUSED, Verdict, verdict_of
 

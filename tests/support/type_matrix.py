@@ -13,6 +13,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -64,14 +65,19 @@ def verdict_of(model_type: str, directory: Path) -> Verdict:
         return Verdict(WRONG, _line(error))
 
 
-def _saved(model_type: str, directory: Path) -> PreTrainedModel:
-    """Save a model of a type as a checkpoint; return what transformers loads from it."""
+def save_type(model_type: str, directory: Path) -> PreTrainedConfig:
+    """Save a tiny model of a type as a checkpoint; return its configuration."""
     config = every_config(model_type)
     made = every_model(deepcopy(config))
     save_checkpoint(directory, made)
     if type(made.config) is not type(config):  # a checkpoint of a whole, of which this is the text
         config.save_pretrained(directory)
-    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return config
+
+
+def _saved(model_type: str, directory: Path) -> PreTrainedModel:
+    """Save a model of a type as a checkpoint; return what transformers loads from it."""
+    is_causal = type(save_type(model_type, directory)) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
     reference: PreTrainedModel = auto.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32

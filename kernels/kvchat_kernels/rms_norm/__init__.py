@@ -25,8 +25,8 @@ def rms_norm(
 
     Returns a contiguous tensor of the shape and dtype of `hidden`, owned by the caller. The kernel
     computes in float32 and rounds once. The reference also rounds before multiplying with the
-    weights, as Llama's module does, unless there is an offset. Source: Zhang and Sennrich, NeurIPS
-    2019.
+    weights, as Llama's module does, unless there is an offset or they have another dtype. Source:
+    Zhang and Sennrich, NeurIPS 2019.
     """
     assert weight.shape == hidden.shape[-1:], (weight.shape, hidden.shape)
     if uses_triton(hidden.device, impl):

@@ -9,7 +9,7 @@ def rms_norm_reference(
     """Return the normed rows in the dtype of `hidden`; see `rms_norm` for the shapes."""
     wide = hidden.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    if offset:  # Gemma rounds once, after multiplying with the weights
+    if offset or weight.dtype != hidden.dtype:  # Gemma rounds once, after multiplying with these
         return (normed * (weight.float() + offset)).to(hidden.dtype)
     return (weight * normed.to(hidden.dtype)).to(hidden.dtype)
 

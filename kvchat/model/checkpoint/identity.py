@@ -114,7 +114,7 @@ _STATE_PACKAGES = (
 )
 # The modules of this package that decide what a state is, and with which kernels of ours it is
 # computed.
-_STATE_MODULES = ("cpu/*.py", "paged_model.py", "state.py")
+_STATE_MODULES = ("cpu/*.py", "decoder/*.py", "paged_model.py", "state.py")
 
 
 def state_code(is_compiled: bool) -> list[str]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from kvchat.model.batch import ForwardBatch
-from kvchat.model.cpu.decoder import Decoder, DecoderAttention, num_weights
-from kvchat.model.cpu.reader import read_decoder
 from kvchat.model.cpu.recurrent_prefill import replace_recurrences
 from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
-from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.decoder.decoder import Decoder, DecoderAttention, num_weights
+from kvchat.model.decoder.reader import read_decoder
+from kvchat.model.decoder.recurrent import Recurrent
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
 from kvchat_kernels.cpu_products import is_fast_by_torch

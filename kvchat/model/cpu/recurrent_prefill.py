@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.cpu.step_delta import DeltaNet
-from kvchat.model.cpu.step_mamba import Mamba
 from kvchat.model.cpu.step_operations import StepOperations, Task
-from kvchat.model.cpu.step_recurrent import Convolution
+from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba
 from kvchat.model.state import bound_state
 from kvchat_kernels.cpu import delta_rows, mamba_rows
 from kvchat_kernels.cpu.code import LANES, Kernel

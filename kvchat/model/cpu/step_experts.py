@@ -6,7 +6,6 @@ expert that all rows have is an MLP of its own, whose output is where adding up 
 
 import torch
 
-from kvchat.model.cpu.decoder import Mixture, Mlp
 from kvchat.model.cpu.step_operations import (
     Activations,
     Pairs,
@@ -15,6 +14,7 @@ from kvchat.model.cpu.step_operations import (
     Unfit,
     check_widths,
 )
+from kvchat.model.decoder.decoder import Mixture, Mlp
 from kvchat_kernels.cpu import experts, gates
 from kvchat_kernels.cpu.experts import Choice
 from kvchat_kernels.cpu.step import MAX_ROWS

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.cpu.matrices import Matrix
+from kvchat.model.decoder.matrices import Matrix
 from kvchat_kernels.cpu import block_products, block_rows, experts, gates, products, tile_products
 from kvchat_kernels.cpu.code import LANES, Kernel
 from kvchat_kernels.cpu.maths import stored_as

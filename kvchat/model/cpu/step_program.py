@@ -13,17 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvchat.model.cpu.decoder import (
-    Decoder,
-    DecoderAttention,
-    DecoderLayer,
-    Mixture,
-    Mlp,
-    QueryScale,
-    SideGate,
-)
-from kvchat.model.cpu.matrices import Norm
+from kvchat.model.cpu.step_delta import add_delta_net
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
+from kvchat.model.cpu.step_mamba import add_mamba
 from kvchat.model.cpu.step_operations import (
     Activations,
     Numbers,
@@ -34,6 +26,18 @@ from kvchat.model.cpu.step_operations import (
     floats,
 )
 from kvchat.model.cpu.step_recurrent import StatePlaces
+from kvchat.model.cpu.step_short_conv import add_short_convolution
+from kvchat.model.decoder.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderLayer,
+    Mixture,
+    Mlp,
+    QueryScale,
+    SideGate,
+)
+from kvchat.model.decoder.matrices import Norm
+from kvchat.model.decoder.recurrent import DeltaNet, Mamba, Recurrent, ShortConvolution
 from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
@@ -140,6 +144,12 @@ def _side_memory(decoder: Decoder) -> torch.Tensor | None:
     return floats(sum(widths))
 
 
+# What adds the operations of a layer that keeps a state.
+_ADDERS: dict[type[Recurrent], Callable[..., None]] = {
+    Mamba: add_mamba,
+    DeltaNet: add_delta_net,
+    ShortConvolution: add_short_convolution,
+}
 _TABLES = (torch.float32, torch.float16, torch.bfloat16)
 Table = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -328,13 +338,27 @@ class StepProgram:
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
         elif layer.attention is not None:
-            layer.attention.add(self._operations, state, source, values, out)
+            _ADDERS[type(layer.attention)](
+                layer.attention, self._operations, state, source, values, out
+            )
         if layer.beside is not None:
             beside = self._operations.output("beside", out.shape[1])
-            layer.beside.add(self._operations, state, source, values, beside)
+            _ADDERS[type(layer.beside)](
+                layer.beside, self._operations, state, source, values, beside
+            )
             self._add_to(out, beside)
         if layer.is_parallel:
             self._add_parallel_mlp(layer, out)
+
+    def _recurrent(
+        self,
+        part: Recurrent,
+        state: StatePlaces,
+        source: Activations,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        _ADDERS[type(part)](part, self._operations, state, source, values, out)
 
     def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
         """Add the MLP that has attention's input, whose output is added to attention's."""

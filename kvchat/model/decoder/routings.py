@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from kvchat.model.cpu.decoder import Routing
-from kvchat.model.cpu.matrices import Unknown, float_values
+from kvchat.model.decoder.decoder import Routing
+from kvchat.model.decoder.matrices import Unknown, float_values
 from kvchat_kernels.cpu.experts import Factors
 
 

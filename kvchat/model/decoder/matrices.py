@@ -1,4 +1,4 @@
-"""Matrices and norms of a loaded model, read from its modules; what the compiled step is made of.
+"""Matrices and norms of a loaded model, read from its modules: the parts of a decoder.
 
 Weights are the model's own memory, as floats or as blocks. Reading refuses (`Unknown`) a layer
 that is no plain one.
@@ -23,12 +23,21 @@ class Unknown(Exception):
 class Matrix:
     """The weights [out, in] of a linear layer, the model's own memory, and a bias in float32.
 
-    `factors`, float32 [out], are what the outputs, their bias included, are multiplied with.
+    source    the layer, or the weights of what is no linear layer, such as a router
+    factors   float32 [out], what the outputs, their bias included, are multiplied with
     """
 
-    weights: torch.Tensor | BlockWeights
+    source: nn.Linear | torch.Tensor | BlockWeights
     bias: torch.Tensor | None
     factors: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> torch.Tensor | BlockWeights:
+        """The layer's weights as they are now: a GPU merges those of several layers."""
+        if not isinstance(self.source, nn.Linear):
+            return self.source
+        pack = pack_of(self.source)
+        return self.source.weight.detach() if pack is None else pack.weights
 
     @property
     def num_out(self) -> int:
@@ -51,19 +60,21 @@ class Matrix:
         # The dtype is said: torch's default is another while a thread loads a model.
         each = torch.ones(self.num_out, dtype=torch.float32) * factors * of_input
         bias = self.bias if self.bias is None else self.bias / of_input
-        return Matrix(self.weights, bias, each)
+        return Matrix(self.source, bias, each)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """x / rms(x) * weight; `weight` is float32 [width].
 
-    With a `bias`, float32 [width], x is centred first, and it is added at last.
+    With a `bias`, float32 [width], x is centred first, and it is added at last. `module` is
+    transformers' own.
     """
 
     weight: torch.Tensor
     epsilon: float
     bias: torch.Tensor | None = None
+    module: Any = None
 
 
 def whole(weights: torch.Tensor) -> torch.Tensor:
@@ -77,14 +88,13 @@ def matrix_of(layer: Any) -> Matrix:
     """Return the matrix of a linear layer; raises Unknown for any other layer."""
     if type(layer) is not nn.Linear:
         raise Unknown(f"has the layer {type(layer).__name__}")
-    pack = pack_of(layer)
-    weights = layer.weight.detach() if pack is None else pack.weights
-    if isinstance(weights, BlockWeights):
-        if weights.num_in != layer.in_features:
-            raise Unknown(f"has {layer.in_features} columns in blocks")
-    else:
-        weights = whole(weights)
-    return Matrix(weights, None if layer.bias is None else float_values(layer.bias))
+    matrix = Matrix(layer, None if layer.bias is None else float_values(layer.bias))
+    weights = matrix.weights
+    if isinstance(weights, torch.Tensor):
+        whole(weights)
+    elif weights.num_in != layer.in_features:
+        raise Unknown(f"has {layer.in_features} columns in blocks")
+    return matrix
 
 
 _PRECISE = "kvchat_precise"

@@ -1,4 +1,4 @@
-"""Decoder: a model of Llama's kind, or a hybrid, as what the compiled step computes.
+"""Decoder: a model of Llama's kind, or a hybrid, as what it computes.
 
 `reader.py` reads it from a module.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.cpu.matrices import Matrix, Norm
-from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.decoder.matrices import Matrix, Norm
+from kvchat.model.decoder.recurrent import Recurrent
 from kvchat.model.spec import LayerSpec, StateTensor
 from kvchat_kernels.cpu.experts import Factors
 from kvchat_kernels.cpu.gates import Activation
@@ -53,6 +53,7 @@ class Mlp:
     """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
 
     `constants` are the last of `gates.Place`, in their order, where the activation has them.
+    `module` is transformers' own, except of experts.
     """
 
     gate_up: tuple[Matrix, ...]
@@ -60,6 +61,7 @@ class Mlp:
     activation: Activation
     is_gated: bool = True
     constants: tuple[float, ...] = ()
+    module: Any = None
 
     @property
     def num_weights(self) -> int:
@@ -139,6 +141,10 @@ class DecoderLayer:
     the two halves may be missing. `beside` has the same input as attention, and is added to it. If
     the layer is parallel, so is the MLP, and `after_attention` and both norms of it are missing.
     `stream_factor` is what the stream is multiplied with at the end of the layer.
+
+    Of a layer that is read in parts, a part that is not known is None, and without its norms it is
+    `is_whole` no more. `other_norms` are those of its norms that stand nowhere else here. `module`
+    is transformers' own.
     """
 
     attention: DecoderAttention | Recurrent | None
@@ -151,6 +157,19 @@ class DecoderLayer:
     is_parallel: bool = False
     side: SideGate | None = None
     stream_factor: float = 1.0
+    is_whole: bool = True
+    other_norms: tuple[Norm, ...] = ()
+    module: Any = None
+
+    @property
+    def placed_norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+        """The four norms around attention and the MLP, in their order."""
+        return self.before_attention, self.after_attention, self.before_mlp, self.after_mlp
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All norms that there are."""
+        return (*(norm for norm in self.placed_norms if norm is not None), *self.other_norms)
 
     @property
     def num_weights(self) -> int:
@@ -185,6 +204,7 @@ class Decoder:
     state             what its layers with a state keep of a sequence
     first_norm        of the embedded tokens
     turns_back        heads are rotated by the angles' opposites
+    has_half_angles   `rotary` gives each angle once, as gpt-oss's does, and not twice
     side_inputs       makes the side inputs [rows, layers, width] of token ids [rows]
     """
 
@@ -201,6 +221,7 @@ class Decoder:
     state: tuple[StateTensor, ...] = ()
     first_norm: Norm | None = None
     turns_back: bool = False
+    has_half_angles: bool = False
     side_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 

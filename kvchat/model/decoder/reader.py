@@ -1,18 +1,20 @@
 """Reads a decoder from a loaded module.
 
-Only what is read here is computed by the compiled step; a model with anything else runs
-transformers' own code. Reading is by model type, and refuses (`Unknown`) what it does not know.
+Only what is read here is computed by the compiled step and by the fused layers of a GPU; anything
+else runs transformers' own code. Reading is by model type, and refuses (`Unknown`) what it does not
+know. A compiled step needs all of a model; a GPU takes the parts of layers that are known.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from kvchat.model.cpu.decoder import (
+from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
     DecoderLayer,
@@ -22,8 +24,8 @@ from kvchat.model.cpu.decoder import (
     Routing,
     SideGate,
 )
-from kvchat.model.cpu.families import FAMILIES, Family, Rotated
-from kvchat.model.cpu.matrices import (
+from kvchat.model.decoder.families import FAMILIES, Family, Known, Rotated
+from kvchat.model.decoder.matrices import (
     Matrix,
     Norm,
     Unknown,
@@ -32,8 +34,7 @@ from kvchat.model.cpu.matrices import (
     matrix_of,
     whole,
 )
-from kvchat.model.cpu.step_mamba import Mamba
-from kvchat.model.cpu.step_recurrent import Recurrent
+from kvchat.model.decoder.recurrent import Mamba, Recurrent
 from kvchat.model.packed.experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.gates import Activation
@@ -41,6 +42,8 @@ from kvchat_kernels.cpu.rotation import HeadNorm
 
 # Ends of the names of norms that centre.
 _CENTRED = "LayerNorm", "LayerNorm1P"
+# The same of norms whose weights are offsets from one, where others of the model's are not.
+_FROM_ONE = "CenteredRMSNorm"
 _ACTIVATIONS = {
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
@@ -53,8 +56,16 @@ _ACTIVATIONS = {
 }
 
 
-def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
-    """Return the decoder of a loaded model on a CPU, or why it has none, as words after "it"."""
+_Part = TypeVar("_Part")
+# Of modules with other parts than their type has here: another version of transformers may.
+_UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+
+
+def read_decoder(module: Any, spec: ModelSpec, *, in_parts: bool = False) -> Decoder | str:
+    """Return the decoder of a loaded model, or why it has none, as words after "it".
+
+    `in_parts`: parts of layers that are not known are None.
+    """
     if not spec.layers:
         return "has no attention"
     # ...layers.0.self_attn; a model of text and images has its text model inside.
@@ -64,29 +75,41 @@ def read_decoder(module: Any, spec: ModelSpec) -> Decoder | str:
         family = FAMILIES.get(owner.config.model_type)
         if family is None:
             return f"is of the type {owner.config.model_type}"
-        return _Reader(module, owner, spec, family).read()
+        if not in_parts:
+            _require_all_known(owner, family)
+        return _Reader(module, owner, spec, family, in_parts).read()
     except Unknown as reason:
         return str(reason)
-    except AttributeError as error:  # another version of transformers names its parts otherwise
+    except _UNREADABLE as error:
         return f"lacks a part: {error}"
+
+
+def _require_all_known(owner: Any, family: Family) -> None:
+    """Raise Unknown for a model of which a compiled step could not compute all."""
+    config = owner.config
+    if Known.STEPS not in family.known:
+        raise Unknown(f"is of the type {config.model_type}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
+        raise Unknown("scales its angles by the length of a step")
+    act = getattr(config, "hidden_act", None)
+    if act == "xielu" and not family.allows_xielu:  # others compute it in bfloat16
+        raise Unknown("has the activation xIELU")
 
 
 class _Reader:
     """Reads a model; `owner` is the module that has the list of layers."""
 
-    def __init__(self, module: Any, owner: Any, spec: ModelSpec, family: Family) -> None:
+    def __init__(
+        self, module: Any, owner: Any, spec: ModelSpec, family: Family, in_parts: bool
+    ) -> None:
         self._module = module
         self._owner = owner
         self._config = owner.config
         self._spec = spec
         self._family = family
         self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
-        rope = getattr(owner.config, "rope_parameters", None) or {}
-        if rope.get("short_mscale") != rope.get("long_mscale"):  # Phi-3.5-MoE's may differ
-            raise Unknown("scales its angles by the length of a step")
-        act = getattr(owner.config, "hidden_act", None)
-        if act == "xielu" and not family.allows_xielu:  # others compute it in bfloat16
-            raise Unknown("has the activation xIELU")
+        self._in_parts = in_parts
         # The class with the head has the code of the logits: most image-text classes change
         # nothing, whatever the configuration of their text model says.
         own_types = (owner.config.model_type, *family.outer_types)
@@ -110,6 +133,7 @@ class _Reader:
             state=self._spec.state,
             first_norm=norm if self._family.norms_embedding else None,
             turns_back=self._family.turns_back,
+            has_half_angles=self._family.has_half_angles,
             side_inputs=self._side_inputs(),
         )
 
@@ -195,20 +219,57 @@ class _Reader:
             return DecoderLayer(None, mlp, None, None, norm, None)
         return DecoderLayer(part, None, norm, None, None, None)
 
-    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention:
-        return self._attention(self._owner.layers[index].self_attn, spec, index)
+    def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention | None:
+        attention = getattr(self._owner.layers[index], self._family.attention)
+        return self._if_known(Known.ATTENTION, lambda: self._attention(attention, spec, index))
+
+    def _if_known(self, part: Known, read: Callable[[], _Part]) -> _Part | None:
+        """Return what `read` returns; for a model in parts None, where this is not known."""
+        if not self._in_parts:
+            return read()
+        if part not in self._family.known:
+            return None
+        try:
+            return read()
+        except (Unknown, *_UNREADABLE):
+            return None
 
     def _layer(self, layer: Any, attention: DecoderAttention | Recurrent | None) -> DecoderLayer:
+        mlp = self._if_known(Known.MLP, lambda: self._mlp_or_mixture(layer))
+        whole = self._if_known(Known.LAYERS, lambda: self._joined(layer, attention, mlp))
+        if whole is None:
+            whole = DecoderLayer(attention, mlp, None, None, None, None, is_whole=False)
+        if not self._in_parts:
+            return whole
+        return replace(whole, module=layer, other_norms=self._other_norms(layer, whole))
+
+    def _joined(
+        self,
+        layer: Any,
+        attention: DecoderAttention | Recurrent | None,
+        mlp: Mlp | Mixture | None,
+    ) -> DecoderLayer:
+        """Return a layer of these parts with its norms, and with what may follow them."""
         before, after, before_mlp, after_mlp = (
             self._norm_of(layer, name) for name in self._family.norms
         )
-        mlp = self._mlp_or_mixture(layer)
         # StableLM's configuration says it.
         is_parallel = getattr(layer, "use_parallel_residual", self._family.is_parallel)
         read = DecoderLayer(
             attention, mlp, before, after, before_mlp, after_mlp, is_parallel=is_parallel
         )
         return self._with_side(read, layer) if self._family.has_sides else read
+
+    def _other_norms(self, layer: Any, read: DecoderLayer) -> tuple[Norm, ...]:
+        """Return the RMS norms of a layer that are not in `read`'s own places."""
+        known = {id(norm.module) for norm in read.norms}
+        width = self._config.hidden_size
+        found = (
+            self._if_known(Known.NORMS, partial(self._norm, child, width))
+            for child in layer.children()
+            if type(child).__name__.endswith("RMSNorm") and id(child) not in known
+        )
+        return tuple(norm for norm in found if norm is not None)
 
     def _with_side(self, read: DecoderLayer, layer: Any) -> DecoderLayer:
         """Return a layer of Gemma 4 with what it has after its MLP."""
@@ -331,13 +392,14 @@ class _Reader:
             raise Unknown(f"has the norm {name}")
         weight = getattr(norm, "weight", None)
         if weight is None:  # OLMo's, nanochat's
-            weight = torch.ones(width, dtype=torch.float32)
-        weight = (_floats(weight) + self._family.norm_offset).contiguous()
+            weight = torch.ones(width, dtype=torch.float32, device=self._module.device)
+        offset = 1.0 if name.endswith(_FROM_ONE) else self._family.norm_offset
+        weight = (_floats(weight) + offset).contiguous()
         bias = None
         if is_centred:
             own = getattr(norm, "bias", None)  # Cohere has none
             bias = torch.zeros_like(weight) if own is None else _floats(own).contiguous()
-        return Norm(weight, _epsilon(norm), bias)
+        return Norm(weight, _epsilon(norm), bias, norm)
 
 
 def _epsilon(norm: Any) -> float:
@@ -424,10 +486,12 @@ def _xielu(act: Any) -> tuple[float, ...]:
 def _mlp(module: Any) -> Mlp:
     if hasattr(module, "output_linear"):  # Granite's shared expert
         both, down = matrix_of(module.input_linear), matrix_of(module.output_linear)
-        return Mlp((both,), down, _activation(module))
+        return Mlp((both,), down, _activation(module), module=module)
     if hasattr(module, "w1"):  # LFM2's, which has silu in its forward
         apart = matrix_of(module.w1), matrix_of(module.w3)
-        return Mlp(apart, matrix_of(module.w2), Activation.SILU)
+        return Mlp(apart, matrix_of(module.w2), Activation.SILU, module=module)
+    if getattr(module, "activation_sparsity", 0.0):  # of some layers of Gemma 3n
+        raise Unknown("has an MLP with few activations")
     if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
         up, down = (
             _part(module, "up_proj", "fc1", "c_fc"),
@@ -437,17 +501,19 @@ def _mlp(module: Any) -> Mlp:
         constants = _xielu(module.act_fn) if activation is Activation.XIELU else ()
         return Mlp((matrix_of(up),), matrix_of(down), activation, False, constants)
     gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
-    return Mlp(gate_up, matrix_of(module.down_proj), _activation(module))
+    return Mlp(gate_up, matrix_of(module.down_proj), _activation(module), module=module)
 
 
 def _experts(module: Any) -> Mlp:
     """Return the matrices of plain experts, whose rows are one below another."""
     packs = expert_packs_of(module)
+    if packs is not None and not isinstance(packs, ExpertPacks):
+        raise Unknown("has experts that are packed for a GPU")
     if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
         parts = [module.up_proj.detach(), module.down_proj.detach()]
         up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
         return Mlp((up,), down, _activation(module), is_gated=False)
-    if not isinstance(packs, ExpertPacks):  # those of a GPU have parameters of another form
+    if packs is None:
         if not are_plain_experts(module):
             raise Unknown(f"has the experts {type(module).__name__}")
         parts = [module.gate_up_proj.detach(), module.down_proj.detach()]

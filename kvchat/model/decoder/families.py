@@ -1,4 +1,4 @@
-"""What the families of models with compiled steps differ in, by model type.
+"""What families of models differ in, by model type.
 
 `reader.py` reads a model of a type that is here. A new family is a line of FAMILIES; what
 no line can say yet is an attribute more of Family.
@@ -6,15 +6,17 @@ no line can say yet is an attribute more of Family.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum, Flag, auto
 from typing import Any
 
-from kvchat.model.cpu import routings
-from kvchat.model.cpu.decoder import Routing
-from kvchat.model.cpu.step_delta import read_delta_net
-from kvchat.model.cpu.step_mamba import read_mamba
-from kvchat.model.cpu.step_recurrent import Recurrent
-from kvchat.model.cpu.step_short_conv import read_short_convolution
+from kvchat.model.decoder import routings
+from kvchat.model.decoder.decoder import Routing
+from kvchat.model.decoder.recurrent import (
+    Recurrent,
+    read_delta_net,
+    read_mamba,
+    read_short_convolution,
+)
 
 # Norms of a layer by their names, in the order of DecoderLayer.
 _Names = tuple[str | None, str | None, str | None, str | None]
@@ -40,6 +42,23 @@ _APERTUS: _Names = ("attention_layernorm", None, "feedforward_layernorm", None)
 _ONE: _Names = ("input_layernorm", None, None, None)
 
 
+class Known(Flag):
+    """What is known of the types of a family, beside their RMS norms. A GPU fuses that.
+
+    ATTENTION, MLP   these parts, but for what the reader refuses
+    LAYERS           that layers have no other parts
+    STEPS            all the rest of a model: it has compiled steps on a CPU
+    """
+
+    NORMS = 0
+    ATTENTION = auto()
+    MLP = auto()
+    LAYERS = auto()
+    STEPS = auto()
+    WHOLE_LAYERS = ATTENTION | MLP | LAYERS
+    ALL = WHOLE_LAYERS | STEPS
+
+
 class Rotated(Enum):
     """Which layers with attention rotate their heads."""
 
@@ -60,6 +79,7 @@ class LogitsFactor:
 class Family:
     """What types differ in. `norm_offset` is added to the weights of norms.
 
+    known         see Known
     last_norm, rotary   the names of the norm before the head, and of the module for angles
     attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
     normalises    whether factors of experts have the sum 1; None: the configuration says it
@@ -78,6 +98,7 @@ class Family:
     has_sides          whether a layer may have a third part for its side input, as Gemma 4's
     allows_xielu       whether the activation xIELU is computed in float32, as here
     logits_factor, caps_logits   of the logits, by the configuration
+    has_half_angles    as of Decoder
     outer_types   types of models around this one whose heads treat logits as its own head does
     """
 
@@ -106,7 +127,9 @@ class Family:
     allows_xielu: bool = False
     logits_factor: LogitsFactor | None = None
     caps_logits: bool = False
+    has_half_angles: bool = False
     outer_types: tuple[str, ...] = ()
+    known: Known = Known.ALL
 
 
 _DELTA = ("linear_attn", read_delta_net)
@@ -203,4 +226,52 @@ FAMILIES = {
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
 }
-COMPILED_TYPES = tuple(sorted(FAMILIES))
+_LAYERS = Family(known=Known.WHOLE_LAYERS)
+_ATTENTION = Family(known=Known.ATTENTION)
+_MLP = Family(known=Known.MLP)
+_NORMS = Family(known=Known.NORMS)
+# Types without compiled steps, of which a GPU fuses what is known.
+FAMILIES |= {
+    "qwen2_vl_text": _LAYERS,
+    "qwen2_5_vl_text": _LAYERS,
+    "qwen3_vl_text": _LAYERS,
+    "qwen3_vl_moe_text": _LAYERS,
+    "glm4v_moe_text": _LAYERS,
+    "paddleocr_vl_text": _LAYERS,
+    "mllama_text_model": _LAYERS,
+    "emu3_text_model": _LAYERS,
+    "phi4_multimodal": _LAYERS,
+    "granite_swa": _LAYERS,
+    "granite_docling_text": _LAYERS,
+    "hy_v3": _LAYERS,
+    "exaone_moe": replace(_LAYERS, rotated=Rotated.WITH_WINDOWS_IF_ANY),
+    "flint": replace(_LAYERS, rotated=Rotated.WITH_WINDOWS),
+    "gpt_oss": replace(_ATTENTION, has_half_angles=True),
+    "minimax_m3_vl_text": replace(_ATTENTION, norm_offset=1.0),
+    "aria_text": _ATTENTION,
+    "cosmos3_edge_text": _ATTENTION,
+    "granitemoe_swa": _ATTENTION,
+    "kolibri1": replace(_ATTENTION, rotated=Rotated.WITH_WINDOWS_IF_ANY),
+    "cohere2_moe": replace(_ATTENTION, turns_neighbours=True, rotated=Rotated.WITH_WINDOWS),
+    "deepseek_v2": _MLP,
+    "deepseek_v3": _MLP,
+    "axk1": _MLP,
+    "glm4_moe_lite": _MLP,
+    "mistral4": _MLP,
+    "youtu": _MLP,
+    "minicpm3": _MLP,
+    "mimo_v2_flash": _MLP,
+    "laguna": _MLP,
+    "afmoe": _MLP,
+    "beam": _MLP,
+    "glm4v_text": _MLP,
+    "glm_ocr_text": _MLP,
+    "muse_glimmer_text": _MLP,
+    "gemma3n_text": replace(_MLP, shares_kv=True),
+    "gemma4_unified_text": replace(_MLP, shares_kv=True),
+    "bitnet": _NORMS,
+    "moshi": replace(_NORMS, rotary=None),
+    "jetmoe": replace(_NORMS, attention="self_attention"),
+    "step3p5": replace(_NORMS, norm_offset=1.0),  # its MLP cuts large numbers off
+}
+COMPILED_TYPES = tuple(sorted(name for name in FAMILIES if Known.STEPS in FAMILIES[name].known))

@@ -1,0 +1,204 @@
+"""Layers that keep a state of constant size, as what they compute: read from transformers' modules.
+
+A kind of layer is a class and a function that reads it, which a family names. The compiled step
+adds its operations in a file of its own: `cpu/step_mamba.py` is one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.decoder.matrices import Matrix, Norm, Unknown, float_values, matrix_of
+from kvchat_kernels.cpu.delta import DeltaForm
+from kvchat_kernels.cpu.mamba import MambaForm
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A sum over the last inputs of each channel (`kvchat_kernels.cpu.convolution`).
+
+    weights   float32 [taps, channels]
+    bias      float32 [channels]
+    """
+
+    weights: torch.Tensor
+    bias: torch.Tensor | None
+    is_activated: bool
+
+    @property
+    def num_channels(self) -> int:
+        return self.weights.shape[1]
+
+
+def read_convolution(module: Any, activation: str | None) -> Convolution:
+    """Return the convolution of an `nn.Conv1d` with one group a channel; raises Unknown."""
+    if activation not in (None, "silu"):
+        raise Unknown(f"has a convolution with {activation}")
+    if module.groups != module.in_channels or module.in_channels != module.out_channels:
+        raise Unknown("has a convolution of another kind")
+    return Convolution(
+        float_values(module.weight).squeeze(1).T.contiguous(),
+        None if module.bias is None else float_values(module.bias),
+        activation is not None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A Mamba-2 layer (`kvchat_kernels.cpu.mamba`).
+
+    inputs       the matrix of the gates, of x, B and C, and of the steps
+    rates, step_bias, skips   float32 [heads]
+    limits       of the steps of a prompt; transformers has none for those of single rows
+    norm         of each group of heads by itself; None: there is none
+    layer        its number in the cache object of transformers
+    """
+
+    form: MambaForm
+    inputs: Matrix
+    convolution: Convolution
+    rates: torch.Tensor
+    step_bias: torch.Tensor
+    skips: torch.Tensor
+    limits: tuple[float, float]
+    norm: Norm | None
+    out: Matrix
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inputs, self.out
+
+    @property
+    def takes_prompts(self) -> bool:
+        least, most = self.limits
+        return least <= 0.0 and math.isinf(most)  # a softplus is never below zero
+
+
+def read_mamba(mixer: Any, index: int) -> Mamba:
+    """Return the Mamba-2 layer of a mixer; raises Unknown for what it does not know."""
+    form = MambaForm(mixer.num_heads, mixer.n_groups, mixer.head_dim, mixer.ssm_state_size)
+    return Mamba(
+        form,
+        matrix_of(mixer.in_proj),
+        read_convolution(mixer.conv1d, mixer.activation),
+        -float_values(mixer.A_log).exp(),
+        float_values(mixer.dt_bias),
+        float_values(mixer.D),
+        (float(mixer.time_step_limit[0]), float(mixer.time_step_limit[1])),
+        _read_norm(mixer.norm, form),
+        matrix_of(mixer.out_proj),
+        index,
+    )
+
+
+def _read_norm(norm: Any, form: MambaForm) -> Norm | None:
+    """Return the norm of what was gated, which has as many groups as B and C."""
+    if type(norm) is nn.Identity:
+        return None
+    weight = float_values(norm.weight).contiguous()
+    group_size = getattr(norm, "group_size", None)
+    num_groups = norm.n_groups if group_size is None else weight.numel() // group_size
+    if num_groups != form.num_groups or getattr(norm, "norm_before_gate", False):
+        raise Unknown("norms the heads of Mamba layers otherwise")
+    return Norm(weight, float(norm.variance_epsilon))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """out(C * convolution(B * x)), where `inputs` is the matrix of B, C and x.
+
+    layer    its number in the cache object of transformers
+    """
+
+    inputs: Matrix
+    convolution: Convolution
+    out: Matrix
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inputs, self.out
+
+    @property
+    def takes_prompts(self) -> bool:
+        return True
+
+
+def read_short_convolution(mixer: Any, index: int) -> ShortConvolution:
+    """Return the short convolution of a layer; raises Unknown for what it does not know."""
+    return ShortConvolution(
+        matrix_of(mixer.in_proj),
+        read_convolution(mixer.conv, None),
+        matrix_of(mixer.out_proj),
+        index,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta net (`kvchat_kernels.cpu.delta`).
+
+    inputs       the matrices whose outputs are Q K V, the gates, the betas and the steps
+    order        where each of these is in the outputs, int32; None: they are in this order
+    rates, step_bias   float32 [heads]
+    layer        its number in the cache object of transformers
+    """
+
+    form: DeltaForm
+    inputs: tuple[Matrix, ...]
+    order: torch.Tensor | None
+    out: Matrix
+    convolution: Convolution
+    rates: torch.Tensor
+    step_bias: torch.Tensor
+    norm: Norm
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (*self.inputs, self.out)
+
+    @property
+    def takes_prompts(self) -> bool:
+        return True
+
+
+def read_delta_net(mixer: Any, index: int) -> DeltaNet:
+    """Return the delta net of a layer; raises Unknown for what it does not know."""
+    form = DeltaForm(mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim)
+    is_grouped = hasattr(mixer, "in_proj_qkvz")
+    names = ("qkvz", "ba") if is_grouped else ("qkv", "z", "b", "a")
+    norm = mixer.norm
+    return DeltaNet(
+        form,
+        tuple(matrix_of(getattr(mixer, f"in_proj_{name}")) for name in names),
+        _order(form) if is_grouped else None,
+        matrix_of(mixer.out_proj),
+        read_convolution(mixer.conv1d, mixer.activation),
+        -float_values(mixer.A_log).exp(),
+        float_values(mixer.dt_bias),
+        Norm(float_values(norm.weight), float(norm.variance_epsilon)),
+        index,
+    )
+
+
+def _order(form: DeltaForm) -> torch.Tensor:
+    """Return where Q K V, gates, betas and steps are where each key head has its own together.
+
+    Of each key head there are its query, its key, the values and the gates of the heads that it
+    serves; then, of each again, their betas and their steps.
+    """
+    heads, repeats = form.num_key_heads, form.num_heads // form.num_key_heads
+    values = repeats * form.value_dim
+    parts = (form.key_dim, form.key_dim, values, values)
+    large = torch.arange(heads * sum(parts), dtype=torch.int32).view(heads, -1)
+    small = torch.arange(heads * 2 * repeats, dtype=torch.int32).view(heads, -1) + large.numel()
+    pieces = (*large.split(parts, dim=1), *small.split(repeats, dim=1))
+    return torch.cat([piece.flatten() for piece in pieces])
+
+
+Recurrent = Mamba | DeltaNet | ShortConvolution
