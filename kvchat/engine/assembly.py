@@ -376,7 +376,10 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
             )
-        return DiskTier(directory, layout(), limit, is_draft=is_draft)
+        tier = DiskTier(directory, layout(), limit, is_draft=is_draft)
+        if not is_draft:  # a draft's tier is not asked for its status
+            tier.drop_earlier()
+        return tier
 
     return TierOpener("disk", open_disk)
 

@@ -484,6 +484,18 @@ class DiskTier(Tier):
 
         self._attempt(collect, None)
 
+    def drop_earlier(self) -> None:
+        """Remove what earlier versions of kvchat have left of other models, and say so."""
+
+        def drop() -> None:
+            with self._db.changing():
+                if self._quota.drop_earlier():
+                    self._stats.say(
+                        "what an earlier version of kvchat kept cannot be read; it was removed."
+                    )
+
+        self._attempt(drop, None)
+
     def _collect(self, table: PackTable) -> None:
         self._note_uses(table)
         table.sweep()
