@@ -15,7 +15,7 @@ from queue import Empty
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.feed import QUICK_PIECES_AHEAD, Feed, FeedReader, Piece
-from kvchat.cache.keys import NO_TOKEN, SharedMemos
+from kvchat.cache.keys import NO_TOKEN, KeyMemo
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import LogitFingerprint
@@ -125,7 +125,7 @@ class Arrivals:
         manager: CacheManager,
         links: Sequence[Link],
         planner: Planner,
-        memos: SharedMemos,
+        memo: KeyMemo,
         clock: Callable[[], float],
     ) -> None:
         self.live: list[Arrival] = []
@@ -135,7 +135,7 @@ class Arrivals:
         self._planner = planner
         self._clock = clock
         self._image_bytes = manager.kv_pool.geometry.block_bytes
-        self._reader = FeedReader(manager, planner, memos, clock)
+        self._reader = FeedReader(manager, planner, memo, clock)
 
     # Beginning
 

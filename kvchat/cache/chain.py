@@ -16,7 +16,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.demotion import Demoter
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.keys import TOKEN_BYTES, SharedMemos, encode_ids
+from kvchat.cache.keys import TOKEN_BYTES, KeyMemo, encode_ids
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import Layout, LogitFingerprint, Tier, TierOpener
@@ -47,18 +47,18 @@ class KvChain:
     ) -> None:
         self.planner = planner or Planner()
         self._manager = manager
-        self._memos = SharedMemos(manager.block_size * TOKEN_BYTES)
+        self._memo = KeyMemo(manager.block_size * TOKEN_BYTES)
         known_layout = _once(layout)
-        self.links = [Link(each, known_layout, manager, self._memos, clock) for each in openers]
+        self.links = [Link(each, known_layout, manager, self._memo, clock) for each in openers]
         self.slow = [link for link in self.links if not link.is_quick]
-        self.arrivals = Arrivals(manager, self.links, self.planner, self._memos, clock)
+        self.arrivals = Arrivals(manager, self.links, self.planner, self._memo, clock)
         self.demoter = self._new_demoter(clock)
 
     def _new_demoter(self, clock: Callable[[], float]) -> Demoter | None:
         for link in self.links:
             if isinstance(host := link.tier, HostTier):
                 return Demoter(
-                    link.name, self._manager, host, link.thread, self.planner, self._memos, clock
+                    link.name, self._manager, host, link.thread, self.planner, self._memo, clock
                 )
         return None
 
@@ -83,7 +83,7 @@ class KvChain:
         for link in self.links:
             if link.is_quick and link.tier is not None:
                 first = cached.total // size
-                keys = self._memos.local(encoded)[first:]
+                keys = self._memo.local(encoded)[first:]
                 count = link.tier.peek(keys, encoded[first * size * TOKEN_BYTES :])
                 cached = cached.plus({link.name: count * size})
         return cached
@@ -104,7 +104,7 @@ class KvChain:
         def look_up(link: Link, tier: Tier | None) -> None:
             if tier is not None:
                 for places, ids in zip(found, encoded, strict=True):
-                    keys = self._memos.keys_of(tier.root, ids)
+                    keys = self._memo.keys_of(tier.root, ids)
                     places[link.name] = size * tier.peek(keys, ids)
 
         links = [link for link in self.slow if not link.thread.is_without_tier]
@@ -179,7 +179,7 @@ class KvChain:
 
         def pin(tier: Tier | None) -> None:
             if tier is not None:
-                keys = self._memos.keys_of(tier.root, encoded)
+                keys = self._memo.keys_of(tier.root, encoded)
                 numbers.append(tier.pin(keys, encoded, label, ttl_s))
 
         def tell() -> None:
@@ -204,7 +204,7 @@ class KvChain:
 
         def forget(tier: Tier | None) -> None:
             if tier is not None and not tier.has_admin:
-                tier.forget([k for ids, n in gone for k in self._memos.keys_of(tier.root, ids)[n:]])
+                tier.forget([k for ids, n in gone for k in self._memo.keys_of(tier.root, ids)[n:]])
 
         return partial(self._after_writes, forget)
 
@@ -215,7 +215,7 @@ class KvChain:
         for link in self.slow:
             link.writer.note_gone(restored.ids)
             link.thread.quarantine(
-                lambda tier: tier.quarantine(self._memos.keys_of(tier.root, encoded))
+                lambda tier: tier.quarantine(self._memo.keys_of(tier.root, encoded))
             )
 
     def _after_writes(self, job: Callable[[Tier | None], object], done: Done) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.host_tier import HostTier, Lease
-from kvchat.cache.keys import SharedMemos
+from kvchat.cache.keys import KeyMemo
 from kvchat.cache.planner import Planner, from_tier, to_tier
 from kvchat.cache.transfer import TransferThread
 
@@ -43,7 +43,7 @@ class Demoter:
         host: HostTier,
         thread: TransferThread,
         planner: Planner,
-        memos: SharedMemos,
+        memo: KeyMemo,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.host = host
@@ -52,7 +52,7 @@ class Demoter:
         self._pool = manager.kv_pool
         self._thread = thread
         self._planner = planner
-        self._memos = memos
+        self._memo = memo
         self._clock = clock
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._changed = threading.Condition()  # guards the leases and their bytes
@@ -70,7 +70,7 @@ class Demoter:
         """
         if not self._is_worth_keeping():
             return
-        keys = self._memos.local(encoded)
+        keys = self._memo.local(encoded)
         first = len(keys) - len(blocks)
         try:
             while first < len(keys):
@@ -180,7 +180,7 @@ class Demoter:
 
     def forget(self, encoded: bytes, num_kept: int) -> None:
         """Never return again the blocks of a context after its first `num_kept`."""
-        self.host.forget(self._memos.local(encoded)[num_kept:])
+        self.host.forget(self._memo.local(encoded)[num_kept:])
 
     def clear(self) -> None:
         """Remove every block from host memory that is not being copied."""

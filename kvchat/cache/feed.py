@@ -12,7 +12,7 @@ from threading import BoundedSemaphore, Event
 from typing import TYPE_CHECKING
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, SharedMemos, chain_keys, encode_ids
+from kvchat.cache.keys import NO_TOKEN, TOKEN_BYTES, KeyMemo, chain_keys, encode_ids
 from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import (
@@ -133,13 +133,13 @@ class FeedReader:
         self,
         manager: CacheManager,
         planner: Planner,
-        memos: SharedMemos,
+        memo: KeyMemo,
         clock: Callable[[], float],
     ) -> None:
         self.news = Event()
         self._manager = manager
         self._planner = planner
-        self._memos = memos
+        self._memo = memo
         self._clock = clock
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._image_bytes = manager.kv_pool.geometry.block_bytes
@@ -166,7 +166,7 @@ class FeedReader:
         which the tier has all; none are returned if there is none after what the device can use.
         """
         encoded = encode_ids(feed.ids[:-1])
-        keys = self._memos.keys_of(tier.root, encoded)
+        keys = self._memo.keys_of(tier.root, encoded)
         first = start_block if tier.is_quick else 0
         runs = self._runs(tier, keys, encoded, first, feed.is_one_shot)
         num_found = first + sum(run.num_blocks for run in runs)

@@ -63,55 +63,39 @@ LOCAL_ROOT = root_key(b"")
 _MAX_CONTEXTS = 8
 
 
-class ChainMemo:
+class KeyMemo:
     """Remembers the chain keys of recent contexts, so that a grown context hashes only new blocks.
 
-    `root` is the key of the empty context; a block has `block_bytes` encoded bytes. One thread
-    owns a memo.
+    A block has `block_bytes` encoded bytes. Any thread may use it.
     """
-
-    def __init__(self, root: bytes, block_bytes: int) -> None:
-        self._root = root
-        self._block_bytes = block_bytes
-        self._contexts: deque[tuple[bytes, list[bytes]]] = deque(maxlen=_MAX_CONTEXTS)
-
-    def keys_of(self, encoded: bytes) -> list[bytes]:
-        """Return the key of each full block of encoded token ids, as `chain_keys` does."""
-        encoded = encoded[: len(encoded) // self._block_bytes * self._block_bytes]
-        for context in self._contexts:
-            known, keys = context
-            if known.startswith(encoded):
-                return keys[: len(encoded) // self._block_bytes]
-            if encoded.startswith(known):
-                self._contexts.remove(context)
-                return self._remembered(encoded, [*keys, *self._more(keys, encoded)])
-        return self._remembered(encoded, self._more([], encoded))
-
-    def _more(self, keys: list[bytes], encoded: bytes) -> list[bytes]:
-        parent = keys[-1] if keys else self._root
-        return chain_keys(parent, encoded[len(keys) * self._block_bytes :], self._block_bytes)
-
-    def _remembered(self, encoded: bytes, keys: list[bytes]) -> list[bytes]:
-        if keys:
-            self._contexts.appendleft((encoded, keys))
-        return keys[:]
-
-
-class SharedMemos:
-    """A memo for each root, for any thread; `block_bytes` as in ChainMemo."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
-        self._memos: dict[bytes, ChainMemo] = {}
+        self._contexts: dict[bytes, deque[tuple[bytes, list[bytes]]]] = {}  # by their roots
 
     def keys_of(self, root: bytes, encoded: bytes) -> list[bytes]:
-        """Return the keys of encoded token ids that begin at a root, as `chain_keys` does."""
+        """Return the key of each full block of encoded token ids that begin at a root, as
+        `chain_keys` does.
+        """
+        encoded = encoded[: len(encoded) // self._block_bytes * self._block_bytes]
         with self._lock:
-            memo = self._memos.get(root)
-            if memo is None:
-                memo = self._memos[root] = ChainMemo(root, self._block_bytes)
-            return memo.keys_of(encoded)
+            contexts = self._contexts.setdefault(root, deque(maxlen=_MAX_CONTEXTS))
+            beginning: list[bytes] = []
+            for context in contexts:
+                known, keys = context
+                if known.startswith(encoded):
+                    return keys[: len(encoded) // self._block_bytes]
+                if encoded.startswith(known):
+                    contexts.remove(context)
+                    beginning = keys
+                    break
+            rest = encoded[len(beginning) * self._block_bytes :]
+            parent = beginning[-1] if beginning else root
+            keys = [*beginning, *chain_keys(parent, rest, self._block_bytes)]
+            if keys:
+                contexts.appendleft((encoded, keys))
+            return keys[:]
 
     def local(self, encoded: bytes) -> list[bytes]:
         """Return the keys that are used within this process."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import SharedMemos
+from kvchat.cache.keys import KeyMemo
 from kvchat.cache.planner import from_tier
 from kvchat.cache.tier import Layout, Tier, TierOpener, trouble_of
 from kvchat.cache.transfer import TransferThread
@@ -25,7 +25,7 @@ class Link:
         opener: TierOpener,
         layout: Callable[[], Layout],
         manager: CacheManager,
-        memos: SharedMemos,
+        memo: KeyMemo,
         clock: Callable[[], float],
     ) -> None:
         self.name = opener.name
@@ -35,7 +35,7 @@ class Link:
         tier = opener.open(layout) if opener.is_quick else None
         most = manager.kv_pool.max_waiting_bytes or _MAX_PENDING_BYTES
         self.thread = TransferThread(lambda: opener.open(layout), most, tier)
-        self.writer = WriteBehind(manager, self.thread, memos, clock)
+        self.writer = WriteBehind(manager, self.thread, memo, clock)
 
     @property
     def tier(self) -> Tier | None:

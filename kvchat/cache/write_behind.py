@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.device_copies import PACK_BYTES, Images
-from kvchat.cache.keys import TOKEN_BYTES, SharedMemos, encode_ids
+from kvchat.cache.keys import TOKEN_BYTES, KeyMemo, encode_ids
 from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
 from kvchat.cache.transfer import TransferThread
 from kvchat.core.types import TokenIds
@@ -66,7 +66,7 @@ class WriteBehind:
         self,
         manager: CacheManager,
         transfer: TransferThread,
-        memos: SharedMemos,
+        memo: KeyMemo,
         clock: Callable[[], float],
     ) -> None:
         self._manager = manager
@@ -75,7 +75,7 @@ class WriteBehind:
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
-        self._memos = memos
+        self._memo = memo
         self._stored: set[bytes] = set()
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         self._num_writing = 0
@@ -106,7 +106,7 @@ class WriteBehind:
     def note_stored(self, ids: TokenIds, num_blocks: int) -> None:
         """Note that the tier has the first `num_blocks` blocks of a context."""
         size = self._manager.block_size
-        keys = self._memos.local(encode_ids(ids[: num_blocks * size]))
+        keys = self._memo.local(encode_ids(ids[: num_blocks * size]))
         self._remember(keys, keys)
 
     def _remember(self, keys: list[bytes], context: list[bytes]) -> None:
@@ -119,7 +119,7 @@ class WriteBehind:
 
     def note_gone(self, ids: TokenIds) -> None:
         """Note that the tier has lost a context."""
-        self._stored.difference_update(self._memos.local(encode_ids(ids)))
+        self._stored.difference_update(self._memo.local(encode_ids(ids)))
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether the tier may lack full blocks of a context, and may be offered them now.
@@ -135,7 +135,7 @@ class WriteBehind:
         return True
 
     def _lacks_some(self, encoded: bytes) -> bool:
-        return any(key not in self._stored for key in self._memos.local(encoded))
+        return any(key not in self._stored for key in self._memo.local(encoded))
 
     def save(
         self, ids: TokenIds, fingerprint: LogitFingerprint | None = None, is_one_shot: bool = False
@@ -170,7 +170,7 @@ class WriteBehind:
             _log.exception("a context could not be saved")
 
     def _offer_packs(self, offer: _Offer, whole_packs: bool) -> None:
-        keys = self._memos.local(encode_ids(offer.ids))
+        keys = self._memo.local(encode_ids(offer.ids))
         start = next((n for n, key in enumerate(keys) if key not in self._stored), len(keys))
         for first in range(start, len(keys), self._blocks_a_pack):
             last = min(first + self._blocks_a_pack, len(keys))
@@ -196,7 +196,7 @@ class WriteBehind:
         num_blocks = len(encoded) // self._block_bytes
         whole = encoded[: num_blocks * self._block_bytes]
         self._transfer.save(
-            lambda tier: tier.note_declined(self._memos.keys_of(tier.root, whole), whole), 0
+            lambda tier: tier.note_declined(self._memo.keys_of(tier.root, whole), whole), 0
         )
 
     def _offer_pack(self, offer: _Offer, first: int, keys: list[bytes]) -> bool:
@@ -268,7 +268,7 @@ class WriteBehind:
         """
         num_there, is_written, encoded = 0, False, encode_ids(offer.ids)
         try:
-            tier_keys = self._memos.keys_of(tier.root, encoded)
+            tier_keys = self._memo.keys_of(tier.root, encoded)
             found = tier.find(tier_keys, encoded, offer.is_one_shot)
             num_there = sum(run.num_blocks for run in found)
             is_wanted = first <= num_there < len(keys)

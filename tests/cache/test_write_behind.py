@@ -11,7 +11,7 @@ import torch
 
 from kvchat.cache import write_behind
 from kvchat.cache.block_manager import CacheManager
-from kvchat.cache.keys import ChainMemo, SharedMemos, chain_keys, encode_ids, root_key
+from kvchat.cache.keys import KeyMemo, chain_keys, encode_ids, root_key
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.cache.transfer import TransferThread
 from kvchat.cache.write_behind import WriteBehind
@@ -36,7 +36,7 @@ class Household:
         self.write_behind = WriteBehind(
             self.manager,
             self.transfer,
-            SharedMemos(4 * GEOMETRY.block_size),
+            KeyMemo(4 * GEOMETRY.block_size),
             lambda: self.now_s,
         )
         self.num_exported = 0
@@ -248,11 +248,11 @@ def test_only_what_is_missing_is_handed_over_again(house: Household) -> None:
 
 def test_a_memo_gives_the_keys_that_hashing_all_gives() -> None:
     root = root_key(b"x")
-    memo = ChainMemo(root, 8)
+    memo = KeyMemo(8)
     contexts = [[*range(cut), *range(50, 50 + more)] for cut in range(20) for more in (0, 1, 7)]
 
     for ids in [*contexts, *reversed(contexts)]:
-        assert memo.keys_of(encode_ids(ids)) == chain_keys(root, encode_ids(ids), 8)
+        assert memo.keys_of(root, encode_ids(ids)) == chain_keys(root, encode_ids(ids), 8)
 
 
 def test_what_is_known_to_be_kept_stays_bounded(
