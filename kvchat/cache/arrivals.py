@@ -154,7 +154,7 @@ class Arrivals:
     def begin_quick(self, ids: TokenIds, earlier: Arrival | None) -> Arrival | None:
         """Start to fetch what quick tiers have of a prompt; None if they have nothing.
 
-        What an `earlier` arrival for the same prompt has brought counts on.
+        Tokens that an `earlier` arrival has brought for the same prompt still count.
         """
         arrival = Arrival(ids, self._manager.num_reusable_tokens(ids[:-1]), is_quick_only=True)
         if earlier is not None:

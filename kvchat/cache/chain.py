@@ -1,8 +1,8 @@
 """KvChain: the tiers of KV behind the device, in order of speed, as the engine uses them.
 
-Each block of a prompt comes from the first tier that has it (`arrivals.py`). What the device evicts
-moves to the quick tier (`demotion.py`); new KV is written to every other one (`write_behind.py`). A
-tier that fails counts as a miss, and the others still work.
+Each block of a prompt comes from the first tier that has it (`arrivals.py`). Evicted blocks of
+the device move to the quick tier (`demotion.py`); new KV is written to every other one
+(`write_behind.py`). A tier that fails counts as a miss, and the others still work.
 """
 
 import math
@@ -134,7 +134,7 @@ class KvChain:
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether a tier lacks full blocks of a context, and may be offered them now."""
-        lacking = [link for link in self.slow if link.writer.lacks(ids)]  # each is told
+        lacking = [link for link in self.slow if link.writer.lacks(ids)]  # each tells its tier
         return bool(lacking)
 
     def save(
@@ -163,7 +163,7 @@ class KvChain:
         for link in self.slow:
             link.writer.go_on(timeout_s)
 
-    # What the user says of contexts
+    # Pinning and forgetting
 
     def pin(
         self, ids: TokenIds, label: str, done: Callable[[int], None], ttl_s: float = math.inf

@@ -212,7 +212,7 @@ class HostCopies:
 
     `mark` belongs to the thread that computes. Staging may be taken and given back by any: on a CPU
     it is used again, for memory that is fresh from the system costs a fault a page, several times
-    what copying does. A CUDA device's allocator sees to that itself.
+    the time of the copy. The allocator of a CUDA device reuses memory by itself.
     """
 
     def __init__(self, device: torch.device, image_bytes: int, piece_blocks: int) -> None:

@@ -195,7 +195,7 @@ class HostTier(Tier):
     def peek(self, keys: Sequence[bytes], encoded: bytes) -> int:
         """Return how many of a prompt's leading blocks are here or being copied here.
 
-        `keys` and `encoded` may begin in the middle of a prompt; what is before is not checked.
+        `keys` and `encoded` may begin in the middle of a prompt; earlier blocks are not checked.
         """
         size = self._ids_bytes
         with self._lock:

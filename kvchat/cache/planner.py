@@ -85,7 +85,7 @@ class Planner:
     def doubt(self, *names: str) -> None:
         """Believe a little less how slow copying is, until a copy measures it again.
 
-        What is not copied is not measured: without doubt one bad day would be believed for ever.
+        A rate that stops all copies is not measured again: it would be believed for ever.
         """
         for name in names:
             if name in self.rates:
@@ -145,7 +145,7 @@ class Planner:
         """Return the first of several runs to read, while those before it are computed; their
         number where reading is not worth it. A run is its tokens and the bytes to read for them.
 
-        What `front` says of cuts anywhere, for those that a tier's packs allow.
+        As `front`, but a tier's packs say where the cut may be.
         """
         num_tokens, num_bytes = (sum(numbers) for numbers in zip(*runs, strict=True))
         all_s, rate = self.seconds_to_compute(num_tokens, start), self.rates.get(name)

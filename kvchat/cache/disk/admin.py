@@ -93,7 +93,7 @@ class StoreAdmin(StoreLookup):
         return WeightFiles(weight_directory(self.directory), limit)
 
     def num_bytes(self) -> int:
-        """Return what all of it takes at most: as `status` says, and sooner."""
+        """Return the bytes that the store takes at most: as `status` does, but quicker."""
         return sum(map(_bytes_in, stored_model_dirs(self.directory)))
 
     def tree(
@@ -201,7 +201,7 @@ class StoreAdmin(StoreLookup):
             num_bytes = sum(drop(path) for path in found)
             after = _files(found)
             self._mark_cleared()
-        # What others made anew meanwhile is no file that was to be deleted.
+        # A file that another process has made meanwhile is not among those to delete.
         if before & after:
             raise StoreError(f"Not all of {self.directory} can be deleted.", "Check who owns it.")
         return freed + num_bytes
@@ -242,7 +242,7 @@ class StoreAdmin(StoreLookup):
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Raise StoreError for what cannot be looked at."""
+        """Raise StoreError where the directory cannot be read."""
         try:
             yield
         except OSError as error:
@@ -306,7 +306,7 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
 
 
 def _bytes_in(path: Path) -> int:
-    """Return what a model directory takes, 0 where it cannot be looked into."""
+    """Return the bytes that a model directory takes, 0 if it cannot be read."""
     with suppress(OSError):
         return tree_bytes(path)
     return 0

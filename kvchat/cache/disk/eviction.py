@@ -32,7 +32,7 @@ from kvchat.cache.tier import Layout, PackHead
 # A pack unused for this long expires.
 TIME_TO_LIVE_S = 30 * 86400.0
 HALF_LIFE_S = 86400.0
-# A pause in which nothing is used makes what is kept no older than this.
+# A pause in which nothing is used makes packs no older than this.
 MOST_PAUSE_S = 7 * 86400.0
 # A use so long after now was noted before the clock was set back.
 _CLOCK_ERROR_S = 86400.0
@@ -81,7 +81,7 @@ def clock_shift(newest_s: float, now_s: float) -> float:
     """Return by how many seconds all uses are moved before their age is judged, 0 mostly.
 
     `newest_s` is the last use. A clock that jumps ahead by years looks like a pause without a use:
-    neither may delete what is kept. If the clock was set back, the last use becomes one of now.
+    neither may delete packs. If the clock was set back, the last use becomes one of now.
     """
     pause_s = now_s - newest_s
     if not math.isfinite(pause_s):
@@ -198,8 +198,8 @@ class _Forest:
 
 
 def cuts(packs: Mapping[bytes, KnownPack], keys: Collection[bytes]) -> list[tuple[bytes, int]]:
-    """Return the packs that lose blocks and how many of each stay, what continues others
-    first.
+    """Return the packs that lose blocks and how many of each stay; a pack stands before the one
+    that it continues.
 
     Blocks after a forgotten one are no good without it, in the same pack and behind it.
     """

@@ -193,7 +193,7 @@ _log = logging.getLogger(__name__)
 def prefetch_pages(directory: Path, token_ids: TokenIds, block_size: int) -> int:
     """Read a context's stored packs into the page cache; return how many bytes that are.
 
-    Never raises: what cannot be read now is read later, or is a miss.
+    Never raises: a pack that cannot be read now is read later, or is a miss.
     """
     encoded = encode_ids(token_ids)
     try:
@@ -236,7 +236,7 @@ def _leading(model_dir: Path, encoded: bytes, block_size: int) -> list[tuple[Pac
     keys = chain_keys(root_key(bytes.fromhex(model_dir.name)), encoded, block_size * TOKEN_BYTES)
     with reading(model_dir) as table:
         packs: list[tuple[PackRow, int]] = []
-        with suppress(DamagedRecord):  # what stands before it is whole
+        with suppress(DamagedRecord):  # the packs before it are whole
             packs.extend(table.leading(keys, encoded, block_size) if table is not None else ())
         return packs
 

@@ -5,7 +5,7 @@ when it opens its store.
 
 The identity of a model is known only once it is loaded. Until then a conversation is looked up
 under the identities that the model of its name had with the present settings, and under those that
-are not known. What other settings have kept tells why there is not more.
+are not known. KV that other settings have stored tells why there is not more.
 """
 
 import logging
@@ -63,7 +63,7 @@ class KnownModel:
     def difference_to(self, settings: KvSettings) -> MissReason | None:
         """Return which settings the model was run without; None if it may have been run with them.
 
-        What `auto` makes of a dtype is not known here.
+        The dtype that `auto` chooses is not known here.
         """
         has_dtype = settings.dtype == "auto" or self.dtype in ("", settings.dtype)
         if not (has_dtype and self._has_weights_of(settings.weights)):

@@ -1,7 +1,7 @@
 """DiskMemory: facts that outlast a process, in a SQLite table of the state directory (diskcache).
 
 The table is opened at the first use, which takes some milliseconds. If it cannot be used, it counts
-as empty until the process ends: what was in it is found out again.
+as empty until the process ends: its facts are found out again.
 """
 
 import logging

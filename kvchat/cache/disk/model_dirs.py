@@ -28,7 +28,7 @@ IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 WEIGHTS = "weights"
 
 _TABLE_FILES = tuple(f"{DATABASE}{end}" for end in ("", "-wal", "-shm", "-journal"))
-# What looking for a file raises where there is none.
+# Errors of looking for a file that does not exist.
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -124,7 +124,7 @@ def open_in(path: Path, name: str, flags: int) -> int:
 def sizes(path: Path) -> dict[str, int]:
     """Return the files of ours in a directory of ours and their lengths; nothing elsewhere.
 
-    What others have put there does not count. Raises OSError where it cannot be looked at.
+    Files of others do not count. Raises OSError if the directory cannot be read.
     """
     found = {}
     with suppress(*_ABSENT, StoreError), hold(path) as descriptor:
@@ -192,7 +192,7 @@ def has_only_files(path: Path) -> bool:
     """Whether nothing but files stands where a table of ours and its logs belong, and none of them
     has another name, which may be anywhere.
 
-    SQLite opens all of them by name: what is put there between this and that is not noticed.
+    SQLite opens all of them by name: a file put there after this check is not noticed.
     """
     for name in _TABLE_FILES:
         with suppress(FileNotFoundError):
@@ -203,7 +203,7 @@ def has_only_files(path: Path) -> bool:
 
 
 def clear_the_way(path: Path) -> None:
-    """Take away what stands where a table of ours, or its log, belongs, and cannot be one.
+    """Remove everything that is no file from the places of a table of ours and its logs.
 
     A link, a pipe or a file with another name elsewhere is unlinked, a directory is given another
     name. Logs without a table, which a new one would take for its own, are unlinked too. Raises as
@@ -302,14 +302,14 @@ def _times(path: Path) -> tuple[int, int, int] | None:
 
 
 def _info(path: Path) -> os.stat_result | None:
-    """Return what is known of a file, None where there is none."""
+    """Return the status of a file, None if there is none."""
     with suppress(*_ABSENT):
         return path.lstat()
     return None
 
 
 def drop(model_dir: Path) -> int:
-    """Delete what is ours of a model directory; return how many bytes that took."""
+    """Delete our files of a model directory; return how many bytes they took."""
     before = tree_bytes(model_dir)
     remove(model_dir)
     return before - tree_bytes(model_dir)
@@ -365,7 +365,7 @@ def file_bytes(path: Path) -> int:
 
 
 def file_number(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from another one of the same name, None where there is none."""
+    """Return numbers that another file of the same name would not have; None without a file."""
     try:
         info = path.lstat()
     except OSError:

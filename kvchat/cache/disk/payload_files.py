@@ -91,7 +91,7 @@ class PayloadFiles:
             self.remove(name)
 
     def _is_unknown(self, name: str, known_bytes: object) -> bool:
-        """Whether a file is not one of `known_bytes`; what is no file is not ours."""
+        """Whether a file is not one of `known_bytes`; a directory is not ours."""
         with suppress(FileNotFoundError):
             info = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
             return info.st_size != known_bytes and not stat.S_ISDIR(info.st_mode)

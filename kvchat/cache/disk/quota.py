@@ -51,7 +51,7 @@ def disk_budget(size: Size | None, directory: Path) -> int:
         return size.num_bytes
     existing = nearest_existing(directory)
     kept = 0
-    with suppress(OSError):  # what cannot be looked at makes the limit smaller, and breaks no chat
+    with suppress(OSError):  # an unreadable directory makes the limit smaller, and breaks no chat
         kept = sum(tree_bytes(path) for path in list_model_dirs(directory))
     with suppress(OSError):
         kept += sum(file.lstat().st_size for file in (directory / WEIGHTS).glob("*.safetensors"))
@@ -89,7 +89,7 @@ def leaves_free(directory: Path, num_bytes: int, min_free_bytes: int | None) -> 
 _MODEL_DIR_TIME_TO_LIVE_S = 14 * 86400.0
 # A full store frees this share of the limit more than it must, so that not every write searches.
 _ROOM_SHARE = 0.01
-# What temporary pins hold at most.
+# The share of the limit that temporary pins hold at most.
 _TEMPORARY_SHARE = 0.5
 # The most that one change of the table writes besides its rows: the pages of the table's trees.
 _CHANGE_BYTES = 24 * (PAGE_BYTES + 24)
@@ -220,7 +220,7 @@ class DiskQuota:
     def _shrink(
         self, table: PackTable, packs: Callable[[], Packs], num_bytes: int, parent: bytes
     ) -> bool:
-        """Evict what is worth least until `num_bytes` more fit; false if they cannot fit.
+        """Evict the packs of least worth until `num_bytes` more fit; false if they cannot fit.
 
         Another identity's model directory is deleted as a whole.
         """
@@ -312,5 +312,5 @@ class DiskQuota:
         return [path for path in self._others() if not has_pins(path)]
 
     def _others(self) -> list[Path]:
-        """Return what other models, or other settings of this one, have left here."""
+        """Return the directories of other models, or of this one with other settings."""
         return [path for path in list_model_dirs(self.directory) if path != self.own]

@@ -62,7 +62,7 @@ _FILE_SETTINGS = (f"PRAGMA page_size = {PAGE_BYTES}", "PRAGMA auto_vacuum = FULL
 _CONNECTION_SETTINGS = (
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = NORMAL",
-    # What is evicted is text that the user may delete later: no page keeps it.
+    # An evicted pack has text that the user may delete later: no page keeps it.
     "PRAGMA secure_delete = ON",
     "PRAGMA mmap_size = 0",
     f"PRAGMA wal_autocheckpoint = {LOG_PAGES}",

@@ -231,7 +231,7 @@ class DiskTier(Tier):
         )
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._used: dict[bytes, bool] = {}  # keys used: whether only by one-shot requests
-        self._had_no_room = False  # for what was written last
+        self._had_no_room = False  # for the pack of the last write
         self._db = PackDb(directory, own, self._lock, _PATIENCE_S, self._stats.note_error)
         self._attempt = self._db.attempt
         self._reader = PackReader(layout, self._db, self._miss_log, self._stats)
@@ -312,7 +312,7 @@ class DiskTier(Tier):
                 return True
             head, image = self._without(head, image, num_there)
             followed = self._last_of(head.parent)
-            self._note_uses(table)  # what was found is used: it must not be evicted now
+            self._note_uses(table)  # or the packs before this one could be evicted now
             num_bytes = _pack_bytes(head, image)
             packs = partial(self._reader.known_packs, table)
             if trouble := self._quota.make_room(table, packs, num_bytes, head.parent):
@@ -366,7 +366,7 @@ class DiskTier(Tier):
         if used:
             table.note_uses(used, self._clock())
 
-    # What the user says of contexts
+    # Pinning and forgetting
 
     def pin(
         self, keys: Sequence[bytes], encoded: bytes, label: str, ttl_s: float = math.inf
@@ -465,10 +465,9 @@ class DiskTier(Tier):
         for key, row in packs:
             if not goes_on():
                 break
+            checksum = row.head.checksum if row is not None else b""
             with suppress(DamagedRecord):
-                self._reader.read(
-                    BlockRun(key, 0, 0, row.head.checksum if row is not None else b"")
-                )
+                self._reader.read(BlockRun(key, 0, 0, checksum))
                 num_sound += 1
         return num_sound, self._stats.status.num_damaged - before
 

@@ -94,7 +94,7 @@ class WeightFiles:
             if os.fstat(descriptor).st_size != num_bytes:
                 return None
             with suppress(OSError):
-                os.utime(descriptor)  # what was used last is deleted last
+                os.utime(descriptor)  # files are deleted in the order of their last use
             memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE)
         except OSError as error:
             _log.warning("packed weights not used: %s", error)
@@ -129,11 +129,11 @@ class WeightFiles:
         flags, path = os.O_RDWR | os.O_CREAT, self.directory / f"{key}.part"
         descriptor = open_private(path, flags, has_one_name=True)
         try:
-            # Complete files keep what they are: one may have got its name between the two.
+            # Another process may have completed the file meanwhile: then it stays as it is.
             if not (_is_locked_for_us(descriptor) and _is_named(descriptor, path)):
                 os.close(descriptor)
                 return None
-            os.ftruncate(descriptor, 0)  # what a process that ended has left
+            os.ftruncate(descriptor, 0)  # leftovers of a dead process
             # A disk that is full is found before anything is rounded.
             _allocate(descriptor, num_bytes)
             memory = mmap.mmap(descriptor, num_bytes)
@@ -144,13 +144,13 @@ class WeightFiles:
         return NewFile(self.directory, key, descriptor, memory)
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete what was used longest ago until `num_bytes` more fit; return whether they do."""
+        """Delete the files used longest ago until `num_bytes` more fit; return whether they do."""
         self._shrink(num_bytes)
         fits = self.num_bytes() + num_bytes <= self._limit_bytes
         return fits and leaves_free(self.directory, num_bytes, None)
 
     def _shrink(self, num_bytes: int) -> int:
-        """Delete what was used longest ago while the rest and `num_bytes` more exceed the limit.
+        """Delete the files used longest ago while the rest and `num_bytes` more exceed the limit.
 
         Returns the number of bytes freed.
         """
@@ -164,7 +164,7 @@ class WeightFiles:
         return freed
 
     def collect(self) -> int:
-        """Enforce the limit, and delete what ended processes left; return the bytes freed."""
+        """Enforce the limit, and delete leftovers of dead processes; return the bytes freed."""
         return self._delete_left_parts() + self._shrink(0)
 
     def _delete_left_parts(self) -> int:
@@ -173,7 +173,7 @@ class WeightFiles:
         return sum(info.st_size for path, info in parts if _is_deleted(path))
 
     def num_bytes(self) -> int:
-        """Return what all files take."""
+        """Return the bytes that all files take."""
         return sum(info.st_size for _, info in self._files())
 
     def clear(self) -> int:
