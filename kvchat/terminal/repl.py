@@ -173,7 +173,7 @@ def _what_to_try(controller: ChatController, view: View) -> str:
     if controller.host.model.format.strategy is Strategy.MESSAGES:
         natures = ["a model that another program runs", "another program's model"]
     elif controller.host.model.name == "demo":
-        natures = ["a toy model: it knows kvchat and what you tell it", "a toy model"]
+        natures = ["a toy model: it errs, /help does not", "a toy model"]
         tries = ["My name is Ada.", "How do I attach a file?", "/model"]
     width, separator = view.render_context.width, view.painter.look.glyphs.separator
     lines = [
