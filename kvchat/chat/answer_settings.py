@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from math import inf
 
+from kvchat.chat.context_policy import ContextPolicy, parse_policy
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think, parse_think
 from kvchat.core.errors import UsageError
@@ -43,6 +44,7 @@ class AskOptions:
     stop_token_ids     further tokens that end an answer
     grammar       what the text of the answer after its thinking matches; None for any text
     repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
+    context_policy     how a chat goes on once its context is full
     client        who asks, "" for the user of this program: clients have equal shares
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
@@ -64,6 +66,7 @@ class AskOptions:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     client: str = ""
+    context_policy: ContextPolicy = ContextPolicy.STOP
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""
@@ -80,7 +83,7 @@ class AskOptions:
 
 
 _SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
-_OTHERS = ("seed", "max-tokens", "repetition-limit", "stop", "think")
+_OTHERS = ("seed", "max-tokens", "repetition-limit", "stop", "think", "context-policy")
 NAMES = (*_SAMPLING, *_OTHERS)
 _UNSET = ("none", "off", "default", "random")
 # Outside of these an answer may be noise; each is allowed all the same.
@@ -99,6 +102,7 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
     values.append(("repetition-limit", repeats))
     values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
     values.append(("think", options.think))
+    values.append(("context-policy", options.context_policy))
     return values
 
 
@@ -157,6 +161,8 @@ def changed(options: AskOptions, name: str, text: str) -> AskOptions:
         raise UsageError(f"{name} is no setting.", known)
     if name == "think":
         return replace(options, think=parse_think(text))
+    if name == "context-policy":
+        return replace(options, context_policy=parse_policy(text))
     is_unset = text.lower() in _UNSET
     if name == "seed":
         return replace(options, seed=None if is_unset else int(str(_read(name, text, int))))

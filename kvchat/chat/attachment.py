@@ -177,8 +177,18 @@ _ATTACHED = re.compile(r"(\./[^\n]+|[^\n]*\.\w+):\n(`{3,})\n.*?\n\2\n\n", re.DOT
 
 def split_attached(text: str) -> tuple[list[str], str]:
     """Return the names of the files at the beginning of a message, and the words after them."""
-    names: list[str] = []
-    while (match := _ATTACHED.match(text)) is not None:
-        names.append(match[1].removeprefix("./"))
-        text = text[match.end() :]
-    return names, text
+    files = attached_files(text)
+    return [name for name, _ in files], text[sum(len(whole) for _, whole in files) :]
+
+
+def attached_files(text: str) -> list[tuple[str, str]]:
+    """Return the name and the fenced text of each file at the beginning of a message.
+
+    These texts joined are the beginning of the message.
+    """
+    files: list[tuple[str, str]] = []
+    end = 0
+    while (match := _ATTACHED.match(text, end)) is not None:
+        files.append((match[1].removeprefix("./"), match[0]))
+        end = match.end()
+    return files

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvchat.chat.compaction import (
-    OPENING,
-    REPLY,
     CompactionPlan,
+    checked_summary,
     excerpt_request,
     num_asking_tokens,
     plan_compaction,
     plan_leaving_out,
     request_text,
+    require_substance,
     summary_options,
 )
 from kvchat.chat.conversation import ROOT, Conversation
+from kvchat.chat.events import AnswerEnded
 from kvchat.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
 def planned(controller: "ChatController", focus: str = "") -> CompactionPlan:
     """Return what /compact would summarise; raises UsageError if that is nothing."""
     limit = controller.host.context_limit
-    num_asking = num_asking_tokens(controller.num_tokens(request_text(focus, limit)), limit)
-    return plan_compaction(controller.require_conversation(), limit, num_asking)
+    return plan_compaction(controller.require_conversation(), limit, num_asking(controller, focus))
+
+
+def num_asking(controller: "ChatController", focus: str = "") -> int:
+    """Return the tokens of a request for a summary below the conversation, and of the summary."""
+    limit = controller.host.context_limit
+    return num_asking_tokens(controller.num_tokens(request_text(focus, limit)), limit)
 
 
 def planned_leaving_out(
@@ -65,15 +71,28 @@ def summarise(
     return session.ask_aside(request, options, notify, plan.older[-1].turn_id)
 
 
+def summary_in(controller: "ChatController", plan: CompactionPlan, ended: AnswerEnded) -> str:
+    """Return the summary in the answer to `summarise`; raises NoSummary if it is none."""
+    summary = checked_summary(ended.text, ended.reason)
+    require_substance(summary, controller.num_tokens(summary), plan.num_tokens, plan.older)
+    return summary
+
+
+def num_opening_tokens(
+    controller: "ChatController", plan: CompactionPlan, summary: str | None
+) -> int:
+    """Return the tokens of what stands before the turns that a plan keeps."""
+    empty = Conversation("", 0.0, tools=controller.require_conversation().tools)
+    said = "".join(plan.opening(summary))
+    return len(controller.host.model.user_ids(empty, ROOT, said, plan.older[0].system))
+
+
 def compact(controller: "ChatController", plan: CompactionPlan, summary: str) -> int:
     """Continue with a summary in place of the plan's older turns; return the tokens saved.
 
     Raises UsageError, and changes nothing, if the summary would save no token.
     """
-    text = controller.host.model.user_ids(
-        Conversation("", 0.0), ROOT, OPENING + summary + REPLY, plan.older[0].system
-    )
-    if len(text) >= plan.num_tokens:
+    if num_opening_tokens(controller, plan, summary) >= plan.num_tokens:
         raise UsageError(
             "The summary is as long as what it stands for, so nothing has changed.",
             "/new begins another conversation.",
@@ -86,5 +105,5 @@ def compact(controller: "ChatController", plan: CompactionPlan, summary: str) ->
 
 def leave_out(controller: "ChatController", plan: CompactionPlan) -> None:
     """Continue without the plan's older turns, but for an earlier summary among them."""
-    controller.require_session().compact(plan, plan.left_out)
+    controller.require_session().compact(plan, None)
     controller.place.reset()

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.attachment import split_attached
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.thinking import Think
@@ -89,24 +90,40 @@ class CompactionPlan:
     """What will be compacted: `older` is the beginning of the path to the tip, `kept` its rest.
 
     `is_excerpt` if `older` leaves no room for a request below it: its text is sent in part.
+    `files` are the attached files of `older` that stay, as the beginning of a message.
     """
 
     older: tuple[Turn, ...]
     kept: tuple[Turn, ...]
     is_excerpt: bool = False
+    files: str = ""
 
     @property
     def num_tokens(self) -> int:
         """The tokens of the turns that the summary takes the place of."""
-        return sum(len(turn.token_ids) for turn in self.older)
+        return _num_tokens(self.older)
 
     @property
-    def left_out(self) -> str | None:
+    def num_kept_tokens(self) -> int:
+        """The tokens of the turns that stay as they are."""
+        return _num_tokens(self.kept)
+
+    def opening(self, summary: str | None) -> tuple[str, str]:
+        """Return the message that stands for the older turns, and the answer to it.
+
+        Without a summary a note says that they were left out, after an earlier summary of some.
+        """
+        told = summary if summary is not None else self._left_out
+        said, reply = (LEFT_OUT, LEFT_OUT_REPLY) if told is None else (f"{OPENING}{told}", REPLY)
+        return f"{self.files}{said}", reply
+
+    @property
+    def _left_out(self) -> str | None:
         """What stands for the older turns without a summary of all: an earlier one, or None."""
-        first = self.older[0]
-        if first.summary_of is None or not first.text.startswith(OPENING):
+        _, said = split_attached(self.older[0].text)
+        if self.older[0].summary_of is None or not said.startswith(OPENING):
             return None
-        earlier = first.text.removeprefix(OPENING).removesuffix(LEFT_OUT).rstrip()
+        earlier = said.removeprefix(OPENING).removesuffix(LEFT_OUT).rstrip()
         return f"{earlier}\n\n{LEFT_OUT}"
 
     @property
@@ -116,14 +133,20 @@ class CompactionPlan:
 
 
 def plan_compaction(
-    conversation: Conversation, context_limit: int, num_asking: int = 0
+    conversation: Conversation,
+    context_limit: int,
+    num_asking: int = 0,
+    most_kept: int | None = None,
+    keeps_last: bool = False,
 ) -> CompactionPlan:
     """Return what to compact of the path to the tip; raises UsageError if that is nothing.
 
-    `num_asking` are the tokens of the request and of the summary, which stand below `older`.
+    `num_asking` are the tokens of the request and of the summary, which stand below `older`. What
+    is kept has at most `most_kept` tokens, unless it `keeps_last`: the last message, with its
+    answer so far.
     """
     path = conversation.path()
-    begins = [index for index, turn in enumerate(path) if turn.is_message]
+    begins = _begins(path)
     if not begins:
         raise UsageError("There is nothing to compact yet.")
     if path[-1].role is Role.USER:
@@ -134,8 +157,9 @@ def plan_compaction(
     num_tokens = ends[-1]
     candidates = begins[max(1, len(begins) - _MAX_KEPT_MESSAGES) :]
     room = context_limit * _MAX_KEPT_SHARE
+    room = room if most_kept is None else min(room, most_kept)
     fitting = (index for index in candidates if num_tokens - ends[index] <= room)
-    cut = next(fitting, len(path))
+    cut = next(fitting, begins[-1] if keeps_last else len(path))
     most = context_limit - num_asking
     is_excerpt = ends[cut] > most
     if is_excerpt:
@@ -145,19 +169,48 @@ def plan_compaction(
     return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]), is_excerpt)
 
 
+def whole_path(conversation: Conversation) -> list[Turn]:
+    """Return the path to the tip with the turns in it that were left out of the context.
+
+    A summary stays in place of what it summarises: people read this path, not a model.
+    """
+    path = conversation.path()
+    while path and path[0].text.endswith(LEFT_OUT) and (last := path[0].summary_of) is not None:
+        if not conversation.has(last):
+            return path
+        path = [*conversation.path(last), *path[2:]]
+    return path
+
+
 def plan_leaving_out(conversation: Conversation, context_limit: int) -> CompactionPlan | None:
     """Return which of the oldest messages to leave out without a summary, perhaps all of them.
 
     None if the context has room enough for the conversation to go on as it is.
     """
-    path = conversation.path()
-    room = context_limit * _LEFT_SHARE
-    if _num_tokens(path) <= room:
+    room = int(context_limit * _LEFT_SHARE)
+    if _num_tokens(conversation.path()) <= room:
         return None
-    begins = [index for index, turn in enumerate(path) if turn.is_message]
+    return plan_dropping(conversation, room)
+
+
+def plan_dropping(
+    conversation: Conversation, room: int, keeps_last: bool = False
+) -> CompactionPlan:
+    """Return which of the oldest messages to leave out, so that the others have `room` tokens.
+
+    A message goes with its answer, and with the calls of tools in it and their results; the first
+    one goes always. The last one stays if the plan `keeps_last`, though it has more tokens.
+    """
+    path = conversation.path()
+    begins = _begins(path)
     fitting = (index for index in begins[1:] if _num_tokens(path[index:]) <= room)
-    cut = next(fitting, len(path))
+    cut = next(fitting, begins[-1] if keeps_last and begins else len(path))
     return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]))
+
+
+def _begins(path: Sequence[Turn]) -> list[int]:
+    """Return where a path may be cut: before a message that has no results of earlier calls."""
+    return [index for index, turn in enumerate(path) if turn.is_message and not turn.results]
 
 
 def _num_tokens(turns: Sequence[Turn]) -> int:

@@ -193,13 +193,12 @@ class ChatController:
         session = self._ensure_session()
         if not len(session.conversation) and self._is_other(session.conversation.tools):
             session.set_tools(self.tools)  # it was begun before they had started
-        whole = "".join(f"{file.text}\n" for file in self.attached) + text
         title = self._title_for(session, text)
-        place = self.place.parent_id
-        below, results = self._held
-        held = results if place == below else ()
+        place, held = self.place.parent_id, self.held_results
         try:
-            reply = session.ask(whole, self.options, notify, held, place, self._most_ids)
+            reply = session.ask(
+                self._with_files(text), self.options, notify, held, place, self._most_ids
+            )
         except KvchatError:
             if is_new:
                 self._discard()
@@ -210,6 +209,31 @@ class ChatController:
         self.place.reset()
         self.attached = ()
         return reply
+
+    def _with_files(self, text: str) -> str:
+        """Return a message with the attached files before it."""
+        return "".join(f"{file.text}\n" for file in self.attached) + text
+
+    @property
+    def held_results(self) -> tuple[ToolResult, ...]:
+        """The results that go with the next message."""
+        below, results = self._held
+        return results if self.place.parent_id == below else ()
+
+    def num_next_tokens(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> int:
+        """Return how many tokens a message would add to the context, or `results` without one.
+
+        Nothing is added where the last answer is continued: `text` is None, and there are none.
+        Raises ContextTooLong for a message that no context could hold.
+        """
+        if text is None and not results:
+            return 0
+        whole, given = (self._with_files(text), self.held_results) if text is not None else ("", ())
+        conversation, parent = self.require_conversation(), self.place.parent_id
+        ids = self.host.model.user_ids(
+            conversation, parent, whole, None, self.options.think, results=results or given
+        )
+        return len(ids)
 
     def keep_waiting(self, texts: Sequence[str]) -> bool:
         """Save the messages that wait to be sent; false where nothing is saved.

@@ -1,7 +1,8 @@
 """Export of conversations as Markdown, JSON messages and session files; import of the last two.
 
-Markdown and JSON hold the current path; only the session file holds other branches. Exported
-documents contain no terminal control characters. json and jsonl are imported without a change.
+Markdown and JSON hold the current path, with what was left out of its context; only the session
+file holds other branches. Exported documents contain no terminal control characters. json and jsonl
+are imported without a change.
 """
 
 import os
@@ -10,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
 from kvchat.chat.json_messages import read_messages, to_json
 from kvchat.chat.session_file import (
@@ -35,11 +37,11 @@ _NAMES = {Role.USER: "You", Role.ASSISTANT: "Assistant"}
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """Return the path to the tip as Markdown, without thinking."""
+    """Return the path to the tip as Markdown, without thinking, and with what was left out."""
     parts = [f"# {conversation.label or conversation.session_id}\n"]
     if conversation.system:
         parts.append(f"> {conversation.system}\n")
-    for turn in conversation.path():
+    for turn in whole_path(conversation):
         parts += [f"**Result of {res.name}:**\n\n{_fenced(res.text)}" for res in turn.results]
         if turn.results and not turn.text:
             continue

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.open_calls import OpenCalls
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, read_arguments
@@ -38,12 +39,12 @@ class GivenMessages:
 
 
 def to_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the path to the tip as messages, the system prompt first."""
+    """Return the path to the tip as messages, the system prompt first, with what was left out."""
     messages: list[dict[str, Any]] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
     call_ids: list[str] = []
-    for turn in conversation.path():
+    for turn in whole_path(conversation):
         results = zip(turn.results, call_ids, strict=False)
         messages += [
             {"role": _TOOL, "tool_call_id": call_id, "name": result.name, "content": result.text}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import mentioned_files, read_attachment
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.chat.why import common_len
 from kvchat.core.errors import ContextTooLong, KvchatError
@@ -63,8 +64,10 @@ class ReadAhead:
         ids = await asyncio.to_thread(self._stable_ids, files, text)
         if host is not controller.host:
             return
-        self.is_too_long = ids is None or (limit is not None and len(ids) >= limit)
-        if ids is None or self.is_too_long:
+        is_over = ids is not None and limit is not None and len(ids) >= limit
+        makes_room = controller.options.context_policy is not ContextPolicy.STOP
+        self.is_too_long = ids is None or (is_over and not makes_room)
+        if ids is None or is_over:
             self.end()
             return
         if ids == self._begun:

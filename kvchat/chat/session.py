@@ -13,7 +13,7 @@ from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.asking import Asking
 from kvchat.chat.chat_model import ChatModel, readopt
-from kvchat.chat.compaction import LEFT_OUT, LEFT_OUT_REPLY, OPENING, REPLY, CompactionPlan
+from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.reply import AnswerLedger, ContinuedLedger, Ledger, Reply, UnsavedLedger
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
@@ -382,9 +382,8 @@ class ChatSession:
         Without a summary a note says that they were left out. The old branch stays.
         """
         first, summarised = plan.older[0], plan.older[-1].turn_id
-        said = LEFT_OUT if summary is None else f"{OPENING}{summary}"
+        said, reply = plan.opening(summary)
         self._add_user_turn(said, ROOT, first.system, summary_of=summarised)
-        reply = LEFT_OUT_REPLY if summary is None else REPLY
         parent = self.add_answer(reply, summary_of=summarised).turn_id
         for number, turn in enumerate(plan.kept):
             parent = self._copy_below(turn, parent, None, is_rendered=not number)

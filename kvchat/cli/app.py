@@ -127,6 +127,7 @@ def chat(
     repetition_limit: Annotated[int | None, _setting("repetition_limit", metavar="N")] = None,
     stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
     think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
+    context_policy: Annotated[str | None, _setting("context_policy", metavar="HOW")] = None,
     tools: Annotated[bool | None, _setting("tools", "--tools/--no-tools")] = None,
     allow_tool: Annotated[list[str] | None, _setting("allow_tool", metavar="NAME")] = None,
     tool_env: Annotated[list[str] | None, _setting("tool_env", metavar="NAME")] = None,

@@ -112,6 +112,7 @@ def history_path() -> Path:
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
     from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions, checked_repetition_limit
+    from kvchat.chat.context_policy import ContextPolicy
     from kvchat.chat.thinking import Think
 
     max_tokens = settings["max_tokens"]
@@ -132,6 +133,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
         stops=tuple(settings["stop"]),
         num_samples=samples,
         think=Think(settings["think"]),
+        context_policy=ContextPolicy(settings["context_policy"]),
         chosen=frozenset(chosen),
         repetition_limit=checked_repetition_limit(settings["repetition_limit"]),
     )

@@ -13,6 +13,7 @@ from kvchat.chat.turn_loop import TurnLoop
 from kvchat.cli.answer_time import AnswerTime, limited
 from kvchat.cli.output import Exchange
 from kvchat.cli.script_output import ScriptOutput, ScriptSetup
+from kvchat.cli.script_room import ScriptRoom
 from kvchat.cli.script_tools import ScriptTools
 from kvchat.cli.streams import Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
@@ -34,6 +35,7 @@ class Script:
         self._controller = setup.controller
         self._interruption = interruption
         self._output = ScriptOutput(setup, interruption)
+        self._room = ScriptRoom(setup, interruption)
         self._has_given_up = False
 
     @property
@@ -47,6 +49,9 @@ class Script:
     def answer(self, text: str) -> None:
         """Answer one message and write its events; errors are reported, not raised."""
         try:
+            if not self._room.make(text):
+                self._output.note_interruption()
+                return
             reply = self._controller.ask(text)
         except KvchatError as error:
             self._output.report(error, self._session_fields)
@@ -93,6 +98,9 @@ class Script:
         try:
             request = commands.carry_out(line)
             self._output.shows_stats = commands.stats_level is not StatsLevel.OFF
+            if request is not None and request.goes_on and not self._room.make(None):
+                self._output.note_interruption()
+                return
             reply = request.ask() if request is not None else None
         except KvchatError as error:
             self._output.fail(error)
@@ -129,6 +137,10 @@ class Script:
                 self._output.note_interruption()
                 break
             try:
+                if not self._room.make(None, results):
+                    turn.hold(results)
+                    self._output.note_interruption()
+                    break
                 reply = turn.answer(results)
             except KvchatError as error:
                 self._output.report(error, self._session_fields)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
 from kvchat.chat.reply import Reply
@@ -153,7 +154,8 @@ class ScriptOutput:
     def _tell_end(self, exchange: Exchange, ended: AnswerEnded) -> None:
         """Tell how an answer ended, where that is not as its user expects."""
         ready = self._controller.host.ready
-        ways_out = _WAYS_OUT if self.takes_commands else ""
+        stops = self._controller.options.context_policy is ContextPolicy.STOP
+        ways_out = _WAYS_OUT if self.takes_commands and stops else ""
         limit = ready.context_limit if ready is not None else None
         most = self._controller.options.max_tokens
         notice = ending_notice(ended, limit, ways_out, most) if limit is not None else None

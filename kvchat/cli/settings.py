@@ -92,6 +92,13 @@ SETTINGS = (
         "whether the model thinks first, or how much, where its template has a switch",
         ("auto", "on", "off", "low", "medium", "high"),
     ),
+    Setting(
+        "context_policy",
+        str,
+        "stop",
+        "in a full context: refuse a message, drop the oldest ones, or let a summary replace them",
+        ("stop", "drop", "compact"),
+    ),
     Setting("tools", bool, False, "let the model read files here and run commands; it asks first"),
     Setting("allow_tool", list, (), "run this tool without a question"),
     Setting("tool_env", list, (), "let tools' commands see this variable, though it looks secret"),

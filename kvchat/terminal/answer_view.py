@@ -100,6 +100,7 @@ class AnswerView:
 
     `context_limit` returns the model's limit, None while it is not known. `said_before` is the
     existing text of an answer that is continued: its last row is shown again, with the new text.
+    Of a reply that `is_unseen` only the progress is shown.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class AnswerView:
         said_before: str = "",
         hides_thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        is_unseen: bool = False,
     ) -> None:
+        self.is_unseen = is_unseen
         self._view = view
         self._context_limit = context_limit
         self._stats_level = stats_level
@@ -132,12 +135,12 @@ class AnswerView:
         rows: list[Row] = []
         for event in _joined(events):
             rows += self._take(event)
-        return rows
+        return rows if not self.is_unseen else []
 
     @property
     def tail(self) -> list[Row]:
         """The rows that may still change; of a block with many, such as a table, their count."""
-        most = self._view.max_tail_rows
+        most = self._view.max_tail_rows if not self.is_unseen else 0
         rows = self._renderer.tail(self._view.render_context) if most else []
         if len(rows) <= most:
             return rows
@@ -155,7 +158,7 @@ class AnswerView:
     @property
     def has_text(self) -> bool:
         """Whether the answer, or its thinking, has begun."""
-        return self._has_text
+        return self._has_text and not self.is_unseen
 
     @property
     def elapsed_s(self) -> float:

@@ -5,6 +5,7 @@ The dialogue decides when a message is sent.
 
 import asyncio
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.attachment import Attached, unattached
 from kvchat.chat.compacting import summarise
 from kvchat.chat.compaction import CompactionPlan
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
@@ -25,6 +27,7 @@ from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerView, error_in_words
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.paint import Row
+from kvchat.terminal.room import RoomMaker
 from kvchat.terminal.status import StatsLevel, about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
@@ -67,6 +70,7 @@ class Answering:
         self._tools = tools
         self.hides_thinking = False
         self._name = "the answer"
+        self._room = RoomMaker(controller, self._summarise_unseen, lambda text: tell(view, text))
 
     @property
     def is_running(self) -> bool:
@@ -104,6 +108,7 @@ class Answering:
         tokens = current.reply.num_tokens
         some = about(self._controller.host.model)
         words = some + plural(tokens, "token") if tokens else "reading"
+        words = f"summarising, {words}" if current.answer_view.is_unseen else words
         seconds = int(current.answer_view.elapsed_s)
         return f"{words} {format_seconds(float(seconds))}" if seconds else words
 
@@ -156,6 +161,10 @@ class Answering:
             for why in unattached(text, self._controller.pins.paths()):
                 tell(self._view, f"{why}: sent as text.", gap=False)
             self._write_gap()
+            await self._wait_for_limit()
+            if not await self._room.make(text):
+                self._give_back(text, attached, edited)
+                return False
             answer_view = await self._follow(
                 lambda notify: self._controller.ask(text, notify), stats_level
             )
@@ -173,6 +182,7 @@ class Answering:
             self._give_back(text, attached, edited, gives_way=True)
             return False
         await self._use_tools(answer_view.ended.values(), stats_level)
+        self._room.make_early()
         return True
 
     async def _use_tools(self, ended: Collection[AnswerEnded], stats_level: StatsLevel) -> None:
@@ -186,6 +196,9 @@ class Answering:
                 tell(self._view, "Stopped. What the tools returned goes with your next message.")
                 return
             try:
+                if not await self._room.make(None, results):
+                    turn.hold(results)
+                    return
                 answer_view = await self._follow(partial(turn.answer, results), stats_level)
                 ended = answer_view.ended.values()
             except EndlessCalls as error:
@@ -217,7 +230,6 @@ class Answering:
 
     async def continue_answer(self, stats_level: StatsLevel) -> None:
         """Continue the cut-off last answer, and show it."""
-        path = self._controller.require_conversation().path()
 
         def ask(notify: Callable[[], None]) -> Reply:
             reply = self._controller.continue_answer(notify)
@@ -225,6 +237,9 @@ class Answering:
             return reply
 
         try:
+            if not await self._room.make(None):
+                return
+            path = self._controller.require_conversation().path()
             is_begun = bool(path) and path[-1].role is Speaker.ASSISTANT
             answer_view = await self._follow(ask, stats_level, path[-1].text if is_begun else "")
         except KvchatError as error:
@@ -246,10 +261,18 @@ class Answering:
         self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
     ) -> AnswerEnded:
         """Show a summary while the model writes it; raises the error that prevented it."""
+        return await self._summary(plan, focus, stats_level)
+
+    async def _summary(
+        self, plan: CompactionPlan, focus: str, stats_level: StatsLevel, is_unseen: bool = False
+    ) -> AnswerEnded:
         self._name = "the summary"
         try:
             answer_view = await self._follow(
-                lambda n: summarise(self._controller, plan, focus, n), stats_level, joins=False
+                lambda n: summarise(self._controller, plan, focus, n),
+                stats_level,
+                joins=False,
+                is_unseen=is_unseen,
             )
         finally:
             self._name = "the answer"
@@ -258,16 +281,37 @@ class Answering:
             raise failure
         return answer_view.ended[0]
 
+    async def _summarise_unseen(self, plan: CompactionPlan) -> AnswerEnded:
+        """Let the model write a summary that is not shown; raises the error that prevented it."""
+        return await self._summary(plan, "", StatsLevel.OFF, is_unseen=True)
+
+    async def _wait_for_limit(self) -> None:
+        """Wait until the context's limit is known, if a message may need room to be made."""
+        is_stopped = self._controller.options.context_policy is ContextPolicy.STOP
+        if not is_stopped and self._controller.context_ids and self._controller.host.ready is None:
+            with suppress(KvchatError):  # the answer tells it
+                await asyncio.wrap_future(self._controller.host.loaded())
+
     def _context_limit(self) -> int | None:
         ready = self._controller.host.ready
         return ready.told_context_limit if ready is not None else None
 
     async def _follow(
-        self, ask: _Ask, stats_level: StatsLevel, said_before: str = "", joins: bool = True
+        self,
+        ask: _Ask,
+        stats_level: StatsLevel,
+        said_before: str = "",
+        joins: bool = True,
+        is_unseen: bool = False,
     ) -> AnswerView:
         """Start a reply, which `joins` the conversation or not, and show it until it ends."""
         answer_view = AnswerView(
-            self._view, self._context_limit, stats_level, said_before, self.hides_thinking
+            self._view,
+            self._context_limit,
+            stats_level,
+            said_before,
+            self.hides_thinking,
+            is_unseen=is_unseen,
         )
         stream = ReplyStream(
             asyncio.get_running_loop(), lambda events: self._draw(answer_view, events)

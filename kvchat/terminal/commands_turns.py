@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvchat.chat import compacting
-from kvchat.chat.compaction import CompactionPlan, NoSummary, checked_summary, require_substance
+from kvchat.chat.compaction import CompactionPlan, NoSummary
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import turn_costs
@@ -15,6 +15,7 @@ from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.history_view import show_where_it_stands, tree_rows, turn_summary
+from kvchat.terminal.room import oldest_in_words
 from kvchat.terminal.status import about, format_seconds, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
@@ -151,9 +152,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         if ended.reason is FinishReason.CANCELLED:
             context.say("Stopped: nothing is compacted.")
             return
-        summary = checked_summary(ended.text, ended.reason)
-        num_tokens = controller.num_tokens(summary)
-        require_substance(summary, num_tokens, plan.num_tokens, plan.older)
+        summary = compacting.summary_in(controller, plan, ended)
     except (NoSummary, ContextTooLong) as error:
         await _leave_out(context, error)
         return
@@ -175,8 +174,7 @@ async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
     if plan is None:
         raise error
     context.say(error.message)
-    count = len(plan.messages)
-    oldest = "the oldest message" if count == 1 else f"the oldest {count:,} messages"
+    oldest = oldest_in_words(len(plan.messages))
     if not await context.confirm(f"Leave out {oldest} instead?", for_scripts=True):
         context.say("Nothing is changed. /new begins another conversation, /rewind goes back.")
         return

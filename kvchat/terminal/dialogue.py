@@ -581,5 +581,6 @@ class Dialogue(CommandContext):
             editing=controller.place.editing,
             num_queued=len(self._queue),
             escape=self._meaning_of_escape,
+            context_policy=controller.options.context_policy,
         )
         return toolbar(facts, width, self._view.painter.look.glyphs)

@@ -6,8 +6,8 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from kvchat.chat.attachment import split_attached
-from kvchat.chat.compaction import OPENING
-from kvchat.chat.conversation import Conversation, Role, Turn
+from kvchat.chat.compaction import LEFT_OUT, OPENING
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.messages import (
     MessageNumbers,
     MessageTree,
@@ -56,8 +56,11 @@ def show_turns(turns: list[Turn], page: Page) -> None:
     for turn in turns:
         if turn.summary_of is not None:
             if turn.role is Role.USER:
-                words = f"Summary of earlier messages: {turn.text.removeprefix(OPENING)}"
-                tell(page, words)
+                names, words = split_attached(turn.text)
+                with_files = f"\nwith {', '.join(names)}" if names else ""
+                tell(
+                    page, f"Summary of earlier messages: {words.removeprefix(OPENING)}{with_files}"
+                )
         elif turn.role is Role.USER and not turn.is_message:
             for result in turn.results:
                 tell(page, result_in_words(result))
@@ -173,7 +176,7 @@ class _TreeRows:
         """Return what stands before a node's text: the number of a message, and who speaks."""
         turn = node.turn
         if turn is None:
-            return "summary of " if node.opening.summary_of is not None else "system: "
+            return self._label_head(node)
         number = self._numbers.of(turn)
         if turn.role is Role.USER and turn.results and not turn.is_message:
             return "  result: "
@@ -181,6 +184,15 @@ class _TreeRows:
             return f"{number} you: "
         place, count = answer_place(self._conversation, turn)
         return f"{number}.{place} model: " if count > 1 else "  model: "
+
+    def _label_head(self, node: TreeNode) -> str:
+        """Return what stands before a label: what its branch has in place of earlier messages."""
+        summarised = node.opening.summary_of
+        if summarised is None:
+            return "system: "
+        openings = (t for t in self._conversation.children(ROOT) if t.summary_of == summarised)
+        is_cut = any(turn.text.endswith(LEFT_OUT) for turn in openings)
+        return "without " if is_cut else "summary of "
 
     def _label(self, node: TreeNode, room: int) -> str:
         summarised = node.opening.summary_of

@@ -99,10 +99,11 @@ class ScriptPage:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """An answer that a command requested; `ask` starts it."""
+    """An answer that a command requested; `ask` starts it. `goes_on` if it continues the last."""
 
     ask: Callable[[], Reply]
     num_samples: int = 1
+    goes_on: bool = False
 
 
 class ScriptCommands(CommandContext):
@@ -165,7 +166,7 @@ class ScriptCommands(CommandContext):
 
     def continue_answer(self) -> None:
         self.controller.require_conversation()
-        self._request = AnswerRequest(self.controller.continue_answer)
+        self._request = AnswerRequest(self.controller.continue_answer, goes_on=True)
 
     def send_instead(self, turn: Turn, text: str) -> None:
         def ask() -> Reply:

@@ -10,6 +10,7 @@ from enum import IntEnum
 from rich.cells import cell_len
 
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.text import one_line
@@ -22,10 +23,16 @@ _LEAST_LEFT_S = 0.05
 # The share of the context from which on the toolbar warns.
 NEARLY_FULL = 0.8
 _MIN_WORDY_COLUMNS = 60
+_MIN_WORDIEST_COLUMNS = 110
+# What a context policy does with the next messages.
+_POLICY_WORDS = {
+    ContextPolicy.DROP: "the oldest messages will be left out",
+    ContextPolicy.COMPACT: "a summary will make room",
+}
 # What to do when the context is full.
 WAYS_OUT = (
     "/compact lets a summary take the place of older messages, /new begins another conversation, "
-    "/rewind goes back."
+    "/rewind goes back. /set context-policy drop or compact makes room by itself from now on."
 )
 
 
@@ -300,6 +307,7 @@ class ToolbarFacts:
     editing: str = ""
     num_queued: int = 0
     escape: str = ""
+    context_policy: ContextPolicy = ContextPolicy.STOP
 
 
 def toolbar(facts: ToolbarFacts, width: int, glyphs: Glyphs) -> str:
@@ -363,13 +371,18 @@ def _is_over(facts: ToolbarFacts) -> bool:
 
 
 def _context(facts: ToolbarFacts, width: int) -> str:
-    """Return how full the context is; when it is nearly full, also the commands that help."""
+    """Return how full the context is; when it is nearly full, also what helps."""
     used, limit = facts.context_tokens, facts.context_limit
     if not used or not limit:
         return ""
     words = f"context {facts.about}{_share(used, limit)}"
     if not _is_nearly_full(facts):
         return words
+    full = f"{used / limit:.0%} full"
+    if facts.context_policy in _POLICY_WORDS:
+        return f"{full}: {_POLICY_WORDS[facts.context_policy]}"
     if width < _MIN_WORDY_COLUMNS:
-        return f"{used / limit:.0%} full: /compact /new /rewind"
-    return f"{words}, {used / limit:.0%} full: /compact, /new or /rewind"
+        return f"{full}: /compact /new /rewind"
+    if width < _MIN_WORDIEST_COLUMNS:
+        return f"{words}, {full}: /compact, /new or /rewind"
+    return f"{words}, {full}: /compact, /new, /rewind or /set context-policy"

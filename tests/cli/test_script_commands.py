@@ -185,6 +185,20 @@ def test_a_conversation_that_can_go_on_is_not_cut_for_want_of_a_summary(
     assert "left out" not in ran.stderr
 
 
+@pytest.mark.parametrize("policy", ["drop", "compact"])
+def test_a_script_whose_policy_makes_room_goes_on(run_lines: RunLines, policy: str) -> None:
+    lines = [f"{number} {'fog ' * 60}" for number in range(8)]
+
+    ran = run_lines(f"/set context-policy {policy}", *lines, max_context=1500)
+
+    assert ran.code == 0
+    assert ran.stdout.count("You said") == len(lines)
+    done = "left out the oldest" if policy == "drop" else "a summary takes the place of"
+    assert f"kvchat: the context is full: {done} " in ran.stderr
+    assert "/compact makes room" not in ran.stderr
+    assert "Rex is a dog" not in ran.stdout, "the summary is no answer"
+
+
 def test_a_nearly_full_context_is_said_while_a_summary_still_fits(run_lines: RunLines) -> None:
     ran = run_lines("ships " * 100, max_context=1500)
 

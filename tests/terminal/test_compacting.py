@@ -93,6 +93,20 @@ def test_a_full_context_goes_on_without_a_summary_after_a_question(start_chat: S
     chat.enter("/undo 2").wait_for("Back before: /compact")
 
 
+@pytest.mark.parametrize("policy", ["drop", "compact"])
+def test_a_full_context_goes_on_by_itself(start_chat: StartChat, policy: str) -> None:
+    chat = start_chat("--context", "900", columns=120, rows=40)
+    chat.enter(f"/set context-policy {policy}").wait_for(f"context-policy is {policy}.")
+    chat.enter("lines 31").wait_for(_figures(1))
+    chat.wait_for_shown("% full: the oldest messages" if policy == "drop" else "% full: a summary")
+    chat.enter("lines 9").wait_for("The context is full: ").wait_for(_figures(2))
+    chat.enter("three").wait_for("You said 'three' (0).")
+    assert "dog called Rex" not in chat.text, "a summary is not shown as an answer"
+    label = "without messages 1" if policy == "drop" else "summary of messages 1"
+    chat.enter("/tree").wait_for(label)
+    chat.enter("/undo 3").wait_for("Back before: /compact")
+
+
 def test_what_waits_for_a_summary_says_so(start_chat: StartChat) -> None:
     """It said that it waited for the answer."""
     chat = start_chat(columns=100)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, MissReason, Timing, Usage
 from kvchat.terminal.status import (
@@ -260,6 +261,7 @@ def test_the_toolbar_is_measured_in_cells() -> None:
 @pytest.mark.parametrize(
     ("width", "words"),
     [
+        (120, "context 3.3k/4k, 81% full: /compact, /new, /rewind or /set context-policy"),
         (100, "context 3.3k/4k, 81% full: /compact, /new or /rewind"),
         (40, "81% full: /compact /new /rewind"),
     ],
@@ -267,6 +269,8 @@ def test_the_toolbar_is_measured_in_cells() -> None:
 def test_a_nearly_full_context_names_the_ways_out(width: int, words: str) -> None:
     facts = ToolbarFacts("demo", "A title", context_tokens=3300, context_limit=4096)
     assert words in toolbar(facts, width, _GLYPHS)
+    goes_on = replace(facts, context_policy=ContextPolicy.DROP)
+    assert "full: the oldest messages will" in toolbar(goes_on, max(60, width), _GLYPHS)
     fewer = ToolbarFacts("demo", "A title", context_tokens=3276, context_limit=4096)
     assert "full" not in toolbar(fewer, width, _GLYPHS)
 
