@@ -1,5 +1,6 @@
 """What a package manager and readers of the first page rely on: declarations, pins, figures."""
 
+import ast
 import re
 import sys
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_floors import ROOT, SOURCES, TESTS, imported_modules
+from test_floors import ROOT, SOURCES, TESTS, imported_modules, tree_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -48,6 +49,42 @@ def test_every_imported_package_is_declared() -> None:
     declared = names_of([*PROJECT["dependencies"], *EXTRAS["flashinfer"]])
     assert undeclared(SOURCES, declared) == []
     assert undeclared(TESTS, declared | names_of(EXTRAS["dev"])) == []
+
+
+def subclassed(path: Path) -> set[str]:
+    """Return the packages of which a file extends classes."""
+    tree = tree_of(path)
+    package_of = {
+        alias.asname or alias.name.split(".")[0]: (getattr(node, "module", 0) or alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    names = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        for name in ast.walk(base)
+        if isinstance(name, ast.Name)
+    }
+    return {package_of[name].split(".")[0] for name in names & set(package_of)}
+
+
+def test_a_package_whose_classes_we_extend_has_an_upper_bound() -> None:
+    """What a class calls of itself is promised to nobody: the next version may call it no more."""
+    extended = set().union(*(subclassed(path) for path in SOURCES))
+    packages = packages_distributions()
+    unbounded = {
+        canonicalize_name(one.name)
+        for one in map(Requirement, PROJECT["dependencies"])
+        if "<" not in str(one.specifier)
+    }
+    assert {"uvicorn", "typer", "prompt_toolkit", "diskcache"} <= extended
+    assert (
+        unbounded & {canonicalize_name(n) for top in extended for n in packages.get(top, ())}
+        == set()
+    )
 
 
 def test_every_declared_package_and_all_it_needs_is_pinned() -> None:
