@@ -110,7 +110,9 @@ FULL = {
         "",
         "The prompt has 328 tokens, and the context holds 300. /compact lets a summary take the "
         "place of",
-        "older messages, /new begins another conversation, /rewind goes back.",
+        "older messages, /new begins another conversation, /rewind goes back. /set context-policy "
+        "drop or",
+        "compact makes room by itself from now on.",
         "",
         "Your message is in the prompt again. Typing replaces it; Up returns it.",
         "",
@@ -118,10 +120,10 @@ FULL = {
         "scripted · lines 8 · context 219/300 · ready: 208 of 219 on device",
     ],
     (40, 12): [
-        "context holds 300. /compact lets a",
-        "summary take the place of older",
         "messages, /new begins another",
-        "conversation, /rewind goes back.",
+        "conversation, /rewind goes back. /set",
+        "context-policy drop or compact makes",
+        "room by itself from now on.",
         "",
         "Your message is in the prompt again.",
         "Typing replaces it; Up returns it.",
