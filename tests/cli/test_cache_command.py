@@ -176,7 +176,7 @@ def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -
 
     done = shell.patient.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")
 
-    told = b"kvchat: the disk cache: a stored block was damaged (wrong magic); the chat goes on.\n"
+    told = b"kvchat: the disk cache: a stored block was damaged (checksum); the chat goes on.\n"
     assert done.returncode == 0
     assert json.loads(done.stdout)["usage"]["cached_tokens"]["disk"] == 0
     assert done.stderr.count(told) == 1

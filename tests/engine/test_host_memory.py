@@ -120,15 +120,15 @@ def test_who_gives_way_comes_back_from_host_memory_each_time(
     cached(engine, spec(OTHER[:17], max_tokens=40))
     cached(engine, spec(HISTORY[:17], max_tokens=40))
     promoted: list[int] = []
-    begun = own._begun
+    begin = own._begin
 
     def counted(arrival: Arrival) -> Arrival:
-        begun(arrival)
+        begin(arrival)
         if not arrival.is_over and list(arrival.ids[:17]) == list(OTHER[:17]):
             promoted.append(len(arrival.ids))
         return arrival
 
-    monkeypatch.setattr(own, "_begun", counted)
+    monkeypatch.setattr(own, "_begin", counted)
     numbers = [engine.submit(spec(ids[:17], max_tokens=40)) for ids in (HISTORY, OTHER)]
     while own.live:  # both begin together
         own.wait_for_news()

@@ -219,7 +219,7 @@ def evict_all(model_dir: Path) -> None:
     from kvchat.cache.disk.table import PackTable
 
     table = PackTable(model_dir, 1.0)
-    table.remove(*[row.key for row in table.rows()])
+    table.remove(*[key for key, _ in table.rows()])
     table.shorten_log()
     table.close()
 
