@@ -27,7 +27,7 @@ from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
-from kvchat.core.config import INT8_KV
+from kvchat.core.config import KV_CODES
 from kvchat.core.types import SamplingParams, rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine
@@ -86,7 +86,7 @@ def _difference(assembled: AssembledEngine, peer: Transformers, kv_dtype: str) -
     prompt = random_ids(48, loaded.spec.vocab_size, seed=1)
     own, _ = peer.generate(prompt, 16)
     ours = list(complete(assembled.engine, prompt, 16).token_ids)
-    if loaded.weights in ("int8", "int4") or kv_dtype == INT8_KV:
+    if loaded.weights in ("int8", "int4") or kv_dtype in KV_CODES:
         return (
             "" if compare_with_own(loaded) > _MIN_COSINE else "the paged pass differs from its own"
         )

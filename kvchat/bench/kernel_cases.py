@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.experts import block_experts
-from kvchat_kernels.int8_kv import Int8Kv, quantised, restored
+from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
 from kvchat_kernels.one_row_linear import one_row_linear
@@ -165,7 +166,9 @@ def _attention(step: "_AttentionStep", name: str) -> KernelCase:
 
 def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
     """Return attention over the same KV in 8 bits; the twin has what that stores."""
-    layers = [Int8Kv(*quantised(key), *quantised(value)) for key, value in step.pools]
+    layers = [
+        CodedKv(*INT8.keys.quantised(key), *INT8.keys.quantised(value)) for key, value in step.pools
+    ]
     step.pools.clear()
 
     def run(index: int) -> torch.Tensor:
@@ -174,8 +177,8 @@ def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
 
     def twin() -> torch.Tensor:
         first, dtype = layers[0], step.query.dtype
-        keys = restored(first.keys, first.key_scales).to(dtype)
-        values = restored(first.values, first.value_scales).to(dtype)
+        keys = INT8.keys.restored(first.keys, first.key_scales).to(dtype)
+        values = INT8.keys.restored(first.values, first.value_scales).to(dtype)
         pools = keys, values
         return paged_attention(
             step.query, *pools, step.sequences, scale=step.scale, impl="reference"

@@ -1,45 +1,75 @@
-"""Scenario `kv`: KV of 8 bits beside KV of the model's dtype: bytes, decoding, and quality.
+"""Scenario `kv`: KV in few bits beside KV of the model's dtype: bytes, decoding, and quality.
 
-Quality is the perplexity of recorded conversations, as `weights` computes it; it needs a model with
-a tokenizer and `--sessions`. There is nothing to compare where KV of 8 bits does not work.
+Quality is measured on a text that comes with kvchat: how far predictions are from those over plain
+KV, and how often the likeliest token is the same. With `--sessions` the perplexity of recorded
+conversations is measured too, as `weights` computes it. A code that the model cannot have, or that
+changes its answers too much, is a note.
 """
 
-from collections.abc import Sequence
+import logging
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from kvchat.bench.decode import NUM_TOKENS, decode_rate
 from kvchat.bench.engines import new_engine, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
-from kvchat.bench.weights import perplexity, recorded_texts
-from kvchat.core.config import INT8_KV
+from kvchat.bench.weights import perplexity, predictions, recorded_texts
+from kvchat.core.config import KV_CODES
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.engine.assembly import AssembledEngine
+from kvchat.model.rounding import divergences, sample_ids
+
+_log = logging.getLogger(__name__)
 
 _CONTEXTS = (128, 1024, 4096)
 
 
 def run(setup: BenchSetup) -> Result:
-    """Measure both kinds of KV with the same model."""
-    own = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
-    dtype = str(own.loaded.dtype).removeprefix("torch.")
-    settings = {
-        "model": setup.source.name,
-        "weights": own.loaded.weights,
-        "device": own.loaded.device.type,
-        "own": dtype,
-    }
+    """Measure each code of KV beside plain KV, with the same model."""
+    figures: list[Figure] = []
+    notes: list[str] = []
+    settings: dict[str, object] = {"model": setup.source.name}
+    for code in KV_CODES:
+        own = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
+        dtype = str(own.loaded.dtype).removeprefix("torch.")
+        device = own.loaded.device.type
+        settings |= {"weights": own.loaded.weights, "device": device, "own": dtype}
+        try:
+            rounded = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=code))
+        except ModelError as error:
+            notes.append(str(error))
+            continue
+        beside = f"KV in {dtype}"
+        measured = [_token_bytes(rounded, own, beside), *_rates(setup, rounded, own, beside)]
+        # Quality last: it rebinds the model's attention.
+        measured += _agreement(setup, rounded, own)
+        if setup.sessions is not None:
+            quality, note = _perplexity(setup, rounded, own, beside)
+            measured += quality
+            notes += [note] if note else []
+        figures += [replace(figure, name=f"{code}: {figure.name}") for figure in measured]
+    if not figures:
+        return Result("kv", settings, refusal=" ".join(notes))
+    return Result("kv", settings, tuple(figures), notes=tuple(dict.fromkeys(notes)))
+
+
+def _agreement(setup: BenchSetup, rounded: AssembledEngine, own: AssembledEngine) -> list[Figure]:
+    """Compare predictions on the text; nothing for a model without a tokenizer."""
     try:
-        rounded = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=INT8_KV))
-    except ModelError as error:
-        return Result("kv", settings, refusal=str(error))
-    beside = f"KV in {dtype}"
-    figures = [_token_bytes(rounded, own, beside), *_rates(setup, rounded, own, beside)]
-    # Perplexity last: it rebinds the model's attention.
-    quality, note = _quality(setup, rounded, own, beside)
-    return Result("kv", settings, (*figures, *quality), notes=(note,) if note else ())
+        ids = sample_ids(setup.source, setup.scaled(own.engine.max_context))
+    except Exception as error:  # tokenizers raises any kind
+        _log.info("predictions not compared: %s", type(error).__name__)
+        return []
+    plain, other = (torch.cat(list(predictions(each, ids))).cpu() for each in (own, rounded))
+    same = int((plain.argmax(-1) == other.argmax(-1)).sum())
+    return [
+        Figure("KL to plain KV", max(0.0, float(divergences(plain, other).mean())), "nats"),
+        Figure("top-1 as plain KV", 100 * same / len(plain), "%"),
+    ]
 
 
 def _token_bytes(rounded: AssembledEngine, own: AssembledEngine, beside: str) -> Figure:
@@ -77,20 +107,17 @@ def _rates(
     return figures
 
 
-def _quality(
+def _perplexity(
     setup: BenchSetup, rounded: AssembledEngine, own: AssembledEngine, beside: str
-) -> tuple[Sequence[Figure], str]:
-    """Return the figure of perplexity, and a note if there is none."""
-    if setup.sessions is None:
-        return (), "perplexity: not measured; give recorded conversations by --sessions"
+) -> tuple[list[Figure], str]:
+    """Return the figure of recorded conversations, and a note if there is none."""
     try:
         texts = recorded_texts(setup)
     except KvchatError as error:
-        return (), f"perplexity: not measured; the model cannot chat: {error}"
+        return [], f"perplexity: not measured; the model cannot chat: {error}"
     if not texts:
-        return (), f"perplexity: not measured; there are no sessions in {setup.sessions}"
+        return [], f"perplexity: not measured; there are no sessions in {setup.sessions}"
     limit = min(each.engine.max_context for each in (rounded, own))
-    kept = [text[: setup.scaled(limit)] for text in texts]
-    ours, plain = (perplexity(each, kept) for each in (rounded, own))
-    figure = Figure("perplexity", ours, "", plain, beside, ours / plain, "times that")
-    return (figure,), ""
+    texts = [text[: setup.scaled(limit)] for text in texts]
+    ours, plain = (perplexity(each, texts) for each in (rounded, own))
+    return [Figure("perplexity", ours, "", plain, beside, ours / plain, "times that")], ""

@@ -136,13 +136,13 @@ def perplexity(assembled: AssembledEngine, texts: list[list[int]]) -> float:
 
 def _losses(assembled: AssembledEngine, text: list[int]) -> list[float]:
     losses: list[float] = []
-    for logits in _predictions(assembled, text):
+    for logits in predictions(assembled, text):
         wanted = torch.tensor(text[len(losses) + 1 :][: len(logits)], device=logits.device)
         losses += torch.nn.functional.cross_entropy(logits, wanted, reduction="none").tolist()
     return losses
 
 
-def _predictions(assembled: AssembledEngine, text: list[int]) -> Iterator[torch.Tensor]:
+def predictions(assembled: AssembledEngine, text: list[int]) -> Iterator[torch.Tensor]:
     """Yield the logits after every token of a text but the last, a few rows at a time."""
     loaded, pool = assembled.loaded, assembled.engine.cache.kv_pool
     block_size = pool.geometry.block_size
@@ -164,7 +164,7 @@ def _exact(setup: BenchSetup, texts: list[list[int]]) -> list[torch.Tensor]:
     room, exact = setup.scaled(_COMPARED), []
     for text in texts:
         if (start := text[: min(room, assembled.engine.max_context)])[1:]:
-            exact.append(torch.cat(list(_predictions(assembled, start))).cpu())
+            exact.append(torch.cat(list(predictions(assembled, start))).cpu())
             room -= len(start)
     return exact
 
@@ -175,7 +175,7 @@ def _agreement(
     """Compare what a model predicts with what it predicts in float32, on the same tokens."""
     divergence, same, count = 0.0, 0, 0
     for text, own in zip(texts, exact, strict=False):
-        other = torch.cat(list(_predictions(assembled, text[: len(own) + 1]))).cpu()
+        other = torch.cat(list(predictions(assembled, text[: len(own) + 1]))).cpu()
         divergence += float(divergences(own, other).sum())
         same += int((own.argmax(-1) == other.argmax(-1)).sum())
         count += len(own)

@@ -12,7 +12,8 @@ import torch
 from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
-from kvchat_kernels.int8_kv import SCALE_BYTES, Int8Kv, group_size, restored
+from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.kv_code import SCALE_BYTES, KvCode, NumberCode, group_size
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 
 _SMALLEST_SQUARE = 1e-30
@@ -55,6 +56,10 @@ class KvFormat(Protocol):
     def name(self) -> str:
         """Part of the identity of stored KV: a format with other bytes needs another name."""
 
+    @property
+    def setting(self) -> str:
+        """The value of the setting `kv_dtype` that asks for this format; "" if a dtype does."""
+
     def precision(self, geometry: "KvGeometry") -> torch.dtype:
         """Return the dtype of the stored numbers, which bounds how equal KV computed twice is."""
 
@@ -79,6 +84,7 @@ class PlainFormat:
     """Keys and values as they are, in the geometry's dtype."""
 
     name: str = "plain"
+    setting: str = ""
 
     def precision(self, geometry: "KvGeometry") -> torch.dtype:
         return geometry.dtype
@@ -109,47 +115,55 @@ class PlainFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Format:
-    """Keys and values in 8 bits, with a scale for each group of a head; see `Int8Kv`."""
+class CodedFormat:
+    """Keys and values in few bits, with a scale for each group of a head; see `CodedKv`."""
 
-    name: str = "int8, a bfloat16 scale for 32"
+    code: KvCode
+
+    @property
+    def name(self) -> str:
+        return self.code.stored_name
+
+    @property
+    def setting(self) -> str:
+        return self.code.name
 
     def precision(self, geometry: "KvGeometry") -> torch.dtype:
         return torch.int8
 
     def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
-        token_bytes = sum(
-            dim + dim // group_size(dim) * SCALE_BYTES for dim in (layer.key_dim, layer.value_dim)
-        )
-        return token_bytes * layer.num_kv_heads * geometry.block_size
+        token_bytes = self.code.num_bytes(layer.key_dim, layer.value_dim) * layer.num_kv_heads
+        return token_bytes * geometry.block_size
 
     def new_layer(
         self, layer: LayerGeometry, geometry: "KvGeometry", num_blocks: int, device: torch.device
     ) -> KvLayer:
         shape = (num_blocks, geometry.block_size, layer.num_kv_heads)
-        return Int8Kv(
-            *(
-                zeroed((*shape, width), dtype, device)
-                for dim in (layer.key_dim, layer.value_dim)
-                for width, dtype in (
-                    (dim, torch.int8),
-                    (dim // group_size(dim), torch.bfloat16),
-                )
+        keys, key_scales, values, value_scales = (
+            zeroed((*shape, width), dtype, device)
+            for dim, code in self._sides(layer)
+            for width, dtype in (
+                (code.width(dim), code.dtype),
+                (dim // group_size(dim), torch.bfloat16),
             )
         )
+        return CodedKv(keys, key_scales, values, value_scales, self.code)
+
+    def _sides(self, layer: LayerGeometry) -> tuple[tuple[int, NumberCode], ...]:
+        return (layer.key_dim, self.code.keys), (layer.value_dim, self.code.values)
 
     def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
         parts, start = [], 0
         for layer in geometry.layers:
-            for dim in (layer.key_dim, layer.value_dim):
+            for dim, code in self._sides(layer):
                 shape = (len(images), geometry.block_size, layer.num_kv_heads)
                 num_heads, num_groups = math.prod(shape[1:]), dim // group_size(dim)
-                middle = start + num_heads * dim
+                middle = start + num_heads * code.width(dim)
                 end = middle + num_heads * num_groups * SCALE_BYTES
-                numbers = images[:, start:middle].contiguous().view(torch.int8).view(*shape, dim)
+                numbers = images[:, start:middle].contiguous().view(code.dtype)
                 scales = images[:, middle:end].contiguous().view(torch.bfloat16)
-                found = restored(numbers, scales.view(*shape, num_groups))
-                parts.append(found.flatten(2)[:, None])
+                whole = code.restored(numbers.view(*shape, -1), scales.view(*shape, num_groups))
+                parts.append(whole.flatten(2)[:, None])
                 start = end
         return parts
 
@@ -183,8 +197,9 @@ class KvGeometry:
 
     def dtype_beside(self, dtype: torch.dtype) -> str:
         """Return the dtype of the stored numbers as the settings spell it, "" if it is `dtype`."""
-        stored = self.format.precision(self)
-        return str(stored).removeprefix("torch.") if stored != dtype else ""
+        if self.format.setting:
+            return self.format.setting
+        return str(self.dtype).removeprefix("torch.") if self.dtype != dtype else ""
 
     @property
     def block_bytes(self) -> int:

@@ -108,8 +108,9 @@ FEWER_BITS = ("int8", "int4")
 # A variable of the environment: with "any" weights are rounded whatever that changes.
 ROUNDING_VARIABLE = "KVCHAT_ROUNDING"
 
-# A KV dtype that no model computes in: numbers of 8 bits with scales.
-INT8_KV = "int8"
+# Forms of KV that no model computes in: numbers of 8 or 4 bits with scales.
+KV_CODES = ("int8", "k8v4", "int4")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", *KV_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class CacheConfig:
         size = self.block_size
         if size < 1 or size > 1024 or size & (size - 1):
             raise UsageError(f"--block-size is {size}, but must be a power of two up to 1024.")
-        _one_of("--kv-dtype", self.kv_dtype, ("auto", "float32", "bfloat16", "float16", INT8_KV))
+        _one_of("--kv-dtype", self.kv_dtype, KV_DTYPES)
 
 
 @dataclass(frozen=True, slots=True)

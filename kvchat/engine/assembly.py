@@ -29,7 +29,7 @@ from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.config import (
-    INT8_KV,
+    KV_CODES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -44,6 +44,7 @@ from kvchat.core.paths import private_directory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import (
     device_budget,
     host_budget,
@@ -72,6 +73,7 @@ from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
 from kvchat_kernels.cpu.step import FEW_ROWS
+from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.kv_layer import KvLayer
 
 _log = logging.getLogger(__name__)
@@ -156,7 +158,8 @@ def load_trusted(
         new_kv = partial(small_kv, geometry, loaded.device)
         ensure_faster_reads(loaded, geometry.format.name, new_kv, memory)
         slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, is_int8=True)
-        loaded = replace(loaded, notes=tuple(dict.fromkeys((*loaded.notes, *slow))))
+        notes = (*loaded.notes, *slow, *kv_notes(loaded, geometry, memory))
+        loaded = replace(loaded, notes=tuple(dict.fromkeys(notes)))
     elif loaded.device.type == "cuda":
         race_attention(loaded, geometry.dtype, geometry.block_size, memory, progress)
     return loaded
@@ -273,6 +276,8 @@ def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> 
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
     if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
         return None  # a gathered step copies contexts, whose lengths differ from step to step
+    if cache.kv_pool.geometry.format.setting not in ("", INT8.name):
+        return None  # attention without kernels reads lengths on the host
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)
@@ -514,11 +519,11 @@ class _DraftBuild:
         return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
 
     def _own_cache_config(self) -> CacheConfig:
-        """Return the draft model's settings: its KV is never of 8 bits.
+        """Return the draft model's settings: its KV is never rounded.
 
         It is small, and drafts from rounded KV are accepted less often (llama.cpp#25725).
         """
-        is_rounded = self.cache_config.kv_dtype == INT8_KV
+        is_rounded = self.cache_config.kv_dtype in KV_CODES
         return replace(self.cache_config, kv_dtype="auto") if is_rounded else self.cache_config
 
     def _limited(self, num_bytes: int) -> CacheConfig:

@@ -11,8 +11,15 @@ from dataclasses import asdict, replace
 
 import torch
 
-from kvchat.cache.kv_pool import Int8Format, KvGeometry, KvPool, LayerGeometry, PlainFormat
-from kvchat.core.config import INT8_KV, CacheConfig, Size, format_bytes
+from kvchat.cache.kv_pool import (
+    CodedFormat,
+    KvFormat,
+    KvGeometry,
+    KvPool,
+    LayerGeometry,
+    PlainFormat,
+)
+from kvchat.core.config import CacheConfig, Size, format_bytes
 from kvchat.core.errors import ModelError
 from kvchat.model.checkpoint.identity import state_code
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
@@ -20,6 +27,7 @@ from kvchat.model.loader import LoadedModel
 from kvchat.model.packed.experts import has_packed_experts
 from kvchat.model.spec import ModelSpec
 from kvchat.model.state import state_bytes
+from kvchat_kernels.kv_code import CODES
 from kvchat_kernels.kv_layer import KvLayer
 
 # Increase it if the content of a slot changes for the same token: with the layout of a block image,
@@ -71,30 +79,35 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
 
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
     """Return the shape and format of the KV pools for a model computing in `dtype`."""
-    kv_dtype = dtype_of(config.kv_dtype) or dtype
+    code = CODES.get(config.kv_dtype)
+    kv_dtype = dtype if code is not None else dtype_of(config.kv_dtype) or dtype
     layers = tuple(
         LayerGeometry(layer.num_kv_heads, layer.key_dim, layer.value_dim)
         for layer in spec.storing_layers
     )
     if not layers:
         layers = (_carrier(spec, dtype, config.block_size * kv_dtype.itemsize),)
-    kv_format = Int8Format() if config.kv_dtype == INT8_KV else PlainFormat()
+    kv_format: KvFormat = PlainFormat() if code is None else CodedFormat(code)
     return KvGeometry(layers, kv_dtype, config.block_size, kv_format)
 
 
 def require_kv_dtype(name: str, spec: ModelSpec, config: CacheConfig) -> None:
-    """Raise ModelError if the KV of the model `name` cannot be of 8 bits where it is to be."""
-    if config.kv_dtype != INT8_KV:
+    """Raise ModelError if the KV of the model `name` cannot have the code that it is to have."""
+    code = CODES.get(config.kv_dtype)
+    if code is None:
         return
+    unfit = [x for x in spec.storing_layers if not code.takes(x.key_dim, x.value_dim)]
+    hint = "Use --kv-dtype auto."
     if spec.state:
         reason = "it keeps recurrent state beside its KV"
     elif spec.gathered is not None:
         reason = "it runs on the gathered path (docs/models.md)"
+    elif unfit:
+        dim = next(dim for dim in (unfit[0].key_dim, unfit[0].value_dim) if dim % 16)
+        reason, hint = f"its heads of {dim} numbers are no multiple of 16", "Use --kv-dtype int8."
     else:
         return
-    raise ModelError(
-        f"--kv-dtype int8 does not work with {name}: {reason}.", "Use --kv-dtype auto."
-    )
+    raise ModelError(f"--kv-dtype {code.name} does not work with {name}: {reason}.", hint)
 
 
 def small_kv(

@@ -34,7 +34,7 @@ class PagedModel:
 
     `pools[i]` is the KV of storing layer i: a KvLayer, or two tensors [num_blocks, block_size,
     num_kv_heads, dim] of plain KV. The caller owns it; every step writes to it. Fused layers run
-    over any KvLayer, the compiled step over plain KV and Int8Kv. The binding is stored on the
+    over any KvLayer, the compiled step over plain KV and CodedKv. The binding is stored on the
     modules, so only the newest PagedModel of a LoadedModel may run.
 
     `compiled` runs what steps it takes on a CPU; setting it to None leaves all to the modules.

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
-from kvchat.core.memory import Memory
+from kvchat.core.memory import Fact, Memory
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import read_text_files
 from kvchat.model.device import dtype_name
@@ -140,10 +140,14 @@ def effect_on(
 
 def known_effect(identity: str, weights: str, dtype: torch.dtype, memory: Memory) -> Effect | None:
     """Return what was measured of a checkpoint before; None if nothing was."""
-    found = memory.get(_KIND, _key(identity, weights, dtype))
+    return effect_of(memory.get(_KIND, _key(identity, weights, dtype)))
+
+
+def effect_of(fact: Fact) -> Effect | None:
+    """Return the effect that a fact of the memory is; None if it is none."""
     try:
-        assert isinstance(found, dict)
-        effect = Effect(**{**found, "in_8": tuple(map(str, found["in_8"]))})
+        assert isinstance(fact, dict)
+        effect = Effect(**{**fact, "in_8": tuple(map(str, fact["in_8"]))})
         is_sound = math.isfinite(effect.divergence) and 0 <= effect.same <= 1
         return effect if is_sound and type(effect.num_tokens) is int else None
     except (AssertionError, LookupError, TypeError, ValueError):
@@ -160,7 +164,7 @@ def _measured(module: Any, spec: ModelSpec, weights: str, source: ModelSource) -
     if kinds is None or spec.num_parameters < _LEAST_PARAMETERS:
         return None
     count = int(_MOST_PRODUCTS / max(1, spec.num_parameters))
-    token_ids = _sample(source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+    token_ids = sample_ids(source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
     reference = Reference(module, token_ids)
     with multiplying_rounded(module, spec, weights, kinds):
         effect = reference.effect(module)
@@ -189,7 +193,7 @@ def _to_keep(costs: dict[str, float], sizes: dict[str, int]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _sample(source: ModelSource, count: int) -> list[int]:
+def sample_ids(source: ModelSource, count: int) -> list[int]:
     """Return the ids of the text, after the token that begins the model's contexts."""
     files = read_text_files(source)
     tokenizer = Tokenizer.from_str(files.tokenizer_json)

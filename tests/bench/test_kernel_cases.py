@@ -26,7 +26,7 @@ from kvchat.bench.scenarios import NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.checkpoint.source import find_model
-from kvchat_kernels.int8_kv import group_size
+from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.paged_attention import PagedSequences, paged_attention
 
 SHAPE = KernelShape(32, 48, 4, 2, 16, 100, 3)

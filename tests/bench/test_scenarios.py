@@ -188,27 +188,28 @@ def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:
     assert sampled.ratio == pytest.approx(sampled.value / (sampled.beside or 0.0))
 
 
-def test_kv_of_8_bits_is_measured_beside_the_models_own(report_of: Reports) -> None:
+def test_coded_kv_is_measured_beside_the_models_own(report_of: Reports) -> None:
     result = report_of("kv")
 
     assert not result.refusal
-    assert [row.name for row in result.figures] == ["KV of a token", "context 32", "context 128"]
-    # A head's 16 numbers of float32 take 64 bytes; in 8 bits 18, with their scale.
-    assert result.figures[0].ratio == pytest.approx(18 / 64)
-    for figure in result.figures:
-        assert figure.value > 0
-        assert figure.beside_name == "KV in float32"
-    assert "--sessions" in result.notes[0]
+    found = {figure.name: figure for figure in result.figures}
+    for code, num_bytes in (("int8", 18), ("k8v4", 14), ("int4", 10)):
+        # A head's 16 numbers of float32 take 64 bytes; in 8 bits 18, with their scale.
+        assert found[f"{code}: KV of a token"].ratio == pytest.approx(num_bytes / 64)
+        assert found[f"{code}: context 128"].value > 0
+        assert found[f"{code}: context 32"].beside_name == "KV in float32"
     assert_readable(result)
 
 
-def test_what_kv_of_8_bits_does_to_perplexity_is_measured() -> None:
+def test_what_coded_kv_does_to_predictions_is_measured() -> None:
     setup = BenchSetup(find_model("demo"), ModelConfig("demo"), SMALL, 1, True, SESSIONS)
     result = scenario("kv")(setup)
 
-    assert not result.notes
-    assert result.figures[-1].name == "perplexity"
-    assert result.figures[-1].ratio == pytest.approx(1, abs=0.02)
+    found = {figure.name: figure for figure in result.figures}
+    assert found["int8: perplexity"].ratio == pytest.approx(1, abs=0.02)
+    assert found["int8: top-1 as plain KV"].value > 95
+    divergences = [found[f"{code}: KL to plain KV"].value for code in ("int8", "k8v4")]
+    assert divergences == sorted(divergences)
 
 
 def test_kv_of_8_bits_has_no_figures_where_it_does_not_work(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from kvchat.cache.arrivals import Arrival
 from kvchat.cache.block_table import BlockTable
-from kvchat.cache.kv_pool import Int8Format, PlainFormat
+from kvchat.cache.kv_pool import CodedFormat, PlainFormat
+from kvchat_kernels.kv_code import INT8
 from support.cached_contexts import assert_kv_is_right, write_kv
 from support.host_machine import GEOMETRIES, Machine
 from support.soak_sizes import short_and_long
@@ -30,7 +31,7 @@ class Household:
             rng.choice([8, 14]),
             rng.choice([4, 12, 60]),
             layers,
-            kv_format=rng.choice([PlainFormat(), Int8Format()]),
+            kv_format=rng.choice([PlainFormat(), CodedFormat(INT8)]),
         )
         self.running: list[Runner] = []
         self.arrivals: list[Arrival] = []

@@ -28,6 +28,7 @@ from kvchat.engine.request import RequestSpec
 from kvchat.model import loader
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
+from kvchat_kernels.coded_kv import CodedKv
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
 from support.fact_memory import FactMemory
@@ -90,28 +91,38 @@ def test_every_mixture_of_dtypes_runs_and_agrees_roughly(
     assert all(torch.isfinite(tensor).all() for pair in pool.layers for tensor in pair)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_kv_of_8_bits_runs_with_every_dtype_and_agrees_roughly(
-    checkpoint: Path, dtype: str
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [
+        *((dtype, "int8") for dtype in ("float32", "bfloat16", "float16")),
+        *(("bfloat16", code) for code in ("k8v4", "int4")),
+    ],
+)
+def test_coded_kv_runs_with_every_dtype_and_agrees_roughly(
+    checkpoint: Path, dtype: str, code: str
 ) -> None:
-    cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype="int8")
+    cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=code)
     built, prompt = assemble(checkpoint, dtype, cache), tuple(range(5, 45))
 
     first = generate(built.engine, prompt, 4)
 
-    assert built.engine.cache.kv_pool.layers[0].tensors[0].dtype == torch.int8
+    assert isinstance(built.engine.cache.kv_pool.layers[0], CodedKv)
     assert len(first) == len(generate(built.engine, prompt, 4)) == 4
-    assert first[0] == generate(assemble(checkpoint).engine, prompt, 1)[0]
+    if code == "int8":  # with fewer bits a model of random weights has another likeliest token
+        assert first[0] == generate(assemble(checkpoint).engine, prompt, 1)[0]
 
 
-def test_kv_of_8_bits_has_nearly_twice_the_tokens_in_the_same_memory(checkpoint: Path) -> None:
-    """The heads of this model are of 16: 18 bytes for 16 numbers."""
+def test_coded_kv_has_more_tokens_in_the_same_memory(checkpoint: Path) -> None:
+    """The heads of this model are of 16: 18 bytes for 16 numbers of 8 bits, 10 for those of 4."""
 
     def num_blocks(kv_dtype: str) -> int:
         cache = CacheConfig(device_bytes=Size(num_bytes=MEBIBYTE), kv_dtype=kv_dtype)
         return assemble(checkpoint, "bfloat16", cache).engine.cache.kv_pool.num_blocks
 
-    assert num_blocks("int8") == pytest.approx(num_blocks("bfloat16") * 32 / 18, abs=2)
+    plain = num_blocks("bfloat16")
+    assert num_blocks("int8") == pytest.approx(plain * 32 / 18, abs=2)
+    assert num_blocks("k8v4") == pytest.approx(plain * 64 / 28, abs=2)
+    assert num_blocks("int4") == pytest.approx(plain * 32 / 10, abs=2)
 
 
 @pytest.fixture

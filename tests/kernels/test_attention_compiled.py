@@ -11,7 +11,7 @@ import pytest
 import torch
 from compiling import AMPERE, GPUS, HOPPER, RTX_30, RTX_40, RTX_50, Gpu, GpuCode, compile_for
 
-from kvchat_kernels.int8_kv import group_size
+from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import (
     FULL,

@@ -23,6 +23,7 @@ from kvchat_kernels.cpu import (
 from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import I64, Code
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
 
@@ -30,8 +31,8 @@ NIBBLES = Layout(4, 32, torch.float16, True, True)
 CENTRED = Layout(4, 32, torch.float16, False, True)
 BYTES = Layout(8, 32, torch.float16, False, True)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
-EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, Stored.INT8, key_group=32, value_group=32)
-HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, Stored.INT8, 32, 32)
+EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, INT8)
+HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, INT8)
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS = {

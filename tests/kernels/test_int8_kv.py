@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, rotation
-from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.program import Operation, run_units
-from kvchat_kernels.int8_kv import Int8Kv, group_size, quantised, restored
+from kvchat_kernels.kv_code import INT4, INT8, K8V4, KvCode, group_size, turned, turned_queries
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, DeviceSequences, PagedSequences
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from support.attention_checks import CASES, assert_exact, span_of
@@ -24,7 +24,7 @@ SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
 class Scene:
     """A layer's KV with sequences that have it in blocks out of order, and rows that ask."""
 
-    kv: Int8Kv
+    kv: CodedKv
     sequences: PagedSequences
     query: torch.Tensor
     span: AttentionSpan
@@ -33,8 +33,12 @@ class Scene:
 
     def exact(self) -> torch.Tensor:
         """The plain twin: all of the pool as float32, and the formula over it."""
-        keys = restored(self.kv.keys, self.kv.key_scales)
-        values = restored(self.kv.values, self.kv.value_scales)
+        code = self.kv.code
+        keys = code.keys.restored(self.kv.keys, self.kv.key_scales)
+        if code.keys.turned:  # back: the matrix is its own inverse, but for its order
+            groups = keys.unflatten(-1, (-1, group_size(keys.shape[-1])))
+            keys = (turned(groups) / groups.shape[-1]).flatten(-2)
+        values = code.values.restored(self.kv.values, self.kv.value_scales)
         settings = self.span, 0.125, self.softcap, self.sinks
         return paged_attention_reference(self.query, keys, values, self.sequences, *settings)
 
@@ -43,19 +47,19 @@ class Scene:
         form = attention.AttentionForm(
             num_heads,
             num_kv_heads,
-            self.kv.keys.shape[3],
-            self.kv.values.shape[3],
+            *self.kv.dims,
             self.kv.keys.shape[1],
-            Stored.INT8,
+            self.kv.code,
             self.softcap is not None,
             self.sinks is not None,
-            *self.kv.groups,
         )
+        is_turned = self.kv.code.keys.turned
+        query = turned_queries(self.query) if is_turned else self.query
         return attended(
             form,
             self.span,
             self.sequences,
-            self.query.flatten(1),
+            query.flatten(1),
             self.kv,
             softcap=self.softcap or 0.0,
             sinks=self.sinks,
@@ -74,22 +78,31 @@ class Scene:
         )
 
 
-def zeroed_kv(num_blocks: int, block: int, num_kv_heads: int, *dims: int) -> Int8Kv:
+def zeroed_kv(
+    num_blocks: int, block: int, num_kv_heads: int, *dims: int, code: KvCode = INT8
+) -> CodedKv:
     made = []
-    for dim in dims:
-        shape = (num_blocks, block, num_kv_heads)
-        made.append(torch.zeros(*shape, dim, dtype=torch.int8))
+    shape = (num_blocks, block, num_kv_heads)
+    for dim, numbers in zip(dims, (code.keys, code.values), strict=True):
+        made.append(torch.zeros(*shape, numbers.width(dim), dtype=numbers.dtype))
         made.append(torch.zeros(*shape, dim // group_size(dim), dtype=torch.bfloat16))
-    return Int8Kv(*made)
+    return CodedKv(*made, code)
 
 
-def scene(seed: int, widths: tuple[int, ...] = (8, 16, 24, 40, 64, 80, 96)) -> Scene:
+WIDTHS = 8, 16, 24, 40, 64, 80, 96
+CODED = [*((seed, INT8) for seed in range(8)), *((seed, K8V4) for seed in range(8, 14))]
+CODED += [(seed, INT4) for seed in range(14, 20)]
+
+
+def scene(seed: int, widths: tuple[int, ...] = WIDTHS, code: KvCode = INT8) -> Scene:
     """Return a scene of random sizes. What no sequence has is not a number."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     num_kv_heads, group = draw.choice([(1, 7), (2, 3), (3, 1), (1, 1), (2, 4)])
     block = draw.choice([2, 4, 8, 16, 32])
-    dims = draw.choice(widths), draw.choice(widths)
+    key_dims = [dim for dim in widths if code.keys.takes(dim)]
+    value_dims = [dim for dim in widths if code.values.takes(dim)]
+    dims = draw.choice(key_dims), draw.choice(value_dims)
     lengths = [draw.choice([1, 3, 31, 100, 257, 530]) for _ in range(draw.randint(1, 3))]
     counts = [draw.randint(1, min(5, length)) for length in lengths]
     needed = [-(-length // block) for length in lengths]
@@ -98,7 +111,7 @@ def scene(seed: int, widths: tuple[int, ...] = (8, 16, 24, 40, 64, 80, 96)) -> S
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     for table, own in zip(tables, order.split([*needed, 3])[:-1], strict=True):
         table[: len(own)] = own
-    kv = zeroed_kv(num_blocks, block, num_kv_heads, *dims)
+    kv = zeroed_kv(num_blocks, block, num_kv_heads, *dims, code=code)
     for scales in (kv.key_scales, kv.value_scales):
         scales.fill_(float("nan"))
     sequences = PagedSequences(tuple(counts), tuple(lengths), tables, block)
@@ -119,17 +132,17 @@ def scene(seed: int, widths: tuple[int, ...] = (8, 16, 24, 40, 64, 80, 96)) -> S
     )
 
 
-@pytest.mark.parametrize("seed", range(14))
-def test_the_compiled_attention_is_that_of_the_formula(seed: int) -> None:
-    found = scene(seed)
+@pytest.mark.parametrize(("seed", "code"), CODED)
+def test_the_compiled_attention_is_that_of_the_formula(seed: int, code: KvCode) -> None:
+    found = scene(seed, code=code)
 
     assert torch.allclose(found.compiled(), found.exact(), atol=2e-5)
 
 
-@pytest.mark.parametrize("seed", range(14, 24))
-def test_attention_by_torch_is_that_of_the_formula(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "code"), CODED)
+def test_attention_by_torch_is_that_of_the_formula(seed: int, code: KvCode) -> None:
     """Head dims that no vector fills too: the compiled kernels do not take these."""
-    found = scene(seed, (8, 20, 33, 64))
+    found = scene(seed, (8, 20, 33, 64), code)
     found.kv.keys[0] = 1  # the reference reads block 0 of unused columns
     for scales in (found.kv.key_scales, found.kv.value_scales):
         scales[0] = 0
@@ -144,7 +157,7 @@ def test_tables_with_positions_of_their_own_are_read_alike_by_both(name: str) ->
     case = replace(CASES[name], key_dim=64, value_dim=64)
     problem, parts = int8_problem(case, ((1, 63), (3, 50), (18, 300)), is_private=True)
     assert isinstance(problem.sequences, PagedSequences)
-    found = Scene(Int8Kv(*parts), problem.sequences, problem.query, span_of(case), None, None)
+    found = Scene(CodedKv(*parts), problem.sequences, problem.query, span_of(case), None, None)
 
     assert_exact(found.compiled(), problem, case)
     assert_exact(found.by_torch(), problem, case)
@@ -191,8 +204,16 @@ def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span: Atte
         assert torch.equal(own.compiled()[0], together[row])
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (8, 16), (40, 136)])
-def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("code", "dims"),
+    [
+        *((INT8, dims) for dims in [(64, 64), (8, 16), (40, 136)]),
+        *((code, dims) for code in (K8V4, INT4) for dims in [(64, 64), (16, 80)]),
+    ],
+)
+def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(
+    code: KvCode, dims: tuple[int, int]
+) -> None:
     """From the smallest floats to the largest, zeros, ties, and what is not a number."""
     torch.manual_seed(0)
     num_rows, num_heads, num_kv_heads = 16, 4, 2
@@ -208,15 +229,14 @@ def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(dims: tuple[i
     qkv[8] = 1e-30 * torch.rand(width)
     qkv[9, ::3] *= 1000
     slots = torch.tensor([3, 9, 18, 11, 2, 0, 1, 4, 5, 6, -1, 7, 8, 10, 12, 13])
-    kv, plain = (zeroed_kv(5, 4, num_kv_heads, *dims) for _ in range(2))
+    kv, plain = (zeroed_kv(5, 4, num_kv_heads, *dims, code=code) for _ in range(2))
     heads = rotation.Heads(
         num_heads,
         num_kv_heads,
         *dims,
         0,
         rotation.HeadNorm.NONE,
-        Stored.INT8,
-        *kv.groups,
+        kv.code,
     )
     place = rotation.Place
     places: dict[Any, Any] = {
@@ -240,7 +260,7 @@ def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(dims: tuple[i
     for ours, theirs in zip(kv.tensors, plain.tensors, strict=True):
         assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
         assert torch.equal(ours.isnan(), theirs.isnan())
-    read = restored(kv.keys, kv.key_scales).flatten(0, 1)
+    read = code.keys.restored(kv.keys, kv.key_scales).flatten(0, 1)
     is_finite = read.isfinite().flatten(1).all(dim=1)
     assert not is_finite[[0, 1, 4]].any(), "what is not a number is not read as one"
     assert is_finite[[3, 9, 18, 11, 2, 5, 6]].all()
@@ -251,9 +271,13 @@ def test_the_error_of_a_number_is_at_most_half_a_step_of_its_group(dim: int) -> 
     torch.manual_seed(dim)
     for magnitude in (1e-20, 1.0, 1e20):
         values = torch.randn(50, 3, dim) * magnitude
-        numbers, scales = quantised(values)
+        numbers, scales = INT8.keys.quantised(values)
 
-        off = (restored(numbers, scales) - values).unflatten(-1, (-1, group_size(dim))).abs()
+        off = (
+            (INT8.keys.restored(numbers, scales) - values)
+            .unflatten(-1, (-1, group_size(dim)))
+            .abs()
+        )
         peaks = values.unflatten(-1, (-1, group_size(dim))).abs().amax(-1)
         assert bool((off.amax(-1) <= 0.501 * scales.float()).all())
         assert bool((scales.float() <= 1.004 * peaks / 127).all())
@@ -266,7 +290,7 @@ def test_a_large_channel_leaves_the_other_groups_of_its_head_as_they_are() -> No
     with_large = values.clone()
     with_large[3] = 500.0
 
-    one, other = (restored(*quantised(x)) for x in (values, with_large))
+    one, other = (INT8.keys.restored(*INT8.keys.quantised(x)) for x in (values, with_large))
 
     assert torch.equal(one[32:], other[32:])
     assert (one - values)[32:].abs().max() < 0.02
@@ -274,8 +298,8 @@ def test_a_large_channel_leaves_the_other_groups_of_its_head_as_they_are() -> No
 
 def test_bfloat16_is_read_as_float32_rounded_once() -> None:
     torch.manual_seed(0)
-    numbers, scales = quantised(torch.randn(40, 64))
+    numbers, scales = INT8.keys.quantised(torch.randn(40, 64))
 
-    out = restored(numbers, scales, torch.empty(40, 64, dtype=torch.bfloat16))
+    out = INT8.keys.restored(numbers, scales, torch.empty(40, 64, dtype=torch.bfloat16))
 
-    assert torch.equal(out, restored(numbers, scales).bfloat16())
+    assert torch.equal(out, INT8.keys.restored(numbers, scales).bfloat16())

@@ -5,7 +5,7 @@ import torch
 from interpreter import Interpreter
 
 from kvchat.model.gpu.cuda_graph import trapping_host_reads
-from kvchat_kernels.int8_kv import Int8Kv
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import FULL, DeviceSequences
 from support.attention_checks import CASES
@@ -75,7 +75,7 @@ def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) 
     """The write by torch looks on the host for slots of -1, and attention by torch at lengths."""
     launched = []
     monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch.kernel.fn.__name__))
-    monkeypatch.setattr(Int8Kv, "_runs_kernels", lambda kv, query: True)
+    monkeypatch.setattr(CodedKv, "_runs_kernels", lambda kv, query: True)
     monkeypatch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
     kv = zeroed_pools(5, 16, 2, 64, 64)
     lengths = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)

@@ -13,8 +13,8 @@ from compiling import HOPPER, GpuCode, compile_for
 
 from kvchat_kernels.block_copy import PoolTensors
 from kvchat_kernels.block_copy.kernel import copy_launch, image_launch
-from kvchat_kernels.int8_kv_write import group_size
 from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
+from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.kv_write.kernel import kv_write_launch
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.one_row_linear.kernel import one_row_linear_launch

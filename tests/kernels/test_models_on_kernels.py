@@ -15,7 +15,7 @@ import kvchat_kernels.paged_attention as paged_attention_package
 from kvchat.core.config import CacheConfig
 from kvchat.engine.kv_storage import kv_geometry, small_kv
 from kvchat.model.self_test import _paged_logits, _random_ids, _similarity, compare_with_own
-from kvchat_kernels.int8_kv import Int8Kv
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.paged_attention import Implementation
 from support.fused_models import load_fused, load_plain
 from support.gpu_packs import load_packed_as_on_gpu
@@ -72,7 +72,7 @@ def similarity_over_int8_on_kernels(
     with loaded.fusing.paused() if loaded.fusing is not None else nullcontext():
         by_torch = _paged_logits(loaded, *ids, new_kv=new_kv)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Int8Kv, "_runs_kernels", lambda kv, query: not launches.append(1))
+        patch.setattr(CodedKv, "_runs_kernels", lambda kv, query: not launches.append(1))
         patch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
         return _similarity(loaded, by_torch, _paged_logits(loaded, *ids, new_kv=new_kv)), len(
             launches

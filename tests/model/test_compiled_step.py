@@ -19,9 +19,9 @@ from kvchat.core.memory import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.cpu import decoder, families, reader
 from kvchat.model.cpu.step_operations import Activations, RoundedForm
 from kvchat.model.cpu.step_program import embedding_into
+from kvchat.model.decoder import decoder, families, reader
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
@@ -239,13 +239,26 @@ def test_a_row_does_not_depend_on_rows_beside_it_nor_on_threads(
         assert torch.equal(together, torch.cat(expected))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gemma3_text"])
-def test_over_kv_of_8_bits_logits_and_kv_are_those_of_the_modules(
-    family: str, tmp_path: Path
+def levels_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the stored numbers of KV; those of 4 bits lie two in a byte."""
+    if numbers.dtype == torch.int8:
+        return numbers.int()
+    return torch.stack((numbers & 15, numbers >> 4)).int()
+
+
+@pytest.mark.parametrize(
+    ("family", "code"),
+    [
+        *((family, "int8") for family in ("llama", "gemma2", "qwen3", "gemma3_text")),
+        *(("gemma2", "k8v4"), ("llama", "int4"), ("gemma3_text", "int4")),
+    ],
+)
+def test_over_coded_kv_logits_and_kv_are_those_of_the_modules(
+    family: str, code: str, tmp_path: Path
 ) -> None:
     """A number at the middle of two levels may fall on either side, so KV is equal to a level."""
     loaded = load(tmp_path, family, dtype="float32")
-    geometry = kv_geometry(loaded.spec, CacheConfig(BLOCK, kv_dtype="int8"), loaded.dtype)
+    geometry = kv_geometry(loaded.spec, CacheConfig(BLOCK, kv_dtype=code), loaded.dtype)
     for step in STEPS.values():
         results, pools = [], []
         for is_compiled in (True, False):
@@ -263,7 +276,7 @@ def test_over_kv_of_8_bits_logits_and_kv_are_those_of_the_modules(
         assert (results[0] - results[1]).abs().max() <= 2e-2 * results[1].abs().max()
         for one, other in zip(*(pool.layers for pool in pools), strict=True):
             for ours, theirs in zip(one.tensors[::2], other.tensors[::2], strict=True):
-                off = (ours.int() - theirs.int()).abs()
+                off = (levels_of(ours) - levels_of(theirs)).abs()
                 assert off.max() <= 1
                 assert off.float().mean() < 1e-3
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import NUM_HEADERS, NUM_OF_SEQUENCE, Header
-from kvchat_kernels.int8_kv import Int8Kv
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
 
@@ -52,7 +52,7 @@ def attended(
     span: AttentionSpan,
     sequences: PagedSequences,
     query: torch.Tensor,
-    pools: tuple[torch.Tensor, torch.Tensor] | Int8Kv,
+    pools: tuple[torch.Tensor, torch.Tensor] | CodedKv,
     *,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -70,7 +70,7 @@ def attended(
         place.SOFTCAP: softcap,
         place.OUT: out,
     }
-    if isinstance(pools, Int8Kv):
+    if isinstance(pools, CodedKv):
         places |= {place.KEY_SCALES: pools.key_scales, place.VALUE_SCALES: pools.value_scales}
         pools = pools.keys, pools.values
     places |= {place.KEYS: pools[0], place.VALUES: pools[1]}

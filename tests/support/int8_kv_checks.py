@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from kvchat_kernels.int8_kv import Int8Kv, quantised, restored
-from kvchat_kernels.int8_kv_write import group_size, int8_kv_write
+from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.int8_kv_write import int8_kv_write
+from kvchat_kernels.kv_code import INT8, group_size
 from kvchat_kernels.paged_attention import PagedSequences
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_int8_triton
 from support.attention_checks import assert_exact, span_of
@@ -31,9 +32,9 @@ def int8_problem(
     problem = paged_problem(case, lengths, block_size, torch.float32)
     if is_private:
         problem = with_private_tables(problem)
-    parts = (*quantised(problem.key_pool), *quantised(problem.value_pool))
+    parts = (*INT8.keys.quantised(problem.key_pool), *INT8.keys.quantised(problem.value_pool))
     keys, values = (
-        tuple(restored(*quantised(own)).to(dtype) for own in side)
+        tuple(INT8.keys.restored(*INT8.keys.quantised(own)).to(dtype) for own in side)
         for side in (problem.keys, problem.values)
     )
     sinks = None if problem.sinks is None else problem.sinks.to(dtype)
@@ -91,13 +92,13 @@ def check_int8_replay(
     assert_exact(out.cpu(), problem, case, device)
 
 
-def zeroed_pools(num_blocks: int, block: int, heads: int, *dims: int) -> Int8Kv:
+def zeroed_pools(num_blocks: int, block: int, heads: int, *dims: int) -> CodedKv:
     made = []
     for dim in dims:
         made.append(torch.zeros(num_blocks, block, heads, dim, dtype=torch.int8))
         groups = dim // group_size(dim)
         made.append(torch.zeros(num_blocks, block, heads, groups, dtype=torch.bfloat16))
-    return Int8Kv(*made)
+    return CodedKv(*made)
 
 
 def hard_numbers(num_rows: int, *shape: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ slots is all slots between two, which `parts.py` finds.
 Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -31,8 +32,18 @@ from kvchat_kernels.cpu.code import (
     Kernel,
     Value,
 )
-from kvchat_kernels.cpu.maths import Stored, as_floats, exp, load_floats, load_transposed, tanh
+from kvchat_kernels.cpu.maths import (
+    Stored,
+    as_floats,
+    exp,
+    load_floats,
+    load_group,
+    load_group_transposed,
+    load_transposed,
+    tanh,
+)
 from kvchat_kernels.cpu.products import are_wide_floats_faster
+from kvchat_kernels.kv_code import SCALE_BYTES, KvCode, NumberCode, group_size
 
 # Slots of a part, and of a tile of K or V that is converted to float32 at once.
 PART = 256
@@ -48,7 +59,6 @@ _VALUE_VECTORS = {4: 2, 3: 2, 2: 4, 1: 8}
 _WIDE_FEW, _MOST_HEADS = {1: (8, 4, 2, 1), 2: (8, 4, 2), 3: (12, 3)}, 12
 _WIDE_VALUE_VECTORS = {1: 8, 2: 4, 3: 4, 4: 4}
 _CACHE_LINE = 64
-_SCALES, _SCALE_BYTES = Stored.BFLOAT, Stored.BFLOAT.num_bytes
 _HIDDEN = -1e30
 
 
@@ -103,7 +113,7 @@ class Place(IntEnum):
     SINKS          float32 [heads], where the form has them
     OUT            float32 [rows, heads, value dim]
     KEY_SCALES, VALUE_SCALES
-                   bfloat16 [slots, KV heads, dim / group], where the pools are of 8 bits
+                   bfloat16 [slots, KV heads, dim / group], where the pools have a code
     """
 
     RECORD = 0
@@ -123,8 +133,7 @@ class Place(IntEnum):
 class AttentionForm:
     """What code is made for. `block_size` is a power of two, dims are multiples of 8.
 
-    Of pools of 8 bits, `key_group` numbers of a key and `value_group` of a value share a scale:
-    powers of two from 8 on.
+    Pools hold floats, as `stored`, or numbers of a code, whose groups are powers of two from 8 on.
     """
 
     num_heads: int
@@ -132,11 +141,9 @@ class AttentionForm:
     key_dim: int
     value_dim: int
     block_size: int
-    stored: Stored
+    stored: Stored | KvCode
     has_softcap: bool = False
     has_sinks: bool = False
-    key_group: int = 0
-    value_group: int = 0
 
     @property
     def group(self) -> int:
@@ -252,51 +259,78 @@ class _Part:
             for line in range(0, head_bytes, _CACHE_LINE):
                 code.prefetch(token, line)
 
-    def _scales(self, pool: Place, dim: int, group: int, slot: Value) -> list[Value]:
-        """Return the addresses of the scales of 8 slots; none where numbers have no scales."""
-        return self._tokens(pool, dim // group * _SCALE_BYTES, slot) if group else []
-
     def _convert_keys(self, tile: Value) -> None:
         """Write a tile of K as float32 [dim, slots]."""
-        code, form = self._code, self._form
-        dim, size, group = form.key_dim, form.stored.num_bytes, form.key_group
-        width = group or LANES
-        start = code.greatest(tile, self._first - self._first % LANES)
-        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
-            self._ask_ahead(Place.KEYS, dim * size, slot)
-            tokens = self._tokens(Place.KEYS, dim * size, slot)
-            scales = self._scales(Place.KEY_SCALES, dim, group, slot)
+        with self._eights(Place.KEYS, self._form.key_dim, tile) as slot:
             to = self._tile + (slot - tile) * 4
-            with code.loop(0, dim, width) as first:
-                of_group = [code.load(at, first // width * _SCALE_BYTES, I16) for at in scales]
-                factors = as_floats(code, code.gathered(of_group), _SCALES) if scales else None
-                for column in [first + part for part in range(0, width, LANES)]:
-                    loaded = load_transposed(code, tokens, column * size, form.stored)
-                    for index, values in enumerate(loaded):
-                        right = values if factors is None else values * factors
-                        code.store(right, to, (column + index) * (_TILE * 4))
+            stored = self._form.stored
+            if isinstance(stored, KvCode):
+                self._convert_groups_of_keys(stored.keys, slot, to)
+            else:
+                self._convert_plain_keys(stored, slot, to)
+
+    def _convert_plain_keys(self, stored: Stored, slot: Value, to: Value) -> None:
+        code, dim = self._code, self._form.key_dim
+        tokens = self._tokens(Place.KEYS, dim * stored.num_bytes, slot)
+        with code.loop(0, dim, LANES) as column:
+            loaded = load_transposed(code, tokens, column * stored.num_bytes, stored)
+            for index, values in enumerate(loaded):
+                code.store(values, to, (column + index) * (_TILE * 4))
+
+    def _convert_groups_of_keys(self, numbers: NumberCode, slot: Value, to: Value) -> None:
+        code, dim = self._code, self._form.key_dim
+        group = group_size(dim)
+        tokens = self._tokens(Place.KEYS, numbers.width(dim), slot)
+        scales = self._tokens(Place.KEY_SCALES, dim // group * SCALE_BYTES, slot)
+        with code.loop(0, dim, group) as first:
+            of_group = [code.load(at, first // group * SCALE_BYTES, I16) for at in scales]
+            factors = as_floats(code, code.gathered(of_group), Stored.BFLOAT)
+            for place, values in load_group_transposed(code, tokens, first, group, numbers.bits):
+                code.store(values * factors, to, (first + place) * (_TILE * 4))
 
     def _convert_values(self, tile: Value) -> None:
         """Write a tile of V as float32 [slots, dim]."""
-        code, form = self._code, self._form
-        dim, size, group = form.value_dim, form.stored.num_bytes, form.value_group
-        width = group or LANES
+        dim = self._form.value_dim
+        with self._eights(Place.VALUES, dim, tile) as slot:
+            to = self._tile + (slot - tile) * (dim * 4)
+            stored = self._form.stored
+            if isinstance(stored, KvCode):
+                self._convert_groups_of_values(stored.values, slot, to)
+            else:
+                self._convert_plain_values(stored, slot, to)
+
+    def _convert_plain_values(self, stored: Stored, slot: Value, to: Value) -> None:
+        code, dim = self._code, self._form.value_dim
+        tokens = self._tokens(Place.VALUES, dim * stored.num_bytes, slot)
+        with code.loop(0, dim, LANES) as column:
+            for index, token in enumerate(tokens):
+                values = load_floats(code, token, column * stored.num_bytes, stored)
+                code.store(values, to + index * (dim * 4), column * 4)
+
+    def _convert_groups_of_values(self, numbers: NumberCode, slot: Value, to: Value) -> None:
+        code, dim = self._code, self._form.value_dim
+        group = group_size(dim)
+        tokens = self._tokens(Place.VALUES, numbers.width(dim), slot)
+        scales = self._tokens(Place.VALUE_SCALES, dim // group * SCALE_BYTES, slot)
+        with code.loop(0, dim, group) as first:
+            for index, (token, at) in enumerate(zip(tokens, scales, strict=True)):
+                scale = code.load(at, first // group * SCALE_BYTES, I16)
+                factors = as_floats(code, code.spread(scale), Stored.BFLOAT)
+                for place, values in load_group(code, token, first, group, numbers.bits):
+                    code.store(values * factors, to + index * (dim * 4), (first + place) * 4)
+
+    @contextmanager
+    def _eights(self, pool: Place, dim: int, tile: Value) -> Iterator[Value]:
+        """Write a loop over every 8 slots of a tile that a row may see; ask for the next tile's."""
+        code, stored = self._code, self._form.stored
+        if isinstance(stored, KvCode):
+            head_bytes = (stored.keys if pool is Place.KEYS else stored.values).width(dim)
+        else:
+            head_bytes = dim * stored.num_bytes
         start = code.greatest(tile, self._first - self._first % LANES)
         with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
-            self._ask_ahead(Place.VALUES, dim * size, slot)
-            tokens = self._tokens(Place.VALUES, dim * size, slot)
-            scales = self._scales(Place.VALUE_SCALES, dim, group, slot)
-            to = self._tile + (slot - tile) * (dim * 4)
-            with code.loop(0, dim, width) as first:
-                for index, token in enumerate(tokens):
-                    factors = None
-                    if scales:
-                        of_group = code.load(scales[index], first // width * _SCALE_BYTES, I16)
-                        factors = as_floats(code, code.spread(of_group), _SCALES)
-                    for column in [first + part for part in range(0, width, LANES)]:
-                        values = load_floats(code, token, column * size, form.stored)
-                        right = values if factors is None else values * factors
-                        code.store(right, to + index * (dim * 4), column * 4)
+            self._ask_ahead(pool, head_bytes, slot)
+            yield slot
 
     # Scores, weights, sums
 

@@ -111,13 +111,81 @@ def load_transposed(
 
     A round exchanges the halves of pairs of vectors: the vectors `step` apart, lanes alternating.
     """
-    vectors = [code.load(address, offset, _LOADED[stored]) for address in addresses]
+    vectors = _transposed(code, addresses, offset, _LOADED[stored])
+    return [as_floats(code, vector, stored) for vector in vectors]
+
+
+def _transposed(
+    code: Code, addresses: Sequence[Value], offset: Value | int, kind: ir.VectorType
+) -> list[Value]:
+    vectors = [code.load(address, offset, kind) for address in addresses]
     low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
     high = [lane + LANES // 2 for lane in low]
     for _ in range(3):
         pairs = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
         vectors = [code.shuffled(*pair, order) for pair in pairs for order in (low, high)]
-    return [as_floats(code, vector, stored) for vector in vectors]
+    return vectors
+
+
+def load_group(
+    code: Code, address: Value, first: Value, group: int, bits: int
+) -> list[tuple[int, Value]]:
+    """Load a group of stored numbers, as of `NumberCode`, from number `first` of a head on.
+
+    Returns the place in the group of every 8 of them, and these as float32.
+    """
+    if bits == 8:
+        parts = range(0, group, LANES)
+        return [(part, load_floats(code, address, first + part, Stored.INT8)) for part in parts]
+    found: list[tuple[int, Value]] = []
+    for part in range(0, group // 2, LANES):
+        halves = _halves(code, code.load(address, (first >> 1) + part, I8S))
+        found += zip((part, part + group // 2), halves, strict=True)
+    return found
+
+
+def load_group_transposed(
+    code: Code, addresses: Sequence[Value], first: Value, group: int, bits: int
+) -> list[tuple[int, Value]]:
+    """Load a group of each of 8 heads; return every number's place, and that number of all."""
+    found: list[tuple[int, Value]] = []
+    if bits == 8:
+        for part in range(0, group, LANES):
+            vectors = load_transposed(code, addresses, first + part, Stored.INT8)
+            found += [(part + index, vector) for index, vector in enumerate(vectors)]
+        return found
+    for part in range(0, group // 2, LANES):
+        for index, vector in enumerate(_transposed(code, addresses, (first >> 1) + part, I8S)):
+            places = part + index, part + index + group // 2
+            found += zip(places, _halves(code, vector), strict=True)
+    return found
+
+
+def _halves(code: Code, loaded: Value) -> tuple[Value, Value]:
+    """Return the lower and the upper halves of 8 bytes as floats from -8 to 7."""
+    wide = code.convert("zext", loaded, I32S)
+    lower, upper = (code.convert("sitofp", half - 8, F32S) for half in (wide & 15, wide >> 4))
+    return lower, upper
+
+
+def turned(code: Code, vectors: Sequence[Value]) -> list[Value]:
+    """Return the numbers of vectors of 8 times a Hadamard matrix, as `kv_code.turned`."""
+    found, step = list(vectors), 1
+    while step < LANES:  # pairs of one vector: the first gets the sum, the second the difference
+        lanes = [lane ^ step for lane in range(LANES)]
+        signs = [-1.0 if lane & step else 1.0 for lane in range(LANES)]
+        factors = Value(code, ir.Constant(F32S, signs))
+        found = [code.picked(vector, lanes) + vector * factors for vector in found]
+        step *= 2
+    step = 1
+    while step < len(found):
+        pairs = [(found[i & ~step], found[i | step]) for i in range(len(found))]
+        found = [
+            first - second if i & step else first + second
+            for i, (first, second) in enumerate(pairs)
+        ]
+        step *= 2
+    return found
 
 
 def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:

@@ -10,14 +10,12 @@ from enum import IntEnum, StrEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I32S, I64, LANES, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats
+from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats, turned
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.kv_code import LEAST, SCALE_BYTES, KvCode, NumberCode, group_size
 
-# Of groups of 8 bits: the largest number, and floats between which a scale and its numbers are
-# not zero and not infinite. The same as in `int8_kv.py`.
-_MOST = 127.0
-_LEAST = 1e-30
+# A scale above this is not finite.
 _FINITE = 3.3e38
 
 
@@ -28,7 +26,7 @@ class Place(IntEnum):
     KEYS, VALUES              addresses of the pools, [slots, KV heads, dim]
     QUERY_NORM, KEY_NORM      weights, float32 [dim], or [heads * dim] for a norm of all heads
     EPSILON                   float32
-    KEY_SCALES, VALUE_SCALES  bfloat16 [slots, KV heads, dim / group], where pools are of 8 bits
+    KEY_SCALES, VALUE_SCALES  bfloat16 [slots, KV heads, dim / group], where pools have a code
     QUERY_FACTORS             float32 [rows], what Q is multiplied with after it is rotated
     """
 
@@ -58,8 +56,7 @@ class HeadNorm(StrEnum):
 class Heads:
     """The heads of a layer. Dims are multiples of 8, `rotated` of 16; 0 rotates nothing.
 
-    `stored` is how the pools hold K and V. Of 8 bits, `key_group` numbers of a key and
-    `value_group` of a value share a scale: powers of two from 8 on.
+    Pools hold floats, as `stored`, or numbers of a code, whose groups are powers of two from 8 on.
 
     turns_neighbours   dimensions 2i and 2i + 1 turn by the angle i
     norms_last         heads are normalised after they are rotated
@@ -73,9 +70,7 @@ class Heads:
     value_dim: int
     rotated: int
     norm: HeadNorm
-    stored: Stored
-    key_group: int = 0
-    value_group: int = 0
+    stored: Stored | KvCode
     scales_query: bool = False
     turns_neighbours: bool = False
     norms_last: bool = False
@@ -111,50 +106,94 @@ def _write(code: Code, heads: Heads) -> None:
             _write_norm(code, start, code.whole(heads.value_dim), None)
     if heads.writes_kv:
         _write_kv(code, heads, key_row, value_row)
+    if isinstance(heads.stored, KvCode) and heads.stored.keys.turned:
+        _write_turned_queries(code, row, heads.num_heads * heads.key_dim, group_size(heads.key_dim))
 
 
 def _write_kv(code: Code, heads: Heads, key_row: Value, value_row: Value) -> None:
     """Write a row of K and one of V to the row's slot, if it has one."""
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
+    stored = heads.stored
     with code.when(slot > -1):
-        for address, pool, dim, scales, group in (
-            (key_row, Place.KEYS, heads.key_dim, Place.KEY_SCALES, heads.key_group),
-            (value_row, Place.VALUES, heads.value_dim, Place.VALUE_SCALES, heads.value_group),
+        for address, pool, scales, dim in (
+            (key_row, Place.KEYS, Place.KEY_SCALES, heads.key_dim),
+            (value_row, Place.VALUES, Place.VALUE_SCALES, heads.value_dim),
         ):
-            width = heads.num_kv_heads * dim
-            to = code.field(pool) + slot * (width * heads.stored.num_bytes)
-            if group:
-                to_scales = code.field(scales) + slot * (width // group * Stored.BFLOAT.num_bytes)
-                _write_groups(code, address, to, to_scales, width, group)
+            width, to = heads.num_kv_heads * dim, code.field(pool)
+            if isinstance(stored, KvCode):
+                numbers = stored.keys if pool is Place.KEYS else stored.values
+                group = group_size(dim)
+                to = to + slot * numbers.width(width)
+                to_scales = code.field(scales) + slot * (width // group * SCALE_BYTES)
+                with code.loop(0, width, group) as first:
+                    _write_group(code, numbers, group, address, first, to, to_scales)
                 continue
+            to = to + slot * (width * stored.num_bytes)
             with code.loop(0, width, LANES) as index:
                 value = code.load(address, index * 4, F32S)
-                store_floats(code, value, to, index * heads.stored.num_bytes, heads.stored)
+                store_floats(code, value, to, index * stored.num_bytes, stored)
 
 
-def _write_groups(
-    code: Code, address: Value, to: Value, scales: Value, width: int, group: int
+def _write_group(
+    code: Code,
+    numbers: NumberCode,
+    group: int,
+    address: Value,
+    first: Value,
+    to: Value,
+    scales: Value,
 ) -> None:
-    """Write `width` floats as groups of whole numbers and their scales, as `int8_kv.quantised`."""
+    """Write the `group` floats from `first` on, and their scale, as `NumberCode.quantised`."""
+    floats = _load_group(code, address, first, group)
+    if numbers.turned:
+        floats = turned(code, floats)
+    bits = _scale_bits(code, numbers, floats)
+    code.store(code.convert("trunc", bits >> 16, I16), scales, first // group * SCALE_BYTES)
+    scale = code.as_bits((bits >> 16) << 16, F32)
+    size = code.as_bits(code.as_bits(scale, I32) & 0x7FFFFFFF, F32)
+    is_usable = code.spread((size > 0.0) & (size < _FINITE))
+    levels = []
+    for value in floats:
+        level = code.call("llvm.rint.v8f32", F32S, value / code.spread(scale))
+        level = code.select(is_usable, level, code.floats(0.0))
+        lowest, highest = (-127.0, 127.0) if numbers.bits == 8 else (-8.0, 7.0)
+        level = code.least(code.greatest(level, lowest), highest)
+        levels.append(code.convert("fptosi", level, I32S))
+    if numbers.bits == 4:
+        half = len(levels) // 2
+        both = zip(levels[:half], levels[half:], strict=True)
+        levels = [lower + 8 | (upper + 8) << 4 for lower, upper in both]
+        first = first >> 1
+    for part, level in enumerate(levels):
+        code.store(code.convert("trunc", level, I8S), to, first + part * LANES)
+
+
+def _load_group(code: Code, address: Value, first: Value, group: int) -> list[Value]:
+    return [code.load(address, (first + part) * 4, F32S) for part in range(0, group, LANES)]
+
+
+def _scale_bits(code: Code, numbers: NumberCode, floats: list[Value]) -> Value:
+    """Return the bits of a group's scale as a float32, to be cut to the upper 16."""
+    # Bits of floats without a sign are ordered as the floats are, and a NaN is above all.
+    sizes = [code.as_bits(value, I32S) & 0x7FFFFFFF for value in floats]
+    most = code.call("llvm.vector.reduce.smax.v8i32", I32, reduce(code.greatest, sizes))
+    peak = code.as_bits(most, F32)
+    signed = peak
+    if numbers.bits == 4:  # the farthest number is -8, whatever its sign
+        own = reduce(code.greatest, [code.as_bits(value, I32S) for value in floats])
+        highest = code.call("llvm.vector.reduce.smax.v8i32", I32, own)
+        signed = code.select(highest >= most, code.single(0.0) - peak, peak)
+    scale = code.select(peak < LEAST, code.single(0.0), signed / float(numbers.most))
+    bits = code.as_bits(scale, I32)
+    return bits + 0x7FFF + ((bits >> 16) & 1)  # to bfloat16, ties to even
+
+
+def _write_turned_queries(code: Code, row: Value, width: int, group: int) -> None:
+    """Write: turn the queries, so that their products with turned keys are right."""
+    factor = code.floats(1 / group)
     with code.loop(0, width, group) as first:
-        parts = [first + part for part in range(0, group, LANES)]
-        floats = [code.load(address, part * 4, F32S) for part in parts]
-        # Bits of floats without a sign are ordered as the floats are, and a NaN is above all.
-        sizes = [code.as_bits(value, I32S) & 0x7FFFFFFF for value in floats]
-        most = code.call("llvm.vector.reduce.smax.v8i32", I32, reduce(code.greatest, sizes))
-        peak = code.as_bits(most, F32)
-        exact = code.select(peak < _LEAST, code.single(0.0), peak / _MOST)
-        bits = code.as_bits(exact, I32)
-        bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to bfloat16, ties to even
-        code.store(code.convert("trunc", bits >> 16, I16), scales, first // group * 2)
-        scale = code.as_bits((bits >> 16) << 16, F32)
-        is_usable = code.spread((scale > 0.0) & (scale < _FINITE))
-        for part, value in zip(parts, floats, strict=True):
-            level = code.call("llvm.rint.v8f32", F32S, value / code.spread(scale))
-            level = code.select(is_usable, level, code.floats(0.0))
-            level = code.least(code.greatest(level, -_MOST), _MOST)
-            whole = code.convert("fptosi", level, I32S)
-            code.store(code.convert("trunc", whole, I8S), to, part)
+        for part, value in enumerate(turned(code, _load_group(code, row, first, group))):
+            code.store(value * factor, row, (first + part * LANES) * 4)
 
 
 def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: Value) -> None:

@@ -6,22 +6,17 @@ by one device is read by another.
 
 import torch
 
-from kvchat_kernels.int8_kv_write.reference import (
-    Int8Pools,
-    group_size,
-    int8_kv_write_reference,
-    quantised,
-    restored,
-)
+from kvchat_kernels.int8_kv_write.reference import CodedPools, coded_write
+from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.launch import dense, uses_triton
 
-__all__ = ["Int8Pools", "group_size", "int8_kv_write", "quantised", "restored"]
+__all__ = ["CodedPools", "coded_write", "int8_kv_write"]
 
 
 def int8_kv_write(
     key: torch.Tensor,
     value: torch.Tensor,
-    pools: Int8Pools,
+    pools: CodedPools,
     slot_mapping: torch.Tensor,
     *,
     impl: str = "auto",
@@ -31,7 +26,7 @@ def int8_kv_write(
     key            [num_tokens, num_kv_heads, key_dim], any floating dtype and strides. On a GPU a
                    last dimension that is not dense is copied first
     value          [num_tokens, num_kv_heads, value_dim], likewise
-    pools          the four tensors of an `Int8Kv`, contiguous
+    pools          the four tensors of a `CodedKv`, contiguous
     slot_mapping   [num_tokens] int64, as of `kv_write`
     impl           auto, triton or reference
     """
@@ -40,4 +35,4 @@ def int8_kv_write(
 
         int8_kv_write_launch(dense(key), dense(value), pools, slot_mapping).run()
     else:
-        int8_kv_write_reference(key, value, pools, slot_mapping)
+        coded_write(key, value, pools, INT8, slot_mapping)

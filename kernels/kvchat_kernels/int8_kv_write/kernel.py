@@ -7,11 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kvchat_kernels.int8_kv_write.reference import LEAST, MOST, Int8Pools
+from kvchat_kernels.int8_kv_write.reference import CodedPools
+from kvchat_kernels.kv_code import INT8, LEAST
 from kvchat_kernels.launch import Launch, next_power_of_2
 
 _TILE = 1024
-_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(float(MOST))
+_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(float(INT8.keys.most))
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def int8_kv_write_kernel(
 
 
 def int8_kv_write_launch(
-    key: torch.Tensor, value: torch.Tensor, pools: Int8Pools, slot_mapping: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, pools: CodedPools, slot_mapping: torch.Tensor
 ) -> Launch:
     """Return the launch; see `int8_kv_write` for the shapes."""
     keys, key_scales, values, value_scales = pools

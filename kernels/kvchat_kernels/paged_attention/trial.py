@@ -6,7 +6,7 @@ the layer runs plain torch, and the user gets the reason, instead of an error in
 
 import torch
 
-from kvchat_kernels.int8_kv_write import quantised, restored
+from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.sequences import FULL, PagedSequences
@@ -67,7 +67,10 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
     keys, values = random(*pool, shape.key_dim), random(*pool, shape.value_dim)
     key_scales = value_scales = None
     if shape.is_int8:
-        (keys, key_scales), (values, value_scales) = quantised(keys), quantised(values)
+        (keys, key_scales), (values, value_scales) = (
+            INT8.keys.quantised(keys),
+            INT8.keys.quantised(values),
+        )
     return AttentionCall(
         query=query,
         key_pool=keys,
@@ -88,8 +91,8 @@ def _expected(call: AttentionCall) -> torch.Tensor:
     keys, values = call.key_pool, call.value_pool
     if call.key_scales is not None and call.value_scales is not None:
         # As the kernels restore them: rounded once to the query's dtype.
-        keys = restored(keys, call.key_scales).to(call.query.dtype)
-        values = restored(values, call.value_scales).to(call.query.dtype)
+        keys = INT8.keys.restored(keys, call.key_scales).to(call.query.dtype)
+        values = INT8.keys.restored(values, call.value_scales).to(call.query.dtype)
     return paged_attention_reference(
         call.query, keys, values, call.sequences, call.span, call.scale, call.softcap, call.sinks
     )

@@ -51,7 +51,7 @@ _LOG2_E = math.log2(math.e)
 class AttentionCall:
     """One layer's attention in one step: the arguments of `paged_attention`, and its output.
 
-    Keys and values are floats in the query's dtype; or int8 with scales, as of `int8_kv.py`, all
+    Keys and values are floats in the query's dtype; or int8 with scales, as of `coded_kv.py`, all
     contiguous. Then `key_scales` is [num_blocks, block_size, num_kv_heads, groups] bfloat16.
     """
 
@@ -154,7 +154,7 @@ def paged_attention_int8_triton(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend over KV of 8 bits with scales, the tensors of an `Int8Kv`; otherwise as
+    """Attend over KV of 8 bits with scales, the tensors of an `CodedKv`; otherwise as
     `paged_attention_triton`.
 
     A tile of keys or values is restored in registers, rounded once to the query's dtype.

@@ -19,7 +19,7 @@ from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.planner import from_tier
 from kvchat.cache.rates import RateMemory, known_prefill_rate
-from kvchat.core.config import FEWER_BITS, INT8_KV, CacheConfig
+from kvchat.core.config import FEWER_BITS, KV_CODES, CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady
@@ -79,7 +79,7 @@ class KnownModel:
     def _has_kv_of(self, setting: str) -> bool:
         if setting == "auto" or self.kv_dtype:
             return self.kv_dtype == ("" if setting == "auto" else setting)
-        return setting != INT8_KV and self.dtype in ("", setting)
+        return setting not in KV_CODES and self.dtype in ("", setting)
 
     def difference_to_loaded(self, ready: ModelReady, block_size: int) -> MissReason | None:
         """Return how the model was run otherwise than the one that is loaded; None if as that."""

@@ -40,6 +40,7 @@ from kvchat.model.decoder.matrices import Norm
 from kvchat.model.decoder.recurrent import DeltaNet, Mamba, Recurrent, ShortConvolution
 from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
+from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
 from kvchat_kernels.cpu.attention import AttentionForm
 from kvchat_kernels.cpu.code import Kernel
@@ -49,30 +50,30 @@ from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.rotation import Heads
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
-from kvchat_kernels.int8_kv import Int8Kv
+from kvchat_kernels.kv_code import KvCode
 from kvchat_kernels.kv_layer import PlainKv
 from kvchat_kernels.linear.blocks import BlockWeights
 
 # KV that the kernels write and read.
-CompiledKv = PlainKv | Int8Kv
+CompiledKv = PlainKv | CodedKv
 
 
-def _stored(pool: CompiledKv) -> tuple[Stored, int, int]:
-    """Return how a pool holds numbers, and how many of a key and of a value share a scale, or 0."""
+def _stored(pool: CompiledKv) -> Stored | KvCode:
+    """Return how a pool holds numbers."""
     if not all(tensor.is_contiguous() for tensor in pool.tensors):
         raise Unfit("has KV of another form")
-    if isinstance(pool, Int8Kv):
-        return Stored.INT8, *pool.groups
+    if isinstance(pool, CodedKv):
+        return pool.code
     stored = stored_as(pool.keys.dtype)
     if stored is None:
         raise Unfit("has KV of another form")
-    return stored, 0, 0
+    return stored
 
 
 def _addresses(pool: CompiledKv, place: Any) -> Task:
     """Return the places of a pool's tensors in a task of a kernel with these places."""
     task: Task = {place.KEYS: pool.keys, place.VALUES: pool.values}
-    if isinstance(pool, Int8Kv):
+    if isinstance(pool, CodedKv):
         task |= {place.KEY_SCALES: pool.key_scales, place.VALUE_SCALES: pool.value_scales}
     return task
 
@@ -433,7 +434,7 @@ class StepProgram:
         both = self._qkv(layer, source, values, qkv)
         pool = self._pools[spec.pool_index]
         check_widths(spec.key_dim, spec.value_dim)
-        stored, *groups = _stored(pool)
+        stored = _stored(pool)
         self._rotation(layer, qkv, pool)
         form = AttentionForm(
             spec.num_heads,
@@ -444,7 +445,6 @@ class StepProgram:
             stored,
             layer.softcap is not None,
             layer.sinks is not None,
-            *groups,
         )
         kind = (spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
         parts = self.parts.get(kind)
@@ -539,7 +539,7 @@ class StepProgram:
             spec.value_dim,
             rotated,
             layer.head_norm,
-            *_stored(pool),
+            _stored(pool),
             self.query_factors is not None,
             layer.turns_neighbours,
             layer.norms_last,

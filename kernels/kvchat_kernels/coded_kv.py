@@ -1,31 +1,22 @@
-"""Int8Kv: the KV of a layer in 8 bits a number, and a scale for each group of at most 32 numbers.
+"""CodedKv: the KV of a layer in few bits, as a KvCode says, and attention over it.
 
-A group is a part of one head of one token, so a token can be written and read without the tokens
-beside it. That is what a slot needs, and why a scale for each channel is not possible here. Keys
-have a few channels that are far larger than the others (KIVI, Liu et al. 2024). With one scale for
-a whole head, such a channel would take the precision of the head's other numbers. With a scale for
-32 it takes that of its group only, which is what llama.cpp's q8_0 does: perplexity 6.2344 against
-6.2322 with 16 bits (llama.cpp#7412). On the demo model the error of a key is 0.57 % of its length
-with groups of 32, 0.62 % with one scale for a head of 64, and 0.17 % in bfloat16. Scales are
-bfloat16: they have the range of float32, and the error of rounding them is in the numbers, which
-are divided by the rounded scale.
-
-32 numbers take 34 bytes: 1.88 times the tokens that 16 bits hold in the same memory. The demo
-model's perplexity of 3,080 tokens of `sessions` is 22.72, in bfloat16 22.68. Attention over 4,096
-tokens is hardly faster: its time goes into arithmetic rather than into reading (0.4b shape, 24
-layers, one thread of a busy AMD Zen 1, least of 25: 30.5 ms a row, in bfloat16 35.1; for a verify
-of 5 rows 146 and 145).
+With 8 bits 32 numbers take 34 bytes: 1.88 times the tokens that 16 bits hold in the same memory.
+On the demo model the error of a key is 0.57 % of its length with groups of 32, 0.62 % with one
+scale for a head of 64, and 0.17 % in bfloat16. Its perplexity of 3,080 tokens of `sessions` is
+22.72, in bfloat16 22.68. Keys of 8 bits beside values of 4 hold 2.46 times the tokens, both of 4
+bits 3.56 times. `kvchat bench kv` measures what that does to a model.
 
 The compiled step writes and reads these tensors too (`cpu/rotation.py`, `cpu/attention.py`), to
-the bit like `quantised`, and so does a GPU (`int8_kv_write`, and the kernels of `paged_attention`).
-None of these figures are of a GPU, where no kernel has run yet.
+the bit like `NumberCode.quantised`. A GPU has kernels for 8 bits (`int8_kv_write`, and the kernels
+of `paged_attention`), and restores a copy of other KV.
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvchat_kernels.int8_kv_write import Int8Pools, group_size, int8_kv_write, quantised, restored
+from kvchat_kernels.int8_kv_write import CodedPools, coded_write, int8_kv_write
+from kvchat_kernels.kv_code import INT8, KvCode, NumberCode, group_size, turned_queries
 from kvchat_kernels.paged_attention import (
     AttentionSpan,
     DeviceSequences,
@@ -37,18 +28,14 @@ from kvchat_kernels.paged_attention import (
 )
 from kvchat_kernels.paged_attention.cpu import scratch
 
-__all__ = ["SCALE_BYTES", "Int8Kv", "group_size", "quantised", "restored"]
-
-SCALE_BYTES = 2
-
 
 @dataclass(frozen=True, slots=True)
-class Int8Kv:
-    """KV of a layer in 8 bits, on a CPU or a GPU: the same bytes on both.
+class CodedKv:
+    """KV of a layer in few bits, on a CPU or a GPU.
 
-    keys           [num_blocks, block_size, num_kv_heads, key_dim] int8
+    keys           [num_blocks, block_size, num_kv_heads, code.keys.width(key_dim)]
     key_scales     [num_blocks, block_size, num_kv_heads, key_dim / group] bfloat16
-    values         [num_blocks, block_size, num_kv_heads, value_dim] int8
+    values         [num_blocks, block_size, num_kv_heads, code.values.width(value_dim)]
     value_scales   [num_blocks, block_size, num_kv_heads, value_dim / group] bfloat16
     """
 
@@ -56,25 +43,37 @@ class Int8Kv:
     key_scales: torch.Tensor
     values: torch.Tensor
     value_scales: torch.Tensor
+    code: KvCode = INT8
 
     @property
-    def tensors(self) -> Int8Pools:
+    def dims(self) -> tuple[int, int]:
+        """The dims of a key and of a value."""
+        sides = (self.keys, self.code.keys), (self.values, self.code.values)
+        key_dim, value_dim = (numbers.shape[3] * 8 // code.bits for numbers, code in sides)
+        return key_dim, value_dim
+
+    @property
+    def tensors(self) -> CodedPools:
         return self.keys, self.key_scales, self.values, self.value_scales
 
     @property
     def groups(self) -> tuple[int, int]:
         """How many numbers share a scale, of a key and of a value."""
-        return group_size(self.keys.shape[3]), group_size(self.values.shape[3])
+        key_dim, value_dim = self.dims
+        return group_size(key_dim), group_size(value_dim)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store new keys and values, rounded; a token at slot -1 is not written."""
-        int8_kv_write(key, value, self.tensors, slot_mapping)
+        if self.code is INT8:
+            int8_kv_write(key, value, self.tensors, slot_mapping)
+        else:
+            coded_write(key, value, self.tensors, self.code, slot_mapping)
 
     def _runs_kernels(self, query: torch.Tensor) -> bool:
-        if query.device.type == "cpu":
+        if query.device.type == "cpu" or self.code is not INT8:
             return False
-        dims = self.keys.shape[3], self.values.shape[3]
-        shape = LayerShape(query.shape[1], self.keys.shape[2], *dims, query.dtype, is_int8=True)
+        num_heads = query.shape[1], self.keys.shape[2]
+        shape = LayerShape(*num_heads, *self.dims, query.dtype, is_int8=True)
         return implementation_for(query.device, shape).name == "triton"
 
     def attend(
@@ -102,12 +101,14 @@ class Int8Kv:
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
         blocks, copied = _visible(sequences, span)
         keys, values = (
-            _copied(name, numbers, scales, blocks, copied, dtype)
-            for name, numbers, scales in (
-                ("restored keys", self.keys, self.key_scales),
-                ("restored values", self.values, self.value_scales),
+            _copied(name, code, numbers, scales, blocks, copied, dtype)
+            for name, code, numbers, scales in (
+                ("restored keys", self.code.keys, self.keys, self.key_scales),
+                ("restored values", self.code.values, self.values, self.value_scales),
             )
         )
+        if self.code.keys.turned:
+            query = turned_queries(query)
         return paged_attention(
             query.to(dtype),
             keys,
@@ -122,6 +123,7 @@ class Int8Kv:
 
 def _copied(
     name: str,
+    code: NumberCode,
     numbers: torch.Tensor,
     scales: torch.Tensor,
     blocks: torch.Tensor,
@@ -129,9 +131,9 @@ def _copied(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return blocks of keys or values as floats, [len(blocks), block_size, heads, dim]."""
-    shape = (len(blocks), *numbers.shape[1:])
+    shape = (len(blocks), *numbers.shape[1:3], numbers.shape[3] * 8 // code.bits)
     out = scratch(sequences.scratch, name, shape, dtype)
-    return restored(numbers.index_select(0, blocks), scales.index_select(0, blocks), out)
+    return code.restored(numbers.index_select(0, blocks), scales.index_select(0, blocks), out)
 
 
 def _visible(sequences: PagedSequences, span: AttentionSpan) -> tuple[torch.Tensor, PagedSequences]:

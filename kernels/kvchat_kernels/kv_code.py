@@ -1,0 +1,160 @@
+"""KvCode: how keys and values are stored in few bits, in groups of numbers with a scale.
+
+A group is a part of one head of one token, so a token can be written and read without the tokens
+beside it. That is what a slot needs, and why a scale for each channel is not possible here. Keys
+have a few channels that are far larger than the others (KIVI, Liu et al. 2024). With one scale for
+a whole head, such a channel would take the precision of the head's other numbers. With a scale for
+32 it takes that of its group only, which is what llama.cpp's q8_0 does: perplexity 6.2344 against
+6.2322 with 16 bits (llama.cpp#7412). Scales are bfloat16: they have the range of float32, and the
+error of rounding them is in the numbers, which are divided by the rounded scale.
+
+With 4 bits such a channel still takes the precision of 31 others. So keys of 4 bits are turned
+first: a group is multiplied with a Hadamard matrix, which spreads every number over all (QuaRot,
+Ashkboos et al. 2024). The matrix is its own inverse but for a factor, and a query turned likewise
+has the same product with a turned key as both had before.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Numbers of a group, the largest that divides a head.
+_GROUPS = (32, 16, 8)
+# A group with smaller numbers is stored as zeros: its scale has too few bits.
+LEAST = 1e-30
+SCALE_BYTES = 2
+
+
+def group_size(dim: int) -> int:
+    """Return how many numbers of a head of `dim` share a scale; all where no group divides it."""
+    return next((size for size in _GROUPS if dim % size == 0), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberCode:
+    """Whole numbers of 8 or 4 bits, times the scale of their group.
+
+    8 bits   -127 to 127: a scale is the largest number of its group without its sign, over 127
+    4 bits   -8 to 7, stored plus 8: the number farthest from zero is -8. The first half of a group
+             is in the lower halves of its bytes, the second half in the upper ones
+    turned   whether a group is multiplied with a Hadamard matrix before it is rounded
+    """
+
+    bits: int
+    turned: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.bits == 8 else torch.uint8
+
+    @property
+    def most(self) -> int:
+        """The number that the scale makes of a group's farthest, without its sign."""
+        return 127 if self.bits == 8 else 8
+
+    def takes(self, dim: int) -> bool:
+        """Whether heads of `dim` can be stored: a vector of 8 bytes is a half of a group."""
+        return self.bits == 8 or dim % 16 == 0
+
+    def width(self, dim: int) -> int:
+        """Return the bytes of the numbers of a head of `dim`."""
+        return dim * self.bits // 8
+
+    def num_bytes(self, dim: int) -> int:
+        """Return the bytes of a head of `dim`, with its scales."""
+        return self.width(dim) + dim // group_size(dim) * SCALE_BYTES
+
+    def quantised(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return floats [..., dim] as numbers [..., width] and scales [..., dim / group] bfloat16.
+
+        A group with a NaN or infinity gets a scale that is not finite, so that it is not read as
+        right.
+        """
+        groups = values.float().unflatten(-1, (-1, group_size(values.shape[-1])))
+        if self.turned:
+            groups = turned(groups)
+        peaks = groups.abs().amax(dim=-1)
+        signed = peaks
+        if self.bits == 4:  # the farthest number is -8, whatever its sign
+            signed = torch.where(groups.amax(dim=-1) == peaks, -peaks, peaks)
+        scales = torch.where(peaks < LEAST, 0.0, signed / self.most).to(torch.bfloat16)
+        divisors = scales.float()[..., None]
+        is_usable = (divisors != 0) & divisors.isfinite()
+        levels = torch.where(is_usable, groups / divisors, 0.0).round()
+        if self.bits == 8:
+            return levels.clamp(-127, 127).to(torch.int8).flatten(-2), scales
+        lower, upper = (levels.clamp(-8, 7) + 8).to(torch.uint8).chunk(2, dim=-1)
+        return (lower | upper << 4).flatten(-2), scales
+
+    def restored(
+        self, numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return numbers times their scales, in float32, or in `out`'s dtype and memory.
+
+        `numbers` and `out` are contiguous. A turned group stays turned. Of float32 the result is
+        exact, of bfloat16 it is rounded once.
+        """
+        if out is None:
+            shape = (*numbers.shape[:-1], numbers.shape[-1] * 8 // self.bits)
+            out = torch.empty(shape, dtype=torch.float32, device=numbers.device)
+        groups = out.view(*scales.shape, -1)
+        halves = numbers.view(*scales.shape, -1)
+        if self.bits == 8:
+            groups.copy_(halves)  # exact: 8 bits are fewer than a float's
+        else:
+            lower, upper = groups.chunk(2, dim=-1)
+            lower.copy_(halves & 15)
+            upper.copy_(halves >> 4)
+            groups.sub_(8)
+        groups.mul_(scales.to(out.dtype)[..., None])
+        return out
+
+
+def turned(groups: torch.Tensor) -> torch.Tensor:
+    """Return groups [..., n] times the Hadamard matrix of order n, a power of two, in float32.
+
+    In rounds of sums and differences, of the numbers 1, 2, 4, ... apart: the compiled kernels add
+    in this order too, so that both store the same bytes.
+    """
+    size = groups.shape[-1]
+    assert size & (size - 1) == 0, size
+    step = 1
+    while step < size:
+        pairs = groups.unflatten(-1, (-1, 2, step))
+        first, second = pairs.unbind(-2)
+        groups = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        step *= 2
+    return groups
+
+
+def turned_queries(query: torch.Tensor) -> torch.Tensor:
+    """Return queries [..., dim] whose products with turned keys are those with the keys."""
+    size = group_size(query.shape[-1])
+    groups = turned(query.float().unflatten(-1, (-1, size)))
+    return groups.mul(1 / size).flatten(-2).to(query.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvCode:
+    """How the KV of a layer is stored. `name` is that of the setting, `stored_name` is part of the
+    identity of stored KV: other bytes need another one.
+    """
+
+    name: str
+    stored_name: str
+    keys: NumberCode
+    values: NumberCode
+
+    def takes(self, key_dim: int, value_dim: int) -> bool:
+        """Whether heads of these dims can be stored."""
+        return self.keys.takes(key_dim) and self.values.takes(value_dim)
+
+    def num_bytes(self, key_dim: int, value_dim: int) -> int:
+        """Return the bytes of a key and a value of one head of one token."""
+        return self.keys.num_bytes(key_dim) + self.values.num_bytes(value_dim)
+
+
+INT8 = KvCode("int8", "int8, a bfloat16 scale for 32", NumberCode(8), NumberCode(8))
+K8V4 = KvCode("k8v4", "k8v4, a bfloat16 scale for 32", NumberCode(8), NumberCode(4))
+INT4 = KvCode("int4", "int4, turned keys", NumberCode(4, turned=True), NumberCode(4))
+CODES = {code.name: code for code in (INT8, K8V4, INT4)}

@@ -1,0 +1,106 @@
+"""What KV in few bits does to a model's predictions, measured once before it is used.
+
+A model that reads a short text predicts after every token; over plain KV, and over KV in a code.
+Small dense models suffer most from 4 bits, and no rule tells which, so every model is measured. The
+result is kept in the memory. KV of 8 bits is not measured: it changes less than bfloat16 does.
+"""
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+
+from kvchat.cache.kv_pool import CodedFormat, KvGeometry, PlainFormat
+from kvchat.core.config import ROUNDING_VARIABLE
+from kvchat.core.errors import ModelError
+from kvchat.core.memory import Memory
+from kvchat.engine.kv_storage import small_kv
+from kvchat.model.batch import SequencePiece, build_batch
+from kvchat.model.loader import LoadedModel
+from kvchat.model.paged_model import PagedModel
+from kvchat.model.rounding import Effect, divergences, effect_of, sample_ids
+from kvchat_kernels.kv_code import INT8, KvCode
+
+_log = logging.getLogger(__name__)
+
+_KIND = "kv_effect"
+# A divergence in nats a token above which a model answers otherwise too often to go on.
+_BAD = 0.1
+# Products of a model with the text; a large one reads less of it.
+_MOST_PRODUCTS = 2e11
+_FEWEST_TOKENS, _MOST_TOKENS = 64, 256
+_BLOCK_SIZE, _ROWS = 16, 64
+
+
+def kv_notes(loaded: LoadedModel, geometry: KvGeometry, memory: Memory) -> tuple[str, ...]:
+    """Return what the user should know of KV in a code: what it changes, and if it is slow.
+
+    Raises ModelError if the model would answer otherwise too often, unless the user insists by
+    `ROUNDING_VARIABLE`. The model may be bound to other KV afterwards.
+    """
+    if not isinstance(geometry.format, CodedFormat) or geometry.format.code == INT8:
+        return ()
+    code = geometry.format.code
+    notes = []
+    if loaded.device.type != "cpu":
+        notes.append(f"KV in {code.name} has no kernels on a GPU, so attention is slow.")
+    key = _key(loaded, code)
+    effect = effect_of(memory.get(_KIND, key)) or _measured(loaded, geometry, key, memory)
+    if effect is None:
+        return tuple(notes)
+    if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
+        raise ModelError(
+            f"{loaded.source.name} would answer otherwise. {_sentence(effect, code)}",
+            f"Use --kv-dtype int8, or insist by {ROUNDING_VARIABLE}=any.",
+        )
+    return (*notes, _sentence(effect, code))
+
+
+def _sentence(effect: Effect, code: KvCode) -> str:
+    changed = f"{1 - effect.same:.0%} of {effect.num_tokens} likeliest tokens"
+    return f"KV in {code.name} changes {changed} (KL {effect.divergence:.4f})."
+
+
+def _key(loaded: LoadedModel, code: KvCode) -> str:
+    facts = (loaded.identity, loaded.weights, str(loaded.dtype), code.stored_name)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+def _measured(loaded: LoadedModel, geometry: KvGeometry, key: str, memory: Memory) -> Effect | None:
+    """Measure, and keep the result; None for a model whose tokenizer cannot read the text."""
+    count = int(_MOST_PRODUCTS / max(1, loaded.spec.num_parameters))
+    try:
+        ids = sample_ids(loaded.source, max(_FEWEST_TOKENS, min(_MOST_TOKENS, count)))
+    except Exception as error:  # tokenizers raises any kind
+        name = type(error).__name__
+        _log.info("KV not measured model=%s: %s", loaded.spec.model_type, name)
+        return None
+    ids = ids[: loaded.max_context]
+    plain = replace(geometry, format=PlainFormat())
+    own = list(_predictions(loaded, plain, ids))
+    divergence, same = 0.0, 0
+    for before, after in zip(own, _predictions(loaded, geometry, ids), strict=True):
+        divergence += float(divergences(before, after).sum())
+        same += int((before.argmax(-1) == after.argmax(-1)).sum())
+    if not math.isfinite(divergence):
+        divergence = math.inf
+    effect = Effect(max(0.0, divergence / len(ids)), same / len(ids), len(ids))
+    memory.set(_KIND, key, asdict(effect))
+    return effect
+
+
+def _predictions(
+    loaded: LoadedModel, geometry: KvGeometry, ids: list[int]
+) -> Iterator[torch.Tensor]:
+    """Yield the logits after every token, a few rows at a time, over new KV."""
+    blocks = range(1, 2 + len(ids) // _BLOCK_SIZE)
+    pools = small_kv(geometry, loaded.device, 1 + len(blocks), _BLOCK_SIZE)
+    model = PagedModel(loaded, pools)
+    for start in range(0, len(ids), _ROWS):
+        rows = ids[start : start + _ROWS]
+        piece = SequencePiece(rows, start, blocks, len(rows))
+        yield model.forward(build_batch([piece], _BLOCK_SIZE, loaded.device)).cpu()

@@ -1,0 +1,83 @@
+"""What KV in a code changes is measured once, said in one sentence, and refused if it is much."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.config import CacheConfig
+from kvchat.core.errors import ModelError
+from kvchat.engine import kv_effect
+from kvchat.engine.kv_effect import kv_notes
+from kvchat.engine.kv_storage import kv_geometry
+from kvchat.model.loader import LoadedModel
+from support.fact_memory import FactMemory
+from support.paged_scene import load_tiny
+
+IDS = [7, 5, 9, 11] * 20
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny("llama", tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(autouse=True)
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has no tokenizer."""
+    monkeypatch.setattr(kv_effect, "sample_ids", lambda source, count: IDS[:count])
+
+
+def notes(loaded: LoadedModel, code: str, memory: FactMemory) -> tuple[str, ...]:
+    geometry = kv_geometry(loaded.spec, CacheConfig(16, kv_dtype=code), loaded.dtype)
+    return kv_notes(loaded, geometry, memory)
+
+
+def test_what_a_code_changes_is_measured_once(
+    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [first] = notes(loaded, "int4", memory)
+    monkeypatch.setattr(kv_effect, "_predictions", None)
+
+    assert first.startswith("KV in int4 changes ")
+    assert "of 80 likeliest tokens (KL " in first
+    assert notes(loaded, "int4", memory) == (first,)
+
+
+def test_nothing_is_measured_of_8_bits_and_of_plain_kv(
+    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_effect, "_predictions", None)
+
+    assert notes(loaded, "int8", memory) == notes(loaded, "auto", memory) == ()
+
+
+def test_a_model_that_would_answer_otherwise_is_refused_unless_the_user_insists(
+    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small dense model has channels of keys that 4 bits cannot hold."""
+    seeds = iter(range(9))
+
+    def predictions(*_: object) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(next(seeds))
+        yield torch.randn(len(IDS), 50, generator=generator)
+
+    monkeypatch.setattr(kv_effect, "_predictions", predictions)
+    with pytest.raises(ModelError, match=r"would answer otherwise\. KV in k8v4 changes") as caught:
+        notes(loaded, "k8v4", memory)
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")
+
+    assert "--kv-dtype int8" in caught.value.hint
+    assert len(notes(loaded, "k8v4", memory)) == 1
+
+
+def test_a_model_without_a_text_to_read_is_not_measured(
+    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def sample_ids(*_: object) -> list[int]:
+        raise OSError(tmp_path)
+
+    monkeypatch.setattr(kv_effect, "sample_ids", sample_ids)
+
+    assert notes(loaded, "int4", memory) == ()
