@@ -5,15 +5,14 @@ Weights stay where they are and are held once.
 """
 
 import os
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvchat.model.packed.quantise import pack_of
 from kvchat_kernels.linear.cpu import FloatProduct
 
-_PRODUCT = "_kvchat_product"
 # A step of a model needs a dozen compiled shapes; what chats need again and again is there for the
 # next. oneDNN itself keeps 1,024, and so grew by a gigabyte over a chat.
 _NUM_KEPT = "64"
@@ -35,12 +34,6 @@ def use_cpu_products(module: Any) -> None:
     if module.device.type != "cpu" or module.dtype == torch.float32:
         return
     for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in layer.__dict__:  # nor packed
-            layer.__dict__[_PRODUCT] = FloatProduct(layer.weight.detach(), layer.bias)
-            # As a method of its own, which a deep copy binds to the copy.
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
-
-
-def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = layer.__dict__[_PRODUCT](x)
-    return out
+        if type(layer) is nn.Linear and pack_of(layer) is None:
+            product = FloatProduct(layer.weight.detach(), layer.bias)
+            layer.forward = product  # type: ignore[method-assign, assignment]

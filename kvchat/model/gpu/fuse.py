@@ -29,7 +29,7 @@ from kvchat.model.gpu.fused_parts import (
 )
 from kvchat.model.gpu.part_builder import MakeProduct, PartBuilder, rms_norm_of
 from kvchat.model.hf.module_adapter import StepContext, binding_of
-from kvchat.model.packed.quantise import DeviceProducts
+from kvchat.model.packed.quantise import DeviceProducts, pack_of
 from kvchat.model.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
@@ -145,16 +145,10 @@ class Fusing:
         self.fusion = Fusion()
 
     def _fuse_head(self) -> None:
-        """Replace the output head by a product, where it is a linear layer."""
+        """Replace the output head by a product, where it is a linear layer, and not packed."""
         head = self._module.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            return
-        try:
-            product = self._make([head])
-        except ValueError as error:
-            _log.info("the head runs its own code: %s", error)
-            return
-        self._replace_rows(head, product)
+        if type(head) is nn.Linear and pack_of(head) is None:
+            self._replace_rows(head, MergedProduct([head]))
 
     def _fuse_layers(self, decoder: Decoder) -> None:
         """Replace the layers that have a fused form; of the others, their parts."""

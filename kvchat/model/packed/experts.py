@@ -19,7 +19,6 @@ from kvchat_kernels.experts import block_experts
 from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
 
-_PACKS = "_kvchat_expert_packs"
 EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 # Flags that transformers gives a class of experts, and what they are where experts are plain.
 _PLAIN = {
@@ -32,18 +31,22 @@ _PLAIN = {
 _NORMED = "has_post_expert_norm"
 
 
+Act = Callable[[torch.Tensor], torch.Tensor]
+
+
 class ExpertPacks:
-    """The matrices of a layer's experts on a CPU.
+    """The matrices of a layer's experts on a CPU; stands for the forward of their module.
 
     `gate_up` is one, gate above up in each expert, or two.
     """
 
     def __init__(
-        self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int
+        self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int, act: Act
     ) -> None:
         self.gate_up = tuple(BlockProduct(weights) for weights in gate_up)
         self.down = BlockProduct(down)
         self._num_experts = num_experts
+        self._act = act
 
     def __deepcopy__(self, memo: object) -> "ExpertPacks":
         return self  # nothing ever changes it
@@ -56,11 +59,30 @@ class ExpertPacks:
     def num_bytes(self) -> int:
         return sum(product.weights.num_bytes for product in self.products)
 
-    def multiply(self, x: torch.Tensor, expert: int, act: nn.Module) -> torch.Tensor:
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x, factors = hidden_states.float(), top_k_weights.float()
+        out = torch.zeros_like(x)
+        experts = top_k_index.unique().tolist()
+        chosen = [torch.where(top_k_index == expert) for expert in experts]
+
+        @torch.inference_mode()
+        def computed(number: int) -> torch.Tensor:
+            return self._of_expert(x[chosen[number][0]], experts[number])
+
+        for (rows, places), outputs in zip(
+            chosen, _mapped(computed, len(chosen), len(x)), strict=True
+        ):
+            out.index_add_(0, rows, outputs * factors[rows, places, None])
+        return out.to(hidden_states.dtype)
+
+    def _of_expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return what one expert makes of x [rows, hidden] float32."""
         outputs = [self._of(product, expert)(x) for product in self.gate_up]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self._of(self.down, expert)((act(gate) * up).contiguous())
+        return self._of(self.down, expert)((self._act(gate) * up).contiguous())
 
     def _of(self, product: BlockProduct, expert: int) -> BlockProduct:
         size = product.weights.num_out // self._num_experts
@@ -70,9 +92,17 @@ class ExpertPacks:
 class DeviceExpertPacks:
     """The matrices of a layer's experts on a GPU, as those of `ExpertPacks`."""
 
-    def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+    def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights, act: Act) -> None:
         self.gate_up = tuple(gate_up)
         self.down = down
+        self._gate = gate_of(act) or (lambda gates, ups: act(gates) * ups)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
+        x = hidden_states.contiguous()
+        return block_experts(x, top_k_index, top_k_weights, self.gate_up, self.down, self._gate)
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +127,8 @@ def are_plain_experts(module: Any) -> bool:
 
 def expert_packs_of(module: nn.Module) -> ExpertPacks | DeviceExpertPacks | None:
     """Return what holds the packed weights of a module of experts, None if it has none."""
-    packs: ExpertPacks | DeviceExpertPacks | None = module.__dict__.get(_PACKS)
-    return packs
+    forward: object = module.forward
+    return forward if isinstance(forward, ExpertPacks | DeviceExpertPacks) else None
 
 
 def has_packed_experts(module: nn.Module) -> bool:
@@ -152,53 +182,19 @@ def use_packed_experts_on_gpu(
     module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights
 ) -> None:
     """Let a module of experts multiply with block weights on a GPU, and free its own."""
-    packs, act = DeviceExpertPacks(gate_up, down), module.act_fn
-    gate = gate_of(act) or (lambda gates, ups: act(gates) * ups)
-    _take(module, packs)
-
-    def forward(
-        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
-        x = hidden_states.contiguous()
-        return block_experts(x, top_k_index, top_k_weights, packs.gate_up, packs.down, gate)
-
-    module.__dict__["forward"] = forward
+    _take(module, DeviceExpertPacks(gate_up, down, module.act_fn))
 
 
 def _take(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
     dtype = module.gate_up_proj.dtype
-    module.__dict__[_PACKS] = packs
+    module.forward = packs
     for name in EXPERT_TENSORS:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
 
 
 def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
     """Let a module of experts multiply with block weights on a CPU, and free its own."""
-    packs = ExpertPacks(gate_up, down, module.gate_up_proj.shape[0])
-    act = module.act_fn
-    _take(module, packs)
-
-    def forward(
-        hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sum of the experts [rows, hidden] that `top_k_index` names."""
-        x, factors = hidden_states.float(), top_k_weights.float()
-        out = torch.zeros_like(x)
-        experts = top_k_index.unique().tolist()
-        chosen = [torch.where(top_k_index == expert) for expert in experts]
-
-        @torch.inference_mode()
-        def computed(number: int) -> torch.Tensor:
-            return packs.multiply(x[chosen[number][0]], experts[number], act)
-
-        for (rows, places), outputs in zip(
-            chosen, _mapped(computed, len(chosen), len(x)), strict=True
-        ):
-            out.index_add_(0, rows, outputs * factors[rows, places, None])
-        return out.to(hidden_states.dtype)
-
-    module.__dict__["forward"] = forward
+    _take(module, ExpertPacks(gate_up, down, module.gate_up_proj.shape[0], module.act_fn))
 
 
 def _mapped(

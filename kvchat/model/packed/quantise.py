@@ -1,8 +1,9 @@
 """Quantises weights to 8 or 4 bits. Activations have 16 bits on a CPU, 8 beside 4 bits in a large
 model, and the model's dtype on a GPU.
 
-Replaces the forward of linear layers and frees their own weights, one tensor after another: on a
-GPU the model is never there in 16 bits. `kvchat_kernels.linear` has the layout and the products.
+Replaces the forward of linear layers by an object that owns the packed weight (`PackedForward`),
+and frees their own weights, one tensor after another: on a GPU the model is never there in 16 bits.
+`kvchat_kernels.linear` has the layout and the products.
 """
 
 import copy
@@ -37,7 +38,6 @@ from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, dequantised, joined, quantised_on
 from kvchat_kernels.linear.cpu import BlockProduct, rounded
 
-_PACK, _TABLE = "_kvchat_pack", "_kvchat_table"
 # Where more of the parameters than this stay as they are, the user is told.
 _KEPT_SHARE_TOLD = 0.1
 # A layer of a recurrent model makes few numbers if it makes one of so many inputs, or fewer.
@@ -53,8 +53,58 @@ class DevicePack:
         self.weights = weights
         self.merged: BlockWeights | None = None
 
-    def __deepcopy__(self, memo: object) -> "DevicePack":
-        return self  # what it stands for never changes
+
+class PackedForward:
+    """Stands for the forward of a linear layer on a CPU: owns its packed weight."""
+
+    def __init__(self, layer: Any, pack: BlockProduct) -> None:
+        self.pack = pack
+        self._bias = None if layer.bias is None else layer.bias.float()
+        num_in = layer.in_features if type(layer) is nn.Linear else layer.nx
+        self._missing = pack.weights.num_in - num_in
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in_features]; a step in a prompt's middle asks the head for no row."""
+        flat = pad(x.reshape(-1, x.shape[-1]).float(), [0, self._missing])
+        out = self.pack(flat)
+        out = out if self._bias is None else out.add_(self._bias)
+        return out.to(x.dtype).view(*x.shape[:-1], self.pack.weights.num_out)
+
+
+class DeviceForward:
+    """The same on a GPU. The bias is the layer's, which goes to the GPU after the weight."""
+
+    def __init__(self, layer: Any, pack: DevicePack) -> None:
+        self.pack = pack
+        self._layer = layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _multiply(x, self.pack.weights, self._layer.bias)
+
+
+class TableForward:
+    """Stands for the forward of a table of embeddings on a CPU: owns its blocks, and unpacks the
+    rows asked for.
+
+    A class of its own, as Gemma's, which scales what it finds, runs on the rows found.
+    """
+
+    def __init__(self, table: nn.Embedding, weights: BlockWeights) -> None:
+        self.weights = weights
+        self._dtype = table.weight.dtype
+        self._on_rows = None
+        if type(table) is not nn.Embedding:
+            self._on_rows = copy.deepcopy(table)
+            self._on_rows.padding_idx = None  # no place in the rows found
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows [..., hidden] of token ids [...]; IndexError for others, as usual."""
+        flat = ids.reshape(-1)
+        found = unpacked_rows(self.weights, flat).to(self._dtype)
+        if self._on_rows is not None:
+            places = torch.arange(len(flat))
+            found = torch.func.functional_call(self._on_rows, {"weight": found}, (places,))
+        return found.view(*ids.shape, self.weights.num_in)
 
 
 class DeviceProducts:
@@ -119,14 +169,14 @@ def _joined_bias(layers: Sequence[Any], widths: Sequence[int]) -> torch.Tensor |
 
 def pack_of(layer: nn.Module) -> BlockProduct | DevicePack | None:
     """Return what holds a layer's packed weight, None if it has none."""
-    pack: BlockProduct | DevicePack | None = layer.__dict__.get(_PACK)
-    return pack
+    forward: object = layer.forward
+    return forward.pack if isinstance(forward, PackedForward | DeviceForward) else None
 
 
 def packed_table(table: nn.Module) -> BlockWeights | None:
     """Return the blocks of a table of embeddings that unpacks its rows when they are asked for."""
-    weights: BlockWeights | None = table.__dict__.get(_TABLE)
-    return weights
+    forward: object = table.forward
+    return forward.weights if isinstance(forward, TableForward) else None
 
 
 def unpacked_rows(weights: BlockWeights, rows: torch.Tensor) -> torch.Tensor:
@@ -268,7 +318,7 @@ def multiplying_rounded(
                 bits = _bits_of(sharing[0], head, spec, 4) if is_coarse else 8
                 product = BlockProduct(rounded(_weight_of(sharing[0]), bits))
                 for layer in sharing:
-                    layer.__dict__["forward"] = _product_forward(layer, product)
+                    layer.forward = PackedForward(layer, product)
                     tried.append(layer)
         yield
     finally:
@@ -450,17 +500,7 @@ def use_blocks(
 
 def use_packed_on_gpu(layer: Any, weights: BlockWeights) -> None:
     """Let a layer multiply with block weights on a GPU instead of its own, which are freed."""
-    pack = DevicePack(weights)
-    _take(layer, pack)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return _multiply(x, pack.weights, layer.bias)
-
-    layer.__dict__["forward"] = forward
-
-
-def _take(layer: Any, pack: BlockProduct | DevicePack) -> None:
-    layer.__dict__[_PACK] = pack
+    layer.forward = DeviceForward(layer, DevicePack(weights))
     _free(layer)
 
 
@@ -474,27 +514,10 @@ def _free(layer: Any) -> None:
 def use_packed_table(table: nn.Embedding, weights: BlockWeights) -> None:
     """Let a table of embeddings on a CPU unpack the rows asked for, and free its own weights.
 
-    `weights` may be interleaved: a head that multiplies with the table shares them. A class of its
-    own, as Gemma's, which scales what it finds, runs on the rows found.
+    `weights` may be interleaved: a head that multiplies with the table shares them.
     """
-    dtype = table.weight.dtype
-    table.__dict__[_TABLE] = weights
+    table.forward = TableForward(table, weights)  # type: ignore[method-assign, assignment]
     _free(table)
-    on_rows = None
-    if type(table) is not nn.Embedding:
-        on_rows = copy.deepcopy(table)
-        on_rows.padding_idx = None  # no place in the rows found
-
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [..., hidden] of token ids [...]; IndexError for others, as usual."""
-        flat = ids.reshape(-1)
-        found = unpacked_rows(weights, flat).to(dtype)
-        if on_rows is not None:
-            places = torch.arange(len(flat))
-            found = torch.func.functional_call(on_rows, {"weight": found}, (places,))
-        return found.view(*ids.shape, weights.num_in)
-
-    table.__dict__["forward"] = forward
 
 
 def use_packed(layer: Any, weights: BlockWeights) -> None:
@@ -506,20 +529,5 @@ def use_packed(layer: Any, weights: BlockWeights) -> None:
 
 
 def _multiply_with(layer: Any, product: BlockProduct) -> None:
-    _take(layer, product)
-    layer.__dict__["forward"] = _product_forward(layer, product)
-
-
-def _product_forward(layer: Any, product: BlockProduct) -> Callable[[torch.Tensor], torch.Tensor]:
-    bias = None if layer.bias is None else layer.bias.float()
-    weights = product.weights
-    missing = weights.num_in - (layer.in_features if type(layer) is nn.Linear else layer.nx)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in_features]; a step in a prompt's middle asks the head for no row."""
-        flat = pad(x.reshape(-1, x.shape[-1]).float(), [0, missing])
-        out = product(flat)
-        out = out if bias is None else out.add_(bias)
-        return out.to(x.dtype).view(*x.shape[:-1], weights.num_out)
-
-    return forward
+    layer.forward = PackedForward(layer, product)
+    _free(layer)
