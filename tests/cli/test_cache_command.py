@@ -15,7 +15,7 @@ from kvchat.cli import doctor
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, ObjectCache
 from support.commands import ROOT, Shell
 from support.failing_files import Faults
-from support.fork_server import ForkedShell
+from support.fork_server import ForkedShell, ForkServer
 from support.pack_chains import LAYOUT
 from support.pty_screen import PtyScreen
 from support.stored_packs import StoredPacks, stored_packs
@@ -110,8 +110,11 @@ def test_a_script_that_clears_says_that_it_means_it(shell: Shell, store: StoredP
 
 
 @pytest.mark.parametrize(("typed", "is_kept"), [("", True), ("n", True), ("y", False)])
-def test_a_person_is_asked(shell: Shell, store: StoredPacks, typed: str, is_kept: bool) -> None:
-    screen = PtyScreen("kvchat", ("cache", "clear"), environment=shell.environment, columns=200)
+def test_a_person_is_asked(
+    shell: Shell, store: StoredPacks, typed: str, is_kept: bool, fork_server: ForkServer
+) -> None:
+    asked = ("kvchat", ("cache", "clear"))
+    screen = PtyScreen(fork_server, *asked, environment=shell.environment, columns=200)
     try:
         screen.wait_for("[y/N]").type(f"{typed}\r")
         screen.wait_for("Nothing is deleted." if is_kept else "KiB deleted.")

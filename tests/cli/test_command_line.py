@@ -10,6 +10,7 @@ from kvchat.cli.chat import name_to_keep
 from kvchat.cli.command_line import spelled_out
 from kvchat.core.errors import UsageError
 from support.commands import Shell
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
 VALUED = ("-p", "--prompt", "-m", "--model", "-r", "--resume", "-n")
@@ -105,9 +106,10 @@ def test_a_bare_resume_needs_a_terminal(shell: Shell, tiny: str) -> None:
     assert b"--resume needs a terminal to let you choose." in done.stderr
 
 
-def test_a_bare_resume_opens_the_picker(shell: Shell, tiny: str, tmp_path: Path) -> None:
+def test_a_bare_resume_opens_the_picker(shell: Shell, tiny: str, fork_server: ForkServer) -> None:
     shell.run("-m", tiny, *GREEDY, "Hi", "--title", "Birds")
-    chat = PtyScreen("kvchat", ["-m", tiny, "-r"], environment={"HOME": str(shell.home)})
+    environment = {"HOME": str(shell.home)}
+    chat = PtyScreen(fork_server, "kvchat", ["-m", tiny, "-r"], environment=environment)
     try:
         chat.wait_for("Go on with").wait_for("Birds").type("\r").wait_for_shown("❯ Hi")
         chat.type("\x04")

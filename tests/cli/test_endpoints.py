@@ -15,6 +15,7 @@ from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
 from support.fake_llm_server import chunks, fake_server, models, raw_server
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
 CONFIG = """
@@ -225,14 +226,18 @@ def test_json_says_nothing_that_the_server_does_not_tell(shell: Shell) -> None:
 
 
 def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
-    tmp_path: Path,
+    tmp_path: Path, fork_server: ForkServer
 ) -> None:
     """/context, the toolbar and /file gave four characters a token as a count."""
     (tmp_path / "note.txt").write_text("word " * 40)
     listed = {"/v1/models": models("m", "someone", context_length=4096)}
     with fake_server(lambda path, body: chunks("Hello", " there."), listed) as fake:
-        environment = {"HOME": str(tmp_path)}
-        chat = PtyScreen("kvchat", ["--endpoint", fake.url], columns=100, environment=environment)
+        chat = PtyScreen(
+            fork_server,
+            *("kvchat", ["--endpoint", fake.url]),
+            columns=100,
+            environment={"HOME": str(tmp_path)},
+        )
         try:
             chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
             chat.wait_for("context about ").enter("/context")
@@ -244,13 +249,19 @@ def test_tokens_that_are_counted_by_their_text_are_said_to_be_about_so_many(
             chat.close()
 
 
-def test_the_screen_says_nothing_that_the_server_does_not_tell(tmp_path: Path) -> None:
+def test_the_screen_says_nothing_that_the_server_does_not_tell(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
     """A chat with such a server showed "cached 0/31" and "context 43/1024k", and called it a model
     on this machine.
     """
     with fake_server(lambda path, body: chunks("Hello", " there.")) as fake:
-        environment = {"HOME": str(tmp_path)}
-        chat = PtyScreen("kvchat", ["--endpoint", fake.url], columns=100, environment=environment)
+        chat = PtyScreen(
+            fork_server,
+            *("kvchat", ["--endpoint", fake.url]),
+            columns=100,
+            environment={"HOME": str(tmp_path)},
+        )
         try:
             chat.wait_for("another program runs; try:").enter("hi").wait_for("Hello there.")
             chat.wait_for("first token").enter("/context").wait_for("asked, ")

@@ -32,6 +32,7 @@ from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.commands import Shell
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build, text_model, write_text_checkpoint
@@ -396,9 +397,11 @@ def test_commands_and_statistics_in_a_whole_process(shell: Shell, tiny: str) -> 
     assert b"kvchat: Line 4 of the input: There is no command /nosuchthing." in done.stderr
 
 
-def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(shell: Shell, tiny: str) -> None:
+def test_a_terminal_is_not_waited_for_where_the_prompt_is_given(
+    shell: Shell, tiny: str, fork_server: ForkServer
+) -> None:
     asked = ("-m", tiny, "--max-tokens", "4", "--input-format", "lines", "-p", "one", "--stats")
-    chat = PtyScreen("kvchat", asked, environment=shell.environment)
+    chat = PtyScreen(fork_server, "kvchat", asked, environment=shell.environment)
     try:
         chat.wait_for("first token")
         assert chat.finish() == 0

@@ -27,6 +27,7 @@ from kvchat.core.types import SamplingParams
 from kvchat.remote.servers import Kind, address_of, find_server
 from support.commands import Shell
 from support.demo_gguf import write_demo_to_chat_with
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
 KEY = "a-key-of-the-test"
@@ -197,8 +198,9 @@ def test_turns_by_pipe(server: Running) -> None:
     assert "Rex" in further.stdout.decode()
 
 
-def test_turns_in_a_terminal(server: Running) -> None:
+def test_turns_in_a_terminal(server: Running, fork_server: ForkServer) -> None:
     chat = PtyScreen(
+        fork_server,
         "kvchat",
         ["--endpoint", server.url, "--temperature", "0"],
         environment={**server.shell.environment, **server.variables, "TERM": "xterm-256color"},
@@ -211,7 +213,7 @@ def test_turns_in_a_terminal(server: Running) -> None:
         chat.wait_for_shown("❯").enter("/cache why").wait_for(server.program.on_cache)
         assert chat.text.count("Rex") >= 3
     finally:
-        chat.child.close(force=True)
+        chat.close()
 
 
 def test_what_it_refuses_is_one_sentence(server: Running) -> None:

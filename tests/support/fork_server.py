@@ -1,29 +1,37 @@
 """Processes of kvchat that cost a fork: one process imports everything, and forks for every life.
 
-What is forked is a process of its own, with its own memory, files and locks; SIGKILL ends it as it
-ends any other. What it does not do again is import torch, which takes most of a short life. The
-server itself computes nothing, and has no thread that could hold a lock while it forks.
+A life has pipes, or a terminal of its own. It is a process of its own, with its own memory, files
+and locks; SIGKILL ends it as it ends any other. What it does not do again is import torch, which
+takes most of a short life. The server itself computes nothing, and has no thread that could hold a
+lock while it forks.
 
 `python -m support.fork_server` serves the socket that is its standard input.
 """
 
+import atexit
+import fcntl
+import gc
 import importlib
 import json
 import os
 import pkgutil
+import resource
 import select
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import termios
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import pytest
 
@@ -32,12 +40,14 @@ from kvchat.cli.main import run, set_library_environment
 from support.commands import PATIENT, TIMEOUT_S, Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
+from support.scripted_repl import main as run_scripted
 
 # Beside kvchat's own modules: what a life imports only once it loads a model.
 _IMPORTED = (
     *("torch", "pydantic", "platformdirs.unix"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
 )
+_SCRIPTED = "support.scripted_repl"
 _LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
 _MOST_BYTES = 1 << 20
 Streams = Mapping[int, int | None]
@@ -45,17 +55,51 @@ PIPES: Streams = MappingProxyType({})
 _READ_BY_IMPORTS = ("HF_", "TRANSFORMERS_", "TORCH_", "OMP_", "PYTHON")
 
 
-class ForkedLife:
-    """A kvchat that runs, as `subprocess.Popen` shows one, with pipes at all three ends.
+class Life:
+    """A process of the server: its signals and its end, as `subprocess.Popen` shows them."""
+
+    def __init__(self, pid: int, server: "ForkServer") -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._process = os.pidfd_open(pid)
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:  # until it is waited for, no other process has its number
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        """Return what `wait` returns, or None while it runs."""
+        with suppress(TimeoutError):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; -9 where a signal 9 ended it, as `Popen` says. Raises TimeoutError."""
+        if self.returncode is None:
+            self._wait_for_end(timeout)
+            self.returncode = self._server.exit_code(self.pid)
+            os.close(self._process)
+        return self.returncode
+
+    def _wait_for_end(self, timeout_s: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
+            raise TimeoutError
+
+
+class ForkedLife(Life):
+    """A kvchat that runs with pipes at all three ends.
 
     Nothing comes through the pipe of a stream that has another descriptor, or none.
     """
 
     def __init__(self, pid: int, pipes: Sequence[int], server: "ForkServer") -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._server = server
-        self._process = os.pidfd_open(pid)
+        super().__init__(pid, server)
         self.stdin: IO[bytes] = open(pipes[0], "wb")  # noqa: SIM115
         self.stdout: IO[bytes] = open(pipes[1], "rb")  # noqa: SIM115
         self.stderr: IO[bytes] = open(pipes[2], "rb")  # noqa: SIM115
@@ -66,13 +110,6 @@ class ForkedLife:
     def __exit__(self, *exception: object) -> None:
         self._close()
         self.wait()
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:  # until it is waited for, no other process has its number
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
     def communicate(self, given: bytes = b"", timeout: float | None = None) -> tuple[bytes, bytes]:
         """Write its standard input, wait for its end, and return what it wrote to the others."""
@@ -96,26 +133,6 @@ class ForkedLife:
         for stream in (self.stdin, self.stdout, self.stderr):
             stream.close()
 
-    def poll(self) -> int | None:
-        """Return what `wait` returns, or None while it runs."""
-        with suppress(TimeoutError):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; -9 where a signal 9 ended it, as `Popen` says. Raises TimeoutError."""
-        if self.returncode is None:
-            self._wait_for_end(timeout)
-            self.returncode = self._server.exit_code(self.pid)
-            os.close(self._process)
-        return self.returncode
-
-    def _wait_for_end(self, timeout_s: float | None) -> None:
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
-            raise TimeoutError
-
 
 class ForkServer:
     """Runs one server; lives are forked from it by `start`."""
@@ -134,25 +151,48 @@ class ForkServer:
         kill_at: int | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
         streams: Streams = PIPES,
+        most_file_bytes: int | None = None,
     ) -> ForkedLife:
-        """Fork a kvchat, as `ForkedShell.start` says; `variables` are added to its environment."""
+        """Fork a kvchat, as `ForkedShell.start` says; `variables` are added to its environment.
+
+        No file may grow beyond `most_file_bytes`, which fails as a full disk does.
+        """
         (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = os.pipe(), os.pipe(), os.pipe()
         pipes = (stdin, stdout, stderr)
         ends = {number: streams.get(number, pipe) for number, pipe in enumerate(pipes)}
         given = {number: end for number, end in ends.items() if end is not None}
-        assert shell.module in ("kvchat", PATIENT), "a fork has the modules that its server has"
         asked = {
+            "module": shell.module,
             "arguments": arguments,
             "environment": {**shell.environment, **variables},
-            "home": str(shell.home),
-            "is_patient": shell.module == PATIENT,
+            "directory": str(shell.home),
             "kill_at": kill_at,
+            "most_file_bytes": most_file_bytes,
             "streams": list(given),
         }
-        socket.send_fds(self._socket, [json.dumps(asked).encode()], list(given.values()))
+        pid = self._fork(asked, list(given.values()))
         for pipe in pipes:
             os.close(pipe)
-        return ForkedLife(self._answer(), [ours_in, ours_out, ours_err], self)
+        return ForkedLife(pid, [ours_in, ours_out, ours_err], self)
+
+    def start_in_terminal(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], terminal: int
+    ) -> Life:
+        """Fork `python -m module arguments`, in this directory and on a terminal of its own."""
+        asked = {
+            "module": module,
+            "arguments": arguments,
+            "environment": dict(environment),
+            "directory": os.getcwd(),
+            "is_terminal": True,
+            "streams": [0, 1, 2],
+        }
+        return Life(self._fork(asked, [terminal] * 3), self)
+
+    def _fork(self, asked: Mapping[str, object], ends: Sequence[int]) -> int:
+        assert asked["module"] in _MODULES, "a fork has the modules that its server has"
+        socket.send_fds(self._socket, [json.dumps(asked).encode()], ends)
+        return self._answer()
 
     def exit_code(self, pid: int) -> int:
         """Return the exit code of a life that has ended, once."""
@@ -196,6 +236,16 @@ class ForkedShell(Shell):
         assert life.returncode is not None
         return subprocess.CompletedProcess(arguments, life.returncode, stdout, stderr)
 
+    def run_on_full_disk(
+        self, num_blocks: int, *arguments: str, stdin: bytes = b""
+    ) -> "subprocess.CompletedProcess[bytes]":
+        """Run kvchat in a fork where no file may grow beyond so many KiB."""
+        assert self.server is not None
+        life = self.server.start(self, *arguments, most_file_bytes=num_blocks << 10)
+        stdout, stderr = life.communicate(stdin, TIMEOUT_S)
+        assert life.returncode is not None
+        return subprocess.CompletedProcess(arguments, life.returncode, stdout, stderr)
+
     def start(  # type: ignore[override]
         self, *arguments: str, kill_at: int | None = None, streams: Streams = PIPES
     ) -> ForkedLife:
@@ -215,21 +265,74 @@ class Deaths(Faults):
         raise self.os_error()
 
 
+def _run_patient() -> None:
+    be_patient(pytest.MonkeyPatch())
+    run()
+
+
+def _run_scripted() -> None:
+    sys.exit(run_scripted())
+
+
+_MODULES: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"kvchat": run, PATIENT: _run_patient, _SCRIPTED: _run_scripted}
+)
+
+
 def _live(asked: dict[str, Any], ends: Sequence[int]) -> None:
-    """Become the kvchat that was asked for; leaves by SystemExit, as `python -m kvchat` does."""
+    """Become the program that was asked for; most leave by SystemExit."""
     _take_streams(dict(zip(asked["streams"], ends, strict=True)))
+    if asked.get("is_terminal"):
+        _own_terminal()
     os.environ.clear()
     os.environ.update(asked["environment"])
-    os.chdir(asked["home"])
-    sys.argv = ["kvchat", *asked["arguments"]]
-    if asked["is_patient"]:
-        be_patient(pytest.MonkeyPatch())
-    if (kill_at := asked["kill_at"]) is None:
-        run()
+    os.chdir(asked["directory"])
+    sys.argv = [asked["module"], *asked["arguments"]]
+    if (most := asked.get("most_file_bytes")) is not None:
+        sys.dont_write_bytecode = True
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    main = _MODULES[asked["module"]]
+    if (kill_at := asked.get("kill_at")) is None:
+        main()
+        return
     deaths = Deaths(chats_too=True)
     deaths.install(pytest.MonkeyPatch())
     with deaths.armed(kill_at):
-        run()
+        main()
+
+
+def _end(left: BaseException | None) -> NoReturn:
+    """End as Python does, but take no modules apart.
+
+    That writes to all memory which a fork shares, and took longer than the life itself.
+    """
+    code = 0
+    if isinstance(left, SystemExit) and (left.code is None or isinstance(left.code, int)):
+        code = left.code or 0
+    elif left is not None:
+        traceback.print_exception(left)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            code = 120
+    os._exit(code)
+
+
+def _own_terminal() -> None:
+    """Make standard input the terminal of a session of its own, and open the streams afresh."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` has it ignored
+    form = {"encoding": "utf-8", "closefd": False}
+    sys.stdin = sys.__stdin__ = open(0, errors="surrogateescape", **form)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", 1, errors="surrogateescape", **form)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", **form)  # noqa: SIM115
 
 
 def _take_streams(given: Mapping[int, int]) -> None:
@@ -251,6 +354,8 @@ def _import_everything() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions, once
+    gc.collect()
+    gc.freeze()  # collecting in a fork would write to all of this, and so copy it
 
 
 def _ignore(name: str) -> None:
@@ -267,7 +372,7 @@ def serve() -> None:
     while True:
         message, ends, _, _ = socket.recv_fds(ours, _MOST_BYTES, 3)
         if not message:
-            return None
+            return
         asked = json.loads(message)
         if "ended" in asked:
             _, status = os.waitpid(asked["ended"], 0)
@@ -276,7 +381,11 @@ def serve() -> None:
         pid = os.fork()
         if not pid:
             ours.close()
-            return _live(asked, ends)
+            try:
+                _live(asked, ends)
+            except BaseException as left:
+                _end(left)
+            _end(None)
         for end in ends:
             os.close(end)
         ours.send(str(pid).encode())

@@ -4,18 +4,21 @@ Tests wait for what the screen shows, with a deadline, and never for a time. The
 the emulator forgives what a terminal would obey.
 """
 
+import fcntl
 import os
+import select
 import signal
-import sys
+import struct
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-import pexpect
 import pyte
 from pyte.screens import Char
+
+from support.fork_server import ForkServer
 
 _DEADLINE_S = 60.0
 _BYTES_A_READ = 16  # a test that looks before what it looks for has come fails always, not at times
@@ -32,32 +35,36 @@ def _text_of(row: Mapping[int, Char], columns: int) -> str:
 
 
 class PtyScreen:
-    """Starts `python -m MODULE ARGUMENTS` in a terminal of its own."""
+    """Starts what `python -m MODULE ARGUMENTS` does in a terminal of its own, as a fork.
+
+    `typed` is in the terminal before the program begins.
+    """
 
     def __init__(
         self,
+        server: ForkServer,
         module: str,
         arguments: Sequence[str],
         columns: int = 80,
         rows: int = 24,
         environment: dict[str, str] | None = None,
+        typed: str = "",
     ) -> None:
         paths = (_REPOSITORY, _REPOSITORY / "kernels", _REPOSITORY / "tests")
-        self.child = pexpect.spawn(
-            sys.executable,
-            ["-m", module, *arguments],
-            dimensions=(rows, columns),
-            env={
-                "PATH": os.environ["PATH"],
-                "HOME": "/nonexistent",
-                "TERM": "xterm-256color",
-                "LANG": "C.UTF-8",
-                "PYTHONPATH": os.pathsep.join(str(path) for path in paths),
-                **(environment or {}),
-            },
-            timeout=_DEADLINE_S,
-        )
-        self.child.delaybeforesend = None
+        variables = {
+            "PATH": os.environ["PATH"],
+            "HOME": "/nonexistent",
+            "TERM": "xterm-256color",
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": os.pathsep.join(str(path) for path in paths),
+            **(environment or {}),
+        }
+        self._terminal: int | None
+        self._terminal, theirs = os.openpty()
+        self._set_size(columns, rows)
+        self.type(typed)
+        self.life = server.start_in_terminal(module, arguments, variables, theirs)
+        os.close(theirs)
         self.raw = b""
         self.screen = pyte.HistoryScreen(columns, rows, history=5000, ratio=0.5)
         self._stream = pyte.ByteStream(self.screen)
@@ -125,11 +132,14 @@ class PtyScreen:
 
     def _read(self, within_s: float = 0.05) -> bool:
         """Take what comes within a moment; false at the end."""
-        try:
-            data = self.child.read_nonblocking(_BYTES_A_READ, timeout=within_s)
-        except pexpect.TIMEOUT:
+        assert self._terminal is not None
+        if not select.select([self._terminal], [], [], within_s)[0]:
             return True
-        except pexpect.EOF:
+        try:
+            data = os.read(self._terminal, _BYTES_A_READ)
+        except OSError:  # all who had it open as theirs are gone
+            return False
+        if not data:
             return False
         self.raw += data
         self._stream.feed(data)
@@ -139,7 +149,10 @@ class PtyScreen:
 
     def type(self, text: str) -> "PtyScreen":
         """Send keys as they are."""
-        self.child.send(text)
+        assert self._terminal is not None
+        keys = text.encode()
+        while keys:
+            keys = keys[os.write(self._terminal, keys) :]
         return self
 
     def enter(self, text: str) -> "PtyScreen":
@@ -158,14 +171,19 @@ class PtyScreen:
             self._read(within_s=0.0)
         self.screen.resize(rows, columns)
         self.screen.dirty.update(range(rows))
-        self.child.setwinsize(rows, columns)
+        self._set_size(columns, rows)
+
+    def _set_size(self, columns: int, rows: int) -> None:
+        assert self._terminal is not None
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def kill(self, number: signal.Signals) -> None:
-        self.child.kill(number)
+        self.life.send_signal(number)
 
     def settings(self) -> list[object]:
         """The terminal's line settings, as `stty -a` shows them."""
-        return list(termios.tcgetattr(self.child.child_fd))
+        assert self._terminal is not None
+        return list(termios.tcgetattr(self._terminal))
 
     def finish(self) -> int:
         """Wait for the end; return the exit code, or minus the signal that ended it."""
@@ -176,19 +194,16 @@ class PtyScreen:
 
     def hang_up(self) -> None:
         """Take the terminal away, as closing its window does."""
-        self.child.ptyproc.fileobj.close()
-        self.child.ptyproc.closed = self.child.closed = True
+        if self._terminal is not None:
+            os.close(self._terminal)
+        self._terminal = None
 
     def exit_code(self) -> int:
         """Wait for the end without reading; return the exit code, or minus the signal."""
-        self.child.wait()
-        status = self.child.exitstatus
-        return status if status is not None else -self.child.signalstatus
+        return self.life.wait(_DEADLINE_S)
 
     def close(self) -> None:
         """End the program, whatever it does."""
-        if self.child.isalive():
-            self.child.kill(signal.SIGKILL)
-            self.child.wait()
-        if not self.child.closed:
-            self.hang_up()
+        self.life.kill()
+        self.life.wait(_DEADLINE_S)
+        self.hang_up()

@@ -8,6 +8,7 @@ import pytest
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.terminal import code_lines
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 from support.scripted_engine import text_model, write_text_checkpoint
 
@@ -31,14 +32,14 @@ def _patience_with_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start_chat(checkpoint: Path, tmp_path: Path) -> Iterator[StartChat]:
+def start_chat(checkpoint: Path, tmp_path: Path, fork_server: ForkServer) -> Iterator[StartChat]:
     """Start chats with a scripted engine; all of them are ended with the test."""
     started: list[PtyScreen] = []
 
     def start(*arguments: str, is_saved: bool = True, **settings: Any) -> PtyScreen:
         saving = ["--sessions", str(tmp_path / "sessions")] if is_saved else []
         everything = [str(checkpoint), *saving, *arguments]
-        chat = PtyScreen("support.scripted_repl", everything, **settings)
+        chat = PtyScreen(fork_server, "support.scripted_repl", everything, **settings)
         started.append(chat)
         return chat.wait_for("/help for help")
 

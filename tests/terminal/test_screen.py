@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.store import SessionStore
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
 StartChat = Callable[..., PtyScreen]
@@ -199,12 +200,14 @@ def test_the_prompt_is_live_while_the_model_loads(start_chat: StartChat, tmp_pat
     chat.wait_for("You said 'early question' (0).").wait_for("You said 'a second one' (0).")
 
 
-def test_what_is_typed_before_the_prompt_is_there_is_not_lost(checkpoint: Path) -> None:
+def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
+    checkpoint: Path, fork_server: ForkServer
+) -> None:
     """The terminal turns Enter into a line feed until the prompt has taken it over: read as a key
     that would be Ctrl-J, and the message would wait in the prompt as its first line."""
-    chat = PtyScreen("support.scripted_repl", [str(checkpoint)])
+    command = ("support.scripted_repl", [str(checkpoint)])
+    chat = PtyScreen(fork_server, *command, typed="early\rand ha")
     try:
-        chat.enter("early").type("and ha")
         chat.wait_for("/help for help").type("lf").wait_for("You said 'early' (0).")
         chat.wait_for("❯ and half")
     finally:
