@@ -20,13 +20,22 @@ from kvchat.engine.speculation import Mode
 from kvchat.model.batch import SequencePiece
 from kvchat.model.loader import LoadedModel
 from kvchat.model.self_test import compare_with_own
-from support.stateful_models import NUM_GENERATED, STATEFUL, Chat, load_stateful, open_engine, words
+from support.matrix import spread
+from support.stateful_models import (
+    FORMS,
+    NUM_GENERATED,
+    STATEFUL,
+    Chat,
+    load_stateful,
+    open_engine,
+    words,
+)
 
 BLOCK = 16
 Loaded = tuple[PreTrainedModel, LoadedModel]
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", spread(STATEFUL, FORMS))
 def test_answers_are_those_of_a_full_recompute(name: str, tmp_path: Path) -> None:
     reference, loaded = load_stateful(name, tmp_path / "model")
     assert compare_with_own(loaded) > 0.9999

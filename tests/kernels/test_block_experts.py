@@ -19,11 +19,12 @@ from support.expert_checks import (
     check_no_host_reads,
     check_rows_beside_others,
 )
+from support.matrix import spread
 from support.soak_sizes import short_and_long
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", spread(KINDS, [KINDS[1], KINDS[3]]), ids=str)
 def test_experts_are_those_of_the_unpacked_weights(
     interpreter: Interpreter, kind: Kind, num_rows: int
 ) -> None:

@@ -26,6 +26,7 @@ from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
+from support.matrix import spread
 
 NIBBLES = Layout(4, 32, torch.float16, True, True)
 CENTRED = Layout(4, 32, torch.float16, False, True)
@@ -76,7 +77,7 @@ def assembled(code: str, triple: str, name: str) -> str:
     return assembly
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
+@pytest.mark.parametrize("kernel", spread(WRITERS, ["4 bits"]))
 def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features have other names there: no instruction of x86 is named in the code."""
     arm = code_module._Processor("generic", "", frozenset({"neon"}))
@@ -87,7 +88,7 @@ def test_a_kernel_compiles_for_arm(kernel: str, monkeypatch: pytest.MonkeyPatch)
     assert "ret" in assembled(code, "aarch64-linux-gnu", "generic")
 
 
-@pytest.mark.parametrize("kernel", WRITERS)
+@pytest.mark.parametrize("kernel", spread(WRITERS, ["8 bits"]))
 def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     features = frozenset({"sse2", "avx2", "f16c", "avx512vl", "avx512vnni"})
     newer = code_module._Processor("znver4", "", features)

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # What comes with the Python of such a machine: torch, transformers, triton and pytest, what these
 # need, and programs that people have beside them.
@@ -92,6 +94,7 @@ sys.meta_path.insert(0, Hides())
 """
 
 
+@pytest.mark.matrix  # half a minute; what it runs has tests of its own
 def test_without_an_index_the_whole_command_runs_from_the_checkout(tmp_path: Path) -> None:
     """On its first real machine two packages were missing, and a scenario imported a third."""
     checkout, bare = tmp_path / "checkout", tmp_path / "bare"

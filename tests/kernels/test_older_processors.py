@@ -31,7 +31,7 @@ _STEPS = [f"{_STEP}[config1-False-True]"]
     ("level", "needed", "tests"),
     [
         ("x86-64-v3", "avx2", [*_KINDS, f"{_FLOATS}[dtype1]", *_STEPS]),
-        ("x86-64-v3+avxvnni", "avxvnni", _KINDS[1:]),
+        pytest.param("x86-64-v3+avxvnni", "avxvnni", _KINDS[1:], marks=pytest.mark.matrix),
     ],
 )
 def test_the_same_tests_pass_without_avx512(level: str, needed: str, tests: list[str]) -> None:

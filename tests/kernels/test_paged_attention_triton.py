@@ -21,6 +21,7 @@ from support.attention_kernel_checks import (
     check_strided_tensors,
     check_unused_table_entries,
 )
+from support.matrix import spread
 from support.plain_attention import AttentionCase
 
 Contents = tuple[tuple[tuple[int, int], ...], ...]
@@ -34,18 +35,18 @@ TILE_RULES = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", spread(CASES, TILE_RULES[:5]))
 def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_attention, CASES[name], FEW_ROWS, "triton")
 
 
-@pytest.mark.parametrize("name", TILE_RULES)
+@pytest.mark.parametrize("name", spread(TILE_RULES, TILE_RULES[-5:]))
 def test_chunks_by_every_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_attention, CASES[name], MANY_ROWS, "triton")
 
 
 @pytest.mark.parametrize("lengths", [FEW_ROWS, MANY_ROWS], ids=["few rows", "chunks"])
-@pytest.mark.parametrize("name", POSITION_RULES)
+@pytest.mark.parametrize("name", spread(POSITION_RULES, ["window in chunk", "sinks and window"]))
 def test_spans_look_at_positions_where_a_table_has_its_own(
     interpreter: Interpreter, name: str, lengths: tuple[tuple[int, int], ...]
 ) -> None:
@@ -70,7 +71,16 @@ def test_float16_is_as_exact_as_plain_arithmetic_in_it(
 
 @pytest.mark.parametrize(
     ("block_size", "layout"),
-    [(1, "permuted"), (8, "descending"), (24, "permuted"), (64, "consecutive"), (256, "permuted")],
+    spread(
+        [
+            (1, "permuted"),
+            (8, "descending"),
+            (24, "permuted"),
+            (64, "consecutive"),
+            (256, "permuted"),
+        ],
+        always=[(1, "permuted"), (24, "permuted")],
+    ),
 )
 def test_where_blocks_lie_makes_no_difference(
     interpreter: Interpreter, block_size: int, layout: str
@@ -103,8 +113,14 @@ VERIFICATIONS = (
 )
 
 
-@pytest.mark.parametrize("rule", [{}, {"window": 100, "has_sinks": True}], ids=str)
-@pytest.mark.parametrize(("most", "contents"), [(1, DECODES), (5, VERIFICATIONS)])
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param({}, marks=pytest.mark.matrix), {"window": 100, "has_sinks": True}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("most", "contents"), spread([(1, DECODES), (5, VERIFICATIONS)], [(5, VERIFICATIONS)])
+)
 def test_one_plan_is_right_whatever_lengths_the_device_holds(
     interpreter: Interpreter, most: int, contents: Contents, rule: dict[str, Any]
 ) -> None:

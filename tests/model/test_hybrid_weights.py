@@ -18,7 +18,8 @@ from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
 from support.hybrid_files import HYBRIDS, write_hybrid
-from support.stateful_models import STATEFUL, Chat, open_engine, words
+from support.matrix import spread
+from support.stateful_models import FORMS, STATEFUL, Chat, open_engine, words
 
 # Weights that transformers' own code reads without calling their layer, by the ends of their names.
 _READ = {
@@ -43,7 +44,7 @@ def similarity(found: torch.Tensor, expected: torch.Tensor) -> float:
     return torch.cosine_similarity(*pair).median().item()
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", spread(STATEFUL, [*_READ, *FORMS]))
 def test_all_linear_layers_are_packed_but_those_whose_weights_others_read(
     name: str, tmp_path: Path
 ) -> None:
@@ -142,7 +143,20 @@ _BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind"), _BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    spread(
+        _BLOCKS,
+        always=[
+            ("qwen35", "Q4_K"),
+            ("qwen3next", "Q8_0"),
+            ("lfm2", "Q4_K"),
+            ("granitehybrid", "Q8_0"),
+            ("falcon-h1", "Q4_K"),
+            ("qwen35", "Q6_K"),
+        ],
+    ),
+)
 def test_recurrent_layers_multiply_with_the_blocks_of_the_file(
     name: str, kind: str, tmp_path: Path
 ) -> None:

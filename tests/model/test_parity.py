@@ -14,7 +14,8 @@ from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.paged_attention import FULL, AttentionSpan
-from support.architectures import SUPPORTED
+from support.architectures import MANNERS, SUPPORTED
+from support.matrix import spread
 from support.specimens import (
     MAX_CONTEXT,
     NUM_GENERATED,
@@ -43,8 +44,16 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    spread(
+        [(name, shape) for name in SUPPORTED for shape in SHAPES],
+        always=[
+            *((name, "blocks of 8, chunks of 7") for name in SUPPORTED),
+            *((name, shape) for name in ("llama", "gemma3n, shared KV") for shape in SHAPES),
+        ],
+    ),
+)
 def test_greedy_ids_are_those_of_generate(name: str, shape: str, specimen: GetSpecimen) -> None:
     made, how = specimen(name), SHAPES[shape]
     engine = engine_on(made.loaded, how.block_size, how.max_step_tokens, how.reuse)
@@ -61,14 +70,14 @@ def test_greedy_ids_are_those_of_generate(name: str, shape: str, specimen: GetSp
     assert computed == (generated + len(PROMPT_LENGTHS) if how.reuse else 57 + 88)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", spread(SUPPORTED, MANNERS))
 def test_prompts_read_token_by_token_make_no_difference(name: str, specimen: GetSpecimen) -> None:
     made = specimen(name)
 
     assert complete(engine_on(made.loaded, 16, 1), made.prompts) == made.expected
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", spread(SUPPORTED, MANNERS))
 def test_a_pool_for_one_evicts_preempts_and_reads_again_unchanged(
     name: str, specimen: GetSpecimen
 ) -> None:
@@ -98,7 +107,7 @@ def test_every_row_of_logits_is_the_models_own(name: str, specimen: GetSpecimen)
     assert self_test.compare_with_own(made.loaded) > 1 - 1e-6
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", spread(SUPPORTED, MANNERS))
 def test_a_context_filled_to_its_limit_is_still_right(name: str, specimen: GetSpecimen) -> None:
     made = specimen(name)
     prompt = random_ids(MAX_CONTEXT - 3, seed=77)

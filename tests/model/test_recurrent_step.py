@@ -23,6 +23,7 @@ from kvchat.model.state import StateIo
 from kvchat_kernels.state_buffer import StateBuffer
 from support.checkpoints import save_checkpoint, tiny_model
 from support.hybrid_files import write_hybrid
+from support.matrix import spread
 from support.stateful_models import STATEFUL, words
 
 _PROMPT, _STEPS, _BLOCK = 7, 12, 16
@@ -95,6 +96,11 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
     ),
 }
+# Each kernel once.
+_KINDS = [
+    *("fewer key heads", "experts", "parts of key heads together", "short convolutions"),
+    *("factors that are sigmoids", "mamba", "mamba, groups and biases", "mamba beside attention"),
+]
 
 
 # transformers limits the steps of Mamba's prompts, and not those of single rows: these prompts are
@@ -202,7 +208,7 @@ def test_logits_and_state_are_those_of_the_modules(name: str, tmp_path: Path) ->
     assert_same_states(loaded, [our_state], [their_state])
 
 
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", spread(_MODELS, _KINDS))
 def test_rows_of_several_sequences_are_those_of_each_alone(name: str, tmp_path: Path) -> None:
     """A program takes all rows of each step at once."""
     loaded = load(saved(name, tmp_path), dtype="float32")

@@ -16,6 +16,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
+from support.matrix import spread
 from support.real_shapes import REAL_SHAPES, save_random
 from support.soak_sizes import short_and_long
 
@@ -72,7 +73,16 @@ def _rounded(weight: torch.Tensor, weights: str, is_head: bool) -> torch.Tensor:
     return rounded.reshape(num_out, -1)[:, :num_in]
 
 
-@pytest.fixture(scope="module", params=REAL_SHAPES)
+_IN_FORMS_OF_THEIR_OWN = [
+    "Qwen2.5 0.5B, biases",
+    "Gemma 2 2B, a quarter as wide, softcap and window",
+    "Phi-3 mini, a quarter as wide, fused products",
+    "GPT-2, a quarter as wide, turned weights",
+    "odd everywhere",
+]
+
+
+@pytest.fixture(scope="module", params=spread(REAL_SHAPES, _IN_FORMS_OF_THEIR_OWN))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     directory = tmp_path_factory.mktemp("shape")
     return Subject(request.param, save_random(directory, request.param))

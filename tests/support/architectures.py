@@ -125,6 +125,18 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Each manner of attention and of positions once; the others differ in what runs beside these.
+MANNERS = [
+    "llama",
+    "qwen2_moe, window in its mask only",
+    "gemma2, softcap",
+    "gemma3n, shared KV",
+    "phi3, longrope",
+    "gpt_oss, sinks",
+    "gpt2, learned positions",
+    "gpt_neo, attention of its own",
+    "deepseek_v3, wide keys",
+]
 _DEEPSEEK = SUPPORTED["deepseek_v3, wide keys"][1]
 _BART = {
     "d_model": 64,

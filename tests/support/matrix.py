@@ -22,12 +22,13 @@ def spread(values: Iterable[T], always: Collection[T] = ()) -> list[Any]:
     """
     values = list(values)
     assert set(always) <= set(values), "a value that runs always is none of the values"
-    return [value if value in always else _marked(value) for value in values]
-
-
-def _marked(value: object) -> Any:
-    parts = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*parts, marks=pytest.mark.matrix)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in always else pytest.mark.matrix,
+        )
+        for value in values
+    ]
 
 
 def share_of(name: str) -> int:

@@ -189,6 +189,23 @@ STATEFUL = {
     name: each for name, each in _ALL.items() if each[0] in CONFIG_MAPPING or each[0] not in _KNOWN
 }
 
+# Each form of state once.
+FORMS = [
+    name
+    for name in (
+        "qwen3_next",
+        "qwen3_5, compiled",
+        "lfm2",
+        "granitemoehybrid",
+        "falcon_h1",
+        "rwkv",
+        "jamba, mamba-1",
+        "minimax",
+        "kimi_linear",
+        "mamba2, no attention",
+    )
+    if name in STATEFUL
+]
 MAX_CONTEXT = 400
 NUM_GENERATED = 8
 
