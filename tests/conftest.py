@@ -1,6 +1,7 @@
 """Settings of the whole test run."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from support.matrix import SHARES, outside_of_share, share_of
 if TYPE_CHECKING:
     from support.fork_server import ForkServer
 
+# A shell starts background jobs with Ctrl-C ignored, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # As `kvchat` itself does: barriers that spin make a shared machine many times slower.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
