@@ -54,7 +54,7 @@ TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --n
 MATRIX_OF ?= $(or $(shell git rev-parse HEAD 2>/dev/null),none)
 
 test: $(DEV_STAMP)  ## what needs no GPU; of families times formats, a share that changes with the commit
-	$(TEST) --matrix-of $(MATRIX_OF)
+	$(TEST) --budgets --matrix-of $(MATRIX_OF)
 
 test-all: $(DEV_STAMP)  ## the same, with all families in all formats: before a release
 	$(TEST)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from support.budgets import Budgets
 from support.fact_memory import FactMemory
 from support.matrix import SHARES, outside_of_share, share_of
 
@@ -29,11 +30,17 @@ os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budgets", action="store_true", help="fail where a directory takes too long")
     parser.addoption(
         "--matrix-of",
         metavar="NAME",
         help="of the tests marked matrix, run the share of this name (a commit); otherwise all",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--budgets"):
+        config.pluginmanager.register(Budgets())
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

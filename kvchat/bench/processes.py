@@ -16,13 +16,15 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import Size
-from kvchat.model.checkpoint.source import ModelSource
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+    # A process of `in_a_process` imports this module, and not torch because of it.
+    from kvchat.bench.setup import BenchSetup
+    from kvchat.model.checkpoint.source import ModelSource
 
 T = TypeVar("T")
 COMMAND = (sys.executable, "-m", "kvchat")
@@ -108,7 +110,7 @@ def _send_result(
         connection.send((False, f"A measured process failed: {error!r}."))
 
 
-def engine_flags(setup: BenchSetup, source: ModelSource) -> list[str]:
+def engine_flags(setup: "BenchSetup", source: "ModelSource") -> list[str]:
     """Return arguments by which a process in another home directory builds the same engine."""
     model, cache = setup.model, setup.cache
     path = source.gguf.paths[0] if source.gguf is not None else source.directory

@@ -30,6 +30,7 @@ from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer
 from support.gguf_files import write_gguf
+from support.matrix import spread
 
 Reports = Callable[[str], Result]
 
@@ -162,7 +163,7 @@ def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
     assert found["m-Q8_0: weights"].value < found["auto: weights"].value
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
+@pytest.mark.parametrize("name", spread(["decode", "prefill"], ["prefill"]))
 def test_a_gguf_file_is_measured_as_the_model(name: str, tmp_path: Path) -> None:
     """transformers, the peer, once looked for a checkpoint in the file's directory."""
     model = tiny_model("llama", hidden_size=64, intermediate_size=64, max_position_embeddings=512)
@@ -361,8 +362,13 @@ class OtherPeer:
         return 1.0
 
 
-@pytest.mark.parametrize("vocab_size", [20, 1_000_000])
-@pytest.mark.parametrize("measured", [decode, prefill])
+@pytest.mark.parametrize(
+    ("measured", "vocab_size"),
+    spread(
+        [(measured, size) for measured in (decode, prefill) for size in (20, 1_000_000)],
+        always=[(decode, 20), (prefill, 1_000_000)],
+    ),
+)
 def test_a_peer_of_more_or_fewer_tokens_is_asked_what_both_know(
     measured: Any, vocab_size: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
