@@ -229,7 +229,7 @@ def test_waiting_for_a_slow_model_saves_what_there_is(monkeypatch: pytest.Monkey
     events = iter(talk.reply)
     saved = threading.Event()
     talk.ledger.lines = WatchedList(talk.ledger.lines, saved)
-    ender = threading.Thread(target=lambda: (saved.wait(20), talk_end(talk)))
+    ender = threading.Thread(target=lambda: (saved.wait(60.0), talk_end(talk)))
     ender.start()
 
     assert isinstance(list(events)[-1], AnswerEnded)

@@ -26,7 +26,7 @@ class SlowHost:
         script = scripted_build(model, lambda *_: Script("Yes."), failure=failure)
 
         def build(progress: Callable[[LoadProgress], None]) -> object:
-            self.go.wait(20)
+            self.go.wait(60.0)
             return script(progress)
 
         self.host = ChatHost(model, build, store)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_input_that_cannot_be_read_is_an_end_too() -> None:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     _queue_requests(failing(), inbox, threading.Semaphore(5))  # type: ignore[arg-type]
 
-    arrivals = [inbox.get(timeout=1.0) for _ in range(3)]
+    arrivals = [inbox.get(timeout=60.0) for _ in range(3)]
     assert isinstance(arrivals[0], JsonRequest)
     assert isinstance(arrivals[1], BadRequest)
     assert "Input/output error" in arrivals[1].error.message

@@ -207,7 +207,7 @@ def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> Non
     yesterday.engine.close()
 
     may_read, now_s = threading.Event(), [0.0]
-    tier.before_read = lambda: may_read.wait(20.0) and None
+    tier.before_read = lambda: may_read.wait(60.0) and None
     today = Drafting(tier=tier)
     compute_at(today.chain, 1e6)
     today.chain.arrivals._clock = lambda: now_s[0]
@@ -298,7 +298,7 @@ class _MeetingTier(MemoryTier):
         self._barrier = barrier
 
     def close(self) -> None:
-        self._barrier.wait(20.0)
+        self._barrier.wait(60.0)
         super().close()
 
 

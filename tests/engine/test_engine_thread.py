@@ -25,7 +25,7 @@ from support.engine_harness import EngineHarness
 from support.remembering_model import GREEDY, complete_without_cache
 
 READY = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Inbox:

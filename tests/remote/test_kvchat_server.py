@@ -41,7 +41,7 @@ from support.scripted_engine import (
 )
 
 OPTIONS = AskOptions(sampling=SamplingParams(temperature=0.0))
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def author(question: str, sample: int) -> Script:

@@ -33,7 +33,7 @@ from support.fake_llm_server import (
     models,
 )
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def answer_options(**others: Any) -> AskOptions:

@@ -210,7 +210,7 @@ def test_an_answer_without_end_is_not_read_to_its_end() -> None:
         pytest.raises(ModelError, match="no model interface"),
     ):
         find_server(address_of(fake.url))
-    assert fake.is_abandoned.wait(10)
+    assert fake.is_abandoned.wait(60.0)
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_the_server_ends_while_a_request_is_encoded(
     class Chats:
         def count(self, chat: Any, think: Any) -> int:
             begun.set()
-            may_end.wait(20.0)
+            may_end.wait(60.0)
             return 7
 
         def close(self) -> None:
@@ -227,7 +227,7 @@ def test_the_server_ends_while_a_request_is_encoded(
         return await counting
 
     assert asyncio.run(run()) == 7
-    assert closed.wait(20.0), "the chats are closed after the last work, however late"
+    assert closed.wait(60.0), "the chats are closed after the last work, however late"
     assert "still encoded" in caplog.text
 
 

@@ -358,7 +358,7 @@ class _Slow:
 
         def compile_slowly(grammars: Grammars, grammar: str, stop_ids: frozenset[int]) -> Grammar:
             self.begun.set()
-            assert self.may_go_on.wait(20.0)
+            assert self.may_go_on.wait(60.0)
             return compile_(grammars, grammar, stop_ids)
 
         monkeypatch.setattr(Grammars, "compile", compile_slowly)

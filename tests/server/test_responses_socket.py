@@ -21,7 +21,7 @@ from support.asgi_client import get, post
 from support.scripted_engine import Script
 
 PATH = "/v1/responses"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 Open = Callable[..., AbstractContextManager[ClientConnection]]
 

@@ -49,7 +49,7 @@ async def answer_of(app: Any, sent: bytes, is_half_closed: bool = False) -> byte
     server = await loop.create_server(
         lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
     )
-    async with server, asyncio.timeout(20):
+    async with server, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
         if is_half_closed:
@@ -178,7 +178,7 @@ def test_many_small_frames_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) 
         server = await loop.create_server(
             lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
         )
-        async with server, asyncio.timeout(20):
+        async with server, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             writer.write(HANDSHAKE)
             await reader.readuntil(b"\r\n\r\n")

@@ -107,7 +107,7 @@ def test_a_request_that_waits_for_its_turn_to_be_encoded(
     whole = getattr(ResentChats, name)
 
     def late(*args: Any) -> Any:
-        may_go.wait(20.0)
+        may_go.wait(60.0)
         if is_refused:
             raise ContextTooLong("Too long.")
         return whole(*args)
@@ -133,7 +133,7 @@ def test_a_response_that_is_stored_slowly(serve: Serve, monkeypatch: pytest.Monk
     path, seen, put = "/v1/responses", threading.Event(), ResponseMemory.put
 
     def late(*args: Any) -> None:
-        seen.wait(20.0)
+        seen.wait(60.0)
         put(*args)
 
     def release(got: Got) -> bool:

@@ -300,7 +300,7 @@ def test_a_large_body_is_read_while_the_event_loop_goes_on() -> None:
     went_on = threading.Event()
 
     def read(body: Body) -> bool:
-        return went_on.wait(20.0)
+        return went_on.wait(60.0)
 
     async def both(num_others: int, *padding: str) -> bool:
         body = await read_body(json.dumps({"model": "scripted", "padding": padding}).encode())

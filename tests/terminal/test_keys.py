@@ -123,7 +123,7 @@ def _press(*keys: str, answering: bool = False, before: Feed | None = None) -> t
                 await _settled(view)
             text = view.buffer.text
             view.leave()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await running
             return text
 

