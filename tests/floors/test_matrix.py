@@ -1,42 +1,62 @@
 """Every combination has its turn, and a name always stands for the same ones."""
 
+from collections.abc import Collection
+from itertools import chain
+
 import pytest
+from _pytest.mark import Mark, ParameterSet
 
 from support.matrix import SHARES, outside_of_share, share_of, spread
 
 
 class _Item:
-    """An item of a test, marked or not."""
+    """An item of a test with the marks of its parameters."""
 
-    def __init__(self, nodeid: str, is_marked: bool = True) -> None:
+    def __init__(self, nodeid: str, marks: Collection[Mark]) -> None:
         self.nodeid = nodeid
-        self._is_marked = is_marked
+        self._marks = marks
 
-    def get_closest_marker(self, name: str) -> object:
-        return name if self._is_marked else None
+    def iter_markers(self, name: str) -> list[Mark]:
+        return [mark for mark in self._marks if mark.name == name]
 
 
-def _run(items: list[_Item], share: int) -> set[str]:
+def _items(parameters: list[ParameterSet], rows: int = 1) -> list[_Item]:
+    return [
+        _Item(f"a.py::test_it[{each.values[0]}-{row}]", [mark.mark for mark in each.marks])
+        for each in parameters
+        for row in range(rows)
+    ]
+
+
+def _run(items: list[_Item], share: int) -> list[str]:
     left_out = outside_of_share(items, share)  # type: ignore[arg-type]
-    return {item.nodeid for item in items} - {item.nodeid for item in left_out}
+    return [item.nodeid for item in items if item not in left_out]
 
 
 @pytest.mark.parametrize("count", [1, SHARES - 1, 59])
-def test_each_combination_is_in_one_share_and_shares_are_alike(count: int) -> None:
-    items = [_Item(f"a.py::test_it[{number}]") for number in range(count)]
+def test_each_value_is_in_one_share_and_shares_are_alike(count: int) -> None:
+    items = _items(spread(range(count)))
 
     shares = [_run(items, share) for share in range(SHARES)]
 
-    assert sorted(nodeid for share in shares for nodeid in share) == sorted(
-        item.nodeid for item in items
-    )
+    assert sorted(chain(*shares)) == sorted(item.nodeid for item in items)
     assert {len(share) for share in shares} <= {count // SHARES, -(-count // SHARES)}
 
 
-def test_what_is_not_marked_always_runs() -> None:
-    items = [_Item("a.py::test_it[llama]", is_marked=False)]
+def test_all_tests_of_a_value_run_together() -> None:
+    """Each run compiled the kernels of every value for one row of it."""
+    items = _items(spread(range(SHARES)), rows=5)
 
-    assert all(_run(items, share) == {"a.py::test_it[llama]"} for share in range(SHARES))
+    for share in range(SHARES):
+        ran = _run(items, share)
+        assert len(ran) == 5
+        assert len({nodeid.rpartition("-")[0] for nodeid in ran}) == 1
+
+
+def test_what_is_not_marked_always_runs() -> None:
+    items = _items(spread(["llama"], always=["llama"]))
+
+    assert all(_run(items, share) == [items[0].nodeid] for share in range(SHARES))
 
 
 def test_commits_have_all_shares_and_each_has_one() -> None:

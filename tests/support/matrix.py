@@ -5,6 +5,7 @@ others are marked `matrix`: a name, such as a commit's hash, decides which of th
 every combination has its turn within some commits, and a run of the same commit is the same run.
 """
 
+import itertools
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
@@ -22,10 +23,11 @@ def spread(values: Iterable[T], always: Collection[T] = ()) -> list[Any]:
     """
     values = list(values)
     assert set(always) <= set(values), "a value that runs always is none of the values"
+    numbers = itertools.count()
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=() if value in always else pytest.mark.matrix,
+            marks=() if value in always else pytest.mark.matrix(next(numbers)),
         )
         for value in values
     ]
@@ -37,15 +39,16 @@ def share_of(name: str) -> int:
 
 
 def outside_of_share(items: Sequence[pytest.Item], share: int) -> list[pytest.Item]:
-    """Return the combinations that the run leaves to others; neighbours are in different shares."""
-    counts: dict[str, int] = {}
-    left_out = []
-    for item in items:
-        if item.get_closest_marker("matrix") is None:
-            continue
-        test = item.nodeid.partition("[")[0]
-        number = counts.get(test, zlib.crc32(test.encode()))  # few combinations begin anywhere
-        counts[test] = number + 1
-        if number % SHARES != share:
-            left_out.append(item)
-    return left_out
+    """Return the combinations that the run leaves to others.
+
+    All tests of a value are in one share, so what it needs is compiled in few runs.
+    """
+    return [item for item in items if _share_of_item(item) not in (None, share)]
+
+
+def _share_of_item(item: pytest.Item) -> int | None:
+    marks = list(item.iter_markers("matrix"))
+    if not marks:
+        return None
+    test = item.nodeid.partition("[")[0]  # tests of few combinations begin with any share
+    return (zlib.crc32(test.encode()) + sum(sum(mark.args) for mark in marks)) % SHARES
