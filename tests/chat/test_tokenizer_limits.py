@@ -30,7 +30,7 @@ DOUBLED = [Replace("a", "aa")] * 40
 BOMBS = {
     "doubling": {"normalizer": normalizers.Sequence(DOUBLED)},
     "one long text": {"normalizer": Replace("a", "a" * 5000)},
-    "between characters": {"normalizer": normalizers.Sequence([Replace(Regex(""), "xx")] * 12)},
+    "between characters": {"normalizer": normalizers.Sequence([Replace(Regex(""), "xx")] * 10)},
     "by turns": {"normalizer": normalizers.Sequence([Replace("a", "bb"), Replace("b", "aa")] * 12)},
     "beside Unicode's": {"normalizer": normalizers.Sequence([*DOUBLED, normalizers.NFKC()])},
     "before a text": {"normalizer": normalizers.Prepend("x" * 5000)},
