@@ -490,7 +490,7 @@ class DiskTier(Tier):
             with self._db.changing():
                 if self._quota.drop_earlier():
                     self._stats.say(
-                        "what an earlier version of kvchat kept cannot be read; it was removed."
+                        "KV of an earlier version of kvchat, now unreadable, was removed."
                     )
 
         self._attempt(drop, None)
