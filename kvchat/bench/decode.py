@@ -27,7 +27,7 @@ from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
-from kvchat.core.config import KV_CODES
+from kvchat.core.parameters import KV_CODES
 from kvchat.core.types import SamplingParams, rate
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.engine import Engine

@@ -18,8 +18,8 @@ from kvchat.bench.measure import alternated
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.weights import perplexity, predictions, recorded_texts
-from kvchat.core.config import KV_CODES
 from kvchat.core.errors import KvchatError, ModelError
+from kvchat.core.parameters import KV_CODES
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.rounding import divergences, sample_ids
 

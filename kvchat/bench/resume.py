@@ -20,8 +20,9 @@ from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.page_memory import fresh_memory
-from kvchat.core.config import CacheConfig, EngineConfig, Size
+from kvchat.core.config import CacheConfig, EngineConfig
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.sizes import Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
 _HISTORY = 4096

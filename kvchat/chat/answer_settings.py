@@ -1,30 +1,25 @@
-"""AskOptions: how answers are generated, and functions that change one option by its flag's name.
+"""AskOptions: how answers are generated, and functions that change options by parameters' names.
 
-SamplingParams checks the values.
+The table of parameters checks the values.
 """
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from math import inf
+from typing import Any
 
-from kvchat.chat.context_policy import ContextPolicy, parse_policy
+from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.grammar import Grammar
-from kvchat.chat.thinking import Think, parse_think
+from kvchat.chat.thinking import Think
 from kvchat.core.errors import UsageError
+from kvchat.core.parameter import Parameter
+from kvchat.core.parameters import OF_CHATS, SAMPLING, USUAL
 from kvchat.core.types import SamplingParams
 
-# The sampling parameters that a user may choose, and the type of each.
-SAMPLING_KINDS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-}
-SAMPLING_NAMES = frozenset(SAMPLING_KINDS)
-LEAST_REPETITION = 128
+SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING)
+_BY_DASHED = {parameter.dashed: parameter for parameter in OF_CHATS}
+NAMES = tuple(_BY_DASHED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +77,62 @@ class AskOptions:
         return replace(self.sampling, seed=seed)
 
 
-_SAMPLING = {name.replace("_", "-"): kind for name, kind in SAMPLING_KINDS.items()}
-_OTHERS = ("seed", "max-tokens", "repetition-limit", "stop", "think", "context-policy")
-NAMES = (*_SAMPLING, *_OTHERS)
-_UNSET = ("none", "off", "default", "random")
-# Outside of these an answer may be noise; each is allowed all the same.
-_USUAL = {"temperature": (0.0, 2.0), "min-p": (0.0, 0.5), "repetition-penalty": (0.8, 2.0)}
-# Of numbers that no answer needs: more tokens than any context, and the seeds of the command line.
-_MOST = 2**63 - 1
+def with_values(options: AskOptions, values: Mapping[str, Any]) -> AskOptions:
+    """Return options with checked values of parameters, by their names in the table."""
+    sampling = {name: value for name, value in values.items() if name in SAMPLING_NAMES}
+    others = {name: value for name, value in values.items() if name not in SAMPLING_NAMES}
+    if "stop" in others:
+        others["stops"] = others.pop("stop")
+    for name, kind in (("think", Think), ("context_policy", ContextPolicy)):
+        if name in others:
+            others[name] = kind(others[name])
+    return replace(
+        options,
+        sampling=replace(options.sampling, **sampling),
+        chosen=options.chosen | sampling.keys(),
+        **others,
+    )
 
 
 def describe(options: AskOptions) -> list[tuple[str, str]]:
     """Return every setting's name and its value as text for display."""
-    sampling = options.sampling
-    values = [(name, _in_words(getattr(sampling, name.replace("-", "_")))) for name in _SAMPLING]
-    values.append(("seed", "a new one per answer" if options.seed is None else str(options.seed)))
-    values.append(("max-tokens", str(options.max_tokens or "as many as fit")))
-    repeats = f"{options.repetition_limit} tokens" if options.repetition_limit else "off"
-    values.append(("repetition-limit", repeats))
-    values.append(("stop", ", ".join(repr(stop) for stop in options.stops) or "none"))
-    values.append(("think", options.think))
-    values.append(("context-policy", options.context_policy))
-    return values
+    return [(parameter.dashed, _in_words(parameter, options)) for parameter in OF_CHATS]
 
 
-def _in_words(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value + 0.0:g}"  # -0.0 is 0
+def _in_words(parameter: Parameter, options: AskOptions) -> str:
+    value = _value(parameter, options)
+    if value is None:
+        return parameter.otherwise
+    if parameter.name == "repetition_limit":
+        return f"{value} tokens" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(map(repr, value)) or "none"
+    return f"{value + 0.0:g}" if isinstance(value, float) else str(value)  # -0.0 is 0
+
+
+def _value(parameter: Parameter, options: AskOptions) -> Any:
+    holder = options.sampling if parameter in SAMPLING else options
+    return getattr(holder, "stops" if parameter.name == "stop" else parameter.name)
 
 
 def doubts(options: AskOptions) -> list[str]:
     """Return a sentence for each sampling parameter with an unusual value."""
-    told = dict(describe(options))
-    return [
-        f"{name} is {told[name]}, {doubt}" for name in _USUAL if (doubt := _doubt(options, name))
-    ]
+    return [said(options, p.dashed) for p in OF_CHATS if _doubt(options, p)]
 
 
 def said(options: AskOptions, name: str) -> str:
     """Return a sentence on what a setting is, with what is usual where its value is not."""
-    doubt = _doubt(options, name)
-    return f"{name} is {dict(describe(options))[name]}{f', {doubt}' if doubt else '.'}"
+    parameter = _BY_DASHED[name]
+    doubt = _doubt(options, parameter)
+    return f"{name} is {_in_words(parameter, options)}{f', {doubt}' if doubt else '.'}"
 
 
-def _doubt(options: AskOptions, name: str) -> str:
+def _doubt(options: AskOptions, parameter: Parameter) -> str:
     """Return what is usual of a setting, as the end of a sentence; "" if its value is."""
-    least, most = _USUAL.get(name, (-inf, inf))
-    value = getattr(options.sampling, name.replace("-", "_"), 0.0)
-    if least <= value <= most:
+    if parameter.name not in USUAL:
+        return ""
+    least, most = USUAL[parameter.name]
+    if least <= _value(parameter, options) <= most:
         return ""
     return f"outside the usual {least:g} to {most:g}: answers may be noise."
 
@@ -138,70 +142,41 @@ def as_named(name: str) -> str:
     return name.lower().replace("_", "-").removeprefix("--")
 
 
+def known(name: str) -> Parameter:
+    """Return the setting with this name; raises UsageError that names the closest if none has."""
+    name = as_named(name)
+    if name in _BY_DASHED:
+        return _BY_DASHED[name]
+    if not name:
+        raise UsageError("Which setting?", "/set NAME VALUE; /set alone lists them.")
+    begun = [known for known in NAMES if known.startswith(name)]
+    close = begun or get_close_matches(name, NAMES, 1)
+    hint = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}."
+    raise UsageError(f"{name} is no setting.", hint)
+
+
 def changed(options: AskOptions, name: str, text: str) -> AskOptions:
     """Return options with one setting changed; raises UsageError for a bad name or value.
 
     A sampling parameter set to "default" counts as not set by the user: `for_model` gives it the
-    model's value.
+    model's value. A further stop text is added to the others.
     """
-    name = as_named(name)
-    if name in _SAMPLING and text.lower() == "default":
-        return replace(options, chosen=options.chosen - {name.replace("-", "_")})
-    if name in _SAMPLING:
-        value = _read(name, text, _SAMPLING[name])
-        field = name.replace("-", "_")
-        sampling = replace(options.sampling, **{field: value})  # type: ignore[arg-type]
-        return replace(options, sampling=sampling, chosen=options.chosen | {field})
-    if name not in _OTHERS:
-        begun = [known for known in NAMES if known.startswith(name)]
-        close = begun or get_close_matches(name, NAMES, 1)
-        if not name:
-            raise UsageError("Which setting?", "/set NAME VALUE; /set alone lists them.")
-        known = f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}."
-        raise UsageError(f"{name} is no setting.", known)
-    if name == "think":
-        return replace(options, think=parse_think(text))
-    if name == "context-policy":
-        return replace(options, context_policy=parse_policy(text))
-    is_unset = text.lower() in _UNSET
-    if name == "seed":
-        return replace(options, seed=None if is_unset else int(str(_read(name, text, int))))
-    if name == "stop":
-        return replace(options, stops=() if is_unset else (*options.stops, _unquoted(text)))
-    limit = None if is_unset else int(str(_read(name, text, int)))
-    if name == "repetition-limit":
-        return replace(options, repetition_limit=checked_repetition_limit(limit or 0))
-    if limit is not None and limit < 1:
-        raise UsageError(f"max-tokens is {limit}, but must be 1 or more.")
-    return replace(options, max_tokens=limit)
-
-
-def checked_repetition_limit(limit: int) -> int:
-    """Return a limit of repetition; raises UsageError for one that ordinary text would reach."""
-    if limit and limit < LEAST_REPETITION:
-        raise UsageError(
-            f"--repetition-limit is {limit}, but must be 0, which is off, or at least "
-            f"{LEAST_REPETITION}."
-        )
-    return limit
-
-
-def _read(name: str, text: str, kind: Callable[[str], object]) -> object:
-    try:
-        value = kind(text)
-    except ValueError as error:
-        wanted = "a whole number" if kind is int else "a number"
-        raise UsageError(f"{name} is {text!r}, but must be {wanted}.") from error
-    if isinstance(value, int) and abs(value) > _MOST:
-        raise UsageError(f"{name} has more digits than any setting needs.")
-    return value
+    parameter = known(name)
+    if (taken_back := parameter.taken_back(text)) is not None:
+        [value] = taken_back
+        if value is None and parameter in SAMPLING:
+            return replace(options, chosen=options.chosen - {parameter.name})
+        return with_values(options, {parameter.name: value})
+    if parameter.name == "stop":
+        text = _unquoted(text)
+    value = parameter.parsed(text, parameter.dashed)
+    if parameter.name == "stop":
+        value = (*options.stops, *value)
+    return with_values(options, {parameter.name: value})
 
 
 def _unquoted(text: str) -> str:
     """Return a stop string without its quotes, with \\n and \\t as newline and tab."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
-    text = text.replace("\\n", "\n").replace("\\t", "\t")
-    if not text:
-        raise UsageError("An empty stop text would stop everything.")
-    return text
+    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -13,8 +13,8 @@ from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.open_calls import OpenCalls
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, read_arguments
-from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
+from kvchat.core.sizes import shown
 
 _TOOL = "tool"
 

@@ -3,19 +3,18 @@
 `cli/batch.py` answers the requests.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
+from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.chat.conversation import Role
 from kvchat.chat.json_messages import GivenMessage, parse_messages
 from kvchat.chat.session import ChatSession
-from kvchat.chat.thinking import parse_think
-from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.parameters import BY_NAME, OF_ANSWERS
+from kvchat.core.sizes import shown
 
-_MOST = 2**63 - 1
-_OTHERS = ("id", "prompt", "messages", "system", "seed", "max_tokens", "stop", "think")
+_FIELDS = ("id", "prompt", "messages", "system", *(parameter.name for parameter in OF_ANSWERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +31,11 @@ class JsonRequest:
     system: str | None = None
     has_system: bool = False
     history: tuple[GivenMessage, ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
 
     def options(self, base: AskOptions) -> AskOptions:
-        """Return `base` with this request's options; raises UsageError for values out of range."""
-        sampling = replace(base.sampling, **self.sampling)
-        return replace(base, sampling=sampling, **self.others)
+        """Return `base` with this request's options."""
+        return with_values(base, self.values)
 
     def recall_history(self, session: ChatSession) -> None:
         """Add the earlier messages to a new session as its turns."""
@@ -73,7 +70,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
     if not isinstance(content, dict):
         raise UsageError(f'Line {line} of the input is not a JSON object like {{"prompt": "..."}}.')
     for name in content:
-        if name not in _OTHERS and name not in SAMPLING_KINDS:
+        if name not in _FIELDS:
             raise UsageError(f"Line {line} of the input has an unknown field {shown(name)}.")
     if content.get("id") is not None and not _is_id(content["id"]):
         raise UsageError(f"id of line {line} must be a text or a number.")
@@ -94,8 +91,11 @@ def parse_request(content: object, line: int) -> JsonRequest:
         system=_system(content, line) if "system" in content else system,
         has_system="system" in content or system is not None,
         history=history[:-1],
-        sampling=_sampling(content, line),
-        others=_others(content, line),
+        values={
+            p.name: p.checked(content[p.name], f"{p.name} of line {line}")
+            for p in OF_ANSWERS
+            if content.get(p.name) is not None
+        },
     )
 
 
@@ -112,51 +112,4 @@ def _messages(messages: object, line: int) -> tuple[str | None, tuple[GivenMessa
 
 def _system(content: dict[str, Any], line: int) -> str | None:
     value = content["system"]
-    if not isinstance(value, str | None):
-        raise UsageError(f"system of line {line} is {shown(value)}, but must be a text.")
-    return value
-
-
-def _sampling(content: dict[str, Any], line: int) -> dict[str, Any]:
-    values = {}
-    for name, kind in SAMPLING_KINDS.items():
-        if name in content:
-            value = content[name]
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UsageError(f"{name} of line {line} is {shown(value)}, but must be a number.")
-            values[name] = _as_kind(value, kind, name, line)
-    return values
-
-
-def _as_kind(value: float, kind: type[int] | type[float], name: str, line: int) -> int | float:
-    if abs(value) > _MOST or kind(value) != value:
-        what = "a whole number" if kind is int else "a number that can be computed with"
-        raise UsageError(f"{name} of line {line} is {shown(value)}, but must be {what}.")
-    return kind(value)
-
-
-def _others(content: dict[str, Any], line: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name in ("seed", "max_tokens"):
-        if name in content:
-            value = content[name]
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if not is_whole or abs(value) > _MOST:
-                raise UsageError(
-                    f"{name} of line {line} is {shown(value)}, but must be a whole number."
-                )
-            values[name] = value
-    if values.get("max_tokens", 1) < 1:
-        raise UsageError(f"max_tokens of line {line} must be 1 or more.")
-    if "stop" in content:
-        stop = content["stop"]
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-            raise UsageError(f"stop of line {line} must be a text or a list of texts.")
-        values["stops"] = tuple(stops)
-    if "think" in content:
-        try:
-            values["think"] = parse_think(str(content["think"]))
-        except UsageError as error:
-            raise UsageError(f"Line {line} of the input: {error.message}") from error
-    return values
+    return None if value is None else BY_NAME["system"].checked(value, f"system of line {line}")

@@ -16,7 +16,6 @@ from kvchat.chat.channels import (
     Passage,
     overlap,
 )
-from kvchat.core.errors import UsageError
 
 THINKING_MARKS = {
     "<think>": "</think>",
@@ -249,16 +248,6 @@ class Think(StrEnum):
 
 
 _EFFORTS = (Think.LOW, Think.MEDIUM, Think.HIGH)
-
-
-def parse_think(text: str) -> Think:
-    """Return the value that `text` names; raises UsageError if it names none."""
-    try:
-        return Think(text.strip().lower())
-    except ValueError as error:
-        raise UsageError(
-            f"think is {text[:20]!r}, but must be one of {', '.join(Think)}."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

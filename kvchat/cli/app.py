@@ -5,6 +5,7 @@ command runs.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,27 @@ import typer
 
 from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup
-from kvchat.cli.settings import BY_NAME, OF_KV, unknown_variables
+from kvchat.cli.flags import (
+    CHAT_FLAGS,
+    OF_BENCH,
+    OF_CHAT,
+    OF_SERVER,
+    SERVE_FLAGS,
+    takes,
+    values_of,
+)
+from kvchat.cli.help_page import HelpedCommand, HelpedGroup
+from kvchat.cli.settings import unknown_variables
 from kvchat.core.errors import UsageError
+from kvchat.core.parameters import BY_NAME, OF_KV
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 
 # Commands that may run compiled kernels; None is the chat.
 _RUNS_KERNELS = (None, "bench", "models", "serve")
-config_app = typer.Typer(rich_markup_mode=None, help="Settings and where they come from.")
+
+
+def _new_app(help: str) -> typer.Typer:
+    return typer.Typer(cls=HelpedGroup, rich_markup_mode=None, help=help)
 
 
 app = typer.Typer(
@@ -39,20 +54,6 @@ def _show_version(value: bool) -> None:
     if value:
         typer.echo(f"kvchat {__version__}")
         raise typer.Exit
-
-
-def _setting(name: str, *declarations: str, metavar: str | None = None) -> Any:
-    """Return the typer option of a setting; its help comes from the table of settings."""
-    setting = BY_NAME[name]
-    flags = declarations or (setting.flag,)
-    return typer.Option(*flags, help=setting.help, metavar=metavar, show_default=False)
-
-
-def _file_path(text: str) -> Path:
-    """Return the path of a file to attach: an empty text would name the working directory."""
-    if not text:
-        raise UsageError("-f names no file: it is an empty text.")
-    return Path(text)
 
 
 def _warn_of_unknown_variables(is_quiet: bool) -> None:
@@ -76,119 +77,50 @@ def _require_processor_level() -> None:
 
 
 @app.callback(invoke_without_command=True)
+@takes(OF_CHAT)
 def chat(
     context: typer.Context,
-    prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="answer this and leave", metavar="TEXT")
-    ] = None,
-    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
-    endpoint: Annotated[str | None, _setting("endpoint", metavar="URL|NAME")] = None,
-    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
-    system: Annotated[str | None, _setting("system", "-s", "--system", metavar="TEXT")] = None,
-    file: Annotated[
-        list[str] | None,
-        typer.Option("-f", "--file", help="attach a text file or a pin (repeat)", metavar="PATH"),
-    ] = None,
-    continue_: Annotated[
-        bool, typer.Option("-c", "--continue", help="go on with the last conversation")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "-r",
-            "--resume",
-            help="go on with this conversation: an id or a title; alone: choose one",
-            metavar="[ID|TITLE]",
-        ),
-    ] = None,
-    fork: Annotated[bool, typer.Option("--fork", help="with -c or -r: go on in a copy")] = False,
-    title: Annotated[
-        str, typer.Option(help="name the conversation", metavar="TEXT", show_default=False)
-    ] = "",
-    json_: Annotated[bool, typer.Option("--json", help="print one JSON object an answer")] = False,
-    output_format: Annotated[
-        str, typer.Option(help="text, json or stream-json", metavar="FORMAT")
-    ] = "text",
-    input_format: Annotated[
-        str, typer.Option(help="text, lines (a turn or /command a line) or jsonl", metavar="FORMAT")
-    ] = "text",
-    raw: Annotated[
-        bool, typer.Option("--raw", help="pass control characters of an answer through")
-    ] = False,
-    stats: Annotated[bool | None, _setting("stats", "--stats")] = None,
-    quiet: Annotated[bool | None, _setting("quiet", "-q", "--quiet")] = None,
-    temperature: Annotated[float | None, _setting("temperature", metavar="X")] = None,
-    top_p: Annotated[float | None, _setting("top_p", metavar="X")] = None,
-    top_k: Annotated[int | None, _setting("top_k", metavar="N")] = None,
-    min_p: Annotated[float | None, _setting("min_p", metavar="X")] = None,
-    repetition_penalty: Annotated[float | None, _setting("repetition_penalty", metavar="X")] = None,
-    seed: Annotated[int | None, _setting("seed", metavar="N")] = None,
-    max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
-    repetition_limit: Annotated[int | None, _setting("repetition_limit", metavar="N")] = None,
-    stop: Annotated[list[str] | None, _setting("stop", metavar="TEXT")] = None,
-    think: Annotated[str | None, _setting("think", metavar="HOW")] = None,
-    context_policy: Annotated[str | None, _setting("context_policy", metavar="HOW")] = None,
-    tools: Annotated[bool | None, _setting("tools", "--tools/--no-tools")] = None,
-    allow_tool: Annotated[list[str] | None, _setting("allow_tool", metavar="NAME")] = None,
-    tool_env: Annotated[list[str] | None, _setting("tool_env", metavar="NAME")] = None,
-    timeout: Annotated[float | None, _setting("timeout", metavar="S")] = None,
-    samples: Annotated[
-        int, typer.Option("-n", "--samples", help="answers to the same prompt", metavar="N")
-    ] = 1,
-    spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,
-    draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
-    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
-    dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
-    weights: Annotated[str | None, _setting("weights", metavar="NAME")] = None,
-    kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,
-    block_size: Annotated[int | None, _setting("block_size", metavar="N")] = None,
-    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
-    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
-    host_cache: Annotated[str | None, _setting("host_cache", metavar="SIZE")] = None,
-    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
-    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
-    max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="never reuse KV")] = False,
-    incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
-    sessions_dir: Annotated[str | None, _setting("sessions_dir", metavar="DIR")] = None,
-    color: Annotated[str | None, _setting("color", metavar="WHEN")] = None,
-    accessible: Annotated[bool | None, _setting("accessible", "--accessible")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="log more, on stderr too")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="the version")
     ] = False,
+    **flags: Any,
 ) -> None:
     """Chat with local language models, and never read the same conversation twice.
 
     On a terminal this starts an interactive chat. With a prompt, as in `kvchat "Hello"` or with -p,
     or with input from a pipe, it answers and exits.
     """
-    _warn_of_unknown_variables(bool(quiet))
+    _warn_of_unknown_variables(bool(flags["quiet"]))
     if context.invoked_subcommand in _RUNS_KERNELS:
         _require_processor_level()
     if context.invoked_subcommand is not None:
         return
     from kvchat.cli.chat import ChatRequest, run_chat
 
-    flags = {name: value for name, value in context.params.items() if name in BY_NAME}
-    if no_cache:
-        flags["cache"] = False
+    given = values_of(CHAT_FLAGS, flags)
     request = ChatRequest(
-        prompt=prompt,
-        files=tuple(map(_file_path, file or ())),
-        is_continued=continue_,
-        resume=resume,
-        is_forked=fork,
-        title=title,
-        output_format="json" if json_ else output_format,
-        input_format=input_format,
-        is_raw=raw,
-        num_samples=samples,
+        prompt=given["prompt"],
+        files=tuple(map(Path, given["file"])),
+        is_continued=given["continue_"],
+        resume=given["resume"],
+        is_forked=given["fork"],
+        title=given["title"],
+        output_format="json" if given["json"] else given["output_format"],
+        input_format=given["input_format"],
+        is_raw=given["raw"],
+        num_samples=given["samples"],
     )
-    raise typer.Exit(run_chat(flags, request))
+    raise typer.Exit(run_chat(_settings_in(flags), request))
 
 
-@app.command()
+def _settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that are settings."""
+    return {name: value for name, value in flags.items() if name in BY_NAME}
+
+
+@app.command(cls=HelpedCommand)
+@takes(OF_BENCH)
 def bench(
     scenarios: Annotated[
         list[str] | None,
@@ -197,133 +129,45 @@ def bench(
             "weights replay equality clients concurrency kv"
         ),
     ] = None,
-    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
-    shape: Annotated[str, typer.Option(help="of random weights, without a model")] = "0.4b",
-    dtype: Annotated[str, typer.Option(help="of random weights", metavar="NAME")] = "bfloat16",
-    weights: Annotated[str, _setting("weights", metavar="NAME")] = "auto",
-    kv_dtype: Annotated[str, _setting("kv_dtype", metavar="NAME")] = "auto",
-    device: Annotated[str, _setting("device", metavar="NAME")] = "auto",
-    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
-    block_size: Annotated[int, _setting("block_size", metavar="N")] = 16,
-    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
-    repeats: Annotated[int, typer.Option(help="of every measurement", metavar="N", min=1)] = 5,
-    sessions: Annotated[Path | None, typer.Option(help="recorded conversations to replay")] = None,
-    gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
-    record: Annotated[Path | None, typer.Option(help="a directory for the report")] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="turns: measure this server instead", metavar="URL|NAME")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="small lengths: does it run? No figures to quote")
-    ] = False,
+    **flags: Any,
 ) -> None:
     """Measure this machine: every figure beside its peer or its ceiling, JSON on the last line."""
     from kvchat.cli.bench import BenchRequest, run_bench
 
-    run_bench(
-        BenchRequest(
-            scenarios=tuple(scenarios or ()),
-            model=model,
-            shape=shape,
-            dtype=dtype,
-            weights=weights,
-            kv_dtype=kv_dtype,
-            device=device,
-            device_cache=device_cache,
-            block_size=block_size,
-            threads=threads,
-            repeats=repeats,
-            is_quick=quick,
-            sessions=sessions,
-            gguf=gguf,
-            record=record,
-            endpoint=endpoint,
-        )
-    )
+    given = values_of(OF_BENCH, flags)
+    for name in ("sessions", "gguf", "record"):
+        given[name] = given[name] and Path(given[name])
+    model, quick = flags["model"], given.pop("quick")
+    run_bench(BenchRequest(tuple(scenarios or ()), **{**given, "model": model, "is_quick": quick}))
 
 
-@app.command()
-def serve(
-    context: typer.Context,
-    host: Annotated[str, typer.Option(help="the address to listen on", metavar="ADDRESS")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="0 takes a free one", metavar="N")] = 8642,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="clients must send this; default: KVCHAT_API_KEY; needed beyond this machine, and "
-            "made by itself where other people use this machine",
-            metavar="KEY",
-            show_default=False,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="the file with the key, which no list of processes shows", metavar="PATH"
-        ),
-    ] = None,
-    no_api_key: Annotated[
-        bool, typer.Option("--no-api-key", help="let every user of this machine in")
-    ] = False,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="another name for the model; * stands for any text (repeat)", metavar="NAME"
-        ),
-    ] = None,
-    stabilise: Annotated[
-        bool | None,
-        typer.Option(
-            "--stabilise/--no-stabilise",
-            help="move lines of system prompts that change to the end, else only agents' (those of "
-            "requests with tools): docs/serve.md",
-        ),
-    ] = None,
-    model: Annotated[str | None, _setting("model", "-m", "--model", metavar="NAME")] = None,
-    draft: Annotated[str | None, _setting("draft", metavar="NAME")] = None,
-    spec: Annotated[bool | None, _setting("spec", "--spec/--no-spec")] = None,
-    temperature: Annotated[float | None, _setting("temperature", metavar="X")] = None,
-    max_tokens: Annotated[int | None, _setting("max_tokens", metavar="N")] = None,
-    repetition_limit: Annotated[int | None, _setting("repetition_limit", metavar="N")] = None,
-    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
-    dtype: Annotated[str | None, _setting("dtype", metavar="NAME")] = None,
-    weights: Annotated[str | None, _setting("weights", metavar="NAME")] = None,
-    kv_dtype: Annotated[str | None, _setting("kv_dtype", metavar="NAME")] = None,
-    threads: Annotated[int | None, _setting("threads", metavar="N")] = None,
-    max_context: Annotated[int | None, _setting("max_context", metavar="N")] = None,
-    device_cache: Annotated[str | None, _setting("device_cache", metavar="SIZE")] = None,
-    host_cache: Annotated[str | None, _setting("host_cache", metavar="SIZE")] = None,
-    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
-    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="never reuse KV")] = False,
-    incognito: Annotated[bool | None, _setting("incognito", "--incognito")] = None,
-) -> None:
+@app.command(cls=HelpedCommand)
+@takes(OF_SERVER)
+def serve(context: typer.Context, **flags: Any) -> None:
     """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
     from kvchat.cli.serve import ServeRequest, run_server
     from kvchat.cli.server_key import KeyRequest
 
     assert context.parent is not None
-    own = {name for name in context.params if name in BY_NAME}
-    given = {**context.parent.params, **{n: v for n in own if (v := context.params[n]) is not None}}
-    flags = {setting: value for setting, value in given.items() if setting in BY_NAME}
-    if no_cache or given["no_cache"]:
-        flags["cache"] = False
-    key = KeyRequest(api_key, api_key_file, no_api_key)
-    request = ServeRequest(host, port, key, tuple(name or ()), stabilise)
-    raise typer.Exit(run_server(flags, request))
+    given = values_of(SERVE_FLAGS, flags)
+    before = _settings_in(context.parent.params)
+    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
+    path = given["api_key_file"]
+    key = KeyRequest(given["api_key"], path and Path(path), given["no_api_key"])
+    request = ServeRequest(given["host"], given["port"], key, given["name"], given["stabilise"])
+    raise typer.Exit(run_server({**before, **here}, request))
 
 
-sessions_app = typer.Typer(rich_markup_mode=None, help="Saved conversations.")
-models_app = typer.Typer(rich_markup_mode=None, help="Models on this machine.")
-cache_app = typer.Typer(rich_markup_mode=None, help="KV kept on disk between runs.")
+sessions_app = _new_app("Saved conversations.")
+models_app = _new_app("Models on this machine.")
+cache_app = _new_app("KV kept on disk between runs.")
+config_app = _new_app("Settings and where they come from.")
 app.add_typer(sessions_app, name="sessions", invoke_without_command=True)
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(cache_app, name="cache", invoke_without_command=True)
 app.add_typer(config_app, name="config", invoke_without_command=True)
 
-_SessionsDir = Annotated[str | None, _setting("sessions_dir", metavar="DIR")]
+_takes_sessions_dir = takes((BY_NAME["sessions_dir"],))
 _SessionId = Annotated[str, typer.Argument(metavar="ID|TITLE", help="or the beginning of one")]
 
 
@@ -333,9 +177,10 @@ def _given_before(context: typer.Context, name: str) -> Any:
 
 
 @sessions_app.callback()
-def sessions_default(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
+@_takes_sessions_dir
+def sessions_default(context: typer.Context, **flags: Any) -> None:
     """List, show, export, import, rename or delete saved conversations."""
-    context.obj = sessions_dir or _given_before(context, "sessions_dir")
+    context.obj = flags["sessions_dir"] or _given_before(context, "sessions_dir")
     if context.invoked_subcommand is None:
         sessions_list(context)
 
@@ -424,31 +269,26 @@ def models_list() -> None:
     models.list_models()
 
 
-@models_app.command("info")
+@models_app.command("info", cls=HelpedCommand)
+@takes((BY_NAME["adapter"], BY_NAME["device"]))
 def models_info(
     model: Annotated[str, typer.Argument(help=BY_NAME["model"].help)] = "demo",
-    adapter: Annotated[str | None, _setting("adapter", metavar="DIR")] = None,
-    device: Annotated[str | None, _setting("device", metavar="NAME")] = None,
     json_: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    **flags: Any,
 ) -> None:
     """Print a model's properties, the size of its KV, and whether kvchat can run it."""
     from kvchat.cli import models
 
-    models.info(model, device or "auto", json_, adapter)
+    models.info(model, flags["device"] or "auto", json_, flags["adapter"])
 
 
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 @cache_app.callback()
-def cache_default(
-    context: typer.Context,
-    cache_dir: Annotated[str | None, _setting("cache_dir", metavar="DIR")] = None,
-    disk_cache: Annotated[str | None, _setting("disk_cache", metavar="SIZE")] = None,
-    json_: _Json = False,
-) -> None:
+@takes((BY_NAME["cache_dir"], BY_NAME["disk_cache"]))
+def cache_default(context: typer.Context, json_: _Json = False, **flags: Any) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
-    flags = {"cache_dir": cache_dir, "disk_cache": disk_cache}
     flags |= dict.fromkeys(("sessions_dir", *OF_KV))
     context.obj = {name: value or _given_before(context, name) for name, value in flags.items()}
     if context.invoked_subcommand is None:
@@ -515,12 +355,13 @@ def cache_path(context: typer.Context) -> None:
     cache.show_path(cache.open_store(context.obj))
 
 
-@app.command()
-def doctor(context: typer.Context, sessions_dir: _SessionsDir = None) -> None:
+@app.command(cls=HelpedCommand)
+@_takes_sessions_dir
+def doctor(context: typer.Context, **flags: Any) -> None:
     """Check terminal, Python, torch, GPU, disk, kept KV, sessions; exit 0 only if all is well."""
     from kvchat.cli.doctor import examine
 
-    raise typer.Exit(examine(sessions_dir or _given_before(context, "sessions_dir")))
+    raise typer.Exit(examine(flags["sessions_dir"] or _given_before(context, "sessions_dir")))
 
 
 @config_app.callback()

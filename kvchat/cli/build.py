@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import Settings
-from kvchat.core.config import Paths, shown
-from kvchat.core.errors import ModelError, UsageError
+from kvchat.core.config import Paths
+from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.parameters import OF_CHATS
 from kvchat.core.paths import user_path
-from kvchat.core.types import SamplingParams
 from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from kvchat.tools.toolbox import Toolbox
 
 
-# Thirty years: a wait for a lock counts nanoseconds in 64 bits.
-_MAX_TIMEOUT_S = 1e9
-_MAX_SAMPLES = 1024
 NO_ENDPOINT = "none"
 
 
@@ -111,33 +108,12 @@ def history_path() -> Path:
 
 def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
     """Return how answers are generated."""
-    from kvchat.chat.answer_settings import SAMPLING_NAMES, AskOptions, checked_repetition_limit
-    from kvchat.chat.context_policy import ContextPolicy
-    from kvchat.chat.thinking import Think
+    from kvchat.chat.answer_settings import AskOptions, with_values
 
-    max_tokens = settings["max_tokens"]
-    if max_tokens is not None and max_tokens < 1:
-        raise UsageError(f"--max-tokens is {max_tokens}, but must be 1 or more.")
-    timeout_s = settings["timeout"]
-    if timeout_s is not None and not 0 < timeout_s <= _MAX_TIMEOUT_S:
-        raise UsageError(
-            f"--timeout is {timeout_s:g}, but must be more than 0 seconds and at most 1e9."
-        )
-    if not 1 <= samples <= _MAX_SAMPLES:
-        raise UsageError(f"--samples is {shown(samples)}, but must be 1 to {_MAX_SAMPLES}.")
-    chosen = {name: settings[name] for name in SAMPLING_NAMES if settings[name] is not None}
-    options = AskOptions(
-        sampling=SamplingParams(**chosen),
-        seed=settings["seed"],
-        max_tokens=max_tokens,
-        stops=tuple(settings["stop"]),
-        num_samples=samples,
-        think=Think(settings["think"]),
-        context_policy=ContextPolicy(settings["context_policy"]),
-        chosen=frozenset(chosen),
-        repetition_limit=checked_repetition_limit(settings["repetition_limit"]),
+    chosen = {p.name: value for p in OF_CHATS if (value := settings[p.name]) is not None}
+    return with_values(AskOptions(num_samples=samples, chosen=frozenset()), chosen).for_model(
+        model_defaults
     )
-    return options.for_model(model_defaults)
 
 
 def open_toolbox(settings: Settings) -> "Toolbox | None":
@@ -154,15 +130,6 @@ def open_toolbox(settings: Settings) -> "Toolbox | None":
     tools, allowed = local_tools(Path.cwd(), settings["tool_env"]), settings["allow_tool"]
     configs = read_servers(user_paths().config.with_name("mcp.json"))
     return Toolbox(tools, allowed, McpServers(configs) if configs else None)
-
-
-def check(settings: Settings, samples: int = 1) -> None:
-    """Raise UsageError for a setting that cannot be used, before any setting is used."""
-    try:
-        settings.model_config(), settings.cache_config(), settings.engine_config()
-        ask_options(settings, {}, samples)
-    except UsageError as error:
-        raise settings.blamed(error) from error
 
 
 def open_host(

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.build import (
     ask_options,
-    check,
     has_endpoint,
     history_path,
     open_host,
@@ -25,7 +24,6 @@ from kvchat.cli.build import (
 )
 from kvchat.cli.log_file import close_log
 from kvchat.cli.settings import Settings, resolve
-from kvchat.core.config import shown
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import from_anywhere, require_working_directory
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
     from kvchat.terminal.theme import Look
     from kvchat.tools.toolbox import Toolbox
 
-_OUTPUT_FORMATS = ("text", "json", "stream-json")
-_INPUT_FORMATS = ("text", "lines", "jsonl")
-
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
@@ -70,8 +65,6 @@ class ChatRequest:
     num_samples: int = 1
 
     def __post_init__(self) -> None:
-        _one_of("--output-format", self.output_format, _OUTPUT_FORMATS)
-        _one_of("--input-format", self.input_format, _INPUT_FORMATS)
         if self.is_continued and self.resume is not None:
             raise UsageError("--continue and --resume exclude each other.")
         if self.is_forked and not self.resumes:
@@ -93,17 +86,11 @@ class ChatRequest:
         return self.resume == ""
 
 
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{flag} is {shown(value)}, but must be one of {', '.join(allowed)}.")
-
-
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
     require_working_directory()
     settings = resolve(flags, os.environ, user_paths().config)
     settings = settings.with_model(name_to_keep(settings["model"]))
-    check(settings, request.num_samples)
     if settings["incognito"]:
         close_log()
     if not has_endpoint(settings):

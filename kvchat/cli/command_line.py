@@ -8,10 +8,10 @@ import difflib
 from collections.abc import Collection, Sequence
 
 import typer
-from typer.core import TyperGroup
 
-from kvchat.core.config import shown
+from kvchat.cli.help_page import HelpedGroup
 from kvchat.core.errors import UsageError
+from kvchat.core.sizes import shown
 
 _PROMPT_FLAGS = ("-p", "--prompt")
 _RESUME_FLAGS = ("-r", "--resume")
@@ -19,7 +19,7 @@ _RESUME_FLAGS = ("-r", "--resume")
 _OTHER_WORDS = {"help": "--help", "version": "--version", "list": "models list"}
 
 
-class ChatGroup(TyperGroup):
+class ChatGroup(HelpedGroup):
     """The `kvchat` command: subcommands, or a prompt in their place."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]

@@ -11,27 +11,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvchat.cache.disk.quota import disk_budget
-from kvchat.cli.build import cache_directory, check, session_store, user_paths
+from kvchat.cli.build import cache_directory, session_store, user_paths
 from kvchat.cli.settings import (
     ENDPOINTS,
     OTHER_VARIABLES,
-    SETTINGS,
     Settings,
     known,
-    parse_value,
     read_config,
     resolve,
 )
-from kvchat.core.config import format_bytes
 from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.parameter import Kind
+from kvchat.core.parameters import BY_NAME
 from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
+from kvchat.core.sizes import format_bytes
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-# In the file their meaning would depend on the directory that kvchat is started in. A name of one
-# of the last is a path only if there is one, or if it begins as a path does.
-_DIRECTORIES = ("cache_dir", "sessions_dir", "adapter")
-_NAMES_OR_PATHS = ("model", "draft")
+# In the file the meaning of a path would depend on the directory that kvchat is started in. A name
+# is a path only if there is one, or if it begins as a path does.
 _NAMES = (DEMO, DEMO_DRAFT, "ngram", "none")
 _BEGINS_AS_PATH = re.compile(r"(~|\.{1,2})(/|$)")
 
@@ -42,32 +40,15 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
     `flags` are those before the subcommand, None for those not given.
     """
     settings = resolve(flags, os.environ, user_paths().config)
-    for setting in SETTINGS:
-        line = f"{setting.name:20} {_effective(setting.name, settings)}"
+    for name in BY_NAME:
+        line = f"{name:20} {_effective(name, settings)}"
         if with_origin:
-            line = f"{line:64} {settings.origins[setting.name]}"
+            line = f"{line:64} {settings.origins[name]}"
         sys.stdout.write(line + "\n")
     for name in OTHER_VARIABLES:
         if value := os.environ.get(name):
             line = f"{name:20} {_toml(value)}"
             sys.stdout.write(f"{line:64} {name}\n" if with_origin else line + "\n")
-
-
-# What a chat does where nothing is set, if that is not nothing.
-_UNSET = {
-    "temperature": "the model's own, else 0.7",
-    "top_p": "the model's own, else 1",
-    "top_k": "the model's own, else 0",
-    "min_p": "the model's own, else 0",
-    "repetition_penalty": "the model's own, else 1",
-    "seed": "a new one per answer",
-    "max_tokens": "as many as fit",
-    "threads": "the physical cores",
-    "device_cache": "25% of what is free, on a GPU 80%",
-    "host_cache": "with a GPU 10% of what is free, 16G at most",
-    "max_context": "the model's own",
-    "stats": "on in a chat, off in scripts",
-}
 
 
 def _effective(name: str, settings: Settings) -> str:
@@ -83,7 +64,9 @@ def _effective(name: str, settings: Settings) -> str:
         value = settings.draft_name(settings["model"]) or "none"
     elif name == "disk_cache" and value is None:
         return f"10% of what is free: {format_bytes(disk_budget(None, cache_directory(settings)))}"
-    return _UNSET.get(name, "none") if value is None or value == () else _toml(value)
+    if value is None or value == ():
+        return BY_NAME[name].otherwise or "none"
+    return _toml(value)
 
 
 def path() -> None:
@@ -96,15 +79,14 @@ def set_value(name: str, text: str) -> None:
 
     Raises UsageError for a value with which no chat could start.
     """
-    value = parse_value(name, _from_anywhere(name, text))
-    _try_out(name, value)
+    value = known(name).parsed(_from_anywhere(name, text), name)
     _change(lambda current: {**current, name: value})
 
 
 def _from_anywhere(name: str, text: str) -> str:
     """Return a setting's text, where it is a path one that holds in every working directory."""
-    is_name = name in _NAMES_OR_PATHS
-    if name in _DIRECTORIES or (is_name and _BEGINS_AS_PATH.match(text)):
+    is_name = known(name).kind is Kind.NAME_OR_PATH
+    if known(name).kind is Kind.PATH or (is_name and _BEGINS_AS_PATH.match(text)):
         return os.path.abspath(user_path(text)) if text.strip() else text
     return from_anywhere(text) if is_name and text not in _NAMES else text
 
@@ -113,12 +95,6 @@ def unset(name: str) -> None:
     """Remove a setting from the configuration file."""
     known(name)
     _change(lambda current: {key: item for key, item in current.items() if key != name})
-
-
-def _try_out(name: str, value: object) -> None:
-    """Run all checks of a value that a chat would run; raises UsageError."""
-    defaults = {setting.name: setting.default for setting in SETTINGS}
-    check(Settings({**defaults, name: value}))
 
 
 def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:

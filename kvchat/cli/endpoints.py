@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings, read_config
-from kvchat.core.config import shown
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
+from kvchat.core.sizes import shown
 from kvchat.core.text import one_line
 
 if TYPE_CHECKING:

@@ -11,9 +11,11 @@ from typing import Any
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import Strategy
 from kvchat.cli.build import state_memory
-from kvchat.core.config import FEWER_BITS, CacheConfig, ModelConfig, format_bytes
+from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
+from kvchat.core.parameters import FEWER_BITS
 from kvchat.core.paths import require_working_directory
+from kvchat.core.sizes import format_bytes
 from kvchat.core.text import sanitize
 from kvchat.model.checkpoint.local_models import local_models, model_lines
 from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model

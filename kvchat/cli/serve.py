@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from kvchat.cli.build import (
     answers_path,
     ask_options,
-    check,
     open_host,
     saved_places,
     user_paths,
@@ -19,6 +18,7 @@ from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import announced
 from kvchat.cli.server_key import KeyRequest, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve
+from kvchat.core.errors import TimedOut
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
 from kvchat.core.paths import require_working_directory
 
@@ -55,7 +55,6 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     from kvchat.server.serving import bound_socket, serve
 
     settings = resolve(flags, os.environ, user_paths().config)
-    check(settings)
     if settings["incognito"]:
         close_log()
     state = None if settings["incognito"] else user_paths().state
@@ -78,14 +77,24 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
                 app,
                 bound,
                 lambda: _say(f"{service.name} at http://{shown}:{port}/v1"),
-                lambda: host.failure is not None,
+                lambda: host.failure is not None or _is_late(host, settings["timeout"]),
             )
+            if host.failure is None and settings["timeout"] is not None:
+                host.loading_left_s(settings["timeout"])  # raises where it took too long
             return host.failure.exit_code if host.failure is not None else code
     finally:
         service.answering.close()
         service.responses.close()
         if host.ready is not None:
             host.close()
+
+
+def _is_late(host: "ChatHost", limit_s: float | None) -> bool:
+    """Whether the model takes longer to load than it may."""
+    try:
+        return limit_s is not None and host.loading_left_s(limit_s) <= 0
+    except TimedOut:
+        return True
 
 
 def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
@@ -104,7 +113,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     name = host.model.name
     return Service(
         host,
-        Answering(chats, metrics),
+        Answering(chats, metrics, settings["system"], settings["timeout"]),
         metrics,
         options,
         (short_name(name), *request.names),

@@ -16,9 +16,9 @@ from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
-from kvchat.core.config import shown
 from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
+from kvchat.core.sizes import shown
 from kvchat.core.text import one_line, sanitize
 from kvchat.terminal import warmth
 from kvchat.terminal.wrap import columns_of, has_room, one_row

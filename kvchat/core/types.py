@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvchat.core.errors import UsageError
+from kvchat.core.parameters import PENALTIES, SAMPLING
 
 TokenIds = Sequence[int]
 
@@ -121,23 +122,13 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
-        _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or more")
-        _require(0.0 < self.top_p <= 1.0, "top-p", self.top_p, "above 0 and at most 1")
-        _require(0.0 <= self.min_p <= 1.0, "min-p", self.min_p, "0 to 1")
-        _require(
-            0.01 <= self.repetition_penalty <= 100.0,
-            "repetition-penalty",
-            self.repetition_penalty,
-            "0.01 to 100",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, name.replace("_", "-"), value, "-2 to 2")
+        for parameter in (*SAMPLING, *PENALTIES):
+            parameter.checked(getattr(self, parameter.name), parameter.dashed)
         for token_id, bias in self.logit_bias:
-            _require(
-                -100.0 <= bias <= 100.0, f"logit-bias of token {token_id}", bias, "-100 to 100"
-            )
+            if not -100.0 <= bias <= 100.0:
+                raise UsageError(
+                    f"logit-bias of token {token_id} is {bias}, but must be -100 to 100."
+                )
 
     @property
     def is_greedy(self) -> bool:
@@ -156,11 +147,6 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether logits are changed one row at a time before the filters."""
         return self.penalises or bool(self.logit_bias)
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise UsageError(f"{name} is {value}, but must be {allowed}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,19 +28,13 @@ from kvchat.cache.planner import Planner
 from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout, TierOpener
-from kvchat.core.config import (
-    KV_CODES,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    Size,
-    SpeculationConfig,
-    format_bytes,
-)
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.memory import Memory
+from kvchat.core.parameters import KV_CODES
 from kvchat.core.paths import private_directory
+from kvchat.core.sizes import Size, format_bytes
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine

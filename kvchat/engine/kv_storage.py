@@ -19,8 +19,9 @@ from kvchat.cache.kv_pool import (
     LayerGeometry,
     PlainFormat,
 )
-from kvchat.core.config import CacheConfig, Size, format_bytes
+from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
+from kvchat.core.sizes import Size, format_bytes
 from kvchat.model.checkpoint.identity import state_code
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
 from kvchat.model.loader import LoadedModel

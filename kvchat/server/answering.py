@@ -9,6 +9,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
@@ -27,6 +29,7 @@ from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.response_memory import Fed
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
+from kvchat.core.types import FinishReason
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
 from kvchat.server.worker import Worker
@@ -84,8 +87,11 @@ class Answer:
         metrics: Metrics,
         run: Callable[[Callable[[], Asked]], "asyncio.Future[Asked]"],
         wakeups: Wakeups,
+        limit_s: float | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._limit_s = limit_s  # from when it is submitted; None for no limit
+        self._limit: asyncio.TimerHandle | None = None
         self._wakeups = wakeups
         self._begin = begin
         self._remember = remember
@@ -127,6 +133,9 @@ class Answer:
             self._began = None
         self._difference, self._kept, self._fed = asked.difference, asked.kept, asked.fed
         self._metrics.num_running += 1
+        if self._limit_s is not None:
+            end = partial(asked.reply.cancel, FinishReason.TIMEOUT)
+            self._limit = self._loop.call_later(self._limit_s, end)
 
     async def _hear_first(self) -> None:
         """Wait a while for the engine's first event: a refusal still gets its own HTTP status."""
@@ -240,8 +249,9 @@ class Answer:
 
     def close(self) -> None:
         """Cancel the request if it is not finished, and let go of it. Idempotent."""
-        if self._silence is not None:
-            self._silence.cancel()
+        for timer in (self._silence, self._limit):
+            if timer is not None:
+                timer.cancel()
         if self._began is not None:  # it is still encoded
             self._began.add_done_callback(_drop)
             self._began = None
@@ -262,9 +272,21 @@ def _drop(began: "asyncio.Future[Asked]") -> None:
 
 
 class Answering:
-    """Begins answers on one host. Owns the chats until `close`."""
+    """Begins answers on one host. Owns the chats until `close`.
 
-    def __init__(self, chats: ResentChats, metrics: Metrics) -> None:
+    system    the system prompt of conversations that come without one
+    limit_s   an answer that takes longer ends; None for no limit
+    """
+
+    def __init__(
+        self,
+        chats: ResentChats,
+        metrics: Metrics,
+        system: str | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        self._system = system
+        self._limit_s = limit_s
         self._chats = chats
         self._metrics = metrics
         self._encoder = Worker("kvchat-encode")
@@ -273,6 +295,7 @@ class Answering:
 
     async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
         """Begin to answer a conversation."""
+        chat = self._with_system(chat)
         return await self._started(
             lambda notify: self._chats.ask(chat, options, notify), self._remember
         )
@@ -285,17 +308,23 @@ class Answering:
 
     async def count(self, chat: ResentChat, think: Think) -> int:
         """Return the number of tokens of a conversation's context."""
+        chat = self._with_system(chat)
         try:
             return await self.on_encoder(lambda: self._chats.count(chat, think))
         except KvchatError as error:
             raise as_api_error(error) from error
+
+    def _with_system(self, chat: ResentChat) -> ResentChat:
+        return chat if not self._system or chat.system else replace(chat, system=self._system)
 
     async def _started(
         self,
         begin: Callable[[Callable[[], None]], Asked],
         remember: Callable[[Asked, AnswerEnded], None],
     ) -> Answer:
-        answer = Answer(begin, remember, self._metrics, self.on_encoder, self._wakeups)
+        answer = Answer(
+            begin, remember, self._metrics, self.on_encoder, self._wakeups, self._limit_s
+        )
         try:
             await answer.start()
         except BaseException:

@@ -4,18 +4,26 @@ Fields that would change the answer and that kvchat does not have are refused, n
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from kvchat.chat.answer_settings import SAMPLING_KINDS, AskOptions
+from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.core.errors import UsageError
+from kvchat.core.parameter import MOST, Kind, Parameter
+from kvchat.core.parameters import OF_ANSWERS
+from kvchat.core.sizes import shown
 from kvchat.server.api_errors import ApiError
 
-_MOST = 2**63 - 1
 _MOST_STOPS = 64
-_NO_LIMIT = _RANDOM = -1
-# How clients say that a filter is off, or that one token is left, and what says so here.
-_UNLIMITED: Mapping[tuple[str, float], float] = {("top_k", -1): 0, ("top_p", 0): 1e-9}
+_NO_LIMIT = -1
+# How clients say that a filter is off, that one token is left or that the seed is random, and what
+# says so here.
+_OTHER_WORDS: Mapping[tuple[str, float], float | None] = {
+    ("top_k", -1): 0,
+    ("top_p", 0): 1e-9,
+    ("seed", -1): None,
+}
+# Each interface has names of its own for the others.
+_COMMON = tuple(p for p in OF_ANSWERS if p.name not in ("max_tokens", "stop", "think"))
 _MOST_SAMPLES = 128
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SHOWN_CHARS = 80
@@ -36,9 +44,19 @@ class Fields:
         return ".".join(part for part in (self._path, name) if part)
 
     def fault(self, name: str, sentence: str) -> ApiError:
-        """Return the error for a bad field."""
-        full = self.name_of(name)
+        """Return the error for a bad field; it quotes a value that is neither list nor object."""
+        full, value = self.name_of(name), self._values.get(name)
+        if isinstance(value, str | int | float) and sentence.startswith("must "):
+            sentence = f"is {shown(value)}, but {sentence}"
         return ApiError(400, f"{full} {sentence}.", full, "invalid_value")
+
+    def value_of(self, parameter: Parameter) -> Any:
+        """Return the field of a parameter, None where it is missing; raises ApiError."""
+        value, full = self._values.get(parameter.name), self.name_of(parameter.name)
+        try:
+            return None if value is None else parameter.checked(value, full)
+        except UsageError as error:
+            raise ApiError(400, str(error), full, "invalid_value") from error
 
     def raw(self, name: str) -> Any:
         """Return a field as it is, None where it is missing."""
@@ -60,7 +78,7 @@ class Fields:
             raise self.fault(name, "must be true or false")
         return value
 
-    def whole(self, name: str, least: int, most: int = _MOST) -> int | None:
+    def whole(self, name: str, least: int, most: int = MOST) -> int | None:
         value = self._values.get(name)
         if value is None:
             return None
@@ -70,7 +88,7 @@ class Fields:
             raise self.fault(name, "must be a whole number")
         if not least <= value <= most:
             raise self.fault(
-                name, f"must be {least} to {most}" if most < _MOST else f"must be {least} or more"
+                name, f"must be {least} to {most}" if most < MOST else f"must be {least} or more"
             )
         return value
 
@@ -80,7 +98,7 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fault(name, "must be a number")
-        if not abs(value) <= _MOST:  # NaN is not
+        if not abs(value) <= MOST:  # NaN is not
             raise self.fault(name, "must be a number that can be computed with")
         return value
 
@@ -121,36 +139,19 @@ class Fields:
 
 
 def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
-    """Return `base` with the sampling fields and the seed of a request.
+    """Return `base` with the fields of a request that all interfaces have in common.
 
     Without a limit of tokens an answer ends that only repeats itself: nothing else would end it.
     """
-    values: dict[str, Any] = {}
-    for name, kind in SAMPLING_KINDS.items():
-        value = fields.number(name)
-        if value is None:
-            continue
-        value = _UNLIMITED.get((name, value), value)
-        if kind(value) != value:
-            raise fields.fault(name, "must be a whole number")
-        values[name] = kind(value)
-    try:
-        sampling = replace(base.sampling, **values)
-    except UsageError as error:
-        raise ApiError(400, str(error), _blamed(values, error), "invalid_value") from error
-    seed = fields.whole("seed", -_MOST)
     is_bounded = any(fields.raw(name) not in (None, _NO_LIMIT) for name in _TOKEN_LIMITS)
-    own_seed = base.seed if seed is None else seed
-    return replace(
-        base,
-        sampling=sampling,
-        seed=None if seed == _RANDOM else own_seed,
-        repetition_limit=0 if is_bounded else base.repetition_limit,
-    )
-
-
-def _blamed(values: Mapping[str, Any], error: UsageError) -> str | None:
-    return next((name for name in values if name.replace("_", "-") in str(error)), None)
+    values: dict[str, Any] = {"repetition_limit": 0} if is_bounded else {}
+    for parameter in _COMMON:
+        value = fields.raw(parameter.name)
+        if isinstance(value, int | float) and (parameter.name, value) in _OTHER_WORDS:
+            values[parameter.name] = _OTHER_WORDS[parameter.name, value]
+        elif value is not None:
+            values[parameter.name] = fields.value_of(parameter)
+    return with_values(base, values)
 
 
 def stops(fields: Fields, name: str) -> tuple[str, ...]:
@@ -159,9 +160,10 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
-    is_list = isinstance(texts, list) and len(texts) <= _MOST_STOPS
-    if not is_list or not all(isinstance(text, str) for text in texts):
-        raise fields.fault(name, f"must be a text or a list of at most {_MOST_STOPS} texts")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise fields.fault(name, f"must be {Kind.TEXTS.value}")
+    if len(texts) > _MOST_STOPS:
+        raise fields.fault(name, f"must be at most {_MOST_STOPS} texts")
     return tuple(text for text in texts if text)
 
 

@@ -2,16 +2,14 @@
 
 import sys
 from dataclasses import replace
-from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.resent_chat import ResentChat
+from kvchat.core.parameters import PENALTIES
 from kvchat.server.api_errors import ApiError
 from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
-_PENALTIES = ("presence_penalty", "frequency_penalty")
-_MOST_PENALTY = 2.0
 _MOST_BIAS = 100.0
 _MOST_BIASED = 4096
 _MOST_TOP_LOGPROBS = 20
@@ -23,14 +21,7 @@ def with_penalties(fields: Fields, options: AskOptions, vocab_size: int | None) 
 
     vocab_size   every token id is below it; None if that is not known
     """
-    values: dict[str, Any] = {}
-    for name in _PENALTIES:
-        value = fields.number(name)
-        if value is None:
-            continue
-        if abs(value) > _MOST_PENALTY:
-            raise fields.fault(name, f"must be {-_MOST_PENALTY:g} to {_MOST_PENALTY:g}")
-        values[name] = float(value)
+    values = {p.name: value for p in PENALTIES if (value := fields.value_of(p)) is not None}
     if "logit_bias" in fields:
         values["logit_bias"] = _logit_bias(_biases(fields), vocab_size)
     return replace(options, sampling=replace(options.sampling, **values)) if values else options

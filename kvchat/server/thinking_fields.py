@@ -18,6 +18,10 @@ _EFFORTS: dict[str, Wanted] = {
     "high": (Think.HIGH, Think.ON),
     "xhigh": (Think.HIGH, Think.ON),
     "max": (Think.HIGH, Think.ON),
+    # The words of `--think`.
+    "auto": (),
+    "on": (Think.ON, Think.MEDIUM),
+    "off": (Think.OFF, Think.LOW),
 }
 _KINDS: dict[str, Wanted] = {
     "enabled": (Think.ON, Think.MEDIUM),
@@ -77,7 +81,7 @@ def _switched(holder: Fields, name: str) -> Wanted | None:
     if isinstance(value, dict):
         kind, switch = holder.nested(name).text("type"), holder.nested(name)
         if kind not in _KINDS:
-            raise switch.fault("type", f"must be {', '.join(_KINDS)}")
+            raise switch.fault("type", f"must be one of {', '.join(_KINDS)}")
         switch.whole("budget_tokens", 0)
         return _KINDS[kind]
     return None if value is None else _KINDS["enabled" if holder.flag(name) else "disabled"]
@@ -86,7 +90,7 @@ def _switched(holder: Fields, name: str) -> Wanted | None:
 def _effort(holder: Fields, name: str) -> Wanted | None:
     effort = holder.text(name)
     if effort is not None and effort not in _EFFORTS:
-        raise holder.fault(name, f"must be {', '.join(_EFFORTS)}")
+        raise holder.fault(name, f"must be one of {', '.join(_EFFORTS)}")
     return None if effort is None else _EFFORTS[effort]
 
 

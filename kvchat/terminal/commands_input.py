@@ -124,10 +124,8 @@ async def set_(context: "CommandContext", arguments: str) -> None:
     elif name in ("verbose", "quiet", "stats"):
         context.say(context.set_stats(_wanted_stats(name, value)))
     elif not value:
-        known = dict(answer_settings.describe(context.controller.options))
-        if name not in known:
-            answer_settings.changed(context.controller.options, name, "0")
-        context.say(f"{name} is {known.get(name, '')}.")
+        name = answer_settings.known(name).dashed
+        context.say(answer_settings.said(context.controller.options, name))
     else:
         _change(context, name, value)
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 
-from kvchat.chat import answer_settings
 from kvchat.core.errors import UsageError
+from kvchat.core.parameters import OF_CHATS
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 from kvchat.terminal.commands import DAILY, Argument, Command, Registry
@@ -109,8 +109,7 @@ class LineCompleter(Completer):
         elif command.argument is Argument.PATH:
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:
-            names = ((name, "") for name in answer_settings.NAMES)
-            yield from _matching(names, typed)
+            yield from _matching(((p.dashed, p.help) for p in OF_CHATS), typed)
         elif command.argument is Argument.PIN:
             yield from _matching(self._pins(), typed)
         elif command.argument is Argument.SESSION:

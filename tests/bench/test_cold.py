@@ -17,7 +17,8 @@ from kvchat.bench.processes import Answered, ProcessFailed, answer, private_home
 from kvchat.bench.report import Result
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
-from kvchat.core.config import CacheConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, ModelConfig
+from kvchat.core.sizes import Size
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.commands import Shell

@@ -24,8 +24,9 @@ from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
-from kvchat.core.config import CacheConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.sizes import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer

@@ -87,7 +87,7 @@ def test_the_setting_has_a_name_among_the_answer_settings() -> None:
 def test_a_request_may_name_the_setting() -> None:
     request = parse_request({"prompt": "hi", "think": "low"}, 1)
     assert request.options(AskOptions()).think is Think.LOW
-    with pytest.raises(UsageError, match="Line 3 of the input: think is 'no'"):
+    with pytest.raises(UsageError, match="think of line 3 is 'no'"):
         parse_request({"prompt": "hi", "think": "no"}, 3)
 
 

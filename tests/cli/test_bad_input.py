@@ -17,25 +17,11 @@ from support.commands import Shell
     ("arguments", "code", "sentence"),
     [
         (("-p", ""), 2, "The input is empty."),
-        (("-p", "x", "--temperature", "-1"), 2, "--temperature is -1.0"),
-        (("-p", "x", "--top-p", "1.5"), 2, "--top-p is 1.5"),
         (("-p", "x", "--temperature", "nan"), 2, "--temperature is nan"),
-        (("-p", "x", "--block-size", "12"), 2, "power of two"),
-        (("-p", "x", "-f", ""), 2, "-f names no file"),
-        (("-p", "x", "--top-k", "abc"), 2, "--top-k must be a whole number."),
-        (("-p", "x", "-n", "abc"), 2, "kvchat: -n / --samples must be a whole number."),
-        (("-p", "x", "--device-cache", "lots"), 2, "reads like 8G"),
-        (("-p", "x", "--device", "tpu"), 2, "must be one of auto, cpu, cuda"),
-        (("-p", "x", "--max-tokens", "0"), 2, "must be 1 or more"),
-        (("-p", "x", "-n", "0"), 2, "must be 1 to 1024"),
-        (("-p", "x", "--output-format", "xml"), 2, "must be one of text, json, stream-json"),
-        (("-p", "x", "--stop", ""), 2, "empty text"),
         (("-p", "x", "-c", "-r", "1"), 2, "exclude each other"),
         (("-p", "x", "--fork"), 2, "--fork needs"),
         (("--no-such-flag",), 2, "kvchat: No such option"),
-        (("-p", "x", "--timeout", "1e10"), 2, "at most 1e9"),
         (("-p", "x", "--disk-cache", "9" * 400 + "G"), 2, "more than any machine has"),
-        (("-p", "x", "--threads", "99999"), 2, "must be 1 to 1024"),
         (("-p", "x", "-f", "missing.txt"), 6, "missing.txt cannot be read"),
         (("-p", "x", "-m", "/no/such/place"), 3, "There is no model directory"),
         (("-p", "x", "-m", "org/never-heard-of"), 3, "is not on this machine"),
@@ -44,11 +30,7 @@ from support.commands import Shell
         (("sessions", "show", "nope"), 5, "No conversation's id begins with nope"),
         (("config", "set", "temprature", "1"), 2, "is no setting"),
         (("config", "set", "temperature", "hot"), 2, "temperature is 'hot', but must be a number"),
-        (("config", "set", "temperature", "-1"), 2, "but must be 0 to 100"),
-        (("config", "set", "block_size", "17"), 2, "must be a power of two"),
-        (("config", "set", "disk_cache", "5x"), 2, "a size reads like"),
         (("config", "unset", "temprature"), 2, "is no setting"),
-        (("-p", "x", "--timeout", "0"), 2, "must be more than 0 seconds"),
         (("bench", "nonsense"), 2, "There is no scenario"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -94,8 +76,8 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
     assert [line.split() for line in shown if line.startswith(set_ones)] == [
         ["model", f'"{shell.home / "here"}"'],
         ["adapter", f'"{shell.home / "lora"}"'],
-        ["temperature", "the", "model's", "own,", "else", "0.7"],
         ["draft", '"ngram"'],
+        ["temperature", "the", "model's", "own,", "else", "0.7"],
         ["cache_dir", f'"{shell.home / "kept"}"'],
     ]
 
@@ -106,12 +88,6 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
         ("temperature = ", "cannot be read"),
         ("nonsense = 1", "which is no setting"),
         ('temperature = "hot"', "must be a number"),
-        ("temperature = -1", "kvchat: temperature is -1.0, but must be 0 to 100. It is set in "),
-        (
-            "block_size = 17",
-            "block-size is 17, but must be a power of two up to 1024. It is set",
-        ),
-        ('disk_cache = "5x"', "8G, 512M or 20%. It is set in "),
         ('dtype = "int2"', "is 'int2', but must be one of auto, float32"),
     ],
 )
@@ -132,12 +108,6 @@ def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
 
     assert done.returncode == 2
     assert b"KVCHAT_SEED is 'soon', but must be a whole number" in done.stderr
-
-    done = shell.run("-p", "x", KVCHAT_TOP_P="1.5")
-
-    assert done.returncode == 2
-    assert b"kvchat: top-p is 1.5, but must be" in done.stderr
-    assert done.stderr.endswith(b"It is set in KVCHAT_TOP_P.\n")
 
 
 def test_a_level_that_this_processor_cannot_run_is_refused(shell: Shell) -> None:

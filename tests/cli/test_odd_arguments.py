@@ -121,25 +121,6 @@ def test_no_setting_is_kept_that_every_start_would_refuse(
     assert shell.run("config", "show").returncode == 0
 
 
-@pytest.mark.parametrize(
-    "flag", ["--model", "--endpoint", "--adapter", "--draft", "--cache-dir", "--sessions-dir"]
-)
-def test_an_empty_name_is_refused(shell: Shell, flag: str) -> None:
-    """As a path it was the working directory: `--cache-dir ""` would have kept KV there."""
-    done = shell.run(flag, "", "-p", "Hi")
-
-    assert done.returncode == 2
-    assert done.stderr.decode() == f"kvchat: {flag} is empty. Leave it out for the default.\n"
-
-
-def test_a_context_without_tokens_is_refused_by_its_flag(shell: Shell) -> None:
-    """It said that max_context is -1."""
-    done = shell.run("--max-context", "-1", "-p", "Hi")
-
-    assert done.returncode == 2
-    assert done.stderr.decode() == "kvchat: --max-context is -1, but must be 1 or more.\n"
-
-
 def test_any_text_can_be_a_system_prompt(shell: Shell) -> None:
     assert shell.run("config", "set", "system", 'Say "a\x7fb" \\ \u00e9').returncode == 0
 

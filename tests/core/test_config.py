@@ -2,15 +2,9 @@
 
 import pytest
 
-from kvchat.core.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    Size,
-    format_bytes,
-    parse_size,
-)
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ExitCode, UsageError
+from kvchat.core.sizes import Size, format_bytes, parse_size
 from kvchat.core.types import CachedTokens, SamplingParams, Timing, Usage, rate
 
 
@@ -35,7 +29,7 @@ def test_a_size_reads_like_people_write_it(text: str, num_bytes: int) -> None:
     "text", ["", "G", "-1G", "1e9", "20 apples", "101%", "-5%", "1.2.3G", "٣G5"]
 )
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--device-cache is .* reads like 8G"):
+    with pytest.raises(UsageError, match=r"--device-cache is .* a size like 8G"):
         parse_size(text, "--device-cache")
 
 
@@ -84,7 +78,10 @@ def test_sizes_are_shown_in_few_digits_and_never_in_exponents(num_bytes: int, te
         (lambda: CacheConfig(block_size=0), "--block-size is 0"),
         (lambda: CacheConfig(block_size=2048), "block-size is 2048"),
         (lambda: CacheConfig(kv_dtype="fp8"), "kv-dtype is 'fp8'"),
-        (lambda: CacheConfig(kv_dtype="int4"), "one of auto, float32, bfloat16, float16, int8"),
+        (
+            lambda: CacheConfig(kv_dtype="int3"),
+            "auto, float32, bfloat16, float16, int8, k8v4, int4",
+        ),
         (lambda: EngineConfig(max_step_tokens=0), "max-step-tokens is 0"),
         (lambda: EngineConfig(max_running=-1), "max-running is -1"),
         (lambda: SamplingParams(temperature=-0.1), "temperature is -0.1"),

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.sizes import Size
 from kvchat.core.types import FinishReason
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec

@@ -10,10 +10,11 @@ import torch
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.sizes import Size
 from kvchat.core.types import MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,

@@ -11,9 +11,10 @@ import pytest
 
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.grammar import json_grammar
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.sizes import Size
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.chat_model import read_chat_model
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size, SpeculationConfig
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.sizes import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter

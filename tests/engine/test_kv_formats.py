@@ -20,7 +20,8 @@ from kvchat.cache.kv_pool import (
     PlainFormat,
 )
 from kvchat.cache.tier import Layout, Tier
-from kvchat.core.config import KV_CODES, CacheConfig
+from kvchat.core.config import CacheConfig
+from kvchat.core.parameters import KV_CODES
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.engine.runner import Runner

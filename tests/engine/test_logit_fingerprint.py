@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvchat.cache.disk.memory import DiskMemory
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.memory import NO_MEMORY
+from kvchat.core.sizes import Size
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import CachedTokens
 from kvchat.engine.assembly import build_engine

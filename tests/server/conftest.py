@@ -79,10 +79,12 @@ def served_by(
     memory: Path | None = None,
     places: SavedPlaces | None = None,
     names: tuple[str, ...] = ("other",),
+    system: str | None = None,
+    limit_s: float | None = None,
 ) -> Iterator[App]:
     """Yield the application that serves a host."""
     metrics = Metrics()
-    answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics)
+    answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics, system, limit_s)
     responses = ResponseMemory(memory, host.model.tokenizer)
     every = ("scripted", *names)
     places = places if places is not None else SavedPlaces(None)

@@ -98,7 +98,7 @@ def test_a_template_without_a_switch_ignores_the_field(serve: Serve) -> None:
         (CHAT, {"reasoning_effort": 3}, "reasoning_effort"),
         (RESPONSES, {"reasoning": {"effort": "very"}}, "reasoning.effort"),
         (MESSAGES, {"thinking": {"type": "on"}}, "thinking.type"),
-        (MESSAGES, {"thinking": "on"}, "thinking"),
+        (MESSAGES, {"thinking": "perhaps"}, "thinking"),
     ],
 )
 def test_a_bad_value_names_its_field(

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cli.settings import SETTINGS
+from kvchat.core.parameter import Kind
+from kvchat.core.parameters import PARAMETERS
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import ROOT
 from support.soak_sizes import short_and_long
@@ -94,7 +95,7 @@ class CaseMaker:
             (place / name).mkdir(parents=True)
         case = Case(place)
         self._spoil_files(case)
-        for setting in self._random.sample(SETTINGS, self._random.choice((0, 0, 1, 2))):
+        for setting in self._random.sample(PARAMETERS, self._random.choice((0, 0, 1, 2))):
             value = self._value(setting.kind)
             if "\0" not in value:
                 case.variables[setting.variable] = value
@@ -103,8 +104,8 @@ class CaseMaker:
         case.stdin = b"\n".join(lines)
         return case
 
-    def _value(self, kind: type) -> str:
-        choices = _NUMBERS if kind in (int, float) else (*_TEXTS, *_SIZES)
+    def _value(self, kind: Kind) -> str:
+        choices = _NUMBERS if kind in (Kind.WHOLE, Kind.NUMBER) else (*_TEXTS, *_SIZES)
         return self._random.choice(choices)
 
     def _spoil_files(self, case: Case) -> None:
@@ -139,7 +140,7 @@ class CaseMaker:
         name = self._random.choice(("thing", "missing", text or "x"))
         commands = (
             ["config", "show"],
-            ["config", "set", self._random.choice(SETTINGS).name, self._random.choice(_NUMBERS)],
+            ["config", "set", self._random.choice(PARAMETERS).name, self._random.choice(_NUMBERS)],
             ["sessions"],
             ["sessions", "show", self._random.choice(("2026", text))],
             [
@@ -164,8 +165,8 @@ class CaseMaker:
     def _chat(self, name: str, text: str) -> list[str]:
         arguments = ["--max-tokens", "2"]
         arguments += ["-m", self._model] if self._random.random() < 0.8 else ["-m", name]
-        for setting in self._random.sample(SETTINGS, self._random.choice((0, 1, 1, 2))):
-            if setting.kind is not bool and setting.name not in ("cache", "graphs"):
+        for setting in self._random.sample(PARAMETERS, self._random.choice((0, 1, 1, 2))):
+            if setting.kind is not Kind.SWITCH:
                 arguments += [setting.flag, self._value(setting.kind)]
         extras = (
             ["-p", text],

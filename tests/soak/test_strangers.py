@@ -26,8 +26,8 @@ from kvchat.cache.disk.model_dirs import DATABASE, PACK_FILE, find_model_dirs, s
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord
-from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
+from kvchat.core.sizes import Size
 from kvchat.core.types import MissReason
 from support.canary_tree import plant
 from support.pack_chains import LAYOUT, find, keys_of, restored, save

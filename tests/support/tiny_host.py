@@ -11,9 +11,10 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, Size
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.sizes import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine

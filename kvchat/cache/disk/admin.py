@@ -31,10 +31,10 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
-from kvchat.core.config import Size
 from kvchat.core.errors import StoreError
 from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
+from kvchat.core.sizes import Size
 from kvchat.core.stats import (
     ModelDirStatus,
     StoredPack,

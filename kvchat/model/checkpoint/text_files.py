@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
-from kvchat.core.types import SamplingParams
+from kvchat.core.parameters import SAMPLING
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.files.checkpoint_files import (
     MAX_TOKENIZER_BYTES,
@@ -41,7 +41,6 @@ _TOKENIZER_FILES = (
 _PIECES = "tokenizer.model"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _MAX_INT = (1 << 31) - 1
-_SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -194,15 +193,10 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
     defaults: dict[str, float] = {}
-    for name in _SAMPLING_NAMES:
-        value: Any = generation.get(name)
-        if name == "top_k" and type(value) is float and value.is_integer():
-            value = int(value)
-        kinds = (int,) if name == "top_k" else (int, float)
-        if type(value) in kinds and abs(value) <= _MAX_INT:
+    for parameter in SAMPLING:
+        if (value := generation.get(parameter.name)) is not None:
             with suppress(UsageError):
-                SamplingParams(**{name: value})
-                defaults[name] = value
+                defaults[parameter.name] = parameter.checked(value, parameter.name)
     return defaults
 
 
