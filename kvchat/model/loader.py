@@ -37,6 +37,7 @@ from kvchat.model.gpu.memory import NoRoom, runs_fused, weights_on_gpu
 from kvchat.model.hf.config_limits import ParameterLimit, check_counts, parameter_limit
 from kvchat.model.hf.known_specs import KnownSpecs, spec_key
 from kvchat.model.hf.model_class import (
+    MetaModel,
     class_and_config,
     operators_on_meta,
     reads_more_than_text,
@@ -53,8 +54,8 @@ from kvchat.model.hf.module_adapter import (
 from kvchat.model.hf.probe import (
     ProbeInconclusive,
     attention_to_probe_loaded,
-    probe,
     probe_loaded,
+    probe_meta,
     register_probe,
 )
 from kvchat.model.packed.formats import packing_of
@@ -173,27 +174,32 @@ def inspect_model(source: ModelSource, memory: Memory = NO_MEMORY) -> tuple[Any,
     The config is that of the text model, with as little else as its class can be built with.
     `memory` keeps what the probe finds.
     """
-    config = without_towers(read_config(source))
+    model, spec = _inspect(source, memory)
+    return model.config, spec
+
+
+def _inspect(source: ModelSource, memory: Memory) -> tuple[MetaModel, ModelSpec | None]:
+    model = MetaModel(without_towers(read_config(source)))
     headers = [weight_header(path) for path in source.weight_files]
     content = _config_content(source)
     if source.gguf is not None:  # a byte of its blocks may hold several weights
         content["quantization_config"] = "gguf"
     try:
-        return config, _probed(config, parameter_limit(headers, content), memory)
+        return model, _probed(model, parameter_limit(headers, content), memory)
     except ProbeInconclusive:
-        return config, None
+        return model, None
 
 
-def _probed(config: Any, limit: ParameterLimit, memory: Memory) -> ModelSpec:
+def _probed(model: MetaModel, limit: ParameterLimit, memory: Memory) -> ModelSpec:
     """Return the result of an earlier probe, or probe; raises what `probe` raises."""
     known = KnownSpecs(memory)
     try:
-        key = spec_key(config, limit)
+        key = spec_key(model.config, limit)
     except (KeyError, OSError):
-        return probe(config, limit)
+        return probe_meta(model, limit)
     spec = known.find(key)
     if spec is None:
-        spec = probe(config, limit)
+        spec = probe_meta(model, limit)
         known.note(key, spec)
     return spec
 
@@ -309,12 +315,12 @@ def _read(
     """Inspect a checkpoint and read its weights; the check is made as early as it can be."""
     with _LOADING:
         marks = source.marks()
-        hf_config, spec = inspect_model(source, memory)
+        meta, spec = _inspect(source, memory)
         if check is not None and spec is not None:
             check(spec, device)
         blocks_on = device if _keeps_blocks(source, config, spec, device) else None
         dtype = dtype_of(config.dtype)
-        module, notes = _read_weights(source, hf_config, dtype, spec, progress, blocks_on)
+        module, notes = _read_weights(source, meta, dtype, spec, progress, blocks_on)
         if spec is None:
             spec = probe_loaded(module)
             if check is not None:
@@ -432,7 +438,7 @@ def _telling(progress: Progress) -> Callable[[float], None]:
 
 def _read_weights(
     source: ModelSource,
-    hf_config: Any,
+    meta: MetaModel,
     dtype: torch.dtype | None,
     spec: ModelSpec | None,
     progress: Progress,
@@ -444,14 +450,14 @@ def _read_weights(
     """
     register_attention()
     register_probe()
-    attention = _attention_name(hf_config, spec)
+    attention = _attention_name(meta.config, spec)
     kept = spec.read_elsewhere if spec is not None else ()
-    module, report, found = _built(source, hf_config, dtype, attention, progress, blocks_on, kept)
+    module, report, found = _built(source, meta, dtype, attention, progress, blocks_on, kept)
     _refuse_gaps(source, report)
     keep_precise(module, found.precise)
     if blocks_on is not None:
         use_blocks(module, found.blocks, blocks_on)
-    return module.eval().requires_grad_(False), _leftovers(source, hf_config, report)
+    return module.eval().requires_grad_(False), _leftovers(source, meta.config, report)
 
 
 def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -> Any:
@@ -459,15 +465,15 @@ def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -
 
     `attention` is a name of transformers, such as `sdpa`. Raises what `load_model` raises.
     """
-    config = without_towers(read_config(source))
-    module, report, _ = _built(source, config, dtype, attention, lambda event: None, None)
+    meta = MetaModel(without_towers(read_config(source)))
+    module, report, _ = _built(source, meta, dtype, attention, lambda event: None, None)
     _refuse_gaps(source, report)
     return module.eval().requires_grad_(False)
 
 
 def _built(
     source: ModelSource,
-    hf_config: Any,
+    meta: MetaModel,
     dtype: torch.dtype | None,
     attention: str,
     progress: Progress,
@@ -478,8 +484,8 @@ def _built(
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, hf_config, dtype, progress, blocks_on, read_elsewhere)
-        model_class, class_config = class_and_config(hf_config)
+        found = read_tensors(source, meta, dtype, progress, blocks_on, read_elsewhere)
+        model_class, class_config = class_and_config(meta.config)
         with operators_on_meta():  # where transformers builds it first
             module, report = model_class.from_pretrained(
                 None,

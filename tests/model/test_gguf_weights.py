@@ -14,6 +14,7 @@ from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint import tensors as checkpoint_tensors
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gguf import tensors as gguf_tensors
+from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.loader import LoadedModel, inspect_model, load_model
 from kvchat.model.packed.quantise import is_packed, num_packed_bytes, pack_of, packed_table
 from kvchat.model.self_test import compare_with_own
@@ -243,17 +244,35 @@ def test_a_table_that_a_head_reads_itself_is_unpacked(
     """Its weights would have been zeros, and all its logits."""
     model = tiny_model("llama", hidden_size=256, intermediate_size=512, tie_word_embeddings=True)
     source = find_model(str(write_gguf(tmp_path / "m.gguf", model, "Q8_0")))
-    hf_config, _ = inspect_model(source)
+    config, _ = inspect_model(source)
     monkeypatch.setattr(checkpoint_tensors, "_LARGE_TABLE_BYTES", 1)
 
     found = checkpoint_tensors.read_tensors(
-        source, hf_config, None, lambda _: None, torch.device("cpu"), ("lm_head",)
+        source, MetaModel(config), None, lambda _: None, torch.device("cpu"), ("lm_head",)
     )
 
     assert found.blocks
     assert "model.embed_tokens.weight" not in found.blocks
     table = found.tensors["model.embed_tokens.weight"].float()
     assert torch.allclose(table, model.get_input_embeddings().weight, rtol=0.1, atol=1e-3)
+
+
+def test_a_file_that_is_new_builds_its_model_without_weights_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe had one, and the names and shapes of tensors came from another."""
+    own, built = MetaModel.build, []
+
+    def build(model: MetaModel, attention: str) -> Any:
+        built.append(attention)
+        return own(model, attention)
+
+    monkeypatch.setattr(MetaModel, "build", build)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama", **sizes), "Q8_0")
+
+    assert is_packed(load(path, "auto").module)
+    assert len(built) == 1
 
 
 def test_the_turned_matrices_of_gpt_2_stay_in_blocks(tmp_path: Path) -> None:

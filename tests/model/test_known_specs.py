@@ -12,7 +12,8 @@ from kvchat.model.checkpoint.source import find_model
 from kvchat.model.hf import known_specs
 from kvchat.model.hf.config_limits import ParameterLimit
 from kvchat.model.hf.known_specs import KnownSpecs, spec_key
-from kvchat.model.hf.probe import probe
+from kvchat.model.hf.model_class import MetaModel
+from kvchat.model.hf.probe import probe, probe_meta
 from kvchat.model.loader import inspect_model
 from kvchat.model.spec import ModelSpec
 from support.architectures import GATHERED, SUPPORTED
@@ -29,11 +30,11 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the model types that were probed."""
     probed: list[str] = []
 
-    def noting(config: Any, limit: ParameterLimit) -> ModelSpec:
-        probed.append(config.model_type)
-        return probe(config, limit)
+    def noting(model: MetaModel, limit: ParameterLimit) -> ModelSpec:
+        probed.append(model.config.model_type)
+        return probe_meta(model, limit)
 
-    monkeypatch.setattr(loader, "probe", noting)
+    monkeypatch.setattr(loader, "probe_meta", noting)
     return probed
 
 

@@ -17,6 +17,7 @@ from kvchat.model import loader
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gpu import memory as gpu_memory
 from kvchat.model.gpu.graphs import SHAPES
+from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.loader import load_model
 from kvchat.model.packed.experts import (
     DeviceExpertPacks,
@@ -212,9 +213,10 @@ def test_the_blocks_of_a_gguf_file_go_to_the_gpu_as_they_are(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     model = tiny_model("llama", **sizes, head_dim=64)
     source = find_model(str(write_gguf(tmp_path / "m.gguf", model, kind)))
-    hf_config, spec = loader.inspect_model(source)
+    config, spec = loader.inspect_model(source)
+    meta = MetaModel(config)
 
-    module, _ = loader._read_weights(source, hf_config, None, spec, lambda _: None, GPU)
+    module, _ = loader._read_weights(source, meta, None, spec, lambda _: None, GPU)
 
     twins = dict(model.named_modules())
     packed = [(n, x) for n, x in module.named_modules() if isinstance(pack_of(x), DevicePack)]
@@ -242,9 +244,10 @@ def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
 
     metadata = {"expert_feed_forward_length": 256}
     source = find_model(str(write_gguf(tmp_path / "m.gguf", model, kind_of, metadata)))
-    hf_config, spec = loader.inspect_model(source)
+    config, spec = loader.inspect_model(source)
+    meta = MetaModel(config)
 
-    module, _ = loader._read_weights(source, hf_config, None, spec, lambda _: None, GPU)
+    module, _ = loader._read_weights(source, meta, None, spec, lambda _: None, GPU)
 
     experts, own = module.model.layers[0].mlp.experts, model.model.layers[0].mlp.experts
     packs = expert_packs_of(experts)

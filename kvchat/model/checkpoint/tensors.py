@@ -17,7 +17,7 @@ from kvchat.core.events import LoadProgress
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.files.checkpoint_files import read_json
-from kvchat.model.hf.model_class import class_and_config, on_meta
+from kvchat.model.hf.model_class import MetaModel, class_and_config
 from kvchat.model.packed.experts import expert_tensors
 from kvchat.model.packed.formats import PackedTensor, Packing, packing_of, unpacked
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -43,13 +43,13 @@ class CheckpointTensors:
 
 def read_tensors(
     source: ModelSource,
-    hf_config: Any,
+    meta: MetaModel,
     dtype: torch.dtype | None,
     progress: Callable[[LoadProgress], None],
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str] = (),
 ) -> CheckpointTensors:
-    """Return a checkpoint's tensors; `dtype` is the one asked for, if any.
+    """Return a checkpoint's tensors for the model `meta`; `dtype` is the one asked for, if any.
 
     What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
     in the file: linear layers but those of `read_elsewhere`, and plain experts of GGUF files on a
@@ -58,11 +58,9 @@ def read_tensors(
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
     if source.gguf is not None:
-        wanted = dtype or hf_config.dtype
-        return _read_gguf(
-            source, source.gguf, hf_config, wanted, progress, blocks_on, read_elsewhere
-        )
-    found = _read_safetensors(source, hf_config, dtype, blocks_on, read_elsewhere)
+        wanted = dtype or meta.config.dtype
+        return _read_gguf(source, source.gguf, meta, wanted, progress, blocks_on, read_elsewhere)
+    found = _read_safetensors(source, meta, dtype, blocks_on, read_elsewhere)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -70,7 +68,7 @@ def read_tensors(
 def _read_gguf(
     source: ModelSource,
     gguf: Any,
-    hf_config: Any,
+    meta: MetaModel,
     dtype: torch.dtype,
     progress: Any,
     blocks_on: torch.device | None,
@@ -81,9 +79,8 @@ def _read_gguf(
 
     if source.marks() != gguf.marks:
         raise ModelError(f"{source.name} changed after it was found.", "Start again.")
-    model_class, config = class_and_config(hf_config)
-    with on_meta():
-        module = model_class(config)
+    _, config = class_and_config(meta.config)
+    module = meta.module
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     wanted: list[tuple[str, ...]] = []
     for_cpu = blocks_on is not None and blocks_on.type == "cpu"
@@ -138,7 +135,7 @@ def _large_tables(module: nn.Module, dtype: torch.dtype) -> list[str]:
 
 def _read_safetensors(
     source: ModelSource,
-    hf_config: Any,
+    meta: MetaModel,
     dtype: torch.dtype | None,
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str],
@@ -148,12 +145,12 @@ def _read_safetensors(
     if packing is None:
         return CheckpointTensors(tensors, dtype, "loading weights")
     if dtype is None:
-        own = getattr(hf_config, "dtype", None)
+        own = getattr(meta.config, "dtype", None)
         dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
     loose = unpacked(tensors, packing, dtype, source.name)
     blocks: dict[str, tuple[BlockWeights, ...]] = {}
     if blocks_on is not None:
-        blocks = _in_blocks(loose, hf_config, blocks_on, read_elsewhere)
+        blocks = _in_blocks(loose, meta, blocks_on, read_elsewhere)
     for name in blocks:
         loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
     stage = _size_said(loose, packing, dtype, source.name)
@@ -164,14 +161,12 @@ def _read_safetensors(
 
 def _in_blocks(
     tensors: Mapping[str, torch.Tensor | PackedTensor],
-    hf_config: Any,
+    meta: MetaModel,
     blocks_on: torch.device,
     read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the linear layers whose packed weights blocks hold exactly, for products there."""
-    model_class, config = class_and_config(hf_config)
-    with on_meta():
-        names = _linear_names(model_class(config), read_elsewhere)
+    names = _linear_names(meta.module, read_elsewhere)
     found: dict[str, tuple[BlockWeights, ...]] = {}
     for name in sorted(names):
         tensor = tensors.get(name)

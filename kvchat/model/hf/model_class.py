@@ -129,8 +129,34 @@ def without_towers(config: Any) -> Any:
 
 def tensor_names(config: Any) -> set[str]:
     """Return the names of a configuration's weights; raises what its class raises."""
-    with on_meta():
-        return set(new_model(deepcopy(config), "eager", torch.bfloat16).state_dict())
+    return set(MetaModel(config).module.state_dict())
+
+
+class MetaModel:
+    """The model of a configuration without weights, on torch's meta device.
+
+    All that is asked of a model before its weights are read is asked of this one.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._module: Any = None
+
+    @property
+    def module(self) -> Any:
+        """The model; built if nothing did before. Raises what transformers and its class raise."""
+        if self._module is None:
+            self.build("eager")
+        return self._module
+
+    def build(self, attention: str) -> Any:
+        """Build the model anew, with this attention, and return it; raises as `module`."""
+        with on_meta():
+            # Of a copy: transformers writes the attention's name and the dtype into it. bfloat16,
+            # because grouped expert products support no other dtype on the meta device.
+            built = new_model(deepcopy(self.config), attention, torch.bfloat16).eval()
+        self._module = built
+        return built
 
 
 def _towers(config: Any) -> list[Any]:

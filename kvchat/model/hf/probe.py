@@ -10,7 +10,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kvchat.core.errors import ModelUnsupported
 from kvchat.model.hf.config_limits import ParameterLimit, TooLarge
 from kvchat.model.hf.gathered import cache_over
-from kvchat.model.hf.model_class import new_model, on_meta, operators_on_meta
+from kvchat.model.hf.model_class import MetaModel, operators_on_meta
 from kvchat.model.hf.module_adapter import OWN_ATTENTION, find_sinks, replace_own_attention
 from kvchat.model.hf.weight_reads import watching_reads
 from kvchat.model.spec import CacheCall, Gathered, LayerSpec, ModelSpec, StateTensor
@@ -109,8 +108,6 @@ def _agrees(sees: Callable[[int, int], bool], span: AttentionSpan, query: int) -
 PROBE = "kvchat_probe"
 _RECORDER = "_kvchat_recorder"
 _NUM_TOKENS = 9
-# bfloat16, because grouped expert products support no other dtype on the meta device.
-_PROBE_DTYPE = torch.bfloat16
 _KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "logits_to_keep"})
 _DEFAULT_CONTEXT = 4096
 _NO_INTERFACE = "does not use transformers' attention interface"
@@ -241,24 +238,29 @@ def _refuse_strange_calls(module: nn.Module, key: torch.Tensor, kwargs: dict[str
 
 
 def probe(config: Any, limit: ParameterLimit | None = None) -> ModelSpec:
-    """Return the spec of a transformers config's model, without its weights.
+    """Return the spec of a transformers config's model, without its weights; see `probe_meta`."""
+    return probe_meta(MetaModel(config), limit)
+
+
+def probe_meta(model: MetaModel, limit: ParameterLimit | None = None) -> ModelSpec:
+    """Return the spec of a model without weights, which is built for it.
 
     Raises TooLarge if the model exceeds `limit`; ModelUnsupported, with the architecture and the
     reason, if its KV cannot be paged; ProbeInconclusive if its code needs real values.
     """
-    with _refusing(config):
+    with _refusing(model.config):
         try:
-            return _paged(config, limit)
+            return _paged(model, limit)
         except (NotCausal, NotReal):
             raise
         except Refusal as refusal:
-            return _gathered(_build(config, limit, "eager"), config, refusal)
+            return _gathered(_build(model, limit, "eager"), model.config, refusal)
 
 
 def attention_to_probe_loaded(config: Any) -> str:
     """Return the attention to load a model with for `probe_loaded`: PROBE or `eager`."""
     try:
-        _paged(config, None)
+        _paged(MetaModel(config), None)
     except Refusal:
         return "eager"
     except ProbeInconclusive:
@@ -266,11 +268,11 @@ def attention_to_probe_loaded(config: Any) -> str:
     return PROBE
 
 
-def _paged(config: Any, limit: ParameterLimit | None) -> ModelSpec:
+def _paged(model: MetaModel, limit: ParameterLimit | None) -> ModelSpec:
     """Return the spec for paged attention; raises Refusal where that cannot serve."""
-    _refuse_layer_types(config)
-    _refuse_own_positions(config)
-    return _record(_build(config, limit), config)
+    _refuse_layer_types(model.config)
+    _refuse_own_positions(model.config)
+    return _record(_build(model, limit), model.config)
 
 
 def probe_loaded(model: Any) -> ModelSpec:
@@ -282,7 +284,8 @@ def probe_loaded(model: Any) -> ModelSpec:
     with _refusing(model.config):
         try:
             if model.config._attn_implementation != PROBE:
-                return _paged(model.config, None)  # which raises why it was not loaded with PROBE
+                # Raises why it was not loaded with PROBE.
+                return _paged(MetaModel(model.config), None)
             return _record(model, model.config)
         except (NotCausal, NotReal):
             raise
@@ -508,15 +511,13 @@ def _num_cache_layers(config: Any) -> int:
     return 2 * max((count for count in counts if isinstance(count, int)), default=0)
 
 
-def _build(config: Any, limit: ParameterLimit | None, implementation: str | None = None) -> Any:
+def _build(meta: MetaModel, limit: ParameterLimit | None, implementation: str | None = None) -> Any:
     """Build the model on the meta device, with the probe as its attention or as named."""
-    own = OWN_ATTENTION.get(config.model_type)
-    config = deepcopy(config)  # transformers writes the attention's name and the dtype into it
+    own = OWN_ATTENTION.get(meta.config.model_type)
     register_probe()
     try:
-        with on_meta(), limit.guarded() if limit is not None else nullcontext():
-            default = "eager" if own else PROBE
-            model = new_model(config, implementation or default, _PROBE_DTYPE).eval()
+        with limit.guarded() if limit is not None else nullcontext():
+            model = meta.build(implementation or ("eager" if own else PROBE))
     except TooLarge:
         raise
     except Exception as error:  # each model class raises its own error types
