@@ -1,11 +1,11 @@
 """The CPU kernels on processors that this one may not be: ARM, and x86 with AVX-512 and VNNI."""
 
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
 import torch
-from llvmlite import ir
 
 from kvchat_kernels.cpu import (
     attention,
@@ -21,8 +21,9 @@ from kvchat_kernels.cpu import (
     rotation,
 )
 from kvchat_kernels.cpu import code as code_module
-from kvchat_kernels.cpu.code import I64, Code
+from kvchat_kernels.cpu.code import Code
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
@@ -36,42 +37,74 @@ EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, INT8)
 HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, INT8)
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
-WRITERS = {
-    "attention": (3, lambda code: attention._Part(code, FORM, False).write()),
-    "attention over 8 bits": (3, lambda code: attention._Part(code, EIGHT, False).write()),
-    "KV of 8 bits": (3, lambda code: rotation._write(code, HEADS)),
-    "4 bits": (3, lambda code: block_products._write(code, NIBBLES, False, False)),
-    "4 bits without minimums": (3, lambda code: block_products._write(code, CENTRED, False, False)),
-    "bfloat16": (3, lambda code: products._Product(code, Stored.BFLOAT, True, False).write()),
-    "8 bits": (3, lambda code: block_products._write(code, BYTES, False, False)),
-    "rounding": (3, lambda code: block_rows.write_rounding(code, Rounding.BYTES)),
-    "rounding of weights": (3, lambda code: block_rounding._write(code, 4, Stored.BFLOAT)),
-    "reading of 4 bits": (3, lambda code: block_reading.write_reading(code, "Q4_K", True)),
-    "reading of 5 bits": (3, lambda code: block_reading.write_reading(code, "Q5_0", False)),
-    "levels of AWQ": (3, lambda code: group_levels.write_levels(code, WordOrder.AWQ, 4, True)),
-    "factors looked at": (3, lambda code: group_factors.write_looking(code, FACTORS)),
-    "factors": (3, lambda code: group_factors.write_factors(code, FACTORS, True, True)),
-    "floats of groups": (3, lambda code: group_floats.write_floats(code, FLOATS)),
-    "driver": (1, program._write),
+WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
+    "attention": (attention.AttentionTask, lambda code: attention._Part(code, FORM, False).write()),
+    "attention over 8 bits": (
+        attention.AttentionTask,
+        lambda code: attention._Part(code, EIGHT, False).write(),
+    ),
+    "KV of 8 bits": (rotation.RotationTask, lambda code: rotation._write(code, HEADS)),
+    "4 bits": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, NIBBLES, False, False),
+    ),
+    "4 bits without minimums": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, CENTRED, False, False),
+    ),
+    "bfloat16": (
+        products.ProductTask,
+        lambda code: products._Product(code, Stored.BFLOAT, True, False).write(),
+    ),
+    "8 bits": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, BYTES, False, False),
+    ),
+    "rounding": (
+        block_rows.RoundingTask,
+        lambda code: block_rows.write_rounding(code, Rounding.BYTES),
+    ),
+    "rounding of weights": (
+        block_rounding.WeightRoundingTask,
+        lambda code: block_rounding._write(code, 4, Stored.BFLOAT),
+    ),
+    "reading of 4 bits": (
+        block_reading.ReadingTask,
+        lambda code: block_reading.write_reading(code, "Q4_K", True),
+    ),
+    "reading of 5 bits": (
+        block_reading.ReadingTask,
+        lambda code: block_reading.write_reading(code, "Q5_0", False),
+    ),
+    "levels of AWQ": (
+        group_levels.LevelsTask,
+        lambda code: group_levels.write_levels(code, WordOrder.AWQ, 4, True),
+    ),
+    "factors looked at": (
+        group_factors.FactorsTask,
+        lambda code: group_factors.write_looking(code, FACTORS),
+    ),
+    "factors": (
+        group_factors.FactorsTask,
+        lambda code: group_factors.write_factors(code, FACTORS, True, True),
+    ),
+    "floats of groups": (
+        group_floats.FloatsTask,
+        lambda code: group_floats.write_floats(code, FLOATS),
+    ),
+    "driver": (None, program._write),
 }
 
 
 def written(kernel: str, processor: code_module._Processor, monkeypatch: Any) -> str:
     """Return the code of a kernel as LLVM's text, as if this were another processor."""
     monkeypatch.setattr(code_module, "_processor", lambda: processor)
-    num_arguments, write = WRITERS[kernel]
-    module = ir.Module()
-    kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
-    function = ir.Function(module, kind, "run")
-    builder = ir.IRBuilder(function.append_basic_block())
-    write(Code(builder, function.args))
-    builder.ret_void()
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    return str(module)
+    return code_module.written(*WRITERS[kernel])
 
 
 def assembled(code: str, triple: str, name: str) -> str:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=name, opt=2)
     assembly: str = machine.emit_assembly(llvm.parse_assembly(code))
     return assembly

@@ -16,7 +16,7 @@ from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 from support.attention_checks import POSITION_RULES, assert_exact, span_of
-from support.cpu_tasks import attended, header, task
+from support.cpu_tasks import attended, header
 from support.paged_fixture import paged_problem, with_private_tables
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,22 +35,21 @@ def test_a_norm_adds_to_the_stream_first(scales: bool, norms_addend: bool) -> No
     weight, own = torch.randn(96), torch.randn(96)
     expected = stream + 0.5 * (normed(added, own) if norms_addend else added)
     expected *= 3.0 if scales else 1.0
-    place = norms.Place
-    places = {
-        place.STREAM: stream,
-        place.ADDEND: added,
-        place.ADDEND_WEIGHT: own,
-        place.WEIGHT: weight,
-        place.OUT: out,
-        place.WIDTH: 96,
-        place.EPSILON: EPSILON,
-        place.FACTOR: 0.5,
-        place.STREAM_FACTOR: 3.0,
-    }
+    task = norms.NormTask(
+        stream=stream,
+        addend=added,
+        addend_weight=own,
+        weight=weight,
+        out=out,
+        width=96,
+        epsilon=EPSILON,
+        factor=0.5,
+        stream_factor=3.0,
+    )
     form = norms.NormForm(adds=True, norms_addend=norms_addend, scales=scales)
     kernel = norms.norm_kernel(form)
 
-    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+    run_units(Operation(kernel, task, header(3), None), 3, 1)
 
     assert torch.allclose(stream, expected, atol=1e-5)
     assert torch.allclose(out, normed(expected, weight), atol=1e-5)
@@ -63,20 +62,19 @@ def test_a_centred_norm_is_torchs_layer_norm(adds: bool) -> None:
     stream += 30.0
     weight, bias = torch.randn(96), torch.randn(96)
     expected = stream + added if adds else stream.clone()
-    place = norms.Place
-    places = {
-        place.STREAM: stream,
-        place.ADDEND: added,
-        place.WEIGHT: weight,
-        place.BIAS: bias,
-        place.OUT: out,
-        place.WIDTH: 96,
-        place.EPSILON: EPSILON,
-        place.FACTOR: 1.0,
-    }
+    task = norms.NormTask(
+        stream=stream,
+        addend=added,
+        weight=weight,
+        bias=bias,
+        out=out,
+        width=96,
+        epsilon=EPSILON,
+        factor=1.0,
+    )
     kernel = norms.norm_kernel(norms.NormForm(adds, centres=True))
 
-    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+    run_units(Operation(kernel, task, header(3), None), 3, 1)
 
     assert torch.allclose(stream, expected, atol=1e-5)
     layer_norm = functional.layer_norm(expected.double(), (96,), weight.double(), bias.double())
@@ -95,10 +93,9 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
     width = 1032  # a unit and a bit
     gate = torch.linspace(-100, 100, width).repeat(2, 1)
     both, out = torch.cat((gate, torch.ones(2, width)), dim=1), torch.zeros(2, width)
-    place = gates.Place
-    places = {place.BOTH: both, place.OUT: out, place.WIDTH: width}
+    task = gates.GateTask(both=both, out=out, width=width)
 
-    run_units(Operation(gates.gate_kernel(activation), task(places), header(2), None), 2, 1)
+    run_units(Operation(gates.gate_kernel(activation), task, header(2), None), 2, 1)
 
     assert torch.allclose(out, GATES[activation](gate), rtol=1e-5, atol=2e-6)
 
@@ -106,17 +103,16 @@ def test_gates_are_right_from_the_smallest_to_the_largest(activation: gates.Acti
 def test_a_side_input_is_taken_from_rows_of_all_layers() -> None:
     gate, sides, out = torch.randn(3, 40), torch.randn(3, 120), torch.zeros(3, 40)
     side = sides[:, 40:80]
-    place = gates.SidePlace
-    places = {
-        place.GATE: gate,
-        place.SIDE: side,
-        place.SIDE_STRIDE: sides.stride(0) * 4,
-        place.OUT: out,
-        place.WIDTH: 40,
-    }
+    task = gates.SideTask(
+        gate=gate,
+        side=side,
+        side_stride=sides.stride(0) * 4,
+        out=out,
+        width=40,
+    )
     kernel = gates.side_kernel(gates.Activation.GELU_TANH)
 
-    run_units(Operation(kernel, task(places), header(3), None), 3, 1)
+    run_units(Operation(kernel, task, header(3), None), 3, 1)
 
     expected = functional.gelu(gate, approximate="tanh") * side
     assert torch.allclose(out, expected, atol=1e-5)
@@ -126,19 +122,18 @@ def test_xielu_is_that_of_transformers() -> None:
     module = XIELUActivation(0.6, 0.9, dtype=torch.float32)
     positive, negative = (functional.softplus(part) for part in (module.alpha_p, module.alpha_n))
     x, out = torch.linspace(-30, 30, 1032).repeat(2, 1), torch.zeros(2, 1032)
-    place = gates.Place
-    places = {
-        place.BOTH: x,
-        place.OUT: out,
-        place.WIDTH: 1032,
-        place.POSITIVE: float(positive),
-        place.NEGATIVE: float(module.beta + negative),
-        place.LINEAR: float(module.beta),
-        place.LARGEST: float(module.eps),
-    }
+    task = gates.GateTask(
+        both=x,
+        out=out,
+        width=1032,
+        positive=float(positive),
+        negative=float(module.beta + negative),
+        linear=float(module.beta),
+        largest=float(module.eps),
+    )
     kernel = gates.gate_kernel(gates.Activation.XIELU, is_gated=False)
 
-    run_units(Operation(kernel, task(places), header(2), None), 2, 1)
+    run_units(Operation(kernel, task, header(2), None), 2, 1)
 
     with torch.no_grad():
         assert torch.allclose(out, module(x), rtol=1e-5, atol=2e-6)
@@ -188,20 +183,19 @@ def test_products_are_exact_to_float32(dtype: torch.dtype, has_bias: bool) -> No
         weights, bias = torch.randn(num_out, num_in).to(dtype), torch.randn(num_out)
         for num_rows in (1, 2, 3, 5, 9, 16, MAX_ROWS):
             x, out = torch.randn(num_rows, num_in), torch.zeros(num_rows, num_out + 5)
-            place = products.Place
-            places = {
-                place.WEIGHTS: weights,
-                place.NUM_OUT: num_out,
-                place.NUM_IN: num_in,
-                place.X: x,
-                place.X_STRIDE: num_in * 4,
-                place.OUT: out,
-                place.OUT_STRIDE: (num_out + 5) * 4,
-                place.BIAS: bias,
-                place.CHUNK: chunk,
-            }
+            task = products.ProductTask(
+                weights=weights,
+                num_out=num_out,
+                num_in=num_in,
+                x=x,
+                x_stride=num_in * 4,
+                out=out,
+                out_stride=(num_out + 5) * 4,
+                bias=bias,
+                chunk=chunk,
+            )
             kernel = products.product_kernel(stored_as(dtype), has_bias)  # type: ignore[arg-type]
-            operation = Operation(kernel, task(places), header(num_rows), None)
+            operation = Operation(kernel, task, header(num_rows), None)
 
             run_units(operation, -(-num_out // chunk), 1)
 
@@ -235,19 +229,18 @@ def test_values_are_normed_and_only_queries_where_kv_is_anothers(writes_kv: bool
     before, query_norm, key_norm = qkv.clone(), torch.randn(16), torch.randn(16)
     keys, values = torch.zeros(5, 2, 16), torch.zeros(5, 2, 24)
     slots = torch.tensor([4, -1, 0])
-    place = rotation.Place
-    places = {
-        place.QKV: qkv,
-        place.QKV_STRIDE: qkv.stride(0) * 4,
-        place.KEYS: keys,
-        place.VALUES: values,
-        place.QUERY_NORM: query_norm,
-        place.KEY_NORM: key_norm,
-        place.EPSILON: EPSILON,
-    }
+    task = rotation.RotationTask(
+        qkv=qkv,
+        qkv_stride=qkv.stride(0) * 4,
+        keys=keys,
+        values=values,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=EPSILON,
+    )
     kernel = rotation.rotation_kernel(heads)
 
-    run_units(Operation(kernel, task(places), header(3, slots), None), 3, 1)
+    run_units(Operation(kernel, task, header(3, slots), None), 3, 1)
 
     query = normed(before[:, :64].view(3, 4, 16), query_norm)
     assert torch.allclose(qkv[:, :64].view(3, 4, 16), query, atol=1e-5)
@@ -293,22 +286,19 @@ def test_heads_are_normed_rotated_and_written(
     is_wide = norm is rotation.HeadNorm.ALL_HEADS
     query_norm = torch.randn(num_heads * key_dim if is_wide else key_dim)
     key_norm = torch.randn(num_kv_heads * key_dim if is_wide else key_dim)
-    place = rotation.Place
-    places = {
-        place.QKV: qkv,
-        place.QKV_STRIDE: qkv.stride(0) * 4,
-        place.COSINES: cosines,
-        place.SINES: sines,
-        place.KEYS: keys,
-        place.VALUES: values,
-        place.QUERY_NORM: query_norm,
-        place.KEY_NORM: key_norm,
-        place.EPSILON: EPSILON,
-    }
-
-    operation = Operation(
-        rotation.rotation_kernel(heads), task(places), header(num_rows, slots), None
+    task = rotation.RotationTask(
+        qkv=qkv,
+        qkv_stride=qkv.stride(0) * 4,
+        cosines=cosines,
+        sines=sines,
+        keys=keys,
+        values=values,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        epsilon=EPSILON,
     )
+
+    operation = Operation(rotation.rotation_kernel(heads), task, header(num_rows, slots), None)
     run_units(operation, num_rows, 1)
 
     def normed_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -492,19 +482,20 @@ def test_operations_wait_for_those_before_them(num_threads: int) -> None:
     weights = torch.linalg.qr(torch.randn(256, 256))[0].contiguous()
     rows = [torch.zeros(1, 256) for _ in range(41)]
     rows[0][:] = torch.randn(256)
-    place = products.Place
     kernel = products.product_kernel(stored_as(torch.float32), False)  # type: ignore[arg-type]
     operations = []
     for x, out in pairwise(rows):
-        places = {
-            place.WEIGHTS: weights,
-            place.NUM_OUT: 256,
-            place.NUM_IN: 256,
-            place.X: x,
-            place.OUT: out,
-            place.CHUNK: 8,
-        }
-        operations.append(Operation(kernel, task(places), header(1), 32))
+        task = products.ProductTask(
+            weights=weights,
+            num_out=256,
+            num_in=256,
+            x=x,
+            x_stride=1024,
+            out=out,
+            out_stride=1024,
+            chunk=8,
+        )
+        operations.append(Operation(kernel, task, header(1), 32))
     program = Program(operations)
     program.prepare()
     expected = rows[0].double()

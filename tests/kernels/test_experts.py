@@ -7,17 +7,25 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import experts, products
-from kvchat_kernels.cpu.experts import Choice, Factors, GroupPlace, Place
+from kvchat_kernels.cpu.experts import (
+    AddingTask,
+    Choice,
+    ChoosingTask,
+    Factors,
+    GatheringTask,
+    group_task,
+)
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.matrix_products import Product
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
-from support.cpu_tasks import number
+from kvchat_kernels.cpu.task import Task
 
 WIDTH = 64
 
 
 class Scene:
-    """Rows that choose `top_k` of `num_experts`, and the memory of the task that kernels share."""
+    """Rows that choose `top_k` of `num_experts`, and the memory that kernels share."""
 
     def __init__(self, num_rows: int, num_experts: int, top_k: int) -> None:
         self.num_rows, self.num_experts, self.top_k = num_rows, num_experts, top_k
@@ -31,38 +39,45 @@ class Scene:
         self.counts = torch.full((num_experts,), -1)
         self.groups = torch.full((min(num_experts, self.num_pairs), NUM_HEADERS), -1)
         self.num_groups = torch.full((1,), -1)
-        self.task = numbers(
-            {
-                Place.SCORES: self.scores,
-                Place.WIDTH_OF_SCORES: width,
-                Place.NUM_EXPERTS: num_experts,
-                Place.TOP_K: top_k,
-                Place.CHOSEN: self.chosen,
-                Place.FACTORS: self.factors,
-                Place.PLACES: self.places,
-                Place.ROWS: self.rows,
-                Place.COUNTS: self.counts,
-                Place.GROUPS: self.groups,
-                Place.NUM_GROUPS: self.num_groups,
-                Place.WIDTH: WIDTH,
-            }
-        )
         self.header = np.zeros(NUM_HEADERS, np.int64)
         self.header[Header.NUM_ROWS] = num_rows
 
-    def choose(self, scores: torch.Tensor, choice: Choice | None = None) -> None:
+    def choose(self, scores: torch.Tensor, choice: Choice | None = None, **rule: Any) -> None:
         self.scores[:, : self.num_experts] = scores
-        self.run(experts.choosing_kernel(choice or Choice(normalises=True)), self.task, 1)
+        task = ChoosingTask(
+            scores=self.scores,
+            width_of_scores=self.scores.shape[1],
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            counts=self.counts,
+            chosen=self.chosen,
+            factors=self.factors,
+            places=self.places,
+            rows=self.rows,
+            groups=self.groups,
+            num_groups=self.num_groups,
+            **rule,
+        )
+        self.run(experts.choosing_kernel(choice or Choice(normalises=True)), task, 1)
 
-    def run(self, kernel: Any, task: Any, num_units: int, num_threads: int = 1) -> None:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, num_threads: int = 1) -> None:
+        task = GatheringTask(x=x, out=out, width=WIDTH, rows=self.rows)
+        self.run(experts.gathering_kernel(), task, self.num_pairs, num_threads)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, kernel: Any, **shared: Any) -> None:
+        task = AddingTask(
+            x=x,
+            out=out,
+            width=WIDTH,
+            top_k=self.top_k,
+            places=self.places,
+            factors=self.factors,
+            **shared,
+        )
+        self.run(kernel, task, self.num_rows)
+
+    def run(self, kernel: Any, task: Task, num_units: int, num_threads: int = 1) -> None:
         run_units(Operation(kernel, task, self.header, None), num_units, num_threads)
-
-
-def numbers(places: dict[Any, Any]) -> Any:
-    task = np.zeros(24, np.int64)
-    for place, value in places.items():
-        task[place] = number(value)
-    return task
 
 
 SIZES = [(1, 8, 2), (5, 10, 3), (MAX_ROWS, 5, 5), (7, 64, 6), (3, 1, 1)]
@@ -95,10 +110,9 @@ def test_factors_may_be_sigmoids_and_a_bias_may_choose(
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
     bias = torch.randn(size[1])
-    scene.task[Place.BIAS] = bias.data_ptr()
-    scene.task[Place.SCALE], scene.task[Place.LEAST_SUM] = number(2.5), number(1e-2)
 
-    scene.choose(scores, Choice(normalises, Factors.SIGMOID, has_bias))
+    choice = Choice(normalises, Factors.SIGMOID, has_bias)
+    scene.choose(scores, choice, bias=bias, scale=2.5, least_sum=1e-2)
 
     shares = scores.sigmoid()
     order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
@@ -122,11 +136,9 @@ def test_factors_may_be_shares_of_all_which_a_bias_chooses(
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 2
     bias = torch.randn(size[1])
-    scene.task[Place.BIAS] = bias.data_ptr()
-    scene.task[Place.SCALE], scene.task[Place.LEAST_SUM] = number(1.0), number(0.3)
 
     for _ in range(2):  # the scores beyond the last expert must stay what they are
-        scene.choose(scores, Choice(normalises, Factors.SHARE, has_bias))
+        scene.choose(scores, Choice(normalises, Factors.SHARE, has_bias), bias=bias, least_sum=0.3)
 
     shares = scores.softmax(dim=-1)
     order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
@@ -145,9 +157,8 @@ def test_a_sparse_mixer_compares_an_expert_with_those_near_it(
     """Phi's. What is near is measured by the larger of the best score and a score's size."""
     torch.manual_seed(size[1])
     scene, scores = Scene(*size), torch.randn(size[0], size[1]) + shift
-    scene.task[Place.TOLERANCE] = number(0.3)
 
-    scene.choose(scores, Choice(False, Factors.SPARSE))
+    scene.choose(scores, Choice(False, Factors.SPARSE), tolerance=0.3)
 
     rest = scores.clone()
     for place in range(scene.top_k):
@@ -184,9 +195,9 @@ def test_pairs_are_sorted_by_expert(size: tuple[int, int, int]) -> None:
     assert torch.equal(scene.places.flatten()[order], torch.arange(scene.num_pairs))
     chosen, counts = flat.unique(return_counts=True)
     groups = scene.groups[: int(scene.num_groups)]
-    assert torch.equal(groups[:, experts.Group.EXPERT], chosen)
+    assert torch.equal(groups[:, Header.EXPERT], chosen)
     assert torch.equal(groups[:, Header.NUM_ROWS], counts)
-    assert torch.equal(groups[:, experts.Group.FIRST], counts.cumsum(0) - counts)
+    assert torch.equal(groups[:, Header.FIRST_PAIR], counts.cumsum(0) - counts)
     assert bool((scene.groups[len(groups) :] == -1).all()), "no more than there are"
 
 
@@ -204,9 +215,7 @@ def test_products_are_those_of_the_chosen_experts(
     scene.choose(torch.randn(1, size[1]).expand(size[0], -1))
 
     gathered = torch.zeros(scene.num_pairs, WIDTH)
-    task = scene.task.copy()
-    task[Place.X], task[Place.OUT] = x.data_ptr(), gathered.data_ptr()
-    scene.run(experts.gathering_kernel(), task, scene.num_pairs, num_threads)
+    scene.gather(x, gathered, num_threads)
     out = torch.zeros(scene.num_pairs, num_out)
     multiply(scene, gathered, weights, out, num_threads)
 
@@ -221,37 +230,23 @@ def multiply(
     scene: Scene, x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, num_threads: int
 ) -> None:
     """Run the product's kernel for each group, two units an expert."""
-    place, num_out = products.Place, out.shape[1]
-    chunk = 12
-    product = numbers(
-        {
-            place.WEIGHTS: weights,
-            place.NUM_OUT: num_out,
-            place.NUM_IN: WIDTH,
-            place.X: x,
-            place.X_STRIDE: WIDTH * 4,
-            place.OUT: out,
-            place.OUT_STRIDE: num_out * 4,
-            place.CHUNK: chunk,
-        }
+    num_out, chunk = out.shape[1], 12
+    product = products.ProductTask(
+        weights=weights.flatten(0, 1),
+        num_out=num_out,
+        num_in=WIDTH,
+        x=x,
+        x_stride=WIDTH * 4,
+        out=out,
+        out_stride=num_out * 4,
+        chunk=chunk,
     )
-    by_expert, by_pair = np.zeros((2, 16), np.int64)
-    by_expert[place.WEIGHTS] = num_out * WIDTH * 4
-    by_pair[place.X], by_pair[place.OUT] = WIDTH * 4, num_out * 4
     kernel, units = products.product_kernel(Stored.FLOAT, False), -(-num_out // chunk)
-    task = numbers(
-        {
-            GroupPlace.KERNEL: kernel.address,
-            GroupPlace.TASK: product.ctypes.data,
-            GroupPlace.BY_EXPERT: by_expert.ctypes.data,
-            GroupPlace.BY_PAIR: by_pair.ctypes.data,
-            GroupPlace.UNITS: units,
-            GroupPlace.GROUPS: scene.groups,
-            GroupPlace.NUM_GROUPS: scene.num_groups,
-        }
-    )
+    whole = Product(kernel, product, units)
+    task = group_task(whole, scene.num_experts, scene.groups, scene.num_groups)
+    group = experts.group_kernel(len(product.numbers))
     # As a step has it: units for as many groups as there can be, also for those that there are not.
-    scene.run(experts.group_kernel(), task, units * len(scene.groups), num_threads)
+    scene.run(group, task, units * len(scene.groups), num_threads)
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
@@ -262,16 +257,9 @@ def test_outputs_are_added_by_their_factors(has_shared: bool, has_gate: bool) ->
     scene.choose(torch.randn(5, 10))
     outputs, shared = torch.randn(scene.num_pairs, WIDTH), torch.randn(5, WIDTH)
     gate, out = torch.randn(5), torch.full((5, WIDTH), float("nan"))
-    task = scene.task.copy()
-    for place, tensor in (
-        (Place.X, outputs),
-        (Place.OUT, out),
-        (Place.SHARED, shared),
-        (Place.SHARED_GATE, gate),
-    ):
-        task[place] = tensor.data_ptr()
+    kernel = experts.adding_kernel(has_shared, has_gate)
 
-    scene.run(experts.adding_kernel(has_shared, has_gate), task, 5)
+    scene.add(outputs, out, kernel, shared=shared, shared_gate=gate)
 
     expected = (outputs[scene.places] * scene.factors[..., None]).sum(dim=1)
     if has_shared:
@@ -289,12 +277,9 @@ def test_a_row_is_the_same_beside_others_to_the_bit() -> None:
         scene.choose(scores[rows])
         gathered, out = torch.zeros(2, scene.num_pairs, WIDTH)
         added, source = torch.zeros(scene.num_rows, WIDTH), x[rows].contiguous()
-        task = scene.task.copy()
-        task[Place.X], task[Place.OUT] = source.data_ptr(), gathered.data_ptr()
-        scene.run(experts.gathering_kernel(), task, scene.num_pairs)
+        scene.gather(source, gathered)
         multiply(scene, gathered, weights, out, 1)
-        task[Place.X], task[Place.OUT] = out.data_ptr(), added.data_ptr()
-        scene.run(experts.adding_kernel(False, False), task, scene.num_rows)
+        scene.add(out, added, experts.adding_kernel(False, False))
         return added
 
     together = mixed(slice(None))

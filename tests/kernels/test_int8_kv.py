@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from kvchat_kernels.kv_code import INT4, INT8, K8V4, KvCode, group_size, turned,
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, DeviceSequences, PagedSequences
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from support.attention_checks import CASES, assert_exact, span_of
-from support.cpu_tasks import attended, header, task
+from support.cpu_tasks import attended, header
 from support.int8_kv_checks import int8_problem
 
 SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
@@ -238,18 +237,17 @@ def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(
         rotation.HeadNorm.NONE,
         kv.code,
     )
-    place = rotation.Place
-    places: dict[Any, Any] = {
-        place.QKV: qkv,
-        place.QKV_STRIDE: qkv.stride(0) * 4,
-        place.KEYS: kv.keys,
-        place.VALUES: kv.values,
-        place.KEY_SCALES: kv.key_scales,
-        place.VALUE_SCALES: kv.value_scales,
-    }
+    task = rotation.RotationTask(
+        qkv=qkv,
+        qkv_stride=qkv.stride(0) * 4,
+        keys=kv.keys,
+        values=kv.values,
+        key_scales=kv.key_scales,
+        value_scales=kv.value_scales,
+    )
 
     kernel = rotation.rotation_kernel(heads)
-    run_units(Operation(kernel, task(places), header(num_rows, slots), None), num_rows, 1)
+    run_units(Operation(kernel, task, header(num_rows, slots), None), num_rows, 1)
     _, keys, values = qkv.split(
         [num_heads * dims[0], num_kv_heads * dims[0], num_kv_heads * dims[1]], dim=1
     )

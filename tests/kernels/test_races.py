@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import block_products, products, races
-from kvchat_kernels.cpu.block_rows import Place
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.object_cache import ObjectCache
-from kvchat_kernels.cpu.races import RaceTask, is_second_faster
+from kvchat_kernels.cpu.races import is_second_faster
+from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.linear.blocks import Layout
-
-TASK = RaceTask({Place.NUM_OUT: 4}, (Place.X, Place.OUT))
 
 
 class Runners:
@@ -46,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCache:
 
 def raced(runners: Runners, monkeypatch: pytest.MonkeyPatch, name: str = "product") -> bool:
     monkeypatch.setattr(races, "_Runner", runners)
-    return is_second_faster(name, (4,), lambda code, is_second: None, TASK)
+    return is_second_faster(name, (4,), lambda code, is_second: None, (Task, {}))
 
 
 @pytest.mark.usefixtures("cache")

@@ -20,7 +20,8 @@ from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import Header
-from support.cpu_tasks import header, sequences, task
+from kvchat_kernels.cpu.task import Task
+from support.cpu_tasks import header, sequences
 
 # The rows of a step's sequences: one row, a prompt, rows of several sequences.
 _COUNTS = [[1], [5], [1, 3, 2, 1]]
@@ -28,7 +29,7 @@ _COUNTS = [[1], [5], [1, 3, 2, 1]]
 
 def run(
     kernel: Any,
-    places: dict[Any, Any],
+    task: Task,
     num_units: int,
     states: list[torch.Tensor] | None = None,
     counts: list[int] | None = None,
@@ -39,7 +40,7 @@ def run(
         named = sequences(states, counts)
         numbers[Header.SEQUENCES] = named.ctypes.data
         num_units *= len(counts)
-    run_units(Operation(kernel, task(places), numbers, None), num_units, 2)
+    run_units(Operation(kernel, task, numbers, None), num_units, 2)
 
 
 def in_order(counts: list[int]) -> list[int]:
@@ -73,19 +74,18 @@ def test_a_convolution_is_the_sum_of_the_last_inputs(
                 for row, index in zip(x, in_order(counts), strict=True)
             ]
         )
-        place = convolution.Place
-        places = {
-            place.X: x,
-            place.WEIGHTS: weights,
-            place.CHANNELS: channels,
-            place.STATE: num_taps * dtype.itemsize,
-            place.OUT: x,
-            place.X_STRIDE: x.stride(0) * 4,
-            place.OUT_STRIDE: x.stride(0) * 4,
-        }
+        task = convolution.ConvolutionTask(
+            x=x,
+            weights=weights,
+            channels=channels,
+            state=num_taps * dtype.itemsize,
+            out=x,
+            x_stride=x.stride(0) * 4,
+            out_stride=x.stride(0) * 4,
+        )
         gap = wide[:, channels:].clone()
 
-        run(convolution.convolution_kernel(form), places, units, list(whole), counts)
+        run(convolution.convolution_kernel(form), task, units, list(whole), counts)
 
         assert torch.allclose(x, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(whole, twin)
@@ -107,19 +107,18 @@ def test_a_convolution_may_have_a_bias_and_gates(
     stored = stored_as(torch.float32)
     assert stored is not None
     form = ConvolutionForm(num_taps, stored, True, is_activated, is_gated)
-    place = convolution.Place
-    places = {
-        place.X: x,
-        place.WEIGHTS: weights,
-        place.BIAS: bias,
-        place.CHANNELS: channels,
-        place.STATE: 0,
-        place.OUT: out,
-        place.X_STRIDE: x.stride(0) * 4,
-        place.OUT_STRIDE: out.stride(0) * 4,
-    }
+    task = convolution.ConvolutionTask(
+        x=x,
+        weights=weights,
+        bias=bias,
+        channels=channels,
+        state=0,
+        out=out,
+        x_stride=x.stride(0) * 4,
+        out_stride=out.stride(0) * 4,
+    )
 
-    run(convolution.convolution_kernel(form), places, 1, list(state), counts)
+    run(convolution.convolution_kernel(form), task, 1, list(state), counts)
 
     for row, index in enumerate(in_order(counts)):
         factor, of_sum, inputs = x[row]
@@ -140,10 +139,9 @@ def test_numbers_are_put_in_another_order(width: int) -> None:
     torch.manual_seed(2)
     x, out = torch.randn(3, width), torch.zeros(3 * width + 1)
     order = torch.randperm(width).int()
-    place = ordering.Place
-    places = {place.X: x, place.FROM: order, place.WIDTH: width, place.OUT: out}
+    task = ordering.OrderingTask(x=x, source=order, width=width, out=out)
 
-    run(ordering.ordering_kernel(), places, 3, counts=[1, 1, 1])
+    run(ordering.ordering_kernel(), task, 3, counts=[1, 1, 1])
 
     assert torch.equal(out[:-1].view(3, width), x[:, order.long()])
     assert out[-1] == 0
@@ -170,22 +168,21 @@ def test_a_step_of_the_state_is_the_formula(
         mixed, gates, betas, steps = inputs.split(
             (2 * keys + values, values, num_heads, num_heads), dim=1
         )
-        place = delta.Place
-        places = {
-            place.MIXED: mixed,
-            place.GATES: gates,
-            place.BETAS: betas,
-            place.STEPS: steps,
-            place.STEP_BIAS: bias,
-            place.RATES: rates,
-            place.NORM: weight,
-            place.EPSILON: epsilon,
-            place.OUT: out,
-            place.STATE: 0,
-            place.STRIDE: inputs.stride(0) * 4,
-        }
+        task = delta.DeltaTask(
+            mixed=mixed,
+            gates=gates,
+            betas=betas,
+            steps=steps,
+            step_bias=bias,
+            rates=rates,
+            norm=weight,
+            epsilon=epsilon,
+            out=out,
+            state=0,
+            stride=inputs.stride(0) * 4,
+        )
 
-        run(delta.delta_kernel(form), places, num_heads, list(state), counts)
+        run(delta.delta_kernel(form), task, num_heads, list(state), counts)
 
         for row, index in enumerate(in_order(counts)):
             query, key, value = mixed[row].split((keys, keys, values))
@@ -221,20 +218,19 @@ def test_a_step_of_mamba_is_the_formula(
     for _ in range(2):
         inputs = torch.randn(num_rows, 2 * width + 2 * of_groups + num_heads)
         gates, mixed, steps = inputs.split((width, width + 2 * of_groups, num_heads), dim=1)
-        place = mamba.Place
-        places = {
-            place.MIXED: mixed,
-            place.GATES: gates,
-            place.STEPS: steps,
-            place.STEP_BIAS: bias,
-            place.RATES: rates,
-            place.SKIPS: skips,
-            place.OUT: out,
-            place.STATE: 0,
-            place.STRIDE: inputs.stride(0) * 4,
-        }
+        task = mamba.MambaTask(
+            mixed=mixed,
+            gates=gates,
+            steps=steps,
+            step_bias=bias,
+            rates=rates,
+            skips=skips,
+            out=out,
+            state=0,
+            stride=inputs.stride(0) * 4,
+        )
 
-        run(mamba.mamba_kernel(form), places, num_heads, list(state), counts)
+        run(mamba.mamba_kernel(form), task, num_heads, list(state), counts)
 
         for row, index in enumerate(in_order(counts)):
             x, b, c = mixed[row].split((width, of_groups, of_groups))
@@ -250,17 +246,16 @@ def test_a_step_of_mamba_is_the_formula(
             expected = read.flatten() * torch.nn.functional.silu(gates[row])
             assert torch.allclose(out[row].flatten(), expected, rtol=1e-3, atol=1e-3)
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
-    norm = mamba.NormPlace
-    places = {
-        norm.X: out,
-        norm.WEIGHT: weight,
-        norm.WIDTH: out.shape[2],
-        norm.EPSILON: epsilon,
-        norm.NUM_GROUPS: num_groups,
-    }
+    task = mamba.GroupNormTask(
+        x=out,
+        weight=weight,
+        width=out.shape[2],
+        epsilon=epsilon,
+        num_groups=num_groups,
+    )
     normed = recurrent_reference.group_norm(out, weight, epsilon)
 
-    run(mamba.group_norm_kernel(), places, num_rows, counts=counts)
+    run(mamba.group_norm_kernel(), task, num_rows, counts=counts)
 
     assert torch.allclose(out, normed, rtol=1e-4, atol=1e-5)
 
@@ -270,18 +265,17 @@ def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
     torch.manual_seed(2)
     both = torch.randn(2, num_heads, 2, dim)
     out = torch.zeros(2, num_heads * dim + 5)
-    place = gates.HeadPlace
-    places = {
-        place.BOTH: both,
-        place.OUT: out,
-        place.OUT_STRIDE: out.stride(0) * 4,
-        place.NUM_HEADS: num_heads,
-        place.DIM: dim,
-    }
+    task = gates.HeadsTask(
+        both=both,
+        out=out,
+        out_stride=out.stride(0) * 4,
+        num_heads=num_heads,
+        dim=dim,
+    )
 
-    run_units(Operation(gates.queries_kernel(), task(places), header(2), None), 2, 1)
+    run_units(Operation(gates.queries_kernel(), task, header(2), None), 2, 1)
     assert torch.equal(out[:, :-5], both[:, :, 0].flatten(1))
-    run_units(Operation(gates.head_gate_kernel(), task(places), header(2), None), 2, 1)
+    run_units(Operation(gates.head_gate_kernel(), task, header(2), None), 2, 1)
 
     expected = both[:, :, 0] * both[:, :, 1].sigmoid()
     assert torch.allclose(out[:, :-5], expected.flatten(1), rtol=1e-5, atol=1e-6)
@@ -327,28 +321,27 @@ def test_rows_of_a_delta_net_are_its_steps_one_after_another(
         )
         gate = gates[row].view(-1, heads.value_dim)
         expected.append(recurrent_reference.gated_norm(read, gate, norm, epsilon).flatten())
-    place = delta_rows.Place
-    places = {
-        place.X: torch.cat((past[1:], inputs)),
-        place.WEIGHTS: weights,
-        place.MIXED: torch.zeros(num_rows, channels),
-        place.STEPS: steps.clone(),
-        place.BETAS: betas.clone(),
-        place.STEP_BIAS: bias,
-        place.RATES: rates,
-        place.STATE: state,
-        place.GATES: gates,
-        place.NORM: norm,
-        place.EPSILON: epsilon,
-        place.OUT: out,
-    }
+    task = delta_rows.DeltaRowsTask(
+        x=torch.cat((past[1:], inputs)),
+        weights=weights,
+        mixed=torch.zeros(num_rows, channels),
+        steps=steps.clone(),
+        betas=betas.clone(),
+        step_bias=bias,
+        rates=rates,
+        state=state,
+        gates=gates,
+        norm=norm,
+        epsilon=epsilon,
+        out=out,
+    )
 
     for kernel, units in (
         (delta_rows.inputs_kernel(form), num_rows),
         (delta_rows.steps_kernel(form), form.num_units),
         (delta_rows.outputs_kernel(form), num_rows),
     ):
-        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+        run_units(Operation(kernel, task, header(num_rows), None), units, 2)
 
     assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
     assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)
@@ -392,33 +385,31 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
         gated = read.flatten() * torch.nn.functional.silu(gates[row])
         normed = recurrent_reference.group_norm(gated.view_as(norm), norm, epsilon)
         expected.append(normed.flatten())
-    place = mamba_rows.Place
-    places = {
-        place.X: torch.cat((past[1:], inputs)),
-        place.WEIGHTS: weights,
-        place.MIXED: torch.zeros(num_rows, channels),
-        place.STEPS: steps.clone(),
-        place.DECAYS: torch.zeros_like(steps),
-        place.STEP_BIAS: step_bias,
-        place.RATES: rates,
-        place.SKIPS: skips,
-        place.LEAST: 0.01,
-        place.MOST: 1.5,
-        place.STATE: state,
-        place.GATES: gates,
-        place.NORM: norm,
-        place.EPSILON: epsilon,
-        place.OUT: out,
-    }
-    if bias is not None:
-        places[place.BIAS] = bias
+    task = mamba_rows.MambaRowsTask(
+        x=torch.cat((past[1:], inputs)),
+        weights=weights,
+        bias=bias,
+        mixed=torch.zeros(num_rows, channels),
+        steps=steps.clone(),
+        decays=torch.zeros_like(steps),
+        step_bias=step_bias,
+        rates=rates,
+        skips=skips,
+        least=0.01,
+        most=1.5,
+        state=state,
+        gates=gates,
+        norm=norm,
+        epsilon=epsilon,
+        out=out,
+    )
 
     for kernel, units in (
         (mamba_rows.inputs_kernel(form), num_rows),
         (mamba_rows.steps_kernel(form), form.num_units),
         (mamba_rows.norms_kernel(form), num_rows),
     ):
-        run_units(Operation(kernel, task(places), header(num_rows), None), units, 2)
+        run_units(Operation(kernel, task, header(num_rows), None), units, 2)
 
     assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
     assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)

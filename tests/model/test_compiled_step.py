@@ -408,7 +408,8 @@ def test_memory_of_rows_that_no_step_has_is_not_taken() -> None:
     rounded = activations.rounded(RoundedForm(Rounding.SHORT, is_tiled=False))
 
     assert (pages() - before) * os.sysconf("SC_PAGE_SIZE") < 1 << 24  # of 440 MB
-    assert activations.floats.shape == rounded.levels.shape == (1 << 10, 1 << 16)
+    assert activations.floats.shape == (1 << 10, 1 << 16)
+    assert rounded.levels.shape == (1 << 10, 1, 1 << 16)
     assert not activations.floats[-1].any()
     assert all(part.data_ptr() % 64 == 0 for part in (activations.floats, rounded.levels))
 

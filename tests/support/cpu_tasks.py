@@ -13,23 +13,6 @@ from kvchat_kernels.cpu.step import NUM_HEADERS, NUM_OF_SEQUENCE, Header
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 
 
-def number(value: object) -> int:
-    """A number as tasks hold it: an address, a float32, or itself."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    if isinstance(value, float):
-        return int(np.array([value, 0], np.float32).view(np.int64)[0])
-    assert isinstance(value, int)
-    return value
-
-
-def task(places: dict[Any, Any]) -> Any:
-    numbers = np.zeros(24, np.int64)
-    for place, value in places.items():
-        numbers[place] = number(value)
-    return numbers
-
-
 def sequences(states: list[torch.Tensor], counts: list[int]) -> Any:
     """Sequences with so many rows each, as the header's SEQUENCES names them; the caller owns."""
     numbers = np.zeros((len(counts), NUM_OF_SEQUENCE), np.int64)
@@ -61,23 +44,22 @@ def attended(
     """What the compiled attention makes of `query` [rows, heads * key dim]."""
     out = torch.zeros(len(query), form.num_heads, form.value_dim)
     parts = Parts(span, form.num_heads, form.num_kv_heads, form.value_dim)
-    place = attention.Place
-    places: dict[Any, Any] = {
-        place.RECORD: parts.record.ctypes.data,
-        place.QUERY: query,
-        place.QUERY_STRIDE: query.stride(0) * 4,
-        place.SCALE: 0.125,
-        place.SOFTCAP: softcap,
-        place.OUT: out,
-    }
-    if isinstance(pools, CodedKv):
-        places |= {place.KEY_SCALES: pools.key_scales, place.VALUE_SCALES: pools.value_scales}
-        pools = pools.keys, pools.values
-    places |= {place.KEYS: pools[0], place.VALUES: pools[1]}
-    if sinks is not None:
-        places[place.SINKS] = sinks
+    keys, values = (pools.keys, pools.values) if isinstance(pools, CodedKv) else pools
+    task = attention.AttentionTask(
+        record=parts.record,
+        query=query,
+        query_stride=query.stride(0) * 4,
+        keys=keys,
+        values=values,
+        scale=0.125,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        key_scales=pools.key_scales if isinstance(pools, CodedKv) else None,
+        value_scales=pools.value_scales if isinstance(pools, CodedKv) else None,
+    )
     operations = [
-        Operation(kernel, task(places), header(len(query)), None)
+        Operation(kernel, task, header(len(query)), None)
         for kernel in (attention.attention_kernel(form), attention.joining_kernel(form))
     ]
     program = Program(operations)

@@ -16,7 +16,7 @@ Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import auto
 from functools import cache
 
 from llvmlite import ir
@@ -43,6 +43,7 @@ from kvchat_kernels.cpu.maths import (
     tanh,
 )
 from kvchat_kernels.cpu.products import are_wide_floats_faster
+from kvchat_kernels.cpu.task import Memory, Place, Task
 from kvchat_kernels.kv_code import SCALE_BYTES, KvCode, NumberCode, group_size
 
 # Slots of a part, and of a tile of K or V that is converted to float32 at once.
@@ -62,7 +63,7 @@ _CACHE_LINE = 64
 _HIDDEN = -1e30
 
 
-class Job(IntEnum):
+class Job(Place):
     """A part of a context: 64-bit numbers.
 
     ROW, NUM_ROWS   the sequence's rows of the step
@@ -72,61 +73,60 @@ class Job(IntEnum):
     RESULT          number of the first row's result of this part; the other rows' follow
     """
 
-    ROW = 0
-    NUM_ROWS = 1
-    START = 2
-    FIRST = 3
-    END = 4
-    TABLE = 5
-    RESULT = 6
+    ROW = auto()
+    NUM_ROWS = auto()
+    START = auto()
+    FIRST = auto()
+    END = auto()
+    TABLE = auto()
+    RESULT = auto()
 
 
-JOB_NUMBERS = 8
-
-
-class Record(IntEnum):
+class Record(Place):
     """What layers that see the same slots have in common: addresses, renewed for every step.
 
-    JOBS              [jobs, JOB_NUMBERS] int64
+    JOBS              [jobs, numbers of a Job] int64
     FIRST, END        [rows] int64: each row sees slots FIRST to END - 1, but for empty ones
     RESULTS           [rows] int64: number of a row's first result
     STRIDES, COUNTS   [rows] int64: how far apart a row's results are, and how many they are
     SUMS, STATS       float32 [results, heads, value dim] and [results, heads, 2]
     """
 
-    JOBS = 0
-    FIRST = 1
-    END = 2
-    RESULTS = 3
-    STRIDES = 4
-    COUNTS = 5
-    SUMS = 6
-    STATS = 7
+    JOBS = auto()
+    FIRST = auto()
+    END = auto()
+    RESULTS = auto()
+    STRIDES = auto()
+    COUNTS = auto()
+    SUMS = auto()
+    STATS = auto()
 
 
-class Place(IntEnum):
-    """The task. QUERY is float32 [rows, heads, key dim] with QUERY_STRIDE bytes to a row.
+class AttentionTask(Task):
+    """The task of both kernels.
 
-    KEYS, VALUES   addresses of the pools, [slots, KV heads, dim]
-    SCALE          float32, what scores are multiplied with
-    SOFTCAP        float32, where the form has one
-    SINKS          float32 [heads], where the form has them
-    OUT            float32 [rows, heads, value dim]
-    KEY_SCALES, VALUE_SCALES
+    record         the numbers of a Record, int64
+    query          float32 [rows, heads, key dim] with `query_stride` bytes to a row
+    keys, values   the pools, [slots, KV heads, dim]
+    scale          what scores are multiplied with
+    softcap        where the form has one
+    sinks          float32 [heads], where the form has them
+    out            float32 [rows, heads, value dim]
+    key_scales, value_scales
                    bfloat16 [slots, KV heads, dim / group], where the pools have a code
     """
 
-    RECORD = 0
-    QUERY = 1
-    QUERY_STRIDE = 2
-    KEYS = 3
-    VALUES = 4
-    SCALE = 5
-    SOFTCAP = 6
-    SINKS = 7
-    OUT = 8
-    KEY_SCALES = 9
-    VALUE_SCALES = 10
+    record: Memory
+    query: Memory
+    query_stride: int
+    keys: Memory
+    values: Memory
+    scale: float
+    softcap: float = 0.0
+    sinks: Memory | None = None
+    out: Memory
+    key_scales: Memory | None = None
+    value_scales: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +151,16 @@ class AttentionForm:
 
 
 @cache
-def attention_kernel(form: AttentionForm) -> Kernel:
+def attention_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
     """Return the kernel that attends parts. Units: jobs times KV heads."""
-    is_wide = are_wide_floats_faster(Stored.FLOAT)
-    return Kernel("attention", (form, is_wide), lambda code: _Part(code, form, is_wide).write())
+    forms = (form, are_wide_floats_faster(Stored.FLOAT))
+    return Kernel("attention", AttentionTask, forms, lambda code: _Part(code, *forms).write())
 
 
 @cache
-def joining_kernel(form: AttentionForm) -> Kernel:
+def joining_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
     """Return the kernel that joins a row's parts. Units: rows."""
-    return Kernel("joining", (form,), lambda code: _write_joining(code, form))
+    return Kernel("joining", AttentionTask, (form,), lambda code: _write_joining(code, form))
 
 
 class _Part:
@@ -168,9 +168,9 @@ class _Part:
         self._code = code
         self._form = form
         self._head = code.unit % form.num_kv_heads
-        self._record = code.field(Place.RECORD)
+        self._record = code.task.record
         jobs = code.load(self._record, 8 * Record.JOBS, I64)
-        self._job = jobs + code.unit // form.num_kv_heads * (8 * JOB_NUMBERS)
+        self._job = jobs + code.unit // form.num_kv_heads * (8 * len(Job))
         self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
         self._lanes = 2 * LANES if is_wide else LANES
         self._value_lanes = 2 * LANES if is_wide and form.value_dim % (2 * LANES) == 0 else LANES
@@ -226,14 +226,14 @@ class _Part:
 
     # K and V
 
-    def _tokens(self, pool: Place, head_bytes: int, first: Value) -> list[Value]:
+    def _tokens(self, pool: Value, head_bytes: int, first: Value) -> list[Value]:
         """Return the addresses of what a pool has of the head of 8 slots from `first` on.
 
         `first` is a multiple of 8. Positions that no row sees have any address within the pool.
         """
         code, form = self._code, self._form
         token_bytes = form.num_kv_heads * head_bytes
-        head = code.field(pool) + self._head * head_bytes
+        head = pool + self._head * head_bytes
         if form.block_size >= LANES:  # all in one block
             start = head + self._in_pool(first) * token_bytes
             return [start + lane * token_bytes for lane in range(LANES)]
@@ -250,7 +250,7 @@ class _Part:
         block = code.load(table, slot // size * 4, I32)
         return code.convert("sext", block, I64) * size + slot % size
 
-    def _ask_ahead(self, pool: Place, head_bytes: int, slot: Value) -> None:
+    def _ask_ahead(self, pool: Value, head_bytes: int, slot: Value) -> None:
         """Ask for what the next tile has in the place of 8 slots, while this one is used."""
         code = self._code
         last = self._end - 1
@@ -261,17 +261,18 @@ class _Part:
 
     def _convert_keys(self, tile: Value) -> None:
         """Write a tile of K as float32 [dim, slots]."""
-        with self._eights(Place.KEYS, self._form.key_dim, tile) as slot:
+        dim, stored = self._form.key_dim, self._form.stored
+        own = stored.keys if isinstance(stored, KvCode) else stored
+        with self._eights(self._code.task.keys, _head_bytes(own, dim), tile) as slot:
             to = self._tile + (slot - tile) * 4
-            stored = self._form.stored
-            if isinstance(stored, KvCode):
-                self._convert_groups_of_keys(stored.keys, slot, to)
+            if isinstance(own, NumberCode):
+                self._convert_groups_of_keys(own, slot, to)
             else:
-                self._convert_plain_keys(stored, slot, to)
+                self._convert_plain_keys(own, slot, to)
 
     def _convert_plain_keys(self, stored: Stored, slot: Value, to: Value) -> None:
         code, dim = self._code, self._form.key_dim
-        tokens = self._tokens(Place.KEYS, dim * stored.num_bytes, slot)
+        tokens = self._tokens(code.task.keys, dim * stored.num_bytes, slot)
         with code.loop(0, dim, LANES) as column:
             loaded = load_transposed(code, tokens, column * stored.num_bytes, stored)
             for index, values in enumerate(loaded):
@@ -280,8 +281,8 @@ class _Part:
     def _convert_groups_of_keys(self, numbers: NumberCode, slot: Value, to: Value) -> None:
         code, dim = self._code, self._form.key_dim
         group = group_size(dim)
-        tokens = self._tokens(Place.KEYS, numbers.width(dim), slot)
-        scales = self._tokens(Place.KEY_SCALES, dim // group * SCALE_BYTES, slot)
+        tokens = self._tokens(code.task.keys, numbers.width(dim), slot)
+        scales = self._tokens(code.task.key_scales, dim // group * SCALE_BYTES, slot)
         with code.loop(0, dim, group) as first:
             of_group = [code.load(at, first // group * SCALE_BYTES, I16) for at in scales]
             factors = as_floats(code, code.gathered(of_group), Stored.BFLOAT)
@@ -290,18 +291,18 @@ class _Part:
 
     def _convert_values(self, tile: Value) -> None:
         """Write a tile of V as float32 [slots, dim]."""
-        dim = self._form.value_dim
-        with self._eights(Place.VALUES, dim, tile) as slot:
+        dim, stored = self._form.value_dim, self._form.stored
+        own = stored.values if isinstance(stored, KvCode) else stored
+        with self._eights(self._code.task.values, _head_bytes(own, dim), tile) as slot:
             to = self._tile + (slot - tile) * (dim * 4)
-            stored = self._form.stored
-            if isinstance(stored, KvCode):
-                self._convert_groups_of_values(stored.values, slot, to)
+            if isinstance(own, NumberCode):
+                self._convert_groups_of_values(own, slot, to)
             else:
-                self._convert_plain_values(stored, slot, to)
+                self._convert_plain_values(own, slot, to)
 
     def _convert_plain_values(self, stored: Stored, slot: Value, to: Value) -> None:
         code, dim = self._code, self._form.value_dim
-        tokens = self._tokens(Place.VALUES, dim * stored.num_bytes, slot)
+        tokens = self._tokens(code.task.values, dim * stored.num_bytes, slot)
         with code.loop(0, dim, LANES) as column:
             for index, token in enumerate(tokens):
                 values = load_floats(code, token, column * stored.num_bytes, stored)
@@ -310,8 +311,8 @@ class _Part:
     def _convert_groups_of_values(self, numbers: NumberCode, slot: Value, to: Value) -> None:
         code, dim = self._code, self._form.value_dim
         group = group_size(dim)
-        tokens = self._tokens(Place.VALUES, numbers.width(dim), slot)
-        scales = self._tokens(Place.VALUE_SCALES, dim // group * SCALE_BYTES, slot)
+        tokens = self._tokens(code.task.values, numbers.width(dim), slot)
+        scales = self._tokens(code.task.value_scales, dim // group * SCALE_BYTES, slot)
         with code.loop(0, dim, group) as first:
             for index, (token, at) in enumerate(zip(tokens, scales, strict=True)):
                 scale = code.load(at, first // group * SCALE_BYTES, I16)
@@ -320,13 +321,9 @@ class _Part:
                     code.store(values * factors, to + index * (dim * 4), (first + place) * 4)
 
     @contextmanager
-    def _eights(self, pool: Place, dim: int, tile: Value) -> Iterator[Value]:
+    def _eights(self, pool: Value, head_bytes: int, tile: Value) -> Iterator[Value]:
         """Write a loop over every 8 slots of a tile that a row may see; ask for the next tile's."""
-        code, stored = self._code, self._form.stored
-        if isinstance(stored, KvCode):
-            head_bytes = (stored.keys if pool is Place.KEYS else stored.values).width(dim)
-        else:
-            head_bytes = dim * stored.num_bytes
+        code = self._code
         start = code.greatest(tile, self._first - self._first % LANES)
         with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
             self._ask_ahead(pool, head_bytes, slot)
@@ -340,7 +337,7 @@ class _Part:
         queries = []
         for pair in pairs:
             row, head = self._row_of(pair)
-            query = code.field(Place.QUERY) + row * code.field(Place.QUERY_STRIDE)
+            query = code.task.query + row * code.task.query_stride
             queries.append(query + head * (form.key_dim * 4))
         width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
         places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
@@ -356,7 +353,7 @@ class _Part:
                     factor = code.spread(code.load(query, column * 4, F32), self._lanes)
                     for key, total in zip(loaded, of_pair, strict=True):
                         total.set(total.get() + factor * key)
-            scale = code.spread(code.float_field(Place.SCALE), self._lanes)
+            scale = code.spread(code.task.scale, self._lanes)
             for pair, of_pair in zip(pairs, sums, strict=True):
                 to = self._scores_of(pair) + (slot - self._start) * 4
                 for place, total in zip(places, of_pair, strict=True):
@@ -397,7 +394,7 @@ class _Part:
         """Return scores from `slot` on; those of slots outside [first, end) are far below all."""
         code, count = self._code, self._lanes
         if self._form.has_softcap:
-            cap = code.spread(code.float_field(Place.SOFTCAP), count)
+            cap = code.spread(code.task.softcap, count)
             scores = tanh(code, scores / cap) * cap
         lanes, hidden = code.counting(count), code.floats(_HIDDEN, count)
         first, end = (
@@ -442,13 +439,18 @@ class _Part:
                     code.store(total.get(), at, column * 4)
 
 
+def _head_bytes(stored: Stored | NumberCode, dim: int) -> int:
+    """Return the bytes of a key or a value of `dim` numbers."""
+    return stored.width(dim) if isinstance(stored, NumberCode) else dim * stored.num_bytes
+
+
 def _pairs_at_once(group: int) -> tuple[int, ...]:
     """Return the numbers of pairs that are taken together: those of one row, where these fit."""
     return (group,) if 4 <= group <= _MOST_HEADS else _WIDE_FEW.get(group, _WIDE_FEW[1])
 
 
 def _write_joining(code: Code, form: AttentionForm) -> None:
-    record = code.field(Place.RECORD)
+    record = code.task.record
     row = code.unit
 
     def of_row(place: Record) -> Value:
@@ -461,16 +463,16 @@ def _write_joining(code: Code, form: AttentionForm) -> None:
     with code.loop(0, form.num_heads) as head:
         most = code.variable(code.single(_HIDDEN))
         if form.has_sinks:
-            most.set(code.load(code.field(Place.SINKS), head * 4, F32))
+            most.set(code.load(code.task.sinks, head * 4, F32))
         with code.loop(0, count) as part:
             at = stats + ((first + part * stride) * form.num_heads + head) * 8
             most.set(code.greatest(most.get(), code.load(at, 0, F32)))
-        out = code.field(Place.OUT) + (row * form.num_heads + head) * (form.value_dim * 4)
+        out = code.task.out + (row * form.num_heads + head) * (form.value_dim * 4)
         with code.loop(0, form.value_dim, LANES) as column:
             code.store(code.floats(0.0), out, column * 4)
         total = code.variable(code.floats(0.0))
         if form.has_sinks:
-            sink = code.load(code.field(Place.SINKS), head * 4, F32) - most.get()
+            sink = code.load(code.task.sinks, head * 4, F32) - most.get()
             total.set(exp(code, code.spread(sink)))
         with code.loop(0, count) as part:
             number = (first + part * stride) * form.num_heads + head

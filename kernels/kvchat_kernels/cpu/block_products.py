@@ -11,7 +11,6 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import (
     ActivationRow,
-    Place,
     TwoWeightRows,
     WeightRow,
     each_group,
@@ -31,13 +30,8 @@ from kvchat_kernels.cpu.code import (
     has_vnni,
 )
 from kvchat_kernels.cpu.products import write_tiles
-from kvchat_kernels.cpu.races import (
-    NUM_IN,
-    NUM_OUT,
-    RaceTask,
-    has_512_bits,
-    is_second_faster,
-)
+from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
@@ -50,39 +44,53 @@ _AHEAD = 1024
 _MANY = 6
 
 
+class BlockProductTask(Task):
+    """A product: sizes are in rows, blocks of 32 columns, and bytes (`out_stride`).
+
+    levels, scales, ...   of the weights, as BlockWeights has them
+    x, x_scales, ...      rounded activations, as of `Rows`
+    out                   float32 [rows, out], may lie in a wider matrix
+    bias                  float32 [out]
+    chunk                 rows of the matrix of a unit
+    """
+
+    num_out: int
+    num_blocks: int
+    levels: Memory
+    scales: Memory
+    minimums: Memory | None = None
+    steps: Memory | None = None
+    x: Memory
+    x_scales: Memory
+    x_sums: Memory
+    x_starts: Memory
+    out: Memory
+    out_stride: int
+    bias: Memory | None = None
+    chunk: int
+
+
 @cache
-def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
+def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel[BlockProductTask]:
     """Return the kernel that multiplies rows with an interleaved matrix. Units: chunks.
 
     Activations are rounded as `layout.rounding` says.
     """
     assert layout.is_interleaved, layout
-    is_wide = _is_wide_faster(layout)
-    return Kernel(
-        "block product",
-        (layout, has_bias, is_wide),
-        lambda code: _write(code, layout, has_bias, is_wide),
-    )
+    forms = (layout, has_bias, _is_wide_faster(layout))
+    return Kernel("block product", BlockProductTask, forms, lambda code: _write(code, *forms))
 
 
 @cache
 def _is_wide_faster(layout: Layout) -> bool:
     """Return whether products are faster in vectors of 512 bits."""
-    operands = Place.LEVELS, Place.SCALES, Place.MINIMUMS, Place.STEPS
-    activations = Place.X, Place.X_SCALES, Place.X_SUMS, Place.X_STARTS, Place.OUT
-    task = RaceTask(
-        {
-            Place.NUM_OUT: NUM_OUT,
-            Place.NUM_BLOCKS: NUM_IN // COLUMNS,
-            Place.OUT_STRIDE: 4 * NUM_OUT,
-            Place.CHUNK: NUM_OUT,
-        },
-        (*operands, *activations),
-    )
+    sizes = {"num_out": NUM_OUT, "num_blocks": NUM_IN // COLUMNS, "chunk": NUM_OUT}
+    sizes["out_stride"] = 4 * NUM_OUT
 
     def write(code: Code, is_wide: bool) -> None:
         _write(code, layout, False, is_wide)
 
+    task = (BlockProductTask, sizes)
     return has_512_bits() and is_second_faster("block product", (layout, False), write, task)
 
 
@@ -114,8 +122,8 @@ _Pairs = Sequence[Sequence[_Pair]]
 
 def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
     """Write all products of a unit."""
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
     has_many_registers = has_feature("avx512vl")
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
@@ -146,14 +154,14 @@ def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
 
 def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -> None:
     if has_bias:
-        value = value + code.load(code.field(Place.BIAS), row * 4, F32)
-    offset = x_row * code.field(Place.OUT_STRIDE) + row * 4
-    code.store(value, code.field(Place.OUT), offset)
+        value = value + code.load(code.task.bias, row * 4, F32)
+    offset = x_row * code.task.out_stride + row * 4
+    code.store(value, code.task.out, offset)
 
 
 def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:
     """Write a group of blocks after another: a lane holds the sum of one block's products."""
-    for index, size in each_group(code, code.field(Place.NUM_BLOCKS)):
+    for index, size in each_group(code, code.task.num_blocks):
         for of_row in pairs:
             of_row[0].row.prefetch(index, size, _AHEAD)
         for part in range(COLUMNS // layout.block):

@@ -6,13 +6,13 @@ levels interleaved if asked for. The formats are ggml's (ggml-common.h).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Kernel, Value
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS
 
 _HALF = COLUMNS // 2
@@ -25,40 +25,37 @@ _FOUR, _FLAGS = ir.VectorType(I8, 4), ir.VectorType(ir.IntType(1), COLUMNS)
 _SIGN = -(1 << 15)  # of a float16
 
 
-class Place(IntEnum):
-    """The task: addresses, and sizes in rows and blocks of 32 columns.
+class ReadingTask(Task):
+    """Rows to read: sizes are in rows and blocks of 32 columns.
 
-    STORED                               rows as the file has them, one behind the other
-    LEVELS, SCALES, MINIMUMS, STEPS      what is written, as BlockWeights has them
-    CHUNK                                rows of a unit
+    stored                               rows as the file has them, one behind the other
+    levels, scales, minimums, steps      written, as BlockWeights has them
+    chunk                                rows of a unit
     """
 
-    NUM_OUT = 0
-    NUM_BLOCKS = 1
-    STORED = 2
-    LEVELS = 3
-    SCALES = 4
-    MINIMUMS = 5
-    STEPS = 6
-    CHUNK = 7
-
-
-NUM_PLACES = 8
+    num_out: int
+    num_blocks: int
+    stored: Memory
+    levels: Memory
+    scales: Memory
+    minimums: Memory | None = None
+    steps: Memory | None = None
+    chunk: int
 
 
 @cache
-def block_reading_kernel(name: str, is_interleaved: bool) -> Kernel:
+def block_reading_kernel(name: str, is_interleaved: bool) -> Kernel[ReadingTask]:
     """Return the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
     forms = (name, is_interleaved)
-    return Kernel("block reading", forms, lambda code: write_reading(code, name, is_interleaved))
+    return Kernel("block reading", ReadingTask, forms, lambda code: write_reading(code, *forms))
 
 
 def write_reading(code: Code, name: str, is_interleaved: bool) -> None:
     """Write the kernel's code."""
     form = _FORMS[name]
-    count = code.field(Place.NUM_BLOCKS)
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    count = code.task.num_blocks
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
     with code.loop(start, end) as row:
         for index, size in _groups(code, count, form):
             first = row * count + index
@@ -79,7 +76,7 @@ def _store_levels(
     code: Code, blocks: Sequence[Value], first: Value, bits: int, is_interleaved: bool
 ) -> None:
     """Store the bytes of neighbouring blocks, whose words alternate if they are interleaved."""
-    levels, block_bytes = code.field(Place.LEVELS), COLUMNS * bits // 8
+    levels, block_bytes = code.task.levels, COLUMNS * bits // 8
     if is_interleaved:
         word = I32 if bits == 4 else I16
         kind = ir.VectorType(word, block_bytes * 8 // word.width)
@@ -107,7 +104,7 @@ class _Form:
 
 def _q8_0(code: Code, first: Value, size: int) -> list[Value]:
     def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, Place.SCALES, index)
+        _copy_half(code, at, 0, code.task.scales, index)
         return code.load(at, 2, _ALL_BYTES)
 
     return _each(code, first, size, 34, read)
@@ -115,7 +112,7 @@ def _q8_0(code: Code, first: Value, size: int) -> list[Value]:
 
 def _q4_0(code: Code, first: Value, size: int) -> list[Value]:
     def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, Place.SCALES, index)
+        _copy_half(code, at, 0, code.task.scales, index)
         return code.load(at, 2, _BYTES)
 
     return _each(code, first, size, 18, read)
@@ -123,8 +120,8 @@ def _q4_0(code: Code, first: Value, size: int) -> list[Value]:
 
 def _q4_1(code: Code, first: Value, size: int) -> list[Value]:
     def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, Place.SCALES, index)
-        _copy_half(code, at, 2, Place.MINIMUMS, index)
+        _copy_half(code, at, 0, code.task.scales, index)
+        _copy_half(code, at, 2, code.task.minimums, index)
         return code.load(at, 4, _BYTES)
 
     return _each(code, first, size, 20, read)
@@ -132,7 +129,7 @@ def _q4_1(code: Code, first: Value, size: int) -> list[Value]:
 
 def _q5_0(code: Code, first: Value, size: int) -> list[Value]:
     def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, Place.SCALES, index)
+        _copy_half(code, at, 0, code.task.scales, index)
         return _with_fifth_bits(code, at, 2) - 16
 
     return _each(code, first, size, 22, read)
@@ -140,8 +137,8 @@ def _q5_0(code: Code, first: Value, size: int) -> list[Value]:
 
 def _q5_1(code: Code, first: Value, size: int) -> list[Value]:
     def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, Place.SCALES, index)
-        _copy_half(code, at, 2, Place.MINIMUMS, index)
+        _copy_half(code, at, 0, code.task.scales, index)
+        _copy_half(code, at, 2, code.task.minimums, index)
         return _with_fifth_bits(code, at, 4)
 
     return _each(code, first, size, 24, read)
@@ -151,13 +148,13 @@ def _each(
     code: Code, first: Value, size: int, num_bytes: int, read: Callable[[Value, Value], Value]
 ) -> list[Value]:
     """Read blocks that are stored alone, in `num_bytes` each."""
-    stored = code.field(Place.STORED)
+    stored = code.task.stored
     return [read(stored + (first + number) * num_bytes, first + number) for number in range(size)]
 
 
-def _copy_half(code: Code, at: Value, offset: int, place: Place, index: Value) -> None:
+def _copy_half(code: Code, at: Value, offset: int, to: Value, index: Value) -> None:
     """Copy the 16 bits of a number to those of a block."""
-    code.store(code.load(at, offset, I16), code.field(place), index * _HALF_BYTES)
+    code.store(code.load(at, offset, I16), to, index * _HALF_BYTES)
 
 
 def _with_fifth_bits(code: Code, at: Value, offset: int) -> Value:
@@ -195,10 +192,10 @@ def _read_head(code: Code, at: Value, first: Value) -> None:
     low, other, high = (code.load(at, start, _FOUR) for start in (4, 8, 12))
     scales = code.joined(low & 63, (high & 15) + ((low >> 6) << 4))
     minimums = code.joined(other & 63, (high >> 4) + ((other >> 6) << 4))
-    code.store(scales, code.field(Place.SCALES), first)
-    code.store(minimums, code.field(Place.MINIMUMS), first)
+    code.store(scales, code.task.scales, first)
+    code.store(minimums, code.task.minimums, first)
     place = first // _BLOCKS_PER_STEP * (2 * _HALF_BYTES)
-    steps = code.field(Place.STEPS)
+    steps = code.task.steps
     code.store(code.load(at, 0, I16), steps, place)
     code.store(code.load(at, _HALF_BYTES, I16) + _SIGN, steps, place + _HALF_BYTES)
 
@@ -206,9 +203,9 @@ def _read_head(code: Code, at: Value, first: Value) -> None:
 def _q6_k(code: Code, first: Value, size: int) -> list[Value]:
     """Two halves of 128 columns: 64 bytes of low bits and 32 of high bits for each."""
     at, blocks = _stored_step(code, first, 210), []
-    code.store(code.load(at, 192, _BYTES), code.field(Place.SCALES), first * 2)
+    code.store(code.load(at, 192, _BYTES), code.task.scales, first * 2)
     place = first // _BLOCKS_PER_STEP * _HALF_BYTES
-    code.store(code.load(at, 208, I16), code.field(Place.STEPS), place)
+    code.store(code.load(at, 208, I16), code.task.steps, place)
     for number in range(size):
         half, quarter = divmod(number, 4)
         pair = code.load(at, 64 * half + COLUMNS * (quarter % 2), _ALL_BYTES)
@@ -220,7 +217,7 @@ def _q6_k(code: Code, first: Value, size: int) -> list[Value]:
 
 def _stored_step(code: Code, first: Value, num_bytes: int) -> Value:
     """Return the address of the blocks that share a step, of which `first` is the first."""
-    return code.field(Place.STORED) + first // _BLOCKS_PER_STEP * num_bytes
+    return code.task.stored + first // _BLOCKS_PER_STEP * num_bytes
 
 
 _FORMS = {

@@ -4,7 +4,6 @@ The numbers are those that `quantised` and `interleaved` (`linear/blocks.py`) ma
 divides where they divide. No more of the matrix than a block is there in float32.
 """
 
-from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
@@ -12,6 +11,7 @@ from llvmlite import ir
 from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Kernel, Value, constant
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, LEAST_SCALE
 
 _FLOATS, _INTS = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
@@ -19,42 +19,40 @@ _HALVES, _SHORTS = ir.VectorType(F16, COLUMNS), ir.VectorType(I16, COLUMNS)
 _FACTOR_BYTES = 2
 
 
-class Place(IntEnum):
-    """The task: addresses, and sizes in rows and blocks of 32 columns.
+class WeightRoundingTask(Task):
+    """A matrix to round: sizes are in rows and blocks of 32 columns.
 
-    FLOATS                       the matrix, contiguous
-    LEVELS, SCALES, MINIMUMS     what is written, as BlockWeights has them
-    CHUNK                        rows of a unit
+    floats                       the matrix, contiguous
+    levels, scales, minimums     written, as BlockWeights has them
+    chunk                        rows of a unit
     """
 
-    NUM_OUT = 0
-    NUM_BLOCKS = 1
-    FLOATS = 2
-    LEVELS = 3
-    SCALES = 4
-    MINIMUMS = 5
-    CHUNK = 6
-
-
-NUM_PLACES = 7
+    num_out: int
+    num_blocks: int
+    floats: Memory
+    levels: Memory
+    scales: Memory
+    minimums: Memory | None = None
+    chunk: int
 
 
 @cache
-def weight_rounding_kernel(bits: int, stored: Stored) -> Kernel:
+def weight_rounding_kernel(bits: int, stored: Stored) -> Kernel[WeightRoundingTask]:
     """Return the kernel that rounds floats stored so to 8 or 4 bits. Units: chunks of rows."""
-    return Kernel("weight rounding", (bits, stored), lambda code: _write(code, bits, stored))
+    forms = (bits, stored)
+    return Kernel("weight rounding", WeightRoundingTask, forms, lambda code: _write(code, *forms))
 
 
 def _write(code: Code, bits: int, stored: Stored) -> None:
     rounded = _round_to_8 if bits == 8 else _round_to_4
-    count = code.field(Place.NUM_BLOCKS)
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    count = code.task.num_blocks
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
     with code.loop(start, end) as row:
         for index, size in each_group(code, count):
             first = row * count + index
             words = [rounded(code, first + number, stored) for number in range(size)]
-            levels = code.field(Place.LEVELS)
+            levels = code.task.levels
             code.store(alternating(code, words), levels, first * (COLUMNS * bits // 8))
 
 
@@ -72,7 +70,7 @@ def _round_to_4(code: Code, index: Value, stored: Stored) -> Value:
     values = _loaded(code, index, stored)
     low, high = _extreme(code, "fmin", values), _extreme(code, "fmax", values)
     scale = _stored_scale(code, (high - low) / 15.0, values, index)
-    minimum = _stored_half(code, low, index, Place.MINIMUMS)
+    minimum = _stored_half(code, low, index, code.task.minimums)
     levels = _levels(code, values - code.spread(minimum, COLUMNS), scale, (0.0, 15.0))
     first, second = code.halves(levels)
     return code.as_bits(_narrow(code, first + (second << 4)), ir.VectorType(I32, 4))
@@ -80,7 +78,7 @@ def _round_to_4(code: Code, index: Value, stored: Stored) -> Value:
 
 def _loaded(code: Code, index: Value, stored: Stored) -> Value:
     """Return the 32 floats of a block."""
-    address, offset = code.field(Place.FLOATS), index * (COLUMNS * stored.num_bytes)
+    address, offset = code.task.floats, index * (COLUMNS * stored.num_bytes)
     if stored is Stored.FLOAT:
         return code.load(address, offset, _FLOATS)
     if stored is Stored.HALF:
@@ -102,13 +100,13 @@ def _stored_scale(code: Code, scale: Value, values: Value, index: Value) -> Valu
     odd = Value(code, builder.fcmp_unordered("uno", values.raw, values.raw))
     is_odd = code.call("llvm.vector.reduce.or.v32i1", ir.IntType(1), odd)
     scale = code.select(is_odd, Value(code, constant(float("nan"), F32)), scale)
-    return _stored_half(code, scale, index, Place.SCALES)
+    return _stored_half(code, scale, index, code.task.scales)
 
 
-def _stored_half(code: Code, value: Value, index: Value, place: Place) -> Value:
-    """Store a number of a block in 16 bits, and return what these hold."""
+def _stored_half(code: Code, value: Value, index: Value, to: Value) -> Value:
+    """Store a number of a block at `to` in 16 bits, and return what these hold."""
     half = code.convert("fptrunc", value, F16)
-    code.store(half, code.field(place), index * _FACTOR_BYTES)
+    code.store(half, to, index * _FACTOR_BYTES)
     return code.convert("fpext", half, F32)
 
 

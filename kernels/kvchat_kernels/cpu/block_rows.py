@@ -8,7 +8,6 @@ Q4_1 that changed 2 % of the likeliest tokens (KL 0.0028 beside float32), and 16
 """
 
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,7 @@ from kvchat_kernels.cpu.code import (
     constant,
     has_feature,
 )
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
@@ -55,58 +55,54 @@ _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
 
 
-class Place(IntEnum):
-    """The task: addresses, and sizes in rows, blocks of 32 columns, and bytes (OUT_STRIDE).
+class RoundingTask(Task):
+    """Rows to round: `floats` is float32 [rows, columns]; the others are as of `Rows`."""
 
-    LEVELS, SCALES, ...        of the weights, as BlockWeights has them
-    X, X_SCALES, X_SUMS        rounded activations; a sum is that of a block, times its scale. Of a
-                               row in two bytes a level all high ones lie before all low ones
-    X_STARTS                   int32, in bytes: the sum of a block's levels times -CENTRE, where
-                               sums of products begin whose levels of weights are CENTRE too high
-    FLOATS                     to round: float32 [rows, columns]
-    OUT, OUT_STRIDE            float32 [rows, out]; to unpack: [out, in]
-    BIAS                       float32 [out]
-    CHUNK                      rows of the matrix of a unit
-    FIRST                      to unpack: the first row
-    FEW                        address of the kernel for fewer rows than a tile has
+    floats: Memory
+    num_blocks: int
+    x: Memory
+    x_scales: Memory
+    x_sums: Memory
+    x_starts: Memory
+
+
+class UnpackingTask(Task):
+    """A matrix to unpack, from the row `first` on, to `out`, float32 [rows, in].
+
+    levels, scales, ...   as BlockWeights has them
+    num_out               the row after the last
+    chunk                 rows of a unit
     """
 
-    NUM_OUT = 1
-    NUM_BLOCKS = 2
-    STEPS = 3
-    LEVELS = 4
-    SCALES = 5
-    MINIMUMS = 6
-    X = 7
-    X_SCALES = 8
-    X_SUMS = 9
-    OUT = 10
-    OUT_STRIDE = 11
-    BIAS = 12
-    CHUNK = 13
-    FLOATS = 14
-    FIRST = 15
-    X_STARTS = 16
-    FEW = 17
-
-
-NUM_PLACES = 18
+    num_out: int
+    num_blocks: int
+    levels: Memory
+    scales: Memory
+    minimums: Memory | None = None
+    steps: Memory | None = None
+    out: Memory
+    first: int
+    chunk: int
 
 
 @cache
-def rounding_kernel(rounding: Rounding) -> Kernel:
+def rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
     """Return the kernel that rounds activations. Units: rows.
 
     Blocks alternate, as those of interleaved weights do.
     """
-    return Kernel("rounding", (rounding,), lambda code: write_rounding(code, rounding))
+    return Kernel(
+        "rounding", RoundingTask, (rounding,), lambda code: write_rounding(code, rounding)
+    )
 
 
 @cache
-def unpacking_kernel(layout: Layout) -> Kernel:
-    """Return the kernel that writes rows of a matrix as float32. Units: chunks from FIRST on."""
+def unpacking_kernel(layout: Layout) -> Kernel[UnpackingTask]:
+    """Return the kernel that writes rows of a matrix as float32. Units: chunks of rows."""
     assert not layout.is_interleaved
-    return Kernel("unpacking", (layout,), lambda code: _write_unpacking(code, layout))
+    return Kernel(
+        "unpacking", UnpackingTask, (layout,), lambda code: _write_unpacking(code, layout)
+    )
 
 
 def vector_bytes(layout: Layout, size: int) -> int:
@@ -122,13 +118,13 @@ class WeightRow:
         self._layout = layout
         self._scale_bytes = layout.scales.itemsize
         self._num_steps = 1 + layout.has_minimums
-        blocks = row * code.field(Place.NUM_BLOCKS)
-        self.levels_at = code.field(Place.LEVELS) + blocks * (COLUMNS * layout.bits // 8)
+        blocks = row * code.task.num_blocks
+        self.levels_at = code.task.levels + blocks * (COLUMNS * layout.bits // 8)
         offset = blocks * (self._scale_bytes * (COLUMNS // layout.block))
-        self._scales = code.field(Place.SCALES) + offset
-        self._minimums = code.field(Place.MINIMUMS) + offset
+        self._scales = code.task.scales + offset
+        self._minimums = code.task.minimums + offset
         steps = blocks // (STEP_COLUMNS // COLUMNS) * self._num_steps
-        self._steps = code.field(Place.STEPS) + steps * _STEP_BYTES
+        self._steps = code.task.steps + steps * _STEP_BYTES
 
     def levels(self, index: Value) -> list[Value]:
         """Load the levels of 32 columns that are not interleaved: two vectors of 16 x 16 bits."""
@@ -254,11 +250,11 @@ class ActivationRow:
         self._code = code
         self._rounding = rounding
         self._num_weight_rows = num_weight_rows
-        blocks = row * code.field(Place.NUM_BLOCKS)
-        self._x = code.field(Place.X) + blocks * row_bytes(COLUMNS, rounding)
-        self._scales = code.field(Place.X_SCALES) + blocks * 4
-        self._sums = code.field(Place.X_SUMS) + blocks * 4
-        self._starts = code.field(Place.X_STARTS) + blocks * 4
+        blocks = row * code.task.num_blocks
+        self._x = code.task.x + blocks * row_bytes(COLUMNS, rounding)
+        self._scales = code.task.x_scales + blocks * 4
+        self._sums = code.task.x_sums + blocks * 4
+        self._starts = code.task.x_starts + blocks * 4
 
     def beside(
         self, index: Value, size: int, start: Value | int, width: int, part: int
@@ -270,7 +266,7 @@ class ActivationRow:
         if self._rounding is not Rounding.SHORT:
             kind, first = ir.VectorType(I8, width), index * COLUMNS + start
             if part:
-                first = first + self._code.field(Place.NUM_BLOCKS) * COLUMNS
+                first = first + self._code.task.num_blocks * COLUMNS
             behind = first + size * COLUMNS // 2
         else:
             kind = ir.VectorType(I16, width // 2)
@@ -321,14 +317,14 @@ def alternating(code: Code, words: Sequence[Value]) -> Value:
 
 
 def _write_unpacking(code: Code, layout: Layout) -> None:
-    """Write: each row of the matrix as float32, FIRST at the beginning of OUT."""
-    count = code.field(Place.NUM_BLOCKS)
-    first = code.field(Place.FIRST)
-    start = first + code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    """Write: each row of the matrix as float32, the first at the beginning of `out`."""
+    count = code.task.num_blocks
+    first = code.task.first
+    start = first + code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
     with code.loop(start, end) as number:
         row = WeightRow(code, layout, number)
-        out = code.field(Place.OUT) + (number - first) * (count * (4 * COLUMNS))
+        out = code.task.out + (number - first) * (count * (4 * COLUMNS))
         with code.loop(0, count) as index:
             _unpack_block(code, layout, row, index, out)
 
@@ -349,7 +345,7 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
 
 def write_rounding(code: Code, rounding: Rounding) -> None:
     """Write: each block of 32 values of a row as levels, with its scale and its sum."""
-    count = code.field(Place.NUM_BLOCKS)
+    count = code.task.num_blocks
     for index, size in each_group(code, count):
         for number in range(size):
             levels = round_block(code, code.unit * count + (index + number), rounding)
@@ -376,7 +372,7 @@ def _parts_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
 
 def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
     """Write: store the scale and the sum of a block. Returns its levels, 32 x 32 bits."""
-    values = code.load(code.field(Place.FLOATS), index * (4 * COLUMNS), _BLOCK_F)
+    values = code.load(code.task.floats, index * (4 * COLUMNS), _BLOCK_F)
     magnitudes = code.call("llvm.fabs.v32f32", _BLOCK_F, values)
     # nnan: a tree of comparisons
     name = "llvm.vector.reduce.fmax.v32f32"
@@ -386,11 +382,11 @@ def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
     rounded = code.call("llvm.rint.v32f32", _BLOCK_F, values * inverse)
     levels = code.convert("fptosi", rounded, _BLOCK_I)
     scale = largest / rounding.most
-    code.store(scale, code.field(Place.X_SCALES), index * 4)
+    code.store(scale, code.task.x_scales, index * 4)
     total = code.call("llvm.vector.reduce.add.v32i32", I32, levels)
-    code.store(code.convert("sitofp", total, F32) * scale, code.field(Place.X_SUMS), index * 4)
+    code.store(code.convert("sitofp", total, F32) * scale, code.task.x_sums, index * 4)
     if rounding is not Rounding.SHORT:
-        code.store(total * -CENTRE, code.field(Place.X_STARTS), index * 4)
+        code.store(total * -CENTRE, code.task.x_starts, index * 4)
     return levels
 
 
@@ -404,4 +400,4 @@ def _store_alternating(
     words = code.as_bits(narrow, ir.VectorType(I32, num_words))
     for place in range(num_words):
         offset = start + WORD * (place * size + number)
-        code.store(code.lane(words, place), code.field(Place.X), offset)
+        code.store(code.lane(words, place), code.task.x, offset)

@@ -1,9 +1,9 @@
 """Writing and compiling CPU kernels: LLVM instructions (llvmlite) as Python expressions.
 
-A kernel is a function of three numbers: the address of its task (what stays the same from step to
-step: addresses of weights and buffers, sizes), the address of the step's header (`step.py`), and
-the number of the unit to compute. Its code is written in vectors of 8 floats, which LLVM turns into
-the instructions of the processor.
+A kernel is a function of three numbers: the address of its task (`task.py`: what stays the same
+from step to step, addresses of weights and buffers, and sizes), the address of the step's header
+(`step.py`), and the number of the unit to compute. Its code is written in vectors of 8 floats,
+which LLVM turns into the instructions of the processor.
 
 Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
 
@@ -18,10 +18,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -29,6 +28,7 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.level import CPU_VARIABLE, level
 from kvchat_kernels.cpu.object_cache import file_name, object_cache
+from kvchat_kernels.cpu.task import Place, Task
 
 # Floats of a vector. Widths and head dims are multiples of it.
 LANES = 8
@@ -156,12 +156,14 @@ class Variable:
 class Code:
     """Writes the code of one kernel. Addresses and offsets are in bytes, as 64-bit numbers."""
 
-    def __init__(self, builder: ir.IRBuilder, arguments: Sequence[Any]) -> None:
-        """`arguments` are those of the function: task, header and unit, or the task alone."""
+    def __init__(
+        self, builder: ir.IRBuilder, arguments: Sequence[Any], task: type[Task] | None = None
+    ) -> None:
+        """`arguments` are those of the function: task, header and unit, or an address alone."""
         self.builder = builder
-        self.task = Value(self, arguments[0])
+        self.address = Value(self, arguments[0])
         self.step, self.unit = (Value(self, arguments[place % len(arguments)]) for place in (1, 2))
-        self._fields: dict[IntEnum, Value] = {}
+        self.task = _Fields(self, task)
 
     # Numbers
 
@@ -201,8 +203,8 @@ class Code:
         # Exponents are 112 less in float16. This is exact, for numbers below the least normal too.
         scaled = self.as_bits(self.as_bits(shifted, _like(value.type, F32)) * 2.0**112, ints)
         is_finite = (bits & 0x7FFF) < 0x7C00
-        found = self.select(is_finite, scaled, shifted | 0x7F800000) | ((bits & 0x8000) << 16)
-        return self.as_bits(found, _like(value.type, F32))
+        result = self.select(is_finite, scaled, shifted | 0x7F800000) | ((bits & 0x8000) << 16)
+        return self.as_bits(result, _like(value.type, F32))
 
     def _floats_as_halves(self, value: Value) -> Value:
         """Return float32 rounded to float16, ties to even, by arithmetic on their bits."""
@@ -212,11 +214,11 @@ class Code:
         normal = (size - (112 << 23) + 0xFFF + ((size >> 13) & 1)) >> 13
         # Below the least normal number the sum with 0.5 has the bits wanted at its end.
         small = self.as_bits(self.as_bits(size, value.type) + 0.5, ints) - (126 << 23)
-        found = self.select(size < 113 << 23, small, normal)
+        result = self.select(size < 113 << 23, small, normal)
         infinite = Value(self, constant(0x7C00, ints))
-        found = self.select(size < 143 << 23, found, infinite)
-        found = self.select(size > 0x7F800000, infinite | 0x200, found) | ((bits >> 16) & 0x8000)
-        shorts = self.convert("trunc", found, _like(value.type, I16))
+        result = self.select(size < 143 << 23, result, infinite)
+        result = self.select(size > 0x7F800000, infinite | 0x200, result) | ((bits >> 16) & 0x8000)
+        shorts = self.convert("trunc", result, _like(value.type, I16))
         return self.as_bits(shorts, _like(value.type, F16))
 
     def call(
@@ -238,23 +240,9 @@ class Code:
 
     # Memory
 
-    def field(self, place: IntEnum) -> Value:
-        """Read a number of the task, once and at the beginning.
-
-        Within a loop LLVM would read it again, with all that is computed of it, after every store.
-        """
-        if place not in self._fields:
-            with self.builder.goto_entry_block():
-                self._fields[place] = self.load(self.task, 8 * place, I64)
-        return self._fields[place]
-
-    def header(self, place: IntEnum) -> Value:
+    def header(self, place: Place) -> Value:
         """Read a number of the step's header."""
         return self.load(self.step, 8 * place, I64)
-
-    def float_field(self, place: IntEnum) -> Value:
-        """Read a float32 that stands in the first half of a task's number."""
-        return self.load(self.task, 8 * place, F32)
 
     def load(self, address: Value, offset: "Value | int", kind: Any) -> Value:
         """Load a value, aligned or not."""
@@ -427,23 +415,57 @@ class Code:
             yield
 
 
-class Kernel:
+class _Fields:
+    """The numbers of a kernel's task, as code reads them."""
+
+    def __init__(self, code: Code, task: type[Task] | None) -> None:
+        self._code = code
+        self._task = task
+        self._read: dict[str, Value] = {}
+
+    def __getattr__(self, name: str) -> Value:
+        """Read a field: a float32 here, a whole number once and at the kernel's beginning.
+
+        Within a loop LLVM would read it again, with all that is computed of it, after every store.
+        """
+        assert self._task is not None, "a function without a task"
+        code, offset = self._code, 8 * self._task.place_of(name)
+        if self._task.is_float(name):
+            return code.load(code.address, offset, F32)
+        if name not in self._read:
+            with code.builder.goto_entry_block():
+                self._read[name] = code.load(code.address, offset, I64)
+        return self._read[name]
+
+
+OfTask = TypeVar("OfTask", bound=Task)
+
+
+class Kernel(Generic[OfTask]):
     """A compiled function `(task address, header address, unit)`, which lives with this object.
 
     `forms` are the values that its code depends on beside `name`.
     """
 
-    def __init__(self, name: str, forms: tuple[object, ...], write: Callable[[Code], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        task: type[OfTask],
+        forms: tuple[object, ...],
+        write: Callable[[Code], None],
+    ) -> None:
         self.name = name
-        self.address, self._engine = compiled(name, forms, 3, write)
+        self.task = task
+        self.address, self._engine = compiled(name, forms, task, write)
 
 
 def compiled(
-    name: str, forms: tuple[object, ...], num_arguments: int, write: Callable[[Code], None]
+    name: str, forms: tuple[object, ...], task: type[Task] | None, write: Callable[[Code], None]
 ) -> tuple[int, Any]:
-    """Return the address of a function of 64-bit numbers that `write` writes, and what owns it.
+    """Return the address of a function that `write` writes, and what owns it.
 
-    Reads it from the disk if it was compiled before, and saves it there if not.
+    It takes the numbers of a kernel, or without a `task` a single address. It is read from the disk
+    if it was compiled before, and saved there if not.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -452,12 +474,12 @@ def compiled(
         cpu=processor.name, features=processor.flags, opt=2, jit=True
     )
     file = f"{file_name_of(name, forms)}.o"
-    found = object_cache().load(file)
-    if found is None:
-        found = _object_code(machine, num_arguments, write)
-        object_cache().save(file, found)
+    machine_code = object_cache().load(file)
+    if machine_code is None:
+        machine_code = _object_code(machine, task, write)
+        object_cache().save(file, machine_code)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(found))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
     return engine.get_function_address("run"), engine
 
@@ -469,14 +491,19 @@ def file_name_of(name: str, forms: tuple[object, ...]) -> str:
     return file_name(version, name, digest)
 
 
-def _object_code(machine: Any, num_arguments: int, write: Callable[[Code], None]) -> bytes:
+def written(task: type[Task] | None, write: Callable[[Code], None]) -> str:
+    """Return the code of a function as LLVM's text."""
     module = ir.Module()
-    kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
+    kind = ir.FunctionType(ir.VoidType(), [I64] * (1 if task is None else 3))
     function = ir.Function(module, kind, "run")
     builder = ir.IRBuilder(function.append_basic_block())
-    write(Code(builder, function.args))
+    write(Code(builder, function.args, task))
     builder.ret_void()
-    parsed = llvm.parse_assembly(str(module))
+    return str(module)
+
+
+def _object_code(machine: Any, task: type[Task] | None, write: Callable[[Code], None]) -> bytes:
+    parsed = llvm.parse_assembly(written(task, write))
     parsed.verify()
     options = llvm.create_pipeline_tuning_options(2)
     options.loop_unrolling = False  # loops are as long as they should be

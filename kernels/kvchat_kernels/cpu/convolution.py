@@ -7,7 +7,6 @@ channels' last inputs, gets the new inputs in place. `recurrent_reference.py` ha
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache, reduce
 
 from llvmlite import ir
@@ -15,31 +14,32 @@ from llvmlite import ir
 from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import Stored, as_floats, as_stored, sigmoid
 from kvchat_kernels.cpu.step import read_sequence
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Channels of a unit.
 UNIT_CHANNELS = 512
 
 
-class Place(IntEnum):
-    """The task. All are float32 but the state.
+class ConvolutionTask(Task):
+    """All are float32 but the state.
 
-    X         [rows, CHANNELS], the inputs; of a gated one [rows, 3, CHANNELS]: the input's factor,
+    x         [rows, channels], the inputs; of a gated one [rows, 3, channels]: the input's factor,
               the sum's factor, the input
-    WEIGHTS   [taps, CHANNELS]
-    BIAS      [CHANNELS]
-    STATE     bytes from the beginning of a sequence's state to [CHANNELS, taps]
-    OUT       [rows, CHANNELS]; it may be X if that is not gated
-    X_STRIDE, OUT_STRIDE   bytes from a row to the next
+    weights   [taps, channels]
+    bias      [channels]
+    state     bytes from the beginning of a sequence's state to [channels, taps]
+    out       [rows, channels]; it may be `x` if that is not gated
+    x_stride, out_stride   bytes from a row to the next
     """
 
-    X = 0
-    WEIGHTS = 1
-    CHANNELS = 2
-    STATE = 3
-    OUT = 4
-    BIAS = 5
-    X_STRIDE = 6
-    OUT_STRIDE = 7
+    x: Memory
+    weights: Memory
+    channels: int
+    state: int
+    out: Memory
+    x_stride: int
+    out_stride: int
+    bias: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class ConvolutionForm:
 
 
 @cache
-def convolution_kernel(form: ConvolutionForm) -> Kernel:
-    return Kernel("convolution", (form,), lambda code: _write(code, form))
+def convolution_kernel(form: ConvolutionForm) -> Kernel[ConvolutionTask]:
+    return Kernel("convolution", ConvolutionTask, (form,), lambda code: _write(code, form))
 
 
 def _write(code: Code, form: ConvolutionForm) -> None:
-    channels = code.field(Place.CHANNELS)
+    channels = code.task.channels
     num_runs = (channels + (UNIT_CHANNELS - 1)) // UNIT_CHANNELS
     first, end, state = read_sequence(code, code.unit // num_runs)
-    state = state + code.field(Place.STATE)
+    state = state + code.task.state
     start = (code.unit % num_runs) * UNIT_CHANNELS
     with code.loop(first, end) as row:
         _write_row(code, form, row, state, (start, code.least(start + UNIT_CHANNELS, channels)))
@@ -71,9 +71,9 @@ def _write(code: Code, form: ConvolutionForm) -> None:
 def _write_row(
     code: Code, form: ConvolutionForm, row: Value, state: Value, run: tuple[Value, Value]
 ) -> None:
-    channels = code.field(Place.CHANNELS)
-    x = code.field(Place.X) + row * code.field(Place.X_STRIDE)
-    out = code.field(Place.OUT) + row * code.field(Place.OUT_STRIDE)
+    channels = code.task.channels
+    x = code.task.x + row * code.task.x_stride
+    out = code.task.out + row * code.task.out_stride
     with code.loop(*run, LANES) as channel:
         at = channel * 4
         new = code.load(x, at, F32S)
@@ -89,7 +89,7 @@ def _write_row(
 
 def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new: Value) -> Value:
     """Return the sums of 8 channels; each channel's inputs move by one, and `new` comes last."""
-    num_taps, channels = form.num_taps, code.field(Place.CHANNELS)
+    num_taps, channels = form.num_taps, code.task.channels
     offset = channel * (num_taps * form.stored.num_bytes)
     number = F32 if form.stored is Stored.FLOAT else I16
     old = code.load(state, offset, ir.VectorType(number, LANES * num_taps))
@@ -99,14 +99,14 @@ def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new
         first = lane * num_taps
         lanes += [*range(first + 1, first + num_taps), LANES * num_taps + lane]
     code.store(code.shuffled(old, newest, lanes), state, offset)
-    weights, at = code.field(Place.WEIGHTS), channel * 4
+    weights, at = code.task.weights, channel * 4
     total = new * code.load(weights + channels * (4 * (num_taps - 1)), at, F32S)
     for tap in range(num_taps - 1):
         of_tap = code.picked(old, [lane * num_taps + tap + 1 for lane in range(LANES)])
         weight = code.load(weights + channels * (4 * tap), at, F32S)
         total = total + as_floats(code, of_tap, form.stored) * weight
     if form.has_bias:
-        total = total + code.load(code.field(Place.BIAS), at, F32S)
+        total = total + code.load(code.task.bias, at, F32S)
     return total
 
 

@@ -11,44 +11,47 @@ It changes the state in place. `recurrent_reference.py` has the same in torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import read_sequence
+from kvchat_kernels.cpu.task import Memory, Task
 
 # What the squares of a key or a query are added to, as the models have it.
 LEAST_SQUARE = 1e-6
 
 
-class Place(IntEnum):
-    """The task. All are float32; those of rows are said to be of one.
+class DeltaTask(Task):
+    """All are float32; the shapes are those of one row.
 
-    MIXED        queries, keys [key heads, key dim] and values [heads, value dim], one after another
-    GATES        [heads, value dim]
-    BETAS, STEPS [heads], before their functions
-    STEP_BIAS    [heads], added to STEPS
-    RATES        [heads], what a softplus of STEPS is multiplied with: the logarithm of the decay
-    NORM         [value dim]
-    EPSILON      of the norm
-    OUT          [heads, value dim]
-    STATE        bytes from the beginning of a sequence's state to [heads, key dim, value dim]
-    STRIDE       bytes from a row of MIXED, GATES, BETAS and STEPS to the next; OUT has no gaps
+    mixed          queries, keys [key heads, key dim] and values [heads, value dim], one after
+                   another
+    gates          [heads, value dim]
+    betas, steps   [heads], before their functions
+    step_bias      [heads], added to `steps`
+    rates          [heads], what a softplus of `steps` is multiplied with: the logarithm of the
+                   decay
+    norm           [value dim]
+    epsilon        of the norm
+    out            [heads, value dim]
+    state          bytes from the beginning of a sequence's state to [heads, key dim, value dim]
+    stride         bytes from a row of `mixed`, `gates`, `betas` and `steps` to the next; `out` has
+                   no gaps
     """
 
-    MIXED = 0
-    GATES = 1
-    BETAS = 2
-    STEPS = 3
-    STEP_BIAS = 4
-    RATES = 5
-    NORM = 6
-    EPSILON = 7
-    OUT = 8
-    STATE = 9
-    STRIDE = 10
+    mixed: Memory
+    gates: Memory
+    betas: Memory
+    steps: Memory
+    step_bias: Memory
+    rates: Memory
+    norm: Memory
+    epsilon: float
+    out: Memory
+    state: int
+    stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +65,31 @@ class DeltaForm:
 
 
 @cache
-def delta_kernel(form: DeltaForm) -> Kernel:
-    return Kernel("delta", (form,), lambda code: _write(code, form))
+def delta_kernel(form: DeltaForm) -> Kernel[DeltaTask]:
+    return Kernel("delta", DeltaTask, (form,), lambda code: _write(code, form))
 
 
 def _write(code: Code, form: DeltaForm) -> None:
     first, end, state = read_sequence(code, code.unit // form.num_heads)
     head = code.unit % form.num_heads
-    state = state + code.field(Place.STATE) + head * (form.key_dim * form.value_dim * 4)
+    state = state + code.task.state + head * (form.key_dim * form.value_dim * 4)
     with code.loop(first, end) as row:
         _write_row(code, form, row, head, state)
 
 
 def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Value) -> None:
-    row_bytes, offset = form.value_dim * 4, row * code.field(Place.STRIDE)
+    row_bytes, offset = form.value_dim * 4, row * code.task.stride
     key_head = head // (form.num_heads // form.num_key_heads)
     width = form.num_key_heads * form.key_dim * 4
-    mixed = code.field(Place.MIXED) + offset
+    mixed = code.task.mixed + offset
     query = mixed + key_head * (form.key_dim * 4)
     key = query + width
     value = mixed + 2 * width + head * row_bytes
-    out = code.field(Place.OUT) + (row * form.num_heads + head) * row_bytes
+    out = code.task.out + (row * form.num_heads + head) * row_bytes
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
     decay = _decay(code, offset, head)
-    beta = sigmoid(code, code.spread(code.load(code.field(Place.BETAS) + offset, head * 4, F32)))
+    beta = sigmoid(code, code.spread(code.load(code.task.betas + offset, head * 4, F32)))
     for columns in _strips(form.value_dim):
         said = _sums(code, form, key, state, columns)
         changes = [
@@ -135,20 +138,20 @@ def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
 
 def _decay(code: Code, offset: Value, head: Value) -> Value:
     """Return exp(rate * softplus(step + bias)) of a head of the row at `offset`, in all lanes."""
-    step = code.spread(code.load(code.field(Place.STEPS) + offset, head * 4, F32))
+    step = code.spread(code.load(code.task.steps + offset, head * 4, F32))
     bias, rate = (
-        code.spread(code.load(code.field(place), head * 4, F32))
-        for place in (Place.STEP_BIAS, Place.RATES)
+        code.spread(code.load(of_heads, head * 4, F32))
+        for of_heads in (code.task.step_bias, code.task.rates)
     )
     return exp(code, rate * softplus(code, step + bias))
 
 
 def _write_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> None:
     width = code.whole(form.value_dim)
-    epsilon = code.float_field(Place.EPSILON)
+    epsilon = code.task.epsilon
     factor = code.spread(inverse_rms(code, out, width, epsilon))
-    gates = code.field(Place.GATES) + offset
-    weight = code.field(Place.NORM)
+    gates = code.task.gates + offset
+    weight = code.task.norm
     with code.loop(0, width, LANES) as column:
         gate = code.load(gates, column * 4, F32S)
         normed = code.load(out, column * 4, F32S) * factor * code.load(weight, column * 4, F32S)

@@ -7,7 +7,6 @@ divided among units, since no column reads another; the norms with their gates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
@@ -16,39 +15,40 @@ from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Columns of a state that a unit takes: with keys of 128 dims, they fit into the fastest cache.
 _COLUMNS = 4 * LANES
 
 
-class Place(IntEnum):
+class DeltaRowsTask(Task):
     """The task of all three. All are float32 and contiguous; rows are the header's.
 
-    X            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
-    WEIGHTS      [taps, channels]
-    MIXED        [rows, channels]: queries, keys [key heads, key dim] and values [heads, value dim]
-    STEPS        [rows, heads], replaced by the decays
-    BETAS        [rows, heads], replaced by their sigmoids
-    STEP_BIAS, RATES   [heads], as in `delta.Place`
-    STATE        [heads, key dim, value dim]
-    GATES        [rows, heads, value dim]
-    NORM         [value dim]
-    EPSILON      of the norm
-    OUT          [rows, heads, value dim]
+    x            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
+    weights      [taps, channels]
+    mixed        [rows, channels]: queries, keys [key heads, key dim] and values [heads, value dim]
+    steps        [rows, heads], replaced by the decays
+    betas        [rows, heads], replaced by their sigmoids
+    step_bias, rates   [heads], as in `DeltaTask`
+    state        [heads, key dim, value dim]
+    gates        [rows, heads, value dim]
+    norm         [value dim]
+    epsilon      of the norm
+    out          [rows, heads, value dim]
     """
 
-    X = 0
-    WEIGHTS = 1
-    MIXED = 2
-    STEPS = 3
-    BETAS = 4
-    STEP_BIAS = 5
-    RATES = 6
-    STATE = 7
-    GATES = 8
-    NORM = 9
-    EPSILON = 10
-    OUT = 11
+    x: Memory
+    weights: Memory
+    mixed: Memory
+    steps: Memory
+    betas: Memory
+    step_bias: Memory
+    rates: Memory
+    state: Memory
+    gates: Memory
+    norm: Memory
+    epsilon: float
+    out: Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,30 +75,28 @@ class RowsForm:
 
 
 @cache
-def inputs_kernel(form: RowsForm) -> Kernel:
+def inputs_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
     """Return the kernel of the convolution; it norms queries and keys too. Units: rows."""
-    return Kernel("delta inputs", (form,), lambda code: _write_inputs(code, form))
+    return Kernel("delta inputs", DeltaRowsTask, (form,), lambda code: _write_inputs(code, form))
 
 
 @cache
-def steps_kernel(form: RowsForm) -> Kernel:
+def steps_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
     """Return the kernel of the state's steps. Units: `form.num_units`."""
-    return Kernel("delta steps", (form,), lambda code: _write_steps(code, form))
+    return Kernel("delta steps", DeltaRowsTask, (form,), lambda code: _write_steps(code, form))
 
 
 @cache
-def outputs_kernel(form: RowsForm) -> Kernel:
+def outputs_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
     """Return the kernel of the norms and gates. Units: rows."""
-    return Kernel("delta outputs", (form,), lambda code: _write_outputs(code, form))
+    return Kernel("delta outputs", DeltaRowsTask, (form,), lambda code: _write_outputs(code, form))
 
 
 def _write_inputs(code: Code, form: RowsForm) -> None:
     heads, row_bytes = form.heads, form.num_channels * 4
-    x = code.field(Place.X) + code.unit * row_bytes
-    mixed = code.field(Place.MIXED) + code.unit * row_bytes
-    write_convolved(
-        code, x, code.field(Place.WEIGHTS), None, mixed, (form.num_taps, form.num_channels)
-    )
+    x = code.task.x + code.unit * row_bytes
+    mixed = code.task.mixed + code.unit * row_bytes
+    write_convolved(code, x, code.task.weights, None, mixed, (form.num_taps, form.num_channels))
     width = heads.key_dim * 4
     with code.loop(0, 2 * heads.num_key_heads) as head:
         # Queries come before keys, and are scaled as well.
@@ -120,12 +118,12 @@ def _write_normed(code: Code, address: Value, width: int, scale: Value) -> None:
 def _write_decays(code: Code, heads: DeltaForm) -> None:
     """Write: what each head's state decays by, and how much of a change it takes."""
     row = code.unit * heads.num_heads
-    steps, betas = code.field(Place.STEPS), code.field(Place.BETAS)
+    steps, betas = code.task.steps, code.task.betas
     with code.loop(0, heads.num_heads) as head:
         at = (row + head) * 4
         bias, rate = (
-            code.spread(code.load(code.field(place), head * 4, F32))
-            for place in (Place.STEP_BIAS, Place.RATES)
+            code.spread(code.load(of_heads, head * 4, F32))
+            for of_heads in (code.task.step_bias, code.task.rates)
         )
         step = softplus(code, code.spread(code.load(steps, at, F32)) + bias)
         code.store(code.lane(exp(code, rate * step), 0), steps, at)
@@ -142,7 +140,7 @@ def _write_steps(code: Code, form: RowsForm) -> None:
     heads, columns = form.heads, form._columns
     strips = heads.value_dim // columns
     head, first = code.unit // strips, (code.unit % strips) * (columns * 4)
-    state = code.field(Place.STATE) + head * (heads.key_dim * heads.value_dim * 4) + first
+    state = code.task.state + head * (heads.key_dim * heads.value_dim * 4) + first
     room = code.room(heads.key_dim * columns * 4)
     vectors = range(0, columns * 4, LANES * 4)
     with code.loop(0, heads.key_dim) as index:
@@ -150,11 +148,11 @@ def _write_steps(code: Code, form: RowsForm) -> None:
             value = code.load(state, index * (heads.value_dim * 4) + at, F32S)
             code.store(value, room, index * (columns * 4) + at)
     key_head = head // (heads.num_heads // heads.num_key_heads)
-    query = code.field(Place.MIXED) + key_head * (heads.key_dim * 4)
+    query = code.task.mixed + key_head * (heads.key_dim * 4)
     key = query + (heads.num_key_heads * heads.key_dim * 4)
-    value = code.field(Place.MIXED) + (2 * heads.num_key_heads * heads.key_dim * 4)
+    value = code.task.mixed + (2 * heads.num_key_heads * heads.key_dim * 4)
     value = value + head * (heads.value_dim * 4) + first
-    out = code.field(Place.OUT) + head * (heads.value_dim * 4) + first
+    out = code.task.out + head * (heads.value_dim * 4) + first
     said = [code.variable(code.floats(0.0)) for _ in vectors]
     with code.loop(0, heads.key_dim) as index:
         k = code.spread(code.load(key, index * 4, F32))
@@ -167,8 +165,8 @@ def _write_steps(code: Code, form: RowsForm) -> None:
         offset = row * (form.num_channels * 4)
         addresses = (query + offset, key + offset, key + after)
         factors = [
-            code.spread(code.load(code.field(place), (row * heads.num_heads + head) * 4, F32))
-            for place in (Place.STEPS, Place.BETAS)
+            code.spread(code.load(of_rows, (row * heads.num_heads + head) * 4, F32))
+            for of_rows in (code.task.steps, code.task.betas)
         ]
         read = _step(code, form, room, addresses, value + offset, factors, said)
         at_row = row * (heads.num_heads * heads.value_dim * 4)
@@ -217,11 +215,11 @@ def _step(
 def _write_outputs(code: Code, form: RowsForm) -> None:
     heads = form.heads
     row_bytes = heads.num_heads * heads.value_dim * 4
-    width, epsilon = code.whole(heads.value_dim), code.float_field(Place.EPSILON)
-    weight = code.field(Place.NORM)
+    width, epsilon = code.whole(heads.value_dim), code.task.epsilon
+    weight = code.task.norm
     with code.loop(0, heads.num_heads) as head:
         offset = code.unit * row_bytes + head * (heads.value_dim * 4)
-        out, gates = (code.field(place) + offset for place in (Place.OUT, Place.GATES))
+        out, gates = (rows + offset for rows in (code.task.out, code.task.gates))
         factor = code.spread(inverse_rms(code, out, width, epsilon))
         with code.loop(0, width, LANES) as column:
             at = column * 4

@@ -7,86 +7,128 @@ experts a row has and how their outputs are added does not depend on the rows be
 """
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from functools import cache
+from typing import Any
 
-from kvchat_kernels.cpu.block_rows import NUM_PLACES
+import numpy as np
+import torch
+
 from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import exp, sigmoid
+from kvchat_kernels.cpu.matrix_products import Product
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 # A score that counts as none: of an expert that was taken, and beyond the last expert.
 NO_SCORE = -3e38
+# What a product's task has a row of for each row of activations; all else is of weights.
+_OF_PAIRS = frozenset({"x", "x_scales", "x_sums", "x_starts", "out"})
 
 
-class Place(IntEnum):
-    """The task that choosing, gathering and adding share. Integers are int64.
+class ChoosingTask(Task):
+    """Choosing the experts of rows. Whole numbers are int64.
 
-    SCORES         float32 [rows, WIDTH_OF_SCORES], changed; NO_SCORE from NUM_EXPERTS on
-    NUM_EXPERTS, TOP_K
-    CHOSEN         an expert for each pair, [rows, TOP_K]
-    FACTORS        what the pair's output is multiplied with, float32 [rows, TOP_K]
-    PLACES         the pair's place in the order of experts, [rows, TOP_K]
-    ROWS           the row of each place
-    COUNTS         room for a number for each expert
-    GROUPS         headers of the groups: NUM_ROWS, and see Group
-    NUM_GROUPS     address of their number
-    X, OUT         float32 [rows, WIDTH] and [pairs, WIDTH] to gather, the other way to add
-    SHARED         what an expert of all rows adds, float32 [rows, WIDTH]
-    SHARED_GATE    float32 [rows], before the sigmoid
-    BIAS           what scores are raised by for choosing alone, float32 [NUM_EXPERTS]
-    SCALE          what factors that are sigmoids or shares are multiplied with, float32
-    LEAST_SUM      what their sum is added to, float32; of shares, the least they are divided by
-    TOLERANCE      of a sparse mixer, float32
+    scores         float32 [rows, width_of_scores], changed; NO_SCORE from `num_experts` on
+    bias           what scores are raised by for choosing alone, float32 [num_experts]
+    scale          what factors that are sigmoids or shares are multiplied with
+    least_sum      what their sum is added to; of shares, the least they are divided by
+    tolerance      of a sparse mixer
+    counts         room for a number for each expert
+
+    It writes:
+
+    chosen         an expert for each pair, [rows, top_k]
+    factors        what the pair's output is multiplied with, float32 [rows, top_k]
+    places         the pair's place in the order of experts, [rows, top_k]
+    rows           the row of each place
+    groups         headers of the groups, with NUM_ROWS, EXPERT and FIRST_PAIR
+    num_groups     their number
     """
 
-    SCORES = 0
-    WIDTH_OF_SCORES = 1
-    NUM_EXPERTS = 2
-    TOP_K = 3
-    CHOSEN = 4
-    FACTORS = 5
-    PLACES = 6
-    ROWS = 7
-    COUNTS = 8
-    GROUPS = 9
-    NUM_GROUPS = 10
-    X = 11
-    OUT = 12
-    WIDTH = 13
-    SHARED = 14
-    SHARED_GATE = 15
-    BIAS = 16
-    SCALE = 17
-    LEAST_SUM = 18
-    TOLERANCE = 19
+    scores: Memory
+    width_of_scores: int
+    num_experts: int
+    top_k: int
+    bias: Memory | None = None
+    scale: float = 1.0
+    least_sum: float = 0.0
+    tolerance: float = 0.0
+    counts: Memory
+    chosen: Memory
+    factors: Memory
+    places: Memory
+    rows: Memory
+    groups: Memory
+    num_groups: Memory
 
 
-class Group(IntEnum):
-    """What the header of a group has beside NUM_ROWS, in places that products do not read."""
+class GatheringTask(Task):
+    """`x` is float32 [rows, width], `out` [pairs, width]; `rows` is as of choosing."""
 
-    FIRST = 1
-    EXPERT = 2
+    x: Memory
+    out: Memory
+    width: int
+    rows: Memory
 
 
-class GroupPlace(IntEnum):
-    """The task of a product with experts.
+class AddingTask(Task):
+    """`x` is float32 [pairs, width], `out` [rows, width]; `places` and `factors` as of choosing.
 
-    KERNEL               address of the product's kernel
-    TASK                 the product's own task, of NUM_PLACES numbers, for the expert 0 and the
-                         first pair
-    BY_EXPERT, BY_PAIR   what each of its numbers grows by, from expert to expert and pair to pair
-    UNITS                units of one expert
-    GROUPS, NUM_GROUPS   as in Place
+    shared        what an expert of all rows adds, float32 [rows, width]
+    shared_gate   float32 [rows], before the sigmoid
     """
 
-    KERNEL = 0
-    TASK = 1
-    BY_EXPERT = 2
-    BY_PAIR = 3
-    UNITS = 4
-    GROUPS = 5
-    NUM_GROUPS = 6
+    x: Memory
+    out: Memory
+    width: int
+    top_k: int
+    places: Memory
+    factors: Memory
+    shared: Memory | None = None
+    shared_gate: Memory | None = None
+
+
+class GroupTask(Task):
+    """A product with experts.
+
+    kernel, task         of the product, for the expert 0 and the first pair
+    by_expert, by_pair   what each number of its task grows by, from expert to expert and pair to
+                         pair
+    units                units of one expert
+    groups, num_groups   as of choosing
+    """
+
+    kernel: Kernel[Any]
+    task: Task
+    by_expert: Memory
+    by_pair: Memory
+    units: int
+    groups: Memory
+    num_groups: Memory
+
+
+def group_task(
+    product: Product, num_experts: int, groups: torch.Tensor, num_groups: torch.Tensor
+) -> GroupTask:
+    """Return the task of a product whose matrix has the rows of all experts, one below another."""
+    by_expert, by_pair = np.zeros((2, len(product.task.numbers)), np.int64)
+    for place, (name, value) in enumerate(product.task.items()):
+        if isinstance(value, torch.Tensor):
+            row_bytes = value.stride(0) * value.itemsize
+            if name in _OF_PAIRS:
+                by_pair[place] = row_bytes
+            else:
+                by_expert[place] = row_bytes * (len(value) // num_experts)
+    return GroupTask(
+        kernel=product.kernel,
+        task=product.task,
+        by_expert=by_expert,
+        by_pair=by_pair,
+        units=product.num_units,
+        groups=groups,
+        num_groups=num_groups,
+    )
 
 
 def padded(num_experts: int) -> int:
@@ -124,39 +166,39 @@ class Choice:
 
 
 @cache
-def choosing_kernel(choice: Choice) -> Kernel:
+def choosing_kernel(choice: Choice) -> Kernel[ChoosingTask]:
     """Return the kernel that chooses the experts of all rows. Units: 1."""
-    return Kernel("choosing", (choice,), lambda code: _write_choosing(code, choice))
+    return Kernel("choosing", ChoosingTask, (choice,), lambda code: _write_choosing(code, choice))
 
 
 @cache
-def gathering_kernel() -> Kernel:
+def gathering_kernel() -> Kernel[GatheringTask]:
     """Return the kernel that copies the row of a pair to the pair's place. Units: pairs."""
-    return Kernel("gathering", (), _write_gathering)
+    return Kernel("gathering", GatheringTask, (), _write_gathering)
 
 
 @cache
-def group_kernel() -> Kernel:
-    """Return the kernel that runs a product's kernel. Units: UNITS for each possible group."""
-    return Kernel("group", (), _write_group)
+def group_kernel(num_numbers: int) -> Kernel[GroupTask]:
+    """Return the kernel that runs the kernel of a product whose task has so many numbers.
+
+    Units: `units` for each possible group.
+    """
+    return Kernel("group", GroupTask, (num_numbers,), lambda code: _write_group(code, num_numbers))
 
 
 @cache
-def adding_kernel(has_shared: bool, has_gate: bool) -> Kernel:
+def adding_kernel(has_shared: bool, has_gate: bool) -> Kernel[AddingTask]:
     """Return the kernel that adds up a row's experts. Units: rows."""
-    return Kernel(
-        "adding experts",
-        (has_shared, has_gate),
-        lambda code: _write_adding(code, has_shared, has_gate),
-    )
+    forms = (has_shared, has_gate)
+    return Kernel("adding experts", AddingTask, forms, lambda code: _write_adding(code, *forms))
 
 
 def _write_choosing(code: Code, choice: Choice) -> None:
-    num_rows, top_k = code.header(Header.NUM_ROWS), code.field(Place.TOP_K)
+    num_rows, top_k = code.header(Header.NUM_ROWS), code.task.top_k
     with code.loop(0, num_rows) as row:
         _write_row(code, row, choice)
-    num_experts, num_pairs = code.field(Place.NUM_EXPERTS), num_rows * top_k
-    counts, chosen = code.field(Place.COUNTS), code.field(Place.CHOSEN)
+    num_experts, num_pairs = code.task.num_experts, num_rows * top_k
+    counts, chosen = code.task.counts, code.task.chosen
     with code.loop(0, num_experts) as expert:
         code.store(code.whole(0), counts, expert * 8)
     with code.loop(0, num_pairs) as pair:
@@ -167,8 +209,8 @@ def _write_choosing(code: Code, choice: Choice) -> None:
         expert = code.load(chosen, pair * 8, I64)
         place = code.load(counts, expert * 8, I64)
         code.store(place + 1, counts, expert * 8)
-        code.store(place, code.field(Place.PLACES), pair * 8)
-        code.store(pair // top_k, code.field(Place.ROWS), place * 8)
+        code.store(place, code.task.places, pair * 8)
+        code.store(pair // top_k, code.task.rows, place * 8)
 
 
 def _write_groups(code: Code, num_experts: Value, counts: Value) -> None:
@@ -178,21 +220,21 @@ def _write_groups(code: Code, num_experts: Value, counts: Value) -> None:
         count = code.load(counts, expert * 8, I64)
         code.store(first.get(), counts, expert * 8)
         with code.when(count > 0):
-            group = code.field(Place.GROUPS) + number.get() * (8 * NUM_HEADERS)
+            group = code.task.groups + number.get() * (8 * NUM_HEADERS)
             code.store(count, group, 8 * Header.NUM_ROWS)
-            code.store(first.get(), group, 8 * Group.FIRST)
-            code.store(expert, group, 8 * Group.EXPERT)
+            code.store(first.get(), group, 8 * Header.FIRST_PAIR)
+            code.store(expert, group, 8 * Header.EXPERT)
             number.set(number.get() + 1)
             first.set(first.get() + count)
-    code.store(number.get(), code.field(Place.NUM_GROUPS), 0)
+    code.store(number.get(), code.task.num_groups, 0)
 
 
 def _write_row(code: Code, row: Value, choice: Choice) -> None:
-    """Write: take the expert with the largest score, TOP_K times, and the factors of all taken."""
-    width, top_k = code.field(Place.WIDTH_OF_SCORES), code.field(Place.TOP_K)
-    scores = code.field(Place.SCORES) + row * width * 4
-    chosen = code.field(Place.CHOSEN) + row * top_k * 8
-    factors = code.field(Place.FACTORS) + row * top_k * 4
+    """Write: take the expert with the largest score `top_k` times, and the factors of all."""
+    width, top_k = code.task.width_of_scores, code.task.top_k
+    scores = code.task.scores + row * width * 4
+    chosen = code.task.chosen + row * top_k * 8
+    factors = code.task.factors + row * top_k * 4
     total = code.variable(code.single(0.0))
     if choice.factors is Factors.SIGMOID:
         _write_sigmoids(code, scores)
@@ -215,7 +257,7 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
     if choice.factors is Factors.SPARSE:
         return
     if choice.factors is not Factors.SOFTMAX:
-        scale, least = (code.float_field(place) for place in (Place.SCALE, Place.LEAST_SUM))
+        scale, least = code.task.scale, code.task.least_sum
         is_share = choice.factors is Factors.SHARE
         divisor = code.greatest(total.get(), least) if is_share else total.get() + least
         share = scale / divisor if choice.normalises else scale
@@ -228,7 +270,7 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
 
 
 def _write_sigmoids(code: Code, scores: Value) -> None:
-    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+    with code.loop(0, code.task.width_of_scores, LANES) as index:
         score = code.load(scores, index * 4, F32S)
         code.store(sigmoid(code, score), scores, index * 4)
 
@@ -237,10 +279,10 @@ def _write_shares(code: Code, scores: Value) -> None:
     """Write the shares of all scores in their sum; what is beyond the last expert stays."""
     largest = code.spread(code.load(scores, _best(code, scores, Choice(normalises=False)) * 4, F32))
     sums = code.variable(code.floats(0.0))
-    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+    with code.loop(0, code.task.width_of_scores, LANES) as index:
         sums.set(sums.get() + exp(code, code.load(scores, index * 4, F32S) - largest))
     share = code.spread(code.single(1.0) / code.total(sums.get()))
-    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+    with code.loop(0, code.task.width_of_scores, LANES) as index:
         score = code.load(scores, index * 4, F32S)
         value = exp(code, score - largest) * share
         code.store(code.select(score > NO_SCORE / 2, value, score), scores, index * 4)
@@ -250,8 +292,8 @@ def _sparse_share(code: Code, scores: Value, largest: Value) -> Value:
     """Return the share of the largest score, in the softmax of those within the tolerance."""
     sums = code.variable(code.floats(0.0))
     best, zero = code.spread(largest), code.floats(0.0)
-    tolerance = code.spread(code.float_field(Place.TOLERANCE))
-    with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+    tolerance = code.spread(code.task.tolerance)
+    with code.loop(0, code.task.width_of_scores, LANES) as index:
         score = code.load(scores, index * 4, F32S)
         size = code.greatest(code.greatest(score, zero - score), best)
         is_far = (best - score) / size > tolerance
@@ -264,7 +306,7 @@ def _write_exponentials(code: Code, scores: Value, total: Variable, choice: Choi
     largest = code.load(scores, _best(code, scores, choice) * 4, F32)
     if not choice.normalises:
         sums = code.variable(code.floats(0.0))
-        with code.loop(0, code.field(Place.WIDTH_OF_SCORES), LANES) as index:
+        with code.loop(0, code.task.width_of_scores, LANES) as index:
             score = code.load(scores, index * 4, F32S)
             sums.set(sums.get() + exp(code, score - code.spread(largest)))
         total.set(code.total(sums.get()))
@@ -274,10 +316,10 @@ def _write_exponentials(code: Code, scores: Value, total: Variable, choice: Choi
 def _best(code: Code, scores: Value, choice: Choice) -> Value:
     """Return the expert with the largest score; of equal ones the first. Without a number: 0."""
     best, expert = code.variable(code.single(NO_SCORE)), code.variable(code.whole(0))
-    with code.loop(0, code.field(Place.NUM_EXPERTS)) as index:
+    with code.loop(0, code.task.num_experts) as index:
         score = code.load(scores, index * 4, F32)
         if choice.has_bias:
-            score = score + code.load(code.field(Place.BIAS), index * 4, F32)
+            score = score + code.load(code.task.bias, index * 4, F32)
         is_better = score > best.get()
         expert.set(code.select(is_better, index, expert.get()))
         best.set(code.select(is_better, score, best.get()))
@@ -285,48 +327,50 @@ def _best(code: Code, scores: Value, choice: Choice) -> Value:
 
 
 def _write_gathering(code: Code) -> None:
-    width = code.field(Place.WIDTH)
-    row = code.load(code.field(Place.ROWS), code.unit * 8, I64)
-    source = code.field(Place.X) + row * width * 4
-    target = code.field(Place.OUT) + code.unit * width * 4
+    width = code.task.width
+    row = code.load(code.task.rows, code.unit * 8, I64)
+    source = code.task.x + row * width * 4
+    target = code.task.out + code.unit * width * 4
     with code.loop(0, width, LANES) as index:
         code.store(code.load(source, index * 4, F32S), target, index * 4)
 
 
-def _write_group(code: Code) -> None:
-    units = code.field(GroupPlace.UNITS)
+def _write_group(code: Code, num_numbers: int) -> None:
+    units = code.task.units
     number = code.unit // units
-    num_groups = code.load(code.field(GroupPlace.NUM_GROUPS), 0, I64)
-    task = code.room(8 * NUM_PLACES)
+    num_groups = code.load(code.task.num_groups, 0, I64)
+    task = code.room(8 * num_numbers)
     with code.when(number < num_groups):
-        group = code.field(GroupPlace.GROUPS) + number * (8 * NUM_HEADERS)
-        first, expert = (code.load(group, 8 * place, I64) for place in (Group.FIRST, Group.EXPERT))
-        for place in range(0, 8 * NUM_PLACES, 8):
+        group = code.task.groups + number * (8 * NUM_HEADERS)
+        first, expert = (
+            code.load(group, 8 * place, I64) for place in (Header.FIRST_PAIR, Header.EXPERT)
+        )
+        for place in range(0, 8 * num_numbers, 8):
             own, by_expert, by_pair = (
-                code.load(code.field(part), place, I64)
-                for part in (GroupPlace.TASK, GroupPlace.BY_EXPERT, GroupPlace.BY_PAIR)
+                code.load(numbers, place, I64)
+                for numbers in (code.task.task, code.task.by_expert, code.task.by_pair)
             )
             code.store(own + expert * by_expert + first * by_pair, task, place)
-        code.run_kernel(code.field(GroupPlace.KERNEL), task, group, code.unit % units)
+        code.run_kernel(code.task.kernel, task, group, code.unit % units)
 
 
 def _write_adding(code: Code, has_shared: bool, has_gate: bool) -> None:
-    width, top_k = code.field(Place.WIDTH), code.field(Place.TOP_K)
+    width, top_k = code.task.width, code.task.top_k
     offset = code.unit * width * 4
-    out, start = code.field(Place.OUT) + offset, code.floats(0.0)
+    out, start = code.task.out + offset, code.floats(0.0)
     factor = code.floats(1.0)
     if has_gate:
-        gate = code.load(code.field(Place.SHARED_GATE), code.unit * 4, F32)
+        gate = code.load(code.task.shared_gate, code.unit * 4, F32)
         factor = sigmoid(code, code.spread(gate))
     with code.loop(0, width, LANES) as index:
         if has_shared:
-            start = code.load(code.field(Place.SHARED) + offset, index * 4, F32S) * factor
+            start = code.load(code.task.shared + offset, index * 4, F32S) * factor
         code.store(start, out, index * 4)
     with code.loop(0, top_k) as number:
         pair = code.unit * top_k + number
-        output = code.field(Place.X)
-        output = output + code.load(code.field(Place.PLACES), pair * 8, I64) * width * 4
-        factor = code.spread(code.load(code.field(Place.FACTORS), pair * 4, F32))
+        output = code.task.x
+        output = output + code.load(code.task.places, pair * 8, I64) * width * 4
+        factor = code.spread(code.load(code.task.factors, pair * 4, F32))
         with code.loop(0, width, LANES) as index:
             value = code.load(output, index * 4, F32S) * factor
             code.store(code.load(out, index * 4, F32S) + value, out, index * 4)

@@ -3,66 +3,67 @@
 A unit of the first is a run of columns of all rows, one of the others a row.
 """
 
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import erf, exp, sigmoid, tanh
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Columns of a unit.
 UNIT_COLUMNS = 1024
 
 
-class Place(IntEnum):
-    """The task: BOTH is float32 [rows, 2 * WIDTH], gate before up; OUT is float32 [rows, WIDTH].
+class GateTask(Task):
+    """`both` is float32 [rows, 2 * width], gate before up; `out` is float32 [rows, width].
 
-    Without a gate BOTH is float32 [rows, WIDTH]. The last four are of XIELU, float32: for x > 0,
-    POSITIVE * x^2 + LINEAR * x, else (exp(min(x, LARGEST)) - 1 - x) * NEGATIVE + LINEAR * x.
+    Without a gate `both` is float32 [rows, width]. The last four are of XIELU: for x > 0,
+    positive * x^2 + linear * x, else (exp(min(x, largest)) - 1 - x) * negative + linear * x.
     """
 
-    BOTH = 0
-    OUT = 1
-    WIDTH = 2
-    POSITIVE = 3
-    NEGATIVE = 4
-    LINEAR = 5
-    LARGEST = 6
+    both: Memory
+    out: Memory
+    width: int
+    positive: float = 0.0
+    negative: float = 0.0
+    linear: float = 0.0
+    largest: float = 0.0
 
 
-class HeadPlace(IntEnum):
-    """The task of gated heads: BOTH is float32 [rows, heads, 2 * dim], of each head its query
-    before its gate; OUT has rows of OUT_STRIDE bytes, whose first [heads, dim] are written.
+class HeadsTask(Task):
+    """Gated heads: `both` is float32 [rows, heads, 2 * dim], of each head its query before its
+    gate; `out` has rows of `out_stride` bytes, whose first [heads, dim] are written.
     """
 
-    BOTH = 0
-    OUT = 1
-    OUT_STRIDE = 2
-    NUM_HEADS = 3
-    DIM = 4
+    both: Memory
+    out: Memory
+    out_stride: int
+    num_heads: int
+    dim: int
 
 
-class SidePlace(IntEnum):
-    """The task of side inputs: GATE and OUT are float32 [rows, WIDTH], SIDE has rows of
-    SIDE_STRIDE bytes, whose first WIDTH are taken.
+class SideTask(Task):
+    """Side inputs: `gate` and `out` are float32 [rows, width], `side` has rows of `side_stride`
+    bytes, whose first `width` floats are taken.
     """
 
-    GATE = 0
-    SIDE = 1
-    SIDE_STRIDE = 2
-    OUT = 3
-    WIDTH = 4
+    gate: Memory
+    side: Memory
+    side_stride: int
+    out: Memory
+    width: int
 
 
-class FactorPlace(IntEnum):
-    """The task of factors: X has rows of STRIDE bytes, whose first WIDTH are multiplied with
-    FACTORS, float32 [WIDTH].
+class FactorsTask(Task):
+    """`x` has rows of `stride` bytes, whose first `width` floats are multiplied with `factors`,
+    float32 [width].
     """
 
-    X = 0
-    STRIDE = 1
-    FACTORS = 2
-    WIDTH = 3
+    x: Memory
+    stride: int
+    factors: Memory
+    width: int
 
 
 class Activation(StrEnum):
@@ -74,38 +75,39 @@ class Activation(StrEnum):
 
 
 @cache
-def gate_kernel(activation: Activation, is_gated: bool = True) -> Kernel:
-    return Kernel("gate", (activation, is_gated), lambda code: _write(code, activation, is_gated))
+def gate_kernel(activation: Activation, is_gated: bool = True) -> Kernel[GateTask]:
+    forms = (activation, is_gated)
+    return Kernel("gate", GateTask, forms, lambda code: _write(code, *forms))
 
 
 @cache
-def side_kernel(activation: Activation) -> Kernel:
+def side_kernel(activation: Activation) -> Kernel[SideTask]:
     """Return the kernel of act(gate) * side, where the side input is no product of the step."""
-    return Kernel("side", (activation,), lambda code: _write_side(code, activation))
+    return Kernel("side", SideTask, (activation,), lambda code: _write_side(code, activation))
 
 
 @cache
-def factors_kernel() -> Kernel:
+def factors_kernel() -> Kernel[FactorsTask]:
     """Return the kernel that multiplies the columns of a row with a factor each."""
-    return Kernel("factors", (), _write_factors)
+    return Kernel("factors", FactorsTask, (), _write_factors)
 
 
 @cache
-def queries_kernel() -> Kernel:
+def queries_kernel() -> Kernel[HeadsTask]:
     """Return the kernel that copies the queries of heads with gates."""
-    return Kernel("queries", (), lambda code: _write_heads(code, is_gate=False))
+    return Kernel("queries", HeadsTask, (), lambda code: _write_heads(code, is_gate=False))
 
 
 @cache
-def head_gate_kernel() -> Kernel:
+def head_gate_kernel() -> Kernel[HeadsTask]:
     """Return the kernel that multiplies what heads attended to with sigmoids of their gates."""
-    return Kernel("head gate", (), lambda code: _write_heads(code, is_gate=True))
+    return Kernel("head gate", HeadsTask, (), lambda code: _write_heads(code, is_gate=True))
 
 
 def _write_heads(code: Code, is_gate: bool) -> None:
-    dim, count = code.field(HeadPlace.DIM), code.field(HeadPlace.NUM_HEADS)
-    out = code.field(HeadPlace.OUT) + code.unit * code.field(HeadPlace.OUT_STRIDE)
-    both = code.field(HeadPlace.BOTH) + code.unit * count * dim * 8
+    dim, count = code.task.dim, code.task.num_heads
+    out = code.task.out + code.unit * code.task.out_stride
+    both = code.task.both + code.unit * count * dim * 8
     with code.loop(0, count) as head, code.loop(0, dim, LANES) as column:
         at, to = (head * dim * 2 + column) * 4, (head * dim + column) * 4
         if is_gate:
@@ -116,8 +118,8 @@ def _write_heads(code: Code, is_gate: bool) -> None:
 
 
 def _write_factors(code: Code) -> None:
-    x = code.field(FactorPlace.X) + code.unit * code.field(FactorPlace.STRIDE)
-    factors, width = code.field(FactorPlace.FACTORS), code.field(FactorPlace.WIDTH)
+    x = code.task.x + code.unit * code.task.stride
+    factors, width = code.task.factors, code.task.width
     whole = width // LANES * LANES
     with code.loop(0, whole, LANES) as column:
         at = column * 4
@@ -128,12 +130,12 @@ def _write_factors(code: Code) -> None:
 
 
 def _write(code: Code, activation: Activation, is_gated: bool) -> None:
-    width = code.field(Place.WIDTH)
+    width = code.task.width
     start = code.unit * UNIT_COLUMNS
     end = code.least(start + UNIT_COLUMNS, width)
     with code.loop(0, code.header(Header.NUM_ROWS)) as row:
-        gate = code.field(Place.BOTH) + row * width * (8 if is_gated else 4)
-        out = code.field(Place.OUT) + row * width * 4
+        gate = code.task.both + row * width * (8 if is_gated else 4)
+        out = code.task.out + row * width * 4
         with code.loop(start, end, LANES) as column:
             x = code.load(gate, column * 4, F32S)
             value = _activated(code, x, activation)
@@ -143,11 +145,9 @@ def _write(code: Code, activation: Activation, is_gated: bool) -> None:
 
 
 def _write_side(code: Code, activation: Activation) -> None:
-    width = code.field(SidePlace.WIDTH)
-    gate, out = (
-        code.field(place) + code.unit * width * 4 for place in (SidePlace.GATE, SidePlace.OUT)
-    )
-    side = code.field(SidePlace.SIDE) + code.unit * code.field(SidePlace.SIDE_STRIDE)
+    width = code.task.width
+    gate, out = (rows + code.unit * width * 4 for rows in (code.task.gate, code.task.out))
+    side = code.task.side + code.unit * code.task.side_stride
     with code.loop(0, width, LANES) as column:
         value = _activated(code, code.load(gate, column * 4, F32S), activation)
         code.store(value * code.load(side, column * 4, F32S), out, column * 4)
@@ -169,9 +169,9 @@ def _activated(code: Code, x: Value, activation: Activation) -> Value:
 
 
 def _xielu(code: Code, x: Value) -> Value:
+    task = code.task
     positive, negative, linear, largest = (
-        code.spread(code.float_field(place))
-        for place in (Place.POSITIVE, Place.NEGATIVE, Place.LINEAR, Place.LARGEST)
+        code.spread(number) for number in (task.positive, task.negative, task.linear, task.largest)
     )
     below = (exp(code, code.least(x, largest)) - code.floats(1.0) - x) * negative
     return code.select(x > 0.0, positive * x * x, below) + linear * x

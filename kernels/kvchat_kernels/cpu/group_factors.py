@@ -7,50 +7,49 @@ second one writes what its answer asks for. The numbers are those of the plain f
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F16, F32, I16, I32, I64, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import CENTRE
 from kvchat_kernels.linear.stored_groups import AWQ_ROWS, WORD_BITS, WordOrder
 
 _WORD_BYTES = WORD_BITS // 8
 
 
-class Place(IntEnum):
-    """The task: addresses, sizes, and in bytes how far the next row and the next group are.
+class FactorsTask(Task):
+    """Factors to read: sizes, and in bytes how far the next row and the next group are.
 
-    BLOCKS                    blocks of a group
-    SCALE.., OFFSET..         floats as the file has them
-    ZERO..                    words of zeros; ZERO_ROW is from one word to the next
-    ZERO_OFFSET               what is added to a zero
-    SCALES, MINIMUMS          what is written, as BlockWeights has them
-    FOUND                     what is written of a unit, 3 numbers: how many zeros are not the
+    blocks                    blocks of a group
+    scale.., offset..         floats as the file has them
+    zero..                    words of zeros; `zero_row` is from one word to the next
+    zero_offset               what is added to a zero
+    scales, minimums          written, as BlockWeights has them
+    found                     written, for each unit 3 numbers (int64): how many zeros are not the
                               middle, and how many scales and minimums float16 does not hold
-    CHUNK                     rows of a unit
+    chunk                     rows of a unit
     """
 
-    NUM_OUT = 0
-    NUM_GROUPS = 1
-    BLOCKS = 2
-    SCALE = 3
-    SCALE_ROW = 4
-    SCALE_GROUP = 5
-    OFFSET = 6
-    OFFSET_ROW = 7
-    OFFSET_GROUP = 8
-    ZERO = 9
-    ZERO_ROW = 10
-    ZERO_GROUP = 11
-    ZERO_OFFSET = 12
-    SCALES = 13
-    MINIMUMS = 14
-    FOUND = 15
-    CHUNK = 16
+    num_out: int
+    num_groups: int
+    blocks: int
+    scale: Memory
+    scale_row: int
+    scale_group: int
+    offset: Memory | None = None
+    offset_row: int = 0
+    offset_group: int = 0
+    zero: Memory | None = None
+    zero_row: int = 0
+    zero_group: int = 0
+    zero_offset: int
+    scales: Memory | None = None
+    minimums: Memory | None = None
+    found: Memory | None = None
+    chunk: int
 
 
-NUM_PLACES = 17
 NUM_FOUND = 3
 
 
@@ -71,25 +70,29 @@ class FactorForm:
 
 
 @cache
-def looking_kernel(form: FactorForm) -> Kernel:
+def looking_kernel(form: FactorForm) -> Kernel[FactorsTask]:
     """Return the kernel that writes what it finds of each unit. Units: chunks of rows."""
-    return Kernel("group factors looked at", (form,), lambda code: write_looking(code, form))
+    return Kernel(
+        "group factors looked at", FactorsTask, (form,), lambda code: write_looking(code, form)
+    )
 
 
 @cache
-def factors_kernel(form: FactorForm, has_minimums: bool, is_half: bool) -> Kernel:
+def factors_kernel(form: FactorForm, has_minimums: bool, is_half: bool) -> Kernel[FactorsTask]:
     """Return the kernel that writes scales, and minimums if asked for. Units: chunks of rows."""
     forms = (form, has_minimums, is_half)
-    return Kernel("group factors", forms, lambda code: write_factors(code, *forms))
+    return Kernel("group factors", FactorsTask, forms, lambda code: write_factors(code, *forms))
 
 
 @cache
-def plain_factors_kernel(form: FactorForm) -> Kernel:
+def plain_factors_kernel(form: FactorForm) -> Kernel[FactorsTask]:
     """Return the kernel that writes what a file stores, float32 [out, groups].
 
-    MINIMUMS are its offsets, or its zeros. Units: chunks of rows.
+    `minimums` are its offsets, or its zeros. Units: chunks of rows.
     """
-    return Kernel("plain group factors", (form,), lambda code: write_plain_factors(code, form))
+    return Kernel(
+        "plain group factors", FactorsTask, (form,), lambda code: write_plain_factors(code, form)
+    )
 
 
 def write_looking(code: Code, form: FactorForm) -> None:
@@ -106,7 +109,7 @@ def write_looking(code: Code, form: FactorForm) -> None:
 
     _each(code, look)
     for place, count in enumerate(counts):
-        code.store(count.get(), code.field(Place.FOUND), code.unit * (8 * NUM_FOUND) + 8 * place)
+        code.store(count.get(), code.task.found, code.unit * (8 * NUM_FOUND) + 8 * place)
 
 
 def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: bool) -> None:
@@ -114,16 +117,17 @@ def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: boo
 
     def write(row: Value, group: Value) -> None:
         scale = _scale(code, form, row, group)
-        parts = [(scale, Place.SCALES)]
+        parts = [(scale, code.task.scales)]
         if has_minimums:
             zero = _zero(code, form, row, group)
-            parts.append((_minimum(code, form, scale, zero, row, group), Place.MINIMUMS))
-        num_blocks = code.field(Place.BLOCKS)
-        first = (row * code.field(Place.NUM_GROUPS) + group) * num_blocks
-        for value, place in parts:
+            minimum = _minimum(code, form, scale, zero, row, group)
+            parts.append((minimum, code.task.minimums))
+        num_blocks = code.task.blocks
+        first = (row * code.task.num_groups + group) * num_blocks
+        for value, to in parts:
             stored = code.convert("fptrunc", value, F16) if is_half else value
             with code.loop(first, first + num_blocks) as block:
-                code.store(stored, code.field(place), block * (2 if is_half else 4))
+                code.store(stored, to, block * (2 if is_half else 4))
 
     _each(code, write)
 
@@ -136,24 +140,24 @@ def write_plain_factors(code: Code, form: FactorForm) -> None:
             second = code.convert("sitofp", _zero(code, form, row, group), F32)
         else:
             second = _offset(code, form.offsets, row, group)
-        place = (row * code.field(Place.NUM_GROUPS) + group) * 4
-        code.store(_scale(code, form, row, group), code.field(Place.SCALES), place)
-        code.store(second, code.field(Place.MINIMUMS), place)
+        place = (row * code.task.num_groups + group) * 4
+        code.store(_scale(code, form, row, group), code.task.scales, place)
+        code.store(second, code.task.minimums, place)
 
     _each(code, write)
 
 
 def _each(code: Code, body: Callable[[Value, Value], None]) -> None:
     """Write loops over the groups and the rows of a unit: rows may lie side by side."""
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
-    with code.loop(0, code.field(Place.NUM_GROUPS)) as group, code.loop(start, end) as row:
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
+    with code.loop(0, code.task.num_groups) as group, code.loop(start, end) as row:
         body(row, group)
 
 
 def _scale(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
-    offset = row * code.field(Place.SCALE_ROW) + group * code.field(Place.SCALE_GROUP)
-    return _float(code, code.field(Place.SCALE), offset, form.scales)
+    offset = row * code.task.scale_row + group * code.task.scale_group
+    return _float(code, code.task.scale, offset, form.scales)
 
 
 def _zero(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
@@ -161,13 +165,13 @@ def _zero(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
     if not form.has_zeros:
         return code.whole(form.centre)
     per_word = WORD_BITS // form.bits
-    offset = row // per_word * code.field(Place.ZERO_ROW) + group * code.field(Place.ZERO_GROUP)
-    word = code.convert("zext", code.load(code.field(Place.ZERO), offset, I32), I64)
+    offset = row // per_word * code.task.zero_row + group * code.task.zero_group
+    word = code.convert("zext", code.load(code.task.zero, offset, I32), I64)
     place = row % per_word
     if form.order is WordOrder.AWQ:  # of AWQ_ROWS the place
         place = place // 2 + place % 2 * (len(AWQ_ROWS) // 2)
     level = Value(code, code.builder.lshr(word.raw, (place * form.bits).raw))
-    return (level & (2**form.bits - 1)) + code.field(Place.ZERO_OFFSET)
+    return (level & (2**form.bits - 1)) + code.task.zero_offset
 
 
 def _minimum(
@@ -185,8 +189,8 @@ def _minimum(
 
 
 def _offset(code: Code, stored: Stored, row: Value, group: Value) -> Value:
-    place = row * code.field(Place.OFFSET_ROW) + group * code.field(Place.OFFSET_GROUP)
-    return _float(code, code.field(Place.OFFSET), place, stored)
+    place = row * code.task.offset_row + group * code.task.offset_group
+    return _float(code, code.task.offset, place, stored)
 
 
 def _float(code: Code, address: Value, offset: Value, stored: Stored) -> Value:

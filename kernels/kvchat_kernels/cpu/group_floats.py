@@ -6,13 +6,13 @@ and sum rounded by itself, and then to what is written.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Kernel, Value, constant
 from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS
 
 _LANES = COLUMNS // 2
@@ -21,28 +21,25 @@ _FLOATS, _SHORTS = ir.VectorType(F32, _LANES), ir.VectorType(I16, _LANES)
 _NAN = 0x7FC0  # of a bfloat16
 
 
-class Place(IntEnum):
-    """The task: addresses, and sizes in rows, groups and blocks of 32 columns.
+class FloatsTask(Task):
+    """Floats to make: sizes are in rows, groups and blocks of 32 columns.
 
-    LEVELS       as BlockWeights has them, not interleaved
-    SCALES       float32 [out, groups]; SECOND, zeros or offsets, as well
-    GROUP_OF     int32 [in]: the group of each column, below NUM_GROUPS
-    OUT          what is written, [out, in]
-    CHUNK        rows of a unit
+    levels       as BlockWeights has them, not interleaved
+    scales       float32 [out, groups]; `second`, zeros or offsets, as well
+    group_of     int32 [in]: the group of each column, below `num_groups`
+    out          written, [out, in]
+    chunk        rows of a unit
     """
 
-    NUM_OUT = 0
-    NUM_BLOCKS = 1
-    NUM_GROUPS = 2
-    LEVELS = 3
-    SCALES = 4
-    SECOND = 5
-    GROUP_OF = 6
-    OUT = 7
-    CHUNK = 8
-
-
-NUM_PLACES = 9
+    num_out: int
+    num_blocks: int
+    num_groups: int
+    levels: Memory
+    scales: Memory
+    second: Memory
+    group_of: Memory
+    out: Memory
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +53,16 @@ class FloatForm:
 
 
 @cache
-def group_floats_kernel(form: FloatForm) -> Kernel:
+def group_floats_kernel(form: FloatForm) -> Kernel[FloatsTask]:
     """Return the kernel that writes floats. Units: chunks of rows."""
-    return Kernel("group floats", (form,), lambda code: write_floats(code, form))
+    return Kernel("group floats", FloatsTask, (form,), lambda code: write_floats(code, form))
 
 
 def write_floats(code: Code, form: FloatForm) -> None:
     """Write the kernel's code."""
-    count = code.field(Place.NUM_BLOCKS)
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+    count = code.task.num_blocks
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_out)
     with code.loop(start, end) as row, code.loop(0, count) as index:
         for half, levels in enumerate(_levels(code, form.bits, row * count + index)):
             column = index * COLUMNS + half * _LANES
@@ -77,12 +74,12 @@ def write_floats(code: Code, form: FloatForm) -> None:
             else:
                 values = (values - second) * scales
             place = (row * count * COLUMNS + column) * form.out.num_bytes
-            code.store(_rounded(code, values, form.out), code.field(Place.OUT), place)
+            code.store(_rounded(code, values, form.out), code.task.out, place)
 
 
 def _levels(code: Code, bits: int, block: Value) -> Sequence[Value]:
     """Load the levels of a block: two vectors of 16 x 32 bits, from 0 on."""
-    address = code.field(Place.LEVELS)
+    address = code.task.levels
     if bits == 4:
         packed = code.load(address, block * (COLUMNS // 2), _BYTES)
         halves = [packed & 15, packed >> 4]
@@ -94,14 +91,14 @@ def _levels(code: Code, bits: int, block: Value) -> Sequence[Value]:
 
 def _factors(code: Code, form: FloatForm, row: Value, column: Value) -> list[Value]:
     """Load the scales of 16 columns, and their zeros or offsets."""
-    first = row * code.field(Place.NUM_GROUPS)
+    first = row * code.task.num_groups
     places = [
-        first + code.convert("zext", code.load(code.field(Place.GROUP_OF), at * 4, I32), I64)
+        first + code.convert("zext", code.load(code.task.group_of, at * 4, I32), I64)
         for at in ([column] if form.is_ordered else [column + lane for lane in range(_LANES)])
     ]
     found = []
-    for part in (Place.SCALES, Place.SECOND):
-        values = [code.load(code.field(part), place * 4, F32) for place in places]
+    for factors in (code.task.scales, code.task.second):
+        values = [code.load(factors, place * 4, F32) for place in places]
         single = len(values) == 1
         found.append(code.spread(values[0], _LANES) if single else code.gathered(values))
     return found

@@ -7,13 +7,13 @@ turned in registers: 8 of them and 8 blocks at once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Kernel, Value
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS
 from kvchat_kernels.linear.stored_groups import AWQ_ROWS, WORD_BITS, WordOrder
 
@@ -25,37 +25,34 @@ _TURNED_AT_ONCE = 8
 _SIGNS = -0x7F7F7F80
 
 
-class Place(IntEnum):
-    """The task: addresses, and sizes in words, blocks of 32 columns, and bytes (WORD_ROW).
+class LevelsTask(Task):
+    """Levels to read: sizes are in words, blocks of 32 columns, and bytes (`word_row`).
 
-    NUM_LINES    the rows of the matrix; of AWQ the words of 8 rows
-    WORDS        as the file has them; WORD_ROW is how far the second row of words is from the first
-    LEVELS       what is written, as BlockWeights has them
-    CHUNK        lines of a unit
+    num_lines    the rows of the matrix; of AWQ the words of 8 rows
+    words        as the file has them; `word_row` is how far a row of words is from the next
+    levels       written, as BlockWeights has them
+    chunk        lines of a unit
     """
 
-    NUM_LINES = 0
-    NUM_BLOCKS = 1
-    WORDS = 2
-    WORD_ROW = 3
-    LEVELS = 4
-    CHUNK = 5
-
-
-NUM_PLACES = 6
+    num_lines: int
+    num_blocks: int
+    words: Memory
+    word_row: int
+    levels: Memory
+    chunk: int
 
 
 @cache
-def group_levels_kernel(order: WordOrder, bits: int, is_interleaved: bool) -> Kernel:
+def group_levels_kernel(order: WordOrder, bits: int, is_interleaved: bool) -> Kernel[LevelsTask]:
     """Return the kernel that reads levels that are packed so. Units: chunks of lines."""
     forms = (order, bits, is_interleaved)
-    return Kernel("group levels", forms, lambda code: write_levels(code, *forms))
+    return Kernel("group levels", LevelsTask, forms, lambda code: write_levels(code, *forms))
 
 
 def write_levels(code: Code, order: WordOrder, bits: int, is_interleaved: bool) -> None:
     """Write the kernel's code."""
-    start = code.unit * code.field(Place.CHUNK)
-    end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_LINES))
+    start = code.unit * code.task.chunk
+    end = code.least(start + code.task.chunk, code.task.num_lines)
     if order is WordOrder.ROWS:
         with code.loop(start, end) as row:
             for index, size in _groups(code, is_interleaved):
@@ -74,7 +71,7 @@ def write_levels(code: Code, order: WordOrder, bits: int, is_interleaved: bool) 
 
 def _groups(code: Code, is_interleaved: bool) -> Iterator[tuple[Value, int]]:
     """Write loops over the blocks of a row that are stored together: alone, if not interleaved."""
-    count = code.field(Place.NUM_BLOCKS)
+    count = code.task.num_blocks
     if is_interleaved:
         yield from each_group(code, count)
         return
@@ -87,13 +84,13 @@ def _groups(code: Code, is_interleaved: bool) -> Iterator[tuple[Value, int]]:
 
 def _copy_row(code: Code, row: Value, index: Value, size: int, bits: int) -> None:
     block_bytes = COLUMNS * bits // 8
-    words = code.field(Place.WORDS) + row * code.field(Place.WORD_ROW)
+    words = code.task.words + row * code.task.word_row
     read, word = (_nibbles, I32) if bits == 4 else (_bytes, I16)
     kind = ir.VectorType(word, block_bytes * 8 // word.width)
     blocks = [read(code, words, (index + number) * block_bytes) for number in range(size)]
     levels = alternating(code, [code.as_bits(block, kind) for block in blocks])
-    place = (row * code.field(Place.NUM_BLOCKS) + index) * block_bytes
-    code.store(levels, code.field(Place.LEVELS), place)
+    place = (row * code.task.num_blocks + index) * block_bytes
+    code.store(levels, code.task.levels, place)
 
 
 def _nibbles(code: Code, address: Value, offset: Value) -> Value:
@@ -127,8 +124,8 @@ class _Tile:
     def load(self, word_row: Value) -> Value:
         """Load the words of the lines in a row of words."""
         code = self.code
-        offset = word_row * code.field(Place.WORD_ROW) + self.line * _WORD_BYTES
-        return code.load(code.field(Place.WORDS), offset, ir.VectorType(I32, self.lanes))
+        offset = word_row * code.task.word_row + self.line * _WORD_BYTES
+        return code.load(code.task.words, offset, ir.VectorType(I32, self.lanes))
 
     def store(
         self, words: Sequence[Value], place: Value | int, bits: int, step: int = 1, row: int = 0
@@ -139,11 +136,11 @@ class _Tile:
         """
         code, size = self.code, self.size
         word_bytes, block_bytes = words[0].type.element.width // 8, COLUMNS * bits // 8
-        row_bytes = code.field(Place.NUM_BLOCKS) * block_bytes
+        row_bytes = code.task.num_blocks * block_bytes
         first = (self.line * step + row) * row_bytes + self.index * block_bytes
         offset = first + code.whole(size * word_bytes) * place
         for part in _transposed(code, words) if self.lanes > 1 else [alternating(code, words)]:
-            code.store(part, code.field(Place.LEVELS), offset)
+            code.store(part, code.task.levels, offset)
             offset = offset + row_bytes * step
 
 

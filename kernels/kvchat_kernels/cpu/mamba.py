@@ -11,51 +11,51 @@ The state is changed in place. `recurrent_reference.py` has the same in torch.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import read_sequence
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Rows of a state that are computed at once, and share what is loaded of B and C.
 _ROWS = 4
 
 
-class Place(IntEnum):
-    """The task of the state's step. All are float32; those of rows are said to be of one.
+class MambaTask(Task):
+    """The state's step. All are float32; the shapes are those of one row.
 
-    MIXED       x [heads, head dim], B and C [groups, state size], one after another
-    GATES       [heads, head dim]
-    STEPS       [heads], before the softplus
-    STEP_BIAS   [heads], added to STEPS
-    RATES       [heads], what a step is multiplied with: the logarithm of the decay
-    SKIPS       [heads], D
-    OUT         [heads, head dim]
-    STATE       bytes from the beginning of a sequence's state to [heads, head dim, state size]
-    STRIDE      bytes from a row of MIXED, GATES and STEPS to the next; OUT has no gaps
+    mixed       x [heads, head dim], B and C [groups, state size], one after another
+    gates       [heads, head dim]
+    steps       [heads], before the softplus
+    step_bias   [heads], added to `steps`
+    rates       [heads], what a step is multiplied with: the logarithm of the decay
+    skips       [heads], D
+    out         [heads, head dim]
+    state       bytes from the beginning of a sequence's state to [heads, head dim, state size]
+    stride      bytes from a row of `mixed`, `gates` and `steps` to the next; `out` has no gaps
     """
 
-    MIXED = 0
-    GATES = 1
-    STEPS = 2
-    STEP_BIAS = 3
-    RATES = 4
-    SKIPS = 5
-    OUT = 6
-    STATE = 7
-    STRIDE = 8
+    mixed: Memory
+    gates: Memory
+    steps: Memory
+    step_bias: Memory
+    rates: Memory
+    skips: Memory
+    out: Memory
+    state: int
+    stride: int
 
 
-class NormPlace(IntEnum):
-    """The task of the norm, float32: X is [rows, NUM_GROUPS, WIDTH], WEIGHT is of a row."""
+class GroupNormTask(Task):
+    """The norm, float32: `x` is [rows, num_groups, width], `weight` is of a row."""
 
-    X = 0
-    WEIGHT = 1
-    WIDTH = 2
-    EPSILON = 3
-    NUM_GROUPS = 4
+    x: Memory
+    weight: Memory
+    width: int
+    epsilon: float
+    num_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +69,36 @@ class MambaForm:
 
 
 @cache
-def mamba_kernel(form: MambaForm) -> Kernel:
-    return Kernel("mamba", (form,), lambda code: _write(code, form))
+def mamba_kernel(form: MambaForm) -> Kernel[MambaTask]:
+    return Kernel("mamba", MambaTask, (form,), lambda code: _write(code, form))
 
 
 @cache
-def group_norm_kernel() -> Kernel:
+def group_norm_kernel() -> Kernel[GroupNormTask]:
     """Return the kernel that norms each group of a row in place. Units: rows."""
-    return Kernel("group norm", (), _write_norm)
+    return Kernel("group norm", GroupNormTask, (), _write_norm)
 
 
 def _write(code: Code, form: MambaForm) -> None:
     first, end, state = read_sequence(code, code.unit // form.num_heads)
     head = code.unit % form.num_heads
-    state = state + code.field(Place.STATE) + head * (form.head_dim * form.state_size * 4)
+    state = state + code.task.state + head * (form.head_dim * form.state_size * 4)
     with code.loop(first, end) as row:
         _write_step(code, form, row, head, state)
 
 
 def _write_step(code: Code, form: MambaForm, row_of_step: Value, head: Value, state: Value) -> None:
-    width, offset = form.head_dim * 4, row_of_step * code.field(Place.STRIDE)
-    mixed = code.field(Place.MIXED) + offset
+    width, offset = form.head_dim * 4, row_of_step * code.task.stride
+    mixed = code.task.mixed + offset
     x = mixed + head * width
     group = head // (form.num_heads // form.num_groups)
     b = mixed + form.num_heads * width + group * (form.state_size * 4)
     c = b + form.num_groups * (form.state_size * 4)
-    out = code.field(Place.OUT) + (row_of_step * form.num_heads + head) * width
-    step = code.spread(code.load(code.field(Place.STEPS) + offset, head * 4, F32))
+    out = code.task.out + (row_of_step * form.num_heads + head) * width
+    step = code.spread(code.load(code.task.steps + offset, head * 4, F32))
     bias, rate, skip = (
-        code.spread(code.load(code.field(place), head * 4, F32))
-        for place in (Place.STEP_BIAS, Place.RATES, Place.SKIPS)
+        code.spread(code.load(of_heads, head * 4, F32))
+        for of_heads in (code.task.step_bias, code.task.rates, code.task.skips)
     )
     step = softplus(code, step + bias)
     decay = exp(code, rate * step)
@@ -107,7 +107,7 @@ def _write_step(code: Code, form: MambaForm, row_of_step: Value, head: Value, st
             code.spread(code.load(x, (row + number) * 4, F32)) * step for number in range(_ROWS)
         ]
         _write_rows(code, form, state + row * (form.state_size * 4), (b, c), decay, added, out, row)
-    gates = code.field(Place.GATES) + offset + head * width
+    gates = code.task.gates + offset + head * width
     with code.loop(0, form.head_dim, LANES) as column:
         at = column * 4
         gate = code.load(gates, at, F32S)
@@ -141,12 +141,12 @@ def _write_rows(
 
 
 def _write_norm(code: Code) -> None:
-    width, num_groups = code.field(NormPlace.WIDTH), code.field(NormPlace.NUM_GROUPS)
-    row = code.field(NormPlace.X) + code.unit * num_groups * width * 4
+    width, num_groups = code.task.width, code.task.num_groups
+    row = code.task.x + code.unit * num_groups * width * 4
     with code.loop(0, num_groups) as group:
         offset = group * width * 4
-        x, weight = row + offset, code.field(NormPlace.WEIGHT) + offset
-        factor = code.spread(inverse_rms(code, x, width, code.float_field(NormPlace.EPSILON)))
+        x, weight = row + offset, code.task.weight + offset
+        factor = code.spread(inverse_rms(code, x, width, code.task.epsilon))
         with code.loop(0, width, LANES) as column:
             at = column * 4
             normed = code.load(x, at, F32S) * factor * code.load(weight, at, F32S)

@@ -7,7 +7,6 @@ state are divided among units, since no row reads another; the norms.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
@@ -16,44 +15,45 @@ from kvchat_kernels.cpu.mamba import MambaForm
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Rows of a state that a unit takes: with 128 numbers in each, they fit into the fastest cache.
 _ROWS = 4 * LANES
 
 
-class Place(IntEnum):
+class MambaRowsTask(Task):
     """The task of all three. All are float32 and contiguous; rows are the header's.
 
-    X            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
-    WEIGHTS      [taps, channels]
-    BIAS         [channels]
-    MIXED        [rows, channels]: x [heads, head dim], B and C [groups, state size]
-    STEPS        [rows, heads], replaced by their softplus, at least LEAST and at most MOST
-    DECAYS       [rows, heads]
-    STEP_BIAS, RATES, SKIPS   [heads], as in `mamba.Place`
-    STATE        [heads, head dim, state size]
-    GATES        [rows, heads, head dim]
-    NORM         [heads, head dim]
-    EPSILON      of the norm
-    OUT          [rows, heads, head dim]
+    x            [taps - 1 + rows, channels], the inputs of the convolution, the past ones first
+    weights      [taps, channels]
+    bias         [channels]
+    mixed        [rows, channels]: x [heads, head dim], B and C [groups, state size]
+    steps        [rows, heads], replaced by their softplus, at least `least` and at most `most`
+    decays       [rows, heads]
+    step_bias, rates, skips   [heads], as in `MambaTask`
+    state        [heads, head dim, state size]
+    gates        [rows, heads, head dim]
+    norm         [heads, head dim]
+    epsilon      of the norm
+    out          [rows, heads, head dim]
     """
 
-    X = 0
-    WEIGHTS = 1
-    BIAS = 2
-    MIXED = 3
-    STEPS = 4
-    DECAYS = 5
-    STEP_BIAS = 6
-    RATES = 7
-    SKIPS = 8
-    STATE = 9
-    GATES = 10
-    NORM = 11
-    EPSILON = 12
-    OUT = 13
-    LEAST = 14
-    MOST = 15
+    x: Memory
+    weights: Memory
+    bias: Memory | None = None
+    mixed: Memory
+    steps: Memory
+    decays: Memory
+    step_bias: Memory
+    rates: Memory
+    skips: Memory
+    state: Memory
+    gates: Memory
+    norm: Memory | None = None
+    epsilon: float = 0.0
+    out: Memory
+    least: float
+    most: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +80,40 @@ class RowsForm:
 
 
 @cache
-def inputs_kernel(form: RowsForm) -> Kernel:
+def inputs_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
     """Return the kernel of the convolution and the decays. Units: rows."""
-    return Kernel("mamba inputs", (form,), lambda code: _write_inputs(code, form))
+    return Kernel("mamba inputs", MambaRowsTask, (form,), lambda code: _write_inputs(code, form))
 
 
 @cache
-def steps_kernel(form: RowsForm) -> Kernel:
+def steps_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
     """Return the kernel of the state's steps. Units: `form.num_units`."""
-    return Kernel("mamba steps", (form,), lambda code: _write_steps(code, form))
+    return Kernel("mamba steps", MambaRowsTask, (form,), lambda code: _write_steps(code, form))
 
 
 @cache
-def norms_kernel(form: RowsForm) -> Kernel:
+def norms_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
     """Return the kernel that norms each group. Units: rows."""
-    return Kernel("mamba norms", (form,), lambda code: _write_norms(code, form))
+    return Kernel("mamba norms", MambaRowsTask, (form,), lambda code: _write_norms(code, form))
 
 
 def _write_inputs(code: Code, form: RowsForm) -> None:
     offset = code.unit * (form.num_channels * 4)
-    x, mixed = (code.field(place) + offset for place in (Place.X, Place.MIXED))
-    bias = code.field(Place.BIAS) if form.has_bias else None
-    write_convolved(
-        code, x, code.field(Place.WEIGHTS), bias, mixed, (form.num_taps, form.num_channels)
-    )
+    x, mixed = (rows + offset for rows in (code.task.x, code.task.mixed))
+    bias = code.task.bias if form.has_bias else None
+    write_convolved(code, x, code.task.weights, bias, mixed, (form.num_taps, form.num_channels))
     num_heads = form.sizes.num_heads
     with code.loop(0, num_heads) as head:
         at = (code.unit * num_heads + head) * 4
         step_bias, rate = (
-            code.spread(code.load(code.field(place), head * 4, F32))
-            for place in (Place.STEP_BIAS, Place.RATES)
+            code.spread(code.load(of_heads, head * 4, F32))
+            for of_heads in (code.task.step_bias, code.task.rates)
         )
-        step = code.spread(code.load(code.field(Place.STEPS), at, F32)) + step_bias
-        least, most = (code.spread(code.float_field(place)) for place in (Place.LEAST, Place.MOST))
+        step = code.spread(code.load(code.task.steps, at, F32)) + step_bias
+        least, most = (code.spread(code.task.least), code.spread(code.task.most))
         step = code.least(code.greatest(softplus(code, step), least), most)
-        code.store(code.lane(step, 0), code.field(Place.STEPS), at)
-        code.store(code.lane(exp(code, rate * step), 0), code.field(Place.DECAYS), at)
+        code.store(code.lane(step, 0), code.task.steps, at)
+        code.store(code.lane(exp(code, rate * step), 0), code.task.decays, at)
 
 
 def _write_steps(code: Code, form: RowsForm) -> None:
@@ -123,7 +121,7 @@ def _write_steps(code: Code, form: RowsForm) -> None:
     sizes, width = form.sizes, form.rows_of_unit
     strips = sizes.head_dim // width
     head, first = code.unit // strips, (code.unit % strips) * width
-    state = code.field(Place.STATE)
+    state = code.task.state
     state = state + (head * sizes.head_dim + first) * (sizes.state_size * 4)
     room = code.room(sizes.state_size * width * 4)
     with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
@@ -134,20 +132,20 @@ def _write_steps(code: Code, form: RowsForm) -> None:
     of_b = group * (sizes.state_size * 4) + sizes.num_heads * sizes.head_dim * 4
     of_c = of_b + sizes.num_groups * sizes.state_size * 4
     with code.loop(0, code.header(Header.NUM_ROWS)) as row:
-        mixed = code.field(Place.MIXED) + row * (form.num_channels * 4)
+        mixed = code.task.mixed + row * (form.num_channels * 4)
         addresses = (mixed + inside, mixed + of_b, mixed + of_c)
         at_head = (row * sizes.num_heads + head) * 4
         factors = [
-            code.spread(code.load(code.field(place), at_head, F32))
-            for place in (Place.STEPS, Place.DECAYS)
+            code.spread(code.load(of_rows, at_head, F32))
+            for of_rows in (code.task.steps, code.task.decays)
         ]
         offset = row * (sizes.num_heads * sizes.head_dim * 4) + inside
         read = _step(code, form, room, addresses, factors)
-        skip = code.spread(code.load(code.field(Place.SKIPS), head * 4, F32))
+        skip = code.spread(code.load(code.task.skips, head * 4, F32))
         for at, total in zip(range(0, width * 4, LANES * 4), read, strict=True):
-            gate = code.load(code.field(Place.GATES), offset + at, F32S)
+            gate = code.load(code.task.gates, offset + at, F32S)
             total = total + code.load(addresses[0], at, F32S) * skip
-            code.store(total * gate * sigmoid(code, gate), code.field(Place.OUT), offset + at)
+            code.store(total * gate * sigmoid(code, gate), code.task.out, offset + at)
     with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
         held = code.load(room, (column * width + row) * 4, F32)
         code.store(held, state, (row * sizes.state_size + column) * 4)
@@ -180,10 +178,10 @@ def _step(
 def _write_norms(code: Code, form: RowsForm) -> None:
     sizes = form.sizes
     width = sizes.num_heads * sizes.head_dim // sizes.num_groups
-    out = code.field(Place.OUT) + code.unit * (sizes.num_heads * sizes.head_dim * 4)
+    out = code.task.out + code.unit * (sizes.num_heads * sizes.head_dim * 4)
     with code.loop(0, sizes.num_groups) as group:
-        of_group, weight = (start + group * (width * 4) for start in (out, code.field(Place.NORM)))
-        epsilon = code.float_field(Place.EPSILON)
+        of_group, weight = (start + group * (width * 4) for start in (out, code.task.norm))
+        epsilon = code.task.epsilon
         factor = code.spread(inverse_rms(code, of_group, code.whole(width), epsilon))
         with code.loop(0, width, LANES) as column:
             at = column * 4

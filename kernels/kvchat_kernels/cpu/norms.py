@@ -7,36 +7,34 @@ last.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 
 from kvchat_kernels.cpu.code import F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import reciprocal_root
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 
-class Place(IntEnum):
-    """The task. Rows of STREAM, ADDEND and OUT are WIDTH float32 each, one after another.
+class NormTask(Task):
+    """Rows of `stream`, `addend` and `out` are `width` float32 each, one after another.
 
-    STREAM, ADDEND, OUT   addresses
-    ADDEND_WEIGHT         of the norm of the addend, float32 [WIDTH]
-    WEIGHT                of the norm of the stream
-    EPSILON               float32
-    FACTOR                what the addend is multiplied with, float32
-    BIAS                  of a centred norm of the stream, float32 [WIDTH]
-    STREAM_FACTOR         what the sum of both is multiplied with, float32
+    addend_weight   of the norm of the addend, float32 [width]
+    weight          of the norm of the stream
+    factor          what the addend is multiplied with
+    bias            of a centred norm of the stream, float32 [width]
+    stream_factor   what the sum of both is multiplied with
     """
 
-    STREAM = 0
-    ADDEND = 1
-    ADDEND_WEIGHT = 2
-    WEIGHT = 3
-    OUT = 4
-    WIDTH = 5
-    EPSILON = 6
-    FACTOR = 7
-    BIAS = 8
-    STREAM_FACTOR = 9
+    stream: Memory
+    width: int
+    addend: Memory | None = None
+    addend_weight: Memory | None = None
+    weight: Memory | None = None
+    out: Memory | None = None
+    bias: Memory | None = None
+    epsilon: float = 0.0
+    factor: float = 1.0
+    stream_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +58,36 @@ class NormForm:
 
 
 @cache
-def norm_kernel(form: NormForm) -> Kernel:
-    return Kernel("norm", (form,), lambda code: _write(code, form))
+def norm_kernel(form: NormForm) -> Kernel[NormTask]:
+    return Kernel("norm", NormTask, (form,), lambda code: _write(code, form))
 
 
 def _write(code: Code, form: NormForm) -> None:
-    width = code.field(Place.WIDTH)
+    width = code.task.width
     row = code.unit
     if form.picks:
         row = code.load(code.header(Header.ROWS), code.unit * 8, row.type)
-    stream = code.field(Place.STREAM) + row * width * 4
+    stream = code.task.stream + row * width * 4
     if form.adds:
-        addend = code.field(Place.ADDEND) + row * width * 4
-        factor = code.spread(code.float_field(Place.FACTOR))
+        addend = code.task.addend + row * width * 4
+        factor = code.spread(code.task.factor)
         if form.norms_addend:
             factor = factor * code.spread(_inverse_rms(code, addend, width))
         with code.loop(0, width, LANES) as index:
             value = code.load(addend, index * 4, F32S) * factor
             if form.norms_addend:
-                value = value * code.load(code.field(Place.ADDEND_WEIGHT), index * 4, F32S)
+                value = value * code.load(code.task.addend_weight, index * 4, F32S)
             value = code.load(stream, index * 4, F32S) + value
             if form.scales:
-                value = value * code.spread(code.float_field(Place.STREAM_FACTOR))
+                value = value * code.spread(code.task.stream_factor)
             code.store(value, stream, index * 4)
     if form.norms:
-        out = code.field(Place.OUT) + code.unit * width * 4
+        out = code.task.out + code.unit * width * 4
         if form.centres:
             _write_centred(code, stream, width, out)
             return
         factor = code.spread(_inverse_rms(code, stream, width))
-        weight = code.field(Place.WEIGHT)
+        weight = code.task.weight
         with code.loop(0, width, LANES) as index:
             value = code.load(stream, index * 4, F32S) * factor
             code.store(value * code.load(weight, index * 4, F32S), out, index * 4)
@@ -99,20 +97,20 @@ def _write_centred(code: Code, address: Value, width: Value, out: Value) -> None
     total = code.variable(code.floats(0.0))
     with code.loop(0, width, LANES) as index:
         total.set(total.get() + code.load(address, index * 4, F32S))
-    epsilon = code.float_field(Place.EPSILON)
+    epsilon = code.task.epsilon
     count = code.convert("sitofp", width, epsilon.type)
     mean = code.spread(code.total(total.get()) / count)
     with code.loop(0, width, LANES) as index:
         code.store(code.load(address, index * 4, F32S) - mean, out, index * 4)
     factor = code.spread(inverse_rms(code, out, width, epsilon))
-    weight, bias = code.field(Place.WEIGHT), code.field(Place.BIAS)
+    weight, bias = code.task.weight, code.task.bias
     with code.loop(0, width, LANES) as index:
         value = code.load(out, index * 4, F32S) * factor * code.load(weight, index * 4, F32S)
         code.store(value + code.load(bias, index * 4, F32S), out, index * 4)
 
 
 def _inverse_rms(code: Code, address: Value, width: Value) -> Value:
-    epsilon = code.float_field(Place.EPSILON)
+    epsilon = code.task.epsilon
     return inverse_rms(code, address, width, epsilon)
 
 

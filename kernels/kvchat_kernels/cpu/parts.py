@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from kvchat_kernels.cpu.attention import JOB_NUMBERS, JOB_ROWS, PART, Record
+from kvchat_kernels.cpu.attention import JOB_ROWS, PART, Job, Record
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 from kvchat_kernels.slot_positions import EMPTY
@@ -21,13 +21,13 @@ class Parts:
         self._span = span
         self._num_heads = num_heads
         self._value_dim = value_dim
-        self.record = np.zeros(8, np.int64)
+        self.record = np.zeros(len(Record), np.int64)
         self._rows = np.zeros((5, MAX_ROWS), np.int64)
         for index, place in enumerate(
             (Record.FIRST, Record.END, Record.RESULTS, Record.STRIDES, Record.COUNTS)
         ):
             self.record[place] = self._rows[index].ctypes.data
-        self._jobs = np.zeros((0, JOB_NUMBERS), np.int64)
+        self._jobs = np.zeros((0, len(Job)), np.int64)
         self._tables: torch.Tensor | None = None
         self._make_room(MAX_ROWS)
 
@@ -82,9 +82,9 @@ class Parts:
 
     def _store(self, jobs: list[tuple[int, ...]], num_results: int) -> None:
         if len(jobs) > len(self._jobs):
-            self._jobs = np.zeros((2 * len(jobs), JOB_NUMBERS), np.int64)
+            self._jobs = np.zeros((2 * len(jobs), len(Job)), np.int64)
             self.record[Record.JOBS] = self._jobs.ctypes.data
-        self._jobs[: len(jobs), : len(jobs[0])] = jobs
+        self._jobs[: len(jobs)] = jobs
         if num_results > len(self._sums):
             self._make_room(2 * num_results)
 

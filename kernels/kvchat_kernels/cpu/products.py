@@ -8,21 +8,15 @@ of weights is converted to float32 first, and each sum takes its products in the
 """
 
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.maths import Stored, load_floats, load_wide
-from kvchat_kernels.cpu.races import (
-    NUM_IN,
-    NUM_OUT,
-    RaceTask,
-    has_512_bits,
-    is_second_faster,
-)
+from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 
 # Rows of weights and of activations that are multiplied together. Of weights it is half as many
 # beside more than _FEW_X rows, so that all sums stay in 16 registers.
@@ -47,24 +41,24 @@ _MOST_BYTES, _LEAST_BYTES, _UNITS = 1 << 18, 1 << 15, 8
 COLUMNS = 32
 
 
-class Place(IntEnum):
-    """The task of a product: addresses, and sizes in rows and columns. Strides are in bytes.
+class ProductTask(Task):
+    """A product: sizes are in rows and columns, strides in bytes.
 
-    X, X_STRIDE      float32 [rows, in]
-    OUT, OUT_STRIDE  float32 [rows, out], may lie in a wider matrix
-    BIAS             float32 [out], 0 for none
-    CHUNK            rows of the matrix of a unit
+    x, x_stride      float32 [rows, in]
+    out, out_stride  float32 [rows, out], may lie in a wider matrix
+    bias             float32 [out]
+    chunk            rows of the matrix of a unit
     """
 
-    WEIGHTS = 0
-    NUM_OUT = 1
-    NUM_IN = 2
-    X = 3
-    X_STRIDE = 4
-    OUT = 5
-    OUT_STRIDE = 6
-    BIAS = 7
-    CHUNK = 8
+    weights: Memory
+    num_out: int
+    num_in: int
+    x: Memory
+    x_stride: int
+    out: Memory
+    out_stride: int
+    bias: Memory | None = None
+    chunk: int
 
 
 def unit_rows(num_out: int, row_bytes: int) -> int:
@@ -75,33 +69,22 @@ def unit_rows(num_out: int, row_bytes: int) -> int:
 
 
 @cache
-def product_kernel(stored: Stored, has_bias: bool) -> Kernel:
+def product_kernel(stored: Stored, has_bias: bool) -> Kernel[ProductTask]:
     """Return the kernel for weights stored so."""
-    is_wide = are_wide_floats_faster(stored)
-    return Kernel(
-        "product",
-        (stored, has_bias, is_wide),
-        lambda code: _Product(code, stored, has_bias, is_wide).write(),
-    )
+    forms = (stored, has_bias, are_wide_floats_faster(stored))
+    return Kernel("product", ProductTask, forms, lambda code: _Product(code, *forms).write())
 
 
 @cache
 def are_wide_floats_faster(stored: Stored) -> bool:
     """Return whether products of floats are faster in vectors of 512 bits."""
-    task = RaceTask(
-        {
-            Place.NUM_OUT: NUM_OUT,
-            Place.NUM_IN: NUM_IN,
-            Place.X_STRIDE: 4 * NUM_IN,
-            Place.OUT_STRIDE: 4 * NUM_OUT,
-            Place.CHUNK: NUM_OUT,
-        },
-        (Place.WEIGHTS, Place.X, Place.OUT),
-    )
+    strides = {"x_stride": 4 * NUM_IN, "out_stride": 4 * NUM_OUT}
+    sizes = {"num_out": NUM_OUT, "num_in": NUM_IN, "chunk": NUM_OUT, **strides}
 
     def write(code: Code, is_wide: bool) -> None:
         _Product(code, stored, False, is_wide).write()
 
+    task = (ProductTask, sizes)
     return has_512_bits() and is_second_faster("product", (stored, False), write, task)
 
 
@@ -192,16 +175,16 @@ class _Product:
         self._floats = ir.VectorType(F32, self._lanes)
         wide, narrow = (_WIDE_COUNTS, _WIDE_TILE_ROWS), (_COUNTS, _TILE_ROWS)
         self._counts, self._tile_rows = wide if self._is_wide else narrow
-        self._num_in = code.field(Place.NUM_IN)
+        self._num_in = code.task.num_in
         self._row_bytes = self._num_in * stored.num_bytes
-        self._weights, self._x = code.field(Place.WEIGHTS), code.field(Place.X)
-        self._x_stride = code.field(Place.X_STRIDE)
-        self._out, self._out_stride = code.field(Place.OUT), code.field(Place.OUT_STRIDE)
+        self._weights, self._x = code.task.weights, code.task.x
+        self._x_stride = code.task.x_stride
+        self._out, self._out_stride = code.task.out, code.task.out_stride
 
     def write(self) -> None:
         code = self._code
-        start = code.unit * code.field(Place.CHUNK)
-        end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+        start = code.unit * code.task.chunk
+        end = code.least(start + code.task.chunk, code.task.num_out)
         num_rows = code.header(Header.NUM_ROWS)
         many_x = _WIDE_MANY_X if self._is_wide else _MANY_X
         few_x = max(_X_COUNTS) if self._is_wide else _FEW_X
@@ -261,7 +244,7 @@ class _Product:
     def _store(self, value: Value, row: Value, x_row: Value) -> None:
         code = self._code
         if self._has_bias:
-            value = value + code.load(code.field(Place.BIAS), row * 4, F32)
+            value = value + code.load(code.task.bias, row * 4, F32)
         code.store(value, self._out, x_row * self._out_stride + row * 4)
 
     # Many rows
@@ -365,5 +348,5 @@ class _Product:
         vectors = [code.load(sums, number * size, self._floats) for number in range(WEIGHT_ROWS)]
         values = code.tree_totals(vectors, self._lanes)
         if self._has_bias:
-            values = values + code.load(code.field(Place.BIAS), row * 4, values.type)
+            values = values + code.load(code.task.bias, row * 4, values.type)
         code.store(values, self._out, x_row * self._out_stride + row * 4)

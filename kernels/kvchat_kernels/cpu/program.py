@@ -10,7 +10,7 @@ pool of threads would compete with the first.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import auto
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,49 +20,54 @@ import torch
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import I64, Code, Kernel, Value, compiled, has_feature
+from kvchat_kernels.cpu.task import Numbers, Place, Task
 
 _VOID = ir.VoidType()
 # A waiting thread lets others have its core after so many looks at the counter.
 _LOOKS = 2000
 
 
-class _Op(IntEnum):
+class _Op(Place):
     """The numbers of an operation. A unit begins once REQUIRED units of the program are done."""
 
-    KERNEL = 0
-    TASK = 1
-    HEADER = 2
-    NUM_UNITS = 3
-    NEXT = 4
-    REQUIRED = 5
+    KERNEL = auto()
+    TASK = auto()
+    HEADER = auto()
+    NUM_UNITS = auto()
+    NEXT = auto()
+    REQUIRED = auto()
 
 
+# An operation has a cache line of its own: threads count its units at once.
 _NUM_NUMBERS = 8
 
 
-class _Run(IntEnum):
+class _Run(Place):
     """The numbers of a run. YIELD is the address of the C library's `sched_yield`."""
 
-    NUM_OPS = 0
-    OPS = 1
-    DONE = 2
-    YIELD = 3
+    NUM_OPS = auto()
+    OPS = auto()
+    DONE = auto()
+    YIELD = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel and its task and header, arrays of int64, which the operation keeps alive.
+    """A kernel, its task and its header (int64), which the operation keeps alive.
 
     num_units   None: as many as rows of the header
     waits       whether units of the operation before it must be done; those before that must be
                 in any case
     """
 
-    kernel: Kernel
-    task: np.ndarray[Any, Any]
-    header: np.ndarray[Any, Any]
+    kernel: Kernel[Any]
+    task: Task
+    header: Numbers
     num_units: int | None
     waits: bool = True
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.task, self.kernel.task), (self.kernel.name, self.task)
 
 
 class Program:
@@ -73,7 +78,7 @@ class Program:
         self._ops = np.zeros((len(operations), _NUM_NUMBERS), np.int64)
         for numbers, operation in zip(self._ops, operations, strict=True):
             numbers[_Op.KERNEL] = operation.kernel.address
-            numbers[_Op.TASK] = operation.task.ctypes.data
+            numbers[_Op.TASK] = operation.task.numbers.ctypes.data
             numbers[_Op.HEADER] = operation.header.ctypes.data
             numbers[_Op.NUM_UNITS] = operation.num_units or 0
         self.units = self._ops[:, _Op.NUM_UNITS]
@@ -83,7 +88,7 @@ class Program:
             if index and not operation.waits:
                 firsts[index] = firsts[index - 1]
         self._firsts = firsts
-        self._run = np.zeros(4, np.int64)
+        self._run = np.zeros(len(_Run), np.int64)
         self._run[_Run.YIELD] = _address_of("sched_yield")
         self._driver = _driver()
         self._parallel = parallel()
@@ -132,7 +137,7 @@ class _Driver:
     """The compiled function that each thread of a run executes."""
 
     def __init__(self) -> None:
-        self.address, self._engine = compiled("driver", (), 1, _write)
+        self.address, self._engine = compiled("driver", (), None, _write)
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
 
@@ -143,7 +148,7 @@ def _driver() -> _Driver:
 
 def _write(code: Code) -> None:
     """Write what each thread runs: the units it takes of each operation."""
-    run, builder = code.task, code.builder
+    run, builder = code.address, code.builder
     ops = code.load(run, 8 * _Run.OPS, I64)
     done = _pointer(code, run + 8 * _Run.DONE)
     with code.loop(0, code.load(run, 8 * _Run.NUM_OPS, I64)) as index:
@@ -176,17 +181,17 @@ def _wait(code: Code, done: Any, required: Value) -> None:
     builder.position_at_end(look)
     count = builder.phi(I64)
     count.add_incoming(ir.Constant(I64, 1), before)
-    seen = Value(code, builder.load_atomic(done, "acquire", 8))
-    builder.cbranch((seen >= required).raw, after, again)
+    num_done = Value(code, builder.load_atomic(done, "acquire", 8))
+    builder.cbranch((num_done >= required).raw, after, again)
     builder.position_at_end(again)
     if has_feature("sse2"):
         code.call("llvm.x86.sse2.pause", _VOID)
-    looked = Value(code, count)
-    with builder.if_then(builder.icmp_signed("==", (looked % _LOOKS).raw, ir.Constant(I64, 0))):
+    looks = Value(code, count)
+    with builder.if_then(builder.icmp_signed("==", (looks % _LOOKS).raw, ir.Constant(I64, 0))):
         yield_type = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        let_others_run = code.load(code.task, 8 * _Run.YIELD, I64)
+        let_others_run = code.load(code.address, 8 * _Run.YIELD, I64)
         builder.call(builder.inttoptr(let_others_run.raw, yield_type), [])
-    count.add_incoming((looked + 1).raw, builder.block)
+    count.add_incoming((looks + 1).raw, builder.block)
     builder.branch(look)
     builder.position_at_end(after)
 

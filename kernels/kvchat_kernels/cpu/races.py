@@ -9,14 +9,14 @@ code.
 import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 from kvchat_kernels.cpu.code import Code, Kernel, file_name_of, has_feature
 from kvchat_kernels.cpu.object_cache import object_cache
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
+from kvchat_kernels.cpu.task import Task
 
 # The race: a small product that stays in the second cache, several times, the fastest run counts.
 NUM_OUT, NUM_IN, _NUM_ROWS = 64, 1024, 32
@@ -25,18 +25,11 @@ _NUM_RUNS = 9
 # race is to end alike, for wide vectors add up floats in another order.
 _MARGIN = 1.1
 _ROOM_BYTES = 1 << 19
-_NUM_PLACES = 24
 _VERDICTS = {b"second": True, b"first": False}
 
 Write = Callable[[Code, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RaceTask:
-    """The numbers of a race's task, by places; `addresses` are those of operands and results."""
-
-    numbers: dict[IntEnum, int]
-    addresses: tuple[IntEnum, ...]
+# The class of the kernel's tasks, and the fields of the race's that are whole numbers.
+RaceTask = tuple[type[Task], dict[str, int]]
 
 
 def has_512_bits() -> bool:
@@ -71,13 +64,12 @@ class _Runner:
     def __init__(
         self, name: str, forms: tuple[object, ...], write: Write, task: RaceTask, is_second: bool
     ) -> None:
-        self._kernel = Kernel(name, (*forms, is_second), lambda code: write(code, is_second))
-        self._room = np.zeros((len(task.addresses), _ROOM_BYTES), np.uint8)
-        self._task = np.zeros(_NUM_PLACES, np.int64)
-        for place, number in task.numbers.items():
-            self._task[place] = number
-        for place, room in zip(task.addresses, self._room, strict=True):
-            self._task[place] = room.ctypes.data
+        kind, sizes = task
+        rooms = {field: np.zeros(_ROOM_BYTES, np.uint8) for field in kind.names() - sizes.keys()}
+        self._task = kind(**sizes, **rooms)
+        self._kernel: Kernel[Any] = Kernel(
+            name, kind, (*forms, is_second), lambda code: write(code, is_second)
+        )
         self._header = np.zeros(NUM_HEADERS, np.int64)
         self._header[Header.NUM_ROWS] = _NUM_ROWS
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -85,5 +77,5 @@ class _Runner:
 
     def seconds(self) -> float:
         start_s = time.perf_counter()
-        self._run(self._task.ctypes.data, self._header.ctypes.data, 0)
+        self._run(self._task.numbers.ctypes.data, self._header.ctypes.data, 0)
         return time.perf_counter() - start_s

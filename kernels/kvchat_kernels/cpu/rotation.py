@@ -6,42 +6,43 @@ ERNIE and Cohere have it.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I32S, I64, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats, turned
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.kv_code import LEAST, SCALE_BYTES, KvCode, NumberCode, group_size
 
 # A scale above this is not finite.
 _FINITE = 3.3e38
 
 
-class Place(IntEnum):
-    """The task. QKV is float32: rows of Q, K and V side by side, QKV_STRIDE bytes each.
+class RotationTask(Task):
+    """`qkv` is float32: rows of Q, K and V side by side, `qkv_stride` bytes each.
 
-    COSINES, SINES            float32 [rows, rotated / 2]
-    KEYS, VALUES              addresses of the pools, [slots, KV heads, dim]
-    QUERY_NORM, KEY_NORM      weights, float32 [dim], or [heads * dim] for a norm of all heads
-    EPSILON                   float32
-    KEY_SCALES, VALUE_SCALES  bfloat16 [slots, KV heads, dim / group], where pools have a code
-    QUERY_FACTORS             float32 [rows], what Q is multiplied with after it is rotated
+    cosines, sines            float32 [rows, rotated / 2]
+    keys, values              the pools, [slots, KV heads, dim]
+    query_norm, key_norm      weights, float32 [dim], or [heads * dim] for a norm of all heads
+    epsilon                   of all norms
+    key_scales, value_scales  bfloat16 [slots, KV heads, dim / group], where pools have a code
+    query_factors             float32 [rows], what Q is multiplied with after it is rotated
     """
 
-    QKV = 0
-    QKV_STRIDE = 1
-    COSINES = 2
-    SINES = 3
-    KEYS = 4
-    VALUES = 5
-    QUERY_NORM = 6
-    KEY_NORM = 7
-    EPSILON = 8
-    KEY_SCALES = 9
-    VALUE_SCALES = 10
-    QUERY_FACTORS = 11
+    qkv: Memory
+    qkv_stride: int
+    keys: Memory
+    values: Memory
+    cosines: Memory | None = None
+    sines: Memory | None = None
+    query_norm: Memory | None = None
+    key_norm: Memory | None = None
+    epsilon: float = 0.0
+    key_scales: Memory | None = None
+    value_scales: Memory | None = None
+    query_factors: Memory | None = None
 
 
 class HeadNorm(StrEnum):
@@ -79,25 +80,25 @@ class Heads:
 
 
 @cache
-def rotation_kernel(heads: Heads) -> Kernel:
-    return Kernel("rotation", (heads,), lambda code: _write(code, heads))
+def rotation_kernel(heads: Heads) -> Kernel[RotationTask]:
+    return Kernel("rotation", RotationTask, (heads,), lambda code: _write(code, heads))
 
 
 def _write(code: Code, heads: Heads) -> None:
-    row = code.field(Place.QKV) + code.unit * code.field(Place.QKV_STRIDE)
+    row = code.task.qkv + code.unit * code.task.qkv_stride
     key_row = row + heads.num_heads * heads.key_dim * 4
     value_row = key_row + heads.num_kv_heads * heads.key_dim * 4
-    parts = [(row, heads.num_heads, Place.QUERY_NORM)]
+    parts = [(row, heads.num_heads, code.task.query_norm)]
     if heads.writes_kv:
-        parts.append((key_row, heads.num_kv_heads, Place.KEY_NORM))
+        parts.append((key_row, heads.num_kv_heads, code.task.key_norm))
     for address, count, weight in parts:
         if not heads.norms_last:
-            _write_norms(code, heads, address, count, code.field(weight))
+            _write_norms(code, heads, address, count, weight)
         if heads.rotated:
             with code.loop(0, count) as head:
                 _write_rotation(code, heads, address + head * heads.key_dim * 4)
         if heads.norms_last:
-            _write_norms(code, heads, address, count, code.field(weight))
+            _write_norms(code, heads, address, count, weight)
     if heads.scales_query:
         _write_scaling(code, row, heads.num_heads * heads.key_dim)
     if heads.norms_value:
@@ -113,21 +114,22 @@ def _write(code: Code, heads: Heads) -> None:
 def _write_kv(code: Code, heads: Heads, key_row: Value, value_row: Value) -> None:
     """Write a row of K and one of V to the row's slot, if it has one."""
     slot = code.load(code.header(Header.SLOTS), code.unit * 8, I64)
-    stored = heads.stored
+    task, stored = code.task, heads.stored
+    codes = (stored.keys, stored.values) if isinstance(stored, KvCode) else (None, None)
     with code.when(slot > -1):
-        for address, pool, scales, dim in (
-            (key_row, Place.KEYS, Place.KEY_SCALES, heads.key_dim),
-            (value_row, Place.VALUES, Place.VALUE_SCALES, heads.value_dim),
+        for address, to, scales, dim, numbers in (
+            (key_row, task.keys, task.key_scales, heads.key_dim, codes[0]),
+            (value_row, task.values, task.value_scales, heads.value_dim, codes[1]),
         ):
-            width, to = heads.num_kv_heads * dim, code.field(pool)
-            if isinstance(stored, KvCode):
-                numbers = stored.keys if pool is Place.KEYS else stored.values
+            width = heads.num_kv_heads * dim
+            if numbers is not None:
                 group = group_size(dim)
                 to = to + slot * numbers.width(width)
-                to_scales = code.field(scales) + slot * (width // group * SCALE_BYTES)
+                to_scales = scales + slot * (width // group * SCALE_BYTES)
                 with code.loop(0, width, group) as first:
                     _write_group(code, numbers, group, address, first, to, to_scales)
                 continue
+            assert isinstance(stored, Stored)
             to = to + slot * (width * stored.num_bytes)
             with code.loop(0, width, LANES) as index:
                 value = code.load(address, index * 4, F32S)
@@ -206,7 +208,7 @@ def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: V
 
 
 def _write_norm(code: Code, start: Value, width: Value, weight: Value | None) -> None:
-    epsilon = code.float_field(Place.EPSILON)
+    epsilon = code.task.epsilon
     factor = code.spread(inverse_rms(code, start, width, epsilon))
     with code.loop(0, width, LANES) as index:
         value = code.load(start, index * 4, F32S) * factor
@@ -218,7 +220,7 @@ def _write_norm(code: Code, start: Value, width: Value, weight: Value | None) ->
 def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
     half = heads.rotated // 2
     angles = code.unit * (half * 4)
-    cosines, sines = (code.field(place) + angles for place in (Place.COSINES, Place.SINES))
+    cosines, sines = (rows + angles for rows in (code.task.cosines, code.task.sines))
     with code.loop(0, half, LANES) as index:
         cos, sin = (load_floats(code, at, index * 4, Stored.FLOAT) for at in (cosines, sines))
         if heads.turns_neighbours:
@@ -244,6 +246,6 @@ def _write_turned_neighbours(code: Code, address: Value, cos: Value, sin: Value)
 
 
 def _write_scaling(code: Code, row: Value, width: int) -> None:
-    factor = code.spread(code.load(code.field(Place.QUERY_FACTORS), code.unit * 4, F32))
+    factor = code.spread(code.load(code.task.query_factors, code.unit * 4, F32))
     with code.loop(0, width, LANES) as index:
         code.store(code.load(row, index * 4, F32S) * factor, row, index * 4)

@@ -19,8 +19,9 @@ from functools import cache
 
 from llvmlite import ir
 
+from kvchat_kernels.cpu.block_products import BlockProductTask
 from kvchat_kernels.cpu.block_rows import (
-    Place,
+    RoundingTask,
     WeightRow,
     round_block,
     row_bytes,
@@ -76,7 +77,7 @@ def can_use_tiles(layout: Layout, num_in: int) -> bool:
 
 
 @cache
-def tiled_rounding_kernel(rounding: Rounding) -> Kernel:
+def tiled_rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
     """Return the kernel that rounds activations for `tiled_product_kernel`. Units: rows."""
 
     def write(code: Code) -> None:
@@ -86,24 +87,27 @@ def tiled_rounding_kernel(rounding: Rounding) -> Kernel:
         with code.when(has_many > 0):
             _write_tiled_rounding(code, rounding)
 
-    return Kernel("tiled rounding", (rounding,), write)
+    return Kernel("tiled rounding", RoundingTask, (rounding,), write)
+
+
+class TiledProductTask(BlockProductTask):
+    """A product whose units are whole tiles; `few` is the kernel for fewer rows than TILE_ROWS."""
+
+    few: Kernel[BlockProductTask]
 
 
 @cache
-def tiled_product_kernel(layout: Layout, has_bias: bool) -> Kernel:
-    """Return the kernel of a matrix that `can_use_tiles`, for any number of rows. Units: chunks.
-
-    It runs the kernel FEW of its task for fewer rows than TILE_ROWS.
-    """
+def tiled_product_kernel(layout: Layout, has_bias: bool) -> Kernel[TiledProductTask]:
+    """Return the kernel of a matrix that `can_use_tiles`, for any number of rows. Units: chunks."""
 
     def write(code: Code) -> None:
         has_many = _has_many(code)
         with code.when(has_many < 1):
-            code.run_kernel(code.field(Place.FEW), code.task, code.step, code.unit)
+            code.run_kernel(code.task.few, code.address, code.step, code.unit)
         with code.when(has_many > 0):
             _Product(code, layout, has_bias).write()
 
-    return Kernel("tiled product", (layout, has_bias), write)
+    return Kernel("tiled product", TiledProductTask, (layout, has_bias), write)
 
 
 def _has_many(code: Code) -> Value:
@@ -116,8 +120,8 @@ def _has_many(code: Code) -> Value:
 
 def _write_tiled_rounding(code: Code, rounding: Rounding) -> None:
     """Write a row: high bytes, then low ones; in each the runs, and in a run lane after lane."""
-    count = code.field(Place.NUM_BLOCKS)
-    start = code.field(Place.X) + code.unit * count * row_bytes(COLUMNS, rounding)
+    count = code.task.num_blocks
+    start = code.task.x + code.unit * count * row_bytes(COLUMNS, rounding)
     num_groups = count // LANES
     with code.loop(0, num_groups, _RUN) as run:
         of_run = code.least(code.whole(_RUN), num_groups - run)
@@ -149,7 +153,7 @@ class _Product:
         self._has_bias = has_bias
         self._parts = 1 if layout.rounding is Rounding.BYTE else 2
         self._halves = COLUMNS // layout.block
-        self._num_blocks = code.field(Place.NUM_BLOCKS)
+        self._num_blocks = code.task.num_blocks
         self._num_groups = self._num_blocks // LANES
         self._row_bytes = self._num_blocks * row_bytes(COLUMNS, layout.rounding)
         tiles = LANES * _RUN
@@ -162,8 +166,8 @@ class _Product:
 
     def write(self) -> None:
         code = self._code
-        start = code.unit * code.field(Place.CHUNK)
-        end = code.least(start + code.field(Place.CHUNK), code.field(Place.NUM_OUT))
+        start = code.unit * code.task.chunk
+        end = code.least(start + code.task.chunk, code.task.num_out)
         num_rows = code.header(Header.NUM_ROWS)
         self._configure()
         with code.loop(0, num_rows, _SLAB) as slab:
@@ -273,7 +277,7 @@ class _Product:
     def _add_run(self, run: Value, num_groups: Value, x_row: Value, at: Value) -> None:
         """Add the products of a run's blocks to the sums of a tile of rows, lane after lane."""
         code = self._code
-        x = code.field(Place.X) + x_row * self._row_bytes + run * (LANES * COLUMNS)
+        x = code.task.x + x_row * self._row_bytes + run * (LANES * COLUMNS)
         of_lane = num_groups * self._halves
         count = of_lane * LANES
         totals = [code.variable(code.floats(0.0, TILE_ROWS)) for _ in range(TILE_ROWS)]
@@ -345,20 +349,20 @@ class _Product:
             if self._parts == 2:
                 low = code.load(room, (TILE_ROWS + number) * _LINE, _VECTOR_I)
                 whole = (whole << 8) + low
-            x_scale = self._of_block(Place.X_SCALES, x_row + number, block)
+            x_scale = self._of_block(code.task.x_scales, x_row + number, block)
             floats = code.convert("sitofp", whole, _VECTOR_F)
             total.set(total.get() + floats * (scales * x_scale))
         if self._minimums is not None:
             minimums = code.load(self._minimums, part * _LINE, _VECTOR_F)
             for number, total in enumerate(totals):
-                x_sum = self._of_block(Place.X_SUMS, x_row + number, block)
+                x_sum = self._of_block(code.task.x_sums, x_row + number, block)
                 total.set(total.get() + minimums * x_sum)
 
-    def _of_block(self, place: Place, x_row: Value, block: Value) -> Value:
+    def _of_block(self, factors: Value, x_row: Value, block: Value) -> Value:
         """Return a factor of a row's block in all lanes."""
         code = self._code
         at = (x_row * self._num_blocks + block) * 4
-        return code.spread(code.load(code.field(place), at, F32), TILE_ROWS)
+        return code.spread(code.load(factors, at, F32), TILE_ROWS)
 
     def _store(self, out: Value, end: Value, x_row: Value, at: Value) -> None:
         """Add up the lanes of a tile's sums, and store the outputs."""
@@ -371,12 +375,12 @@ class _Product:
             while len(lanes) > 1:
                 half = len(lanes) // 2
                 lanes = [a + b for a, b in zip(lanes[:half], lanes[half:], strict=True)]
-            target = code.field(Place.OUT) + (x_row + number) * code.field(Place.OUT_STRIDE)
+            target = code.task.out + (x_row + number) * code.task.out_stride
             for place in range(TILE_ROWS):
                 with code.when(out + place < end):
                     value = code.lane(lanes[0], place)
                     if self._has_bias:
-                        value = value + code.load(code.field(Place.BIAS), (out + place) * 4, F32)
+                        value = value + code.load(code.task.bias, (out + place) * 4, F32)
                     code.store(value, target, (out + place) * 4)
 
     # Instructions

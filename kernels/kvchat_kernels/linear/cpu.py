@@ -6,8 +6,8 @@ then blocks are unpacked tile by tile.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,19 +17,17 @@ from torch.nn.functional import pad
 
 from kvchat_kernels.cpu_products import is_fast_by_torch, linear_of_few_sizes
 from kvchat_kernels.linear.blocks import (
-    CENTRE,
     COLUMNS,
     BlockWeights,
     Rounding,
-    alternating,
     dequantised,
-    in_order,
     interleaved,
     made_of_bytes,
     part_bytes,
     quantised_on,
 )
 from kvchat_kernels.linear.gguf_blocks import block_weights, empty_weights
+from kvchat_kernels.linear.rows import Rows, empty_rows, rounded_plainly
 
 _log = logging.getLogger(__name__)
 
@@ -41,38 +39,8 @@ _WEIGHTS_PER_THREAD = 1 << 16
 _TILE_BYTES = 1 << 20
 # Elements of a matrix that are copied at once to be rounded.
 _ROUNDED_AT_ONCE = 1 << 22
-# The least that a block's largest value counts as, as in the compiled code.
-_LEAST = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Activation rows in blocks of 32 columns.
-
-    levels          int16 or int8 [num_rows, parts, in], whose blocks alternate as `alternating`
-                    has them; of two parts, a level is 256 * the first + the second
-    scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
-    starts          int32 [num_rows, in / 32], in bytes: that of the levels times -CENTRE
-    """
-
-    rounding: Rounding
-    levels: torch.Tensor
-    scales: torch.Tensor
-    sums: torch.Tensor
-    starts: torch.Tensor
-
-    def __len__(self) -> int:
-        return len(self.levels)
-
-    def values(self) -> torch.Tensor:
-        """Return what the levels stand for, float32 [num_rows, in]."""
-        return (self.whole_levels() * self.scales[..., None]).view(len(self), -1)
-
-    def whole_levels(self) -> torch.Tensor:
-        """Return the levels in order, int32 [num_rows, in / 32, 32]."""
-        word = self.rounding.word
-        first, *second = (in_order(part, COLUMNS, word).int() for part in self.levels.unbind(1))
-        return first * 256 + second[0] if second else first
+# Rows of a unit where a matrix is unpacked.
+_UNPACKED_ROWS = 16
 
 
 class BlockProduct:
@@ -213,29 +181,12 @@ class FloatProduct:
 def rows_of(x: torch.Tensor, rounding: Rounding) -> Rows:
     """Round activation rows x [num_rows, in] float32; `in` is a multiple of 32."""
     x = x.contiguous()
-    num_rows, num_in = x.shape
     kernels = _kernels()
     if kernels is None:
-        return _rounded_plainly(x, rounding)
-    dtype = torch.int16 if rounding is Rounding.SHORT else torch.int8
-    levels = torch.empty(num_rows, rounding.num_parts, num_in, dtype=dtype)
-    scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
-    rows = Rows(rounding, levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
+        return rounded_plainly(x, rounding)
+    rows = empty_rows(len(x), x.shape[1], rounding)
     kernels.round_rows(x, rows)
     return rows
-
-
-def _rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
-    blocks = x.view(len(x), -1, COLUMNS)
-    largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
-    levels = (blocks * (rounding.most / largest)[..., None]).round_().int()
-    scales = largest / rounding.most
-    totals = levels.sum(dim=-1, dtype=torch.int32)
-    high = (levels + 128) >> 8
-    parts = (high, levels - high * 256) if rounding is Rounding.BYTES else (levels,)
-    dtype = torch.int16 if rounding is Rounding.SHORT else torch.int8
-    stored = torch.stack([alternating(part.to(dtype), rounding.word) for part in parts], 1)
-    return Rows(rounding, stored, scales, totals * scales, totals * -CENTRE)
 
 
 @cache
@@ -252,47 +203,45 @@ class _Kernels:
     """Runs one kernel at a time; importing llvmlite waits until one is needed."""
 
     def __init__(self) -> None:
-        from kvchat_kernels.cpu import (
-            block_products,
-            block_reading,
-            block_rounding,
-            block_rows,
-            products,
-        )
+        from kvchat_kernels.cpu import block_reading, block_rounding, block_rows, matrix_products
         from kvchat_kernels.cpu.maths import stored_as
+        from kvchat_kernels.cpu.products import unit_rows
         from kvchat_kernels.cpu.program import Operation, run_units
-        from kvchat_kernels.cpu.step import NUM_HEADERS
+        from kvchat_kernels.cpu.step import NUM_HEADERS, Header
 
-        self._blocks, self._rows, self._floats = block_products, block_rows, products
+        self._rows, self._products = block_rows, matrix_products
         self._rounding, self._reading = block_rounding, block_reading
-        self._stored_as = stored_as
-        self._operation: Callable[..., Any] = Operation
-        self._run_units = run_units
-        self._num_headers = NUM_HEADERS
+        self._stored_as, self._unit_rows = stored_as, unit_rows
+        self._operation, self._run_units = Operation, run_units
+        self._header: Any = np.zeros(NUM_HEADERS, np.int64)
+        self._num_rows = Header.NUM_ROWS
         block_rows.rounding_kernel(Rounding.SHORT)  # raises what compiling raises
 
     def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
-        place = self._rows.Place
-        task = self._block_task(weights)
-        task[place.X] = rows.levels.data_ptr()
-        task[place.X_SCALES] = rows.scales.data_ptr()
-        task[place.X_SUMS] = rows.sums.data_ptr()
-        task[place.X_STARTS] = rows.starts.data_ptr()
-        task[place.OUT] = out.data_ptr()
-        task[place.OUT_STRIDE] = out.stride(0) * 4
-        chunk = self._floats.unit_rows(weights.num_out, weights.num_in * weights.bits // 8)
-        task[place.CHUNK] = chunk
-        kernel = self._blocks.block_product_kernel(weights.layout, False)
-        self._run(kernel, task, len(rows), weights.num_out, chunk, weights.num_in)
+        product = self._products.block_product(weights, rows, out)
+        self._multiply(product, len(rows), weights.num_out * weights.num_in)
+
+    def multiply_floats(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        product = self._products.float_product(weight, x, out, bias=bias)
+        self._multiply(product, len(x), weight.numel())
+
+    def _multiply(self, product: Any, num_rows: int, num_weights: int) -> None:
+        self._run(product.kernel, product.task, product.num_units, num_rows * num_weights, num_rows)
 
     def unpack_blocks(self, weights: BlockWeights, start: int, end: int, out: torch.Tensor) -> None:
-        place = self._rows.Place
-        task = self._block_task(weights)
-        task[place.FIRST], task[place.NUM_OUT] = start, end
-        task[place.OUT] = out.data_ptr()
-        chunk = task[place.CHUNK] = 16
+        task = self._rows.UnpackingTask(
+            num_out=end,
+            num_blocks=weights.num_in // COLUMNS,
+            **weights.parts(),
+            out=out,
+            first=start,
+            chunk=_UNPACKED_ROWS,
+        )
+        num_units = -(-(end - start) // _UNPACKED_ROWS)
         kernel = self._rows.unpacking_kernel(weights.layout)
-        self._run(kernel, task, 1, end - start, chunk, weights.num_in)
+        self._run(kernel, task, num_units, (end - start) * weights.num_in)
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether `round_blocks` takes matrices of this dtype."""
@@ -300,80 +249,45 @@ class _Kernels:
 
     def round_blocks(self, weight: torch.Tensor, out: BlockWeights) -> None:
         """Round a contiguous matrix of whole blocks, and write it to `out`, interleaved."""
-        place = self._rounding.Place
         num_out, num_in = weight.shape
-        task = np.zeros(self._rounding.NUM_PLACES, np.int64)
-        task[place.NUM_OUT], task[place.NUM_BLOCKS] = num_out, num_in // COLUMNS
-        task[place.FLOATS] = weight.data_ptr()
-        task[place.LEVELS] = out.levels.data_ptr()
-        task[place.SCALES] = out.scales.data_ptr()
-        task[place.MINIMUMS] = 0 if out.minimums is None else out.minimums.data_ptr()
-        chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
-        kernel = self._rounding.weight_rounding_kernel(out.bits, self._stored_as(weight.dtype))
-        self._run(kernel, task, 1, num_out, chunk, num_in)
+        stored = self._stored_as(weight.dtype)
+        assert stored is not None, weight.dtype
+        chunk = self._unit_rows(num_out, num_in * weight.itemsize)
+        task = self._rounding.WeightRoundingTask(
+            num_out=num_out,
+            num_blocks=num_in // COLUMNS,
+            floats=weight,
+            **out.parts(),
+            chunk=chunk,
+        )
+        kernel = self._rounding.weight_rounding_kernel(out.bits, stored)
+        self._run(kernel, task, -(-num_out // chunk), weight.numel())
 
     def read_blocks(
         self, data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool
     ) -> None:
         """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
-        place = self._reading.Place
-        task = np.zeros(self._reading.NUM_PLACES, np.int64)
-        task[place.NUM_OUT], task[place.NUM_BLOCKS] = out.num_out, out.num_in // COLUMNS
-        task[place.STORED] = data.data_ptr()
-        for key, part in out.parts().items():
-            task[place[key.upper()]] = part.data_ptr()
-        chunk = task[place.CHUNK] = self._floats.unit_rows(out.num_out, data.shape[1])
+        chunk = self._unit_rows(out.num_out, data.shape[1])
+        task = self._reading.ReadingTask(
+            num_out=out.num_out,
+            num_blocks=out.num_in // COLUMNS,
+            stored=data,
+            **out.parts(),
+            chunk=chunk,
+        )
         kernel = self._reading.block_reading_kernel(name, is_interleaved)
-        self._run(kernel, task, 1, out.num_out, chunk, out.num_in)
+        self._run(kernel, task, -(-out.num_out // chunk), out.num_out * out.num_in)
 
     def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
-        place = self._rows.Place
-        task = np.zeros(self._rows.NUM_PLACES, np.int64)
-        task[place.NUM_BLOCKS] = x.shape[1] // COLUMNS
-        task[place.FLOATS] = x.data_ptr()
-        task[place.X] = rows.levels.data_ptr()
-        task[place.X_SCALES] = rows.scales.data_ptr()
-        task[place.X_SUMS] = rows.sums.data_ptr()
-        task[place.X_STARTS] = rows.starts.data_ptr()
-        self._run(self._rows.rounding_kernel(rows.rounding), task, 1, len(x), 1, x.shape[1])
-
-    def multiply_floats(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        place = self._floats.Place
-        num_out, num_in = weight.shape
-        task = np.zeros(self._rows.NUM_PLACES, np.int64)
-        task[place.WEIGHTS] = weight.data_ptr()
-        task[place.NUM_OUT], task[place.NUM_IN] = num_out, num_in
-        task[place.X], task[place.X_STRIDE] = x.data_ptr(), num_in * 4
-        task[place.OUT], task[place.OUT_STRIDE] = out.data_ptr(), num_out * 4
-        task[place.BIAS] = 0 if bias is None else bias.data_ptr()
-        chunk = task[place.CHUNK] = self._floats.unit_rows(num_out, num_in * weight.itemsize)
-        stored = self._stored_as(weight.dtype)
-        assert stored is not None
-        kernel = self._floats.product_kernel(stored, bias is not None)
-        self._run(kernel, task, len(x), num_out, chunk, num_in)
-
-    def _block_task(self, weights: BlockWeights) -> Any:
-        place = self._rows.Place
-        task = np.zeros(self._rows.NUM_PLACES, np.int64)
-        task[place.NUM_OUT] = weights.num_out
-        task[place.NUM_BLOCKS] = weights.num_in // COLUMNS
-        task[place.LEVELS] = weights.levels.data_ptr()
-        task[place.SCALES] = weights.scales.data_ptr()
-        if weights.minimums is not None:
-            task[place.MINIMUMS] = weights.minimums.data_ptr()
-        if weights.steps is not None:
-            task[place.STEPS] = weights.steps.data_ptr()
-        return task
+        kernel, task = self._products.rounding(x, rows)
+        self._run(kernel, task, len(x), x.numel())
 
     def _run(
-        self, kernel: Any, task: Any, num_rows: int, num_out: int, chunk: int, num_in: int
+        self, kernel: Any, task: Any, num_units: int, num_weights: int, num_rows: int = 1
     ) -> None:
         """Run a kernel on as many threads as its work pays for."""
-        header = np.zeros(self._num_headers, np.int64)
-        header[0] = num_rows
-        worth = max(1, num_rows * num_out * num_in // _WEIGHTS_PER_THREAD)
+        header = self._header.copy()
+        header[self._num_rows] = num_rows
+        worth = max(1, num_weights // _WEIGHTS_PER_THREAD)
         operation = self._operation(kernel, task, header, None)
-        num_threads = min(torch.get_num_threads(), worth)
-        self._run_units(operation, -(-num_out // chunk), num_threads)
+        self._run_units(operation, num_units, min(torch.get_num_threads(), worth))

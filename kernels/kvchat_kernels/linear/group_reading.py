@@ -72,8 +72,8 @@ class _Reader:
         from kvchat_kernels.cpu.program import Operation, Program
         from kvchat_kernels.cpu.step import NUM_HEADERS
 
-        self._factors, self._levels = group_factors, group_levels
-        self._floats: Any = group_floats
+        self._factors: Any = group_factors
+        self._levels, self._floats = group_levels, group_floats
         self._stored_as: Any = stored_as
         self._operation: Any = Operation
         self._program: Any = Program
@@ -98,11 +98,8 @@ class _Reader:
     ) -> torch.Tensor:
         num_out, num_in = stored.num_out, stored.num_in
         factors = torch.empty(2, num_out, stored.num_groups, dtype=torch.float32)
-        place, form = self._factors.Place, self._form_of(stored)
-        task, num_units = self._factor_task(stored), -(-num_out // _FACTOR_ROWS)
-        task[place.SCALES], task[place.MINIMUMS] = (part.data_ptr() for part in factors)
-        kernel = self._factors.plain_factors_kernel(form)
-        write = self._operation(kernel, task, self._header, num_units)
+        kernel = self._factors.plain_factors_kernel(self._form_of(stored))
+        write = self._factor_operation(stored, kernel, scales=factors[0], minimums=factors[1])
         self._run([write], num_out * stored.num_groups)
         out = torch.empty(num_out, num_in, dtype=dtype)
         rows = num_out // _num_lines(stored)  # of a line
@@ -125,12 +122,17 @@ class _Reader:
         out: torch.Tensor,
     ) -> Any:
         """Return the operation that makes floats of levels."""
-        place, task = self._floats.Place, np.zeros(self._floats.NUM_PLACES, np.int64)
-        task[place.NUM_OUT], task[place.NUM_BLOCKS] = len(out), out.shape[1] // COLUMNS
-        task[place.NUM_GROUPS] = stored.num_groups
-        task[place.LEVELS], task[place.GROUP_OF] = levels.data_ptr(), group_of.data_ptr()
-        task[place.SCALES], task[place.SECOND] = (part.data_ptr() for part in factors)
-        task[place.OUT], task[place.CHUNK] = out.data_ptr(), _FLOAT_ROWS
+        task = self._floats.FloatsTask(
+            num_out=len(out),
+            num_blocks=out.shape[1] // COLUMNS,
+            num_groups=stored.num_groups,
+            levels=levels,
+            scales=factors[0],
+            second=factors[1],
+            group_of=group_of,
+            out=out,
+            chunk=_FLOAT_ROWS,
+        )
         blocks = group_of.view(-1, COLUMNS)
         is_ordered = torch.equal(blocks, blocks[:, :1].expand_as(blocks))
         form = self._floats.FloatForm(
@@ -143,16 +145,16 @@ class _Reader:
         self, stored: StoredGroups, levels: torch.Tensor, lines: slice, is_interleaved: bool
     ) -> Any:
         """Return the operation that writes the levels of some lines."""
-        place, words = self._levels.Place, stored.words
-        row_bytes = words.shape[1] * (WORD_BITS // 8)
-        line_bytes = row_bytes if stored.order is WordOrder.ROWS else WORD_BITS // 8
-        task = np.zeros(self._levels.NUM_PLACES, np.int64)
+        words, chunk = stored.words, _LINES_OF_UNIT[stored.order]
         num_lines = lines.stop - lines.start
-        task[place.NUM_LINES], task[place.NUM_BLOCKS] = num_lines, stored.num_in // COLUMNS
-        task[place.WORDS] = words.data_ptr() + lines.start * line_bytes
-        task[place.WORD_ROW] = row_bytes
-        task[place.LEVELS] = levels.data_ptr()
-        chunk = task[place.CHUNK] = _LINES_OF_UNIT[stored.order]
+        task = self._levels.LevelsTask(
+            num_lines=num_lines,
+            num_blocks=stored.num_in // COLUMNS,
+            words=words[lines] if stored.order is WordOrder.ROWS else words[:, lines],
+            word_row=words.shape[1] * (WORD_BITS // 8),
+            levels=levels,
+            chunk=chunk,
+        )
         kernel = self._levels.group_levels_kernel(stored.order, stored.bits, is_interleaved)
         return self._operation(kernel, task, self._header, -(-num_lines // chunk), waits=False)
 
@@ -161,11 +163,9 @@ class _Reader:
 
         None for minimums that blocks without them have.
         """
-        place, form = self._factors.Place, self._form_of(stored)
-        task, num_units = self._factor_task(stored), -(-stored.num_out // _FACTOR_ROWS)
+        form, num_units = self._form_of(stored), -(-stored.num_out // _FACTOR_ROWS)
         found = np.zeros((num_units, self._factors.NUM_FOUND), np.int64)
-        task[place.FOUND] = found.ctypes.data
-        look = self._operation(self._factors.looking_kernel(form), task, self._header, num_units)
+        look = self._factor_operation(stored, self._factors.looking_kernel(form), found=found)
         self._run([look], stored.num_out * stored.num_groups)
         are_odd, rounded_scales, rounded_minimums = (bool(n) for n in found.sum(axis=0))
         has_minimums = are_odd or form.offsets is not None
@@ -174,33 +174,37 @@ class _Reader:
         dtype = torch.float16 if is_half else torch.float32
         scales = torch.empty(shape, dtype=dtype)
         minimums = torch.empty(shape, dtype=dtype) if has_minimums else None
-        task[place.SCALES] = scales.data_ptr()
-        task[place.MINIMUMS] = 0 if minimums is None else minimums.data_ptr()
         kernel = self._factors.factors_kernel(form, has_minimums, is_half)
-        return scales, minimums, self._operation(kernel, task, self._header, num_units)
+        write = self._factor_operation(stored, kernel, scales=scales, minimums=minimums)
+        return scales, minimums, write
 
     def _form_of(self, stored: StoredGroups) -> Any:
         offsets = None if stored.offsets is None else self._stored_as(stored.offsets.dtype)
         scales, has_zeros = self._stored_as(stored.scales.dtype), stored.zeros is not None
         return self._factors.FactorForm(stored.order, stored.bits, scales, has_zeros, offsets)
 
-    def _factor_task(self, stored: StoredGroups) -> Any:
-        place, is_turned = self._factors.Place, stored.order is not WordOrder.ROWS
-        task = np.zeros(self._factors.NUM_PLACES, np.int64)
-        task[place.NUM_OUT], task[place.NUM_GROUPS] = stored.num_out, stored.num_groups
-        task[place.BLOCKS] = stored.num_in // (COLUMNS * stored.num_groups)
-        task[place.ZERO_OFFSET], task[place.CHUNK] = stored.zero_offset, _FACTOR_ROWS
-        parts = (
-            (stored.scales, place.SCALE, place.SCALE_ROW, place.SCALE_GROUP),
-            (stored.offsets, place.OFFSET, place.OFFSET_ROW, place.OFFSET_GROUP),
-            (stored.zeros, place.ZERO, place.ZERO_ROW, place.ZERO_GROUP),
-        )
-        for part, address, of_row, of_group in parts:
+    def _factor_operation(self, stored: StoredGroups, kernel: Any, **written: Any) -> Any:
+        """Return the operation that reads the factors of groups; it writes some of its task."""
+        memory = {"scale": stored.scales, "offset": stored.offsets, "zero": stored.zeros}
+        steps: dict[str, int] = {}
+        for name, part in memory.items():
             if part is not None:
-                steps = part.stride()[::-1] if is_turned else part.stride()
-                task[address] = part.data_ptr()
-                task[of_row], task[of_group] = (step * part.itemsize for step in steps)
-        return task
+                of_row, of_group = (step * part.itemsize for step in part.stride())
+                if stored.order is not WordOrder.ROWS:
+                    of_row, of_group = of_group, of_row
+                steps |= {f"{name}_row": of_row, f"{name}_group": of_group}
+        task = self._factors.FactorsTask(
+            num_out=stored.num_out,
+            num_groups=stored.num_groups,
+            blocks=stored.num_in // (COLUMNS * stored.num_groups),
+            zero_offset=stored.zero_offset,
+            chunk=_FACTOR_ROWS,
+            **memory,
+            **steps,
+            **written,
+        )
+        num_units = -(-stored.num_out // _FACTOR_ROWS)
+        return self._operation(kernel, task, self._header, num_units)
 
     def _run(self, operations: list[Any], num_weights: int) -> None:
         """Run operations on as many threads as their work pays for."""

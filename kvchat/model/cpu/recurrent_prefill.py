@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.cpu.step_operations import StepOperations, Task
+from kvchat.model.cpu.step_operations import StepOperations
 from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba
 from kvchat.model.state import bound_state
 from kvchat_kernels.cpu import delta_rows, mamba_rows
-from kvchat_kernels.cpu.code import LANES, Kernel
+from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.step import Header
 
@@ -114,23 +114,23 @@ class DeltaPrefill(RecurrentPrefill):
     def _rule(
         self, x: torch.Tensor, others: Sequence[torch.Tensor], state: torch.Tensor, num_rows: int
     ) -> torch.Tensor:
-        net, form, place = self._net, self._form, delta_rows.Place
+        net, form = self._net, self._form
         gates, betas, steps = others
         out = torch.empty_like(gates)
-        task: Task = {
-            place.X: x,
-            place.WEIGHTS: net.convolution.weights,
-            place.MIXED: torch.empty(num_rows, form.num_channels, dtype=torch.float32),
-            place.STEPS: steps,
-            place.BETAS: betas,
-            place.STEP_BIAS: net.step_bias,
-            place.RATES: net.rates,
-            place.STATE: state,
-            place.GATES: gates,
-            place.NORM: net.norm.weight,
-            place.EPSILON: net.norm.epsilon,
-            place.OUT: out,
-        }
+        task = delta_rows.DeltaRowsTask(
+            x=x,
+            weights=net.convolution.weights,
+            mixed=torch.empty(num_rows, form.num_channels, dtype=torch.float32),
+            steps=steps,
+            betas=betas,
+            step_bias=net.step_bias,
+            rates=net.rates,
+            state=state,
+            gates=gates,
+            norm=net.norm.weight,
+            epsilon=net.norm.epsilon,
+            out=out,
+        )
         kernels = [
             (delta_rows.inputs_kernel(form), num_rows),
             (delta_rows.steps_kernel(form), form.num_units),
@@ -163,38 +163,38 @@ class MambaPrefill(RecurrentPrefill):
     def _rule(
         self, x: torch.Tensor, others: Sequence[torch.Tensor], state: torch.Tensor, num_rows: int
     ) -> torch.Tensor:
-        mamba, form, place = self._mamba, self._form, mamba_rows.Place
+        mamba, form, norm = self._mamba, self._form, self._mamba.norm
         gates, steps = others
         out = torch.empty_like(gates)
-        task: Task = {
-            place.X: x,
-            place.WEIGHTS: mamba.convolution.weights,
-            place.MIXED: torch.empty(num_rows, form.num_channels, dtype=torch.float32),
-            place.STEPS: steps,
-            place.DECAYS: torch.empty_like(steps),
-            place.STEP_BIAS: mamba.step_bias,
-            place.RATES: mamba.rates,
-            place.SKIPS: mamba.skips,
-            place.LEAST: mamba.limits[0],
-            place.MOST: mamba.limits[1],
-            place.STATE: state,
-            place.GATES: gates,
-            place.OUT: out,
-        }
+        task = mamba_rows.MambaRowsTask(
+            x=x,
+            weights=mamba.convolution.weights,
+            bias=mamba.convolution.bias,
+            mixed=torch.empty(num_rows, form.num_channels, dtype=torch.float32),
+            steps=steps,
+            decays=torch.empty_like(steps),
+            step_bias=mamba.step_bias,
+            rates=mamba.rates,
+            skips=mamba.skips,
+            state=state,
+            gates=gates,
+            norm=None if norm is None else norm.weight,
+            epsilon=0.0 if norm is None else norm.epsilon,
+            out=out,
+            least=mamba.limits[0],
+            most=mamba.limits[1],
+        )
         kernels = [
             (mamba_rows.inputs_kernel(form), num_rows),
             (mamba_rows.steps_kernel(form), form.num_units),
         ]
-        if mamba.convolution.bias is not None:
-            task[place.BIAS] = mamba.convolution.bias
-        if mamba.norm is not None:
-            task |= {place.NORM: mamba.norm.weight, place.EPSILON: mamba.norm.epsilon}
+        if norm is not None:
             kernels.append((mamba_rows.norms_kernel(form), num_rows))
         _run(kernels, task, num_rows)
         return out
 
 
-def _run(kernels: Sequence[tuple[Kernel, int]], task: Task, num_rows: int) -> None:
+def _run(kernels: Sequence[tuple[Kernel[OfTask], int]], task: OfTask, num_rows: int) -> None:
     """Run kernels of one task one after another, each with its number of units."""
     operations = StepOperations()
     operations.header[Header.NUM_ROWS] = num_rows

@@ -6,11 +6,13 @@ output. Qwen3-Next has the parts of each key head side by side; one more puts th
 
 import torch
 
-from kvchat.model.cpu.step_operations import Activations, StepOperations, Task, Unfit, check_widths
+from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
 from kvchat.model.cpu.step_recurrent import StatePlaces, add_convolution
 from kvchat.model.decoder.recurrent import DeltaNet
 from kvchat.model.state import RECURRENT
 from kvchat_kernels.cpu import delta, ordering
+from kvchat_kernels.cpu.delta import DeltaTask
+from kvchat_kernels.cpu.ordering import OrderingTask
 
 
 def add_delta_net(
@@ -38,21 +40,20 @@ def add_delta_net(
     offset, dtype = state.place(part.layer, RECURRENT, shape)
     if dtype != torch.float32:
         raise Unfit("has a state of another form")
-    place = delta.Place
     read = operations.input("delta heads", width)
-    task: Task = {
-        place.MIXED: mixed,
-        place.GATES: gates,
-        place.BETAS: betas,
-        place.STEPS: steps,
-        place.STEP_BIAS: part.step_bias,
-        place.RATES: part.rates,
-        place.NORM: part.norm.weight,
-        place.EPSILON: part.norm.epsilon,
-        place.OUT: read.floats,
-        place.STATE: offset,
-        place.STRIDE: inputs.stride(0) * 4,
-    }
+    task = DeltaTask(
+        mixed=mixed,
+        gates=gates,
+        betas=betas,
+        steps=steps,
+        step_bias=part.step_bias,
+        rates=part.rates,
+        norm=part.norm.weight,
+        epsilon=part.norm.epsilon,
+        out=read.floats,
+        state=offset,
+        stride=inputs.stride(0) * 4,
+    )
     operations.add_of_sequences(delta.delta_kernel(form), task, form.num_heads)
     operations.products((part.out,), read, read.floats, out)
 
@@ -70,12 +71,6 @@ def _inputs(
     if part.order is None:
         return inputs
     ordered = operations.output("ordered delta inputs", width)
-    place = ordering.Place
-    task: Task = {
-        place.X: inputs,
-        place.FROM: part.order,
-        place.WIDTH: width,
-        place.OUT: ordered,
-    }
+    task = OrderingTask(x=inputs, source=part.order, width=width, out=ordered)
     operations.add(ordering.ordering_kernel(), task, None)
     return ordered

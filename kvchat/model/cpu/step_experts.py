@@ -10,13 +10,12 @@ from kvchat.model.cpu.step_operations import (
     Activations,
     Pairs,
     StepOperations,
-    Task,
     Unfit,
     check_widths,
 )
 from kvchat.model.decoder.decoder import Mixture, Mlp
 from kvchat_kernels.cpu import experts, gates
-from kvchat_kernels.cpu.experts import Choice
+from kvchat_kernels.cpu.experts import AddingTask, Choice, ChoosingTask, GatheringTask
 from kvchat_kernels.cpu.step import MAX_ROWS
 
 
@@ -38,10 +37,7 @@ def add_mlp(
     both = operations.output("gate and up", 2 * width if is_gated else width, num_rows)
     operations.products(mlp.gate_up, source, values, both, pairs=pairs)
     gated = operations.input("gated", width, num_rows)
-    place = gates.Place
-    task: Task = {place.BOTH: both, place.OUT: gated.floats, place.WIDTH: width}
-    constants = (place.POSITIVE, place.NEGATIVE, place.LINEAR, place.LARGEST)
-    task |= dict(zip(constants, mlp.constants, strict=False))
+    task = gates.GateTask(both=both, out=gated.floats, width=width, **mlp.constants)
     units = -(-width // gates.UNIT_COLUMNS)
     header = None if pairs is None else pairs.header
     operations.add(gates.gate_kernel(mlp.activation, is_gated), task, units, header=header)
@@ -63,46 +59,50 @@ def add_mixture(
     width = experts.padded(num_experts)
     scores = operations.output(f"scores of {num_experts}", width)
     scores.fill_(experts.NO_SCORE)
-    place, most = experts.Place, MAX_ROWS * top_k
-    task: Task = {
-        place.SCORES: scores,
-        place.WIDTH_OF_SCORES: width,
-        place.NUM_EXPERTS: num_experts,
-        place.TOP_K: top_k,
-        place.CHOSEN: _wholes(most),
-        place.FACTORS: torch.zeros(most, dtype=torch.float32),
-        place.PLACES: _wholes(most),
-        place.ROWS: _wholes(most),
-        place.COUNTS: _wholes(num_experts),
-        place.GROUPS: pairs.groups,
-        place.NUM_GROUPS: pairs.num_groups,
-        place.WIDTH: hidden,
-    }
+    most, routing = MAX_ROWS * top_k, mixture.routing
+    choosing = ChoosingTask(
+        scores=scores,
+        width_of_scores=width,
+        num_experts=num_experts,
+        top_k=top_k,
+        bias=routing.bias,
+        scale=routing.scale,
+        least_sum=routing.least_sum,
+        tolerance=routing.tolerance,
+        counts=_wholes(num_experts),
+        chosen=_wholes(most),
+        factors=torch.zeros(most, dtype=torch.float32),
+        places=_wholes(most),
+        rows=_wholes(most),
+        groups=pairs.groups,
+        num_groups=pairs.num_groups,
+    )
     operations.products((mixture.router,), source, values, scores)
-    routing = mixture.routing
     choice = Choice(mixture.normalises, routing.factors, routing.bias is not None)
-    task |= {
-        place.SCALE: routing.scale,
-        place.LEAST_SUM: routing.least_sum,
-        place.TOLERANCE: routing.tolerance,
-    }
-    if routing.bias is not None:
-        task[place.BIAS] = routing.bias
-    operations.add(experts.choosing_kernel(choice), task, 1)
+    operations.add(experts.choosing_kernel(choice), choosing, 1)
     gathered = operations.input("gathered", hidden, most)
-    rows = {place.X: values, place.OUT: gathered.floats}
-    operations.add_of_pairs(experts.gathering_kernel(), task | rows, pairs)
+    gathering = GatheringTask(x=values, out=gathered.floats, width=hidden, rows=choosing.rows)
+    operations.add_of_pairs(experts.gathering_kernel(), gathering, pairs)
     of_pairs = operations.output("experts", hidden, most)
     add_mlp(operations, mixture.experts, gathered, gathered.floats, of_pairs, pairs)
-    task |= {place.X: of_pairs, place.OUT: out}
+    shared = gate = None
     if mixture.shared is not None:
-        shared = task[place.SHARED] = operations.output("shared", hidden)
+        shared = operations.output("shared", hidden)
         add_mlp(operations, mixture.shared, source, values, shared)
     if mixture.shared_gate is not None:
-        gate = task[place.SHARED_GATE] = operations.output("shared gate", 1)
+        gate = operations.output("shared gate", 1)
         operations.products((mixture.shared_gate,), source, values, gate)
-    kernel = experts.adding_kernel(mixture.shared is not None, mixture.shared_gate is not None)
-    operations.add(kernel, task, None)
+    adding = AddingTask(
+        x=of_pairs,
+        out=out,
+        width=hidden,
+        top_k=top_k,
+        places=choosing.places,
+        factors=choosing.factors,
+        shared=shared,
+        shared_gate=gate,
+    )
+    operations.add(experts.adding_kernel(shared is not None, gate is not None), adding, None)
 
 
 def _wholes(count: int) -> torch.Tensor:

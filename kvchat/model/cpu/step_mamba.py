@@ -6,12 +6,13 @@ output.
 
 import torch
 
-from kvchat.model.cpu.step_operations import Activations, StepOperations, Task, Unfit, check_widths
+from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
 from kvchat.model.cpu.step_recurrent import StatePlaces, add_convolution
 from kvchat.model.decoder.matrices import Norm
 from kvchat.model.decoder.recurrent import Mamba
 from kvchat.model.state import RECURRENT
 from kvchat_kernels.cpu import mamba
+from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 
 
 def add_mamba(
@@ -26,7 +27,7 @@ def add_mamba(
 
     Raises Unfit for sizes that no kernel takes.
     """
-    form, place = part.form, mamba.Place
+    form = part.form
     width = form.num_heads * form.head_dim
     sizes = (width, part.convolution.num_channels, form.num_heads)
     check_widths(form.head_dim, form.state_size)
@@ -44,17 +45,17 @@ def add_mamba(
     if dtype != torch.float32:
         raise Unfit("has a state of another form")
     read = operations.input("mamba heads", width)
-    task: Task = {
-        place.MIXED: mixed,
-        place.GATES: gates,
-        place.STEPS: steps,
-        place.STEP_BIAS: part.step_bias,
-        place.RATES: part.rates,
-        place.SKIPS: part.skips,
-        place.OUT: read.floats,
-        place.STATE: offset,
-        place.STRIDE: inputs.stride(0) * 4,
-    }
+    task = MambaTask(
+        mixed=mixed,
+        gates=gates,
+        steps=steps,
+        step_bias=part.step_bias,
+        rates=part.rates,
+        skips=part.skips,
+        out=read.floats,
+        state=offset,
+        stride=inputs.stride(0) * 4,
+    )
     operations.add_of_sequences(mamba.mamba_kernel(form), task, form.num_heads)
     if part.norm is not None:
         _add_norm(operations, read.floats, part.norm, form.num_groups)
@@ -62,14 +63,9 @@ def add_mamba(
 
 
 def _add_norm(operations: StepOperations, x: torch.Tensor, norm: Norm, num_groups: int) -> None:
-    place = mamba.NormPlace
     width = norm.weight.numel() // num_groups
     check_widths(width)
-    task: Task = {
-        place.X: x,
-        place.WEIGHT: norm.weight,
-        place.WIDTH: width,
-        place.EPSILON: norm.epsilon,
-        place.NUM_GROUPS: num_groups,
-    }
+    task = GroupNormTask(
+        x=x, weight=norm.weight, width=width, epsilon=norm.epsilon, num_groups=num_groups
+    )
     operations.add(mamba.group_norm_kernel(), task, None)

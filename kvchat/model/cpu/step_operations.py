@@ -12,20 +12,18 @@ import numpy as np
 import torch
 
 from kvchat.model.decoder.matrices import Matrix
-from kvchat_kernels.cpu import block_products, block_rows, experts, gates, products, tile_products
-from kvchat_kernels.cpu.code import LANES, Kernel
+from kvchat_kernels.cpu import experts, gates, products
+from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
 from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from kvchat_kernels.cpu.task import Numbers, Task
+from kvchat_kernels.cpu.tile_products import can_use_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
+from kvchat_kernels.linear.rows import Rows
 
-_NUM_PLACES = 24
 _CACHE_LINE = 64
-# What a product's task has a row of for each row of activations; the rest is of weights.
-_OF_PAIRS = frozenset({"X", "X_SCALES", "X_SUMS", "X_STARTS", "OUT"})
-
-Numbers = np.ndarray[Any, Any]
-Task = dict[Any, Any]
 
 
 class Unfit(Exception):
@@ -68,32 +66,27 @@ class RoundedForm:
     is_tiled: bool
 
 
-class Rounded:
-    """Activations [rows, width] as the kernels of block weights read them.
-
-    `levels` are [rows, parts * width]: of two bytes all high ones lie before all low ones.
-    """
-
-    def __init__(self, width: int, rounding: Rounding, num_rows: int) -> None:
-        kind = np.int16 if rounding is Rounding.SHORT else np.int8
-        self.levels = _zeros(num_rows, width * rounding.num_parts, kind)
-        self.scales, self.sums = (floats(width // COLUMNS, num_rows) for _ in range(2))
-        self.starts = _zeros(num_rows, width // COLUMNS, np.int32)
-
-
 class Activations:
     """Floats [rows, width], and the same rounded where block weights read them."""
 
     def __init__(self, width: int, num_rows: int) -> None:
         self.floats = floats(width, num_rows)
-        self._rounded: dict[RoundedForm, Rounded] = {}
+        self._rounded: dict[RoundedForm, Rows] = {}
 
-    def rounded(self, form: RoundedForm) -> Rounded:
-        found = self._rounded.get(form)
-        if found is None:
+    def rounded(self, form: RoundedForm) -> Rows:
+        rows = self._rounded.get(form)
+        if rows is None:
             num_rows, width = self.floats.shape
-            found = self._rounded[form] = Rounded(width, form.rounding, num_rows)
-        return found
+            rows = self._rounded[form] = _zero_rows(num_rows, width, form.rounding)
+        return rows
+
+
+def _zero_rows(num_rows: int, width: int, rounding: Rounding) -> Rows:
+    parts, num_blocks = rounding.num_parts, width // COLUMNS
+    levels = _zeros(num_rows, width * parts, np.int16 if rounding is Rounding.SHORT else np.int8)
+    scales, sums = (floats(num_blocks, num_rows) for _ in range(2))
+    starts = _zeros(num_rows, num_blocks, np.int32)
+    return Rows(rounding, levels.view(num_rows, parts, width), scales, sums, starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +116,7 @@ class _PairUnits:
 
 
 class StepOperations:
-    """Operations in the order in which they are added. Owns what their tasks have addresses of.
+    """Operations in the order in which they are added, and the memory that they share.
 
     header, head_header         of the layers, and of the rows that logits are wanted of
     of_rows, of_picked, of_head   operations with as many units as rows, as wanted rows, and as
@@ -142,37 +135,36 @@ class StepOperations:
         self._pairs: dict[tuple[int, int], Pairs] = {}
         self._inputs: dict[tuple[str, int, int], Activations] = {}
         self._outputs: dict[tuple[str, int, int], torch.Tensor] = {}
-        self._own: list[Any] = []
 
     def input(self, name: str, width: int, num_rows: int = MAX_ROWS) -> Activations:
         """Return activations that all operations share which ask for them by this name."""
         key = (name, width, num_rows)
-        found = self._inputs.get(key)
-        if found is None:
-            found = self._inputs[key] = Activations(width, num_rows)
-        return found
+        activations = self._inputs.get(key)
+        if activations is None:
+            activations = self._inputs[key] = Activations(width, num_rows)
+        return activations
 
     def output(self, name: str, width: int, num_rows: int = MAX_ROWS) -> torch.Tensor:
         """Return memory for outputs, shared in the same way."""
         key = (name, width, num_rows)
-        found = self._outputs.get(key)
-        if found is None:
-            found = self._outputs[key] = floats(width, num_rows)
-        return found
+        memory = self._outputs.get(key)
+        if memory is None:
+            memory = self._outputs[key] = floats(width, num_rows)
+        return memory
 
     def pairs(self, top_k: int, num_experts: int) -> Pairs:
         """Return the pairs of mixtures of this size: one mixture of a step uses them at a time."""
-        found = self._pairs.get((top_k, num_experts))
-        if found is None:
+        pairs = self._pairs.get((top_k, num_experts))
+        if pairs is None:
             most = min(num_experts, MAX_ROWS * top_k)
-            found = self._pairs[top_k, num_experts] = Pairs(
+            pairs = self._pairs[top_k, num_experts] = Pairs(
                 top_k,
                 num_experts,
                 np.zeros(NUM_HEADERS, np.int64),
                 torch.zeros(most, NUM_HEADERS, dtype=torch.int64),
                 torch.zeros(1, dtype=torch.int64),
             )
-        return found
+        return pairs
 
     @property
     def has_pairs(self) -> bool:
@@ -183,20 +175,19 @@ class StepOperations:
         """Write what depends on the number of pairs, for a step of `num_rows`."""
         for pairs in self._pairs.values():
             pairs.header[Header.NUM_ROWS] = num_rows * pairs.top_k
-        for found in self._of_pairs:
-            units[found.index] = min(num_rows * found.top_k, found.most) * found.each
+        for units_of in self._of_pairs:
+            units[units_of.index] = min(num_rows * units_of.top_k, units_of.most) * units_of.each
 
     def add(
         self,
-        kernel: Kernel,
-        task: Task,
+        kernel: Kernel[OfTask],
+        task: OfTask,
         num_units: int | None,
         *,
         header: Any = None,
         waits: bool = True,
-    ) -> Numbers:
-        """Add an operation; without `num_units` it has as many as rows. Returns its task."""
-        numbers = self._numbers(task)
+    ) -> None:
+        """Add an operation; without `num_units` it has as many as rows."""
         is_head = header is self.head_header
         index = len(self.all)
         if num_units is None:
@@ -204,18 +195,17 @@ class StepOperations:
         elif is_head:
             self.of_head.append(index)
         header = self.header if header is None else header
-        self.all.append(Operation(kernel, numbers, header, num_units, waits))
-        return numbers
+        self.all.append(Operation(kernel, task, header, num_units, waits))
 
-    def add_of_sequences(self, kernel: Kernel, task: Task, each: int) -> None:
+    def add_of_sequences(self, kernel: Kernel[OfTask], task: OfTask, each: int) -> None:
         """Add an operation with `each` units for each sequence, in order of the sequences."""
         self.of_sequences[len(self.all)] = each
-        self.all.append(Operation(kernel, self._numbers(task), self.header, 0))
+        self.all.append(Operation(kernel, task, self.header, 0))
 
     def add_of_pairs(
         self,
-        kernel: Kernel,
-        task: Task,
+        kernel: Kernel[OfTask],
+        task: OfTask,
         pairs: Pairs,
         *,
         most: int | None = None,
@@ -225,7 +215,7 @@ class StepOperations:
         """Add an operation with `each` units for each pair, but for at most `most` pairs."""
         most = MAX_ROWS * pairs.top_k if most is None else most
         self._of_pairs.append(_PairUnits(len(self.all), pairs.top_k, most, each))
-        self.all.append(Operation(kernel, self._numbers(task), pairs.header, 0, waits))
+        self.all.append(Operation(kernel, task, pairs.header, 0, waits))
 
     def products(
         self,
@@ -236,7 +226,7 @@ class StepOperations:
         *,
         header: Any = None,
         pairs: Pairs | None = None,
-    ) -> list[Numbers]:
+    ) -> list[Task]:
         """Multiply `values`, rounded into `source`; outputs lie side by side in `out`.
 
         With `pairs`, rows are those of pairs, and each is multiplied with its expert's rows of the
@@ -253,13 +243,13 @@ class StepOperations:
                 raise Unfit("has matrices of other widths")
             part, waits = out[:, start:], start == 0
             num_out = matrix.num_out if pairs is None else matrix.num_out // pairs.num_experts
-            kernel, task, num_units = _product(
-                matrix, num_out, source, values, part, can_be_tiled=can_be_tiled
-            )
+            product = _product(matrix, num_out, source, values, part, can_be_tiled=can_be_tiled)
+            tasks.append(product.task)
             if pairs is None:
-                tasks.append(self.add(kernel, task, num_units, header=header, waits=waits))
+                units = product.num_units
+                self.add(product.kernel, product.task, units, header=header, waits=waits)
             else:
-                tasks.append(self._add_group(kernel, task, num_units, pairs, waits))
+                self._add_group(product, pairs, waits)
             start += num_out
         self._multiply_factors(matrices, out, is_plain=header is None and pairs is None)
         return tasks
@@ -268,17 +258,17 @@ class StepOperations:
         self, matrices: Sequence[Matrix], out: torch.Tensor, is_plain: bool
     ) -> None:
         """Add what multiplies the outputs of some of the matrices, which lie side by side."""
-        place, start = gates.FactorPlace, 0
+        start = 0
         for matrix in matrices:
             if matrix.factors is not None:
                 if not is_plain:
                     raise Unfit("has factors where no kernel takes them")
-                task: Task = {
-                    place.X: out[:, start:],
-                    place.STRIDE: out.stride(0) * 4,
-                    place.FACTORS: matrix.factors,
-                    place.WIDTH: matrix.num_out,
-                }
+                task = gates.FactorsTask(
+                    x=out[:, start:],
+                    stride=out.stride(0) * 4,
+                    factors=matrix.factors,
+                    width=matrix.num_out,
+                )
                 self.add(gates.factors_kernel(), task, None)
             start += matrix.num_out
 
@@ -290,69 +280,21 @@ class StepOperations:
         header: Any,
         pairs: Pairs | None,
     ) -> None:
-        place, kernel = block_rows.Place, block_rows.rounding_kernel(form.rounding)
-        if form.is_tiled:
-            kernel = tile_products.tiled_rounding_kernel(form.rounding)
-        rounded = source.rounded(form)
-        task: Task = {
-            place.NUM_BLOCKS: values.shape[1] // COLUMNS,
-            place.FLOATS: values,
-            place.X: rounded.levels,
-            place.X_SCALES: rounded.scales,
-            place.X_SUMS: rounded.sums,
-            place.X_STARTS: rounded.starts,
-        }
+        kernel, task = rounding(values, source.rounded(form), is_tiled=form.is_tiled)
         if pairs is None:
             self.add(kernel, task, None, header=header)
         else:
             self.add_of_pairs(kernel, task, pairs)
 
-    def _add_group(
-        self, kernel: Kernel, task: Task, num_units: int, pairs: Pairs, waits: bool
-    ) -> Numbers:
-        """Add the product `task`, that of the expert 0, for each expert that is chosen."""
-        numbers, by_expert, by_pair = self._numbers(task), *np.zeros((2, _NUM_PLACES), np.int64)
-        for place, value in task.items():
-            if isinstance(value, torch.Tensor):
-                row_bytes = value.stride(0) * value.itemsize
-                if place.name in _OF_PAIRS:
-                    by_pair[place] = row_bytes
-                else:
-                    by_expert[place] = row_bytes * (len(value) // pairs.num_experts)
-        self._own += [kernel, numbers, by_expert, by_pair]
-        place = experts.GroupPlace
-        group: Task = {
-            place.KERNEL: kernel.address,
-            place.TASK: numbers.ctypes.data,
-            place.BY_EXPERT: by_expert.ctypes.data,
-            place.BY_PAIR: by_pair.ctypes.data,
-            place.UNITS: num_units,
-            place.GROUPS: pairs.groups,
-            place.NUM_GROUPS: pairs.num_groups,
-        }
-        most = len(pairs.groups)
-        self.add_of_pairs(
-            experts.group_kernel(), group, pairs, most=most, each=num_units, waits=waits
-        )
-        return numbers
-
-    def _numbers(self, task: Task) -> Numbers:
-        numbers = np.zeros(_NUM_PLACES, np.int64)
-        for place, value in task.items():
-            numbers[place] = self._number(value)
-        return numbers
-
-    def _number(self, value: Any) -> int:
-        if isinstance(value, torch.Tensor):
-            self._own.append(value)
-            return value.data_ptr()
-        if isinstance(value, float):
-            return int(np.array([value, 0], np.float32).view(np.int64)[0])
-        return int(value)
+    def _add_group(self, product: Product, pairs: Pairs, waits: bool) -> None:
+        """Add a product, which is that of the expert 0, for each expert that is chosen."""
+        task = experts.group_task(product, pairs.num_experts, pairs.groups, pairs.num_groups)
+        kernel, most = experts.group_kernel(len(product.task.numbers)), len(pairs.groups)
+        self.add_of_pairs(kernel, task, pairs, most=most, each=product.num_units, waits=waits)
 
 
 def _form_of(weights: BlockWeights, can_be_tiled: bool) -> RoundedForm:
-    is_tiled = can_be_tiled and tile_products.can_use_tiles(weights.layout, weights.num_in)
+    is_tiled = can_be_tiled and can_use_tiles(weights.layout, weights.num_in)
     return RoundedForm(weights.layout.rounding, is_tiled)
 
 
@@ -364,65 +306,13 @@ def _product(
     out: torch.Tensor,
     *,
     can_be_tiled: bool,
-) -> tuple[Kernel, Task, int]:
-    """Return the kernel, the task and the units of a product with `num_out` rows of a matrix."""
-    weights, has_bias, of_unit = matrix.weights, matrix.bias is not None, 1
+) -> Product:
+    """Return the product with `num_out` rows of a matrix."""
+    weights, bias = matrix.weights, matrix.bias
     if isinstance(weights, BlockWeights):
-        row_bytes = matrix.num_in * weights.bits // 8
         form = _form_of(weights, can_be_tiled)
-        kernel = block_products.block_product_kernel(weights.layout, has_bias)
-        task = _block_task(weights, source.rounded(form))
-        if form.is_tiled:
-            task[block_rows.Place.FEW] = kernel.address  # it lives as long as the process
-            kernel = tile_products.tiled_product_kernel(weights.layout, has_bias)
-            of_unit = tile_products.TILE_ROWS
-        place: Any = block_rows.Place
-    else:
-        row_bytes = weights.stride(0) * weights.itemsize
-        stored = stored_as(weights.dtype)
-        if stored is None or matrix.num_in % products.COLUMNS:
-            raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
-        kernel = products.product_kernel(stored, has_bias)
-        task = _float_task(weights, values)
-        place = products.Place
-    chunk = products.unit_rows(num_out, row_bytes)
-    chunk += -chunk % of_unit  # rows of a unit are whole tiles
-    task |= {
-        place.NUM_OUT: num_out,
-        place.OUT: out,
-        place.OUT_STRIDE: out.stride(0) * 4,
-        place.CHUNK: chunk,
-    }
-    if has_bias:
-        task[place.BIAS] = matrix.bias
-    return kernel, task, -(-num_out // chunk)
-
-
-def _block_task(weights: BlockWeights, x: Rounded) -> Task:
-    """Return what the task of a product says of its operands."""
-    place = block_rows.Place
-    task: Task = {
-        place.NUM_BLOCKS: weights.num_in // COLUMNS,
-        place.LEVELS: weights.levels,
-        place.SCALES: weights.scales,
-        place.X: x.levels,
-        place.X_SCALES: x.scales,
-        place.X_SUMS: x.sums,
-        place.X_STARTS: x.starts,
-    }
-    if weights.minimums is not None:
-        task[place.MINIMUMS] = weights.minimums
-    if weights.steps is not None:
-        task[place.STEPS] = weights.steps
-    return task
-
-
-def _float_task(weights: torch.Tensor, x: torch.Tensor) -> Task:
-    """Return what the task of a product says of its operands."""
-    place = products.Place
-    return {
-        place.WEIGHTS: weights,
-        place.NUM_IN: weights.shape[1],
-        place.X: x,
-        place.X_STRIDE: x.stride(0) * 4,
-    }
+        x, is_tiled = source.rounded(form), form.is_tiled
+        return block_product(weights, x, out, bias=bias, num_out=num_out, is_tiled=is_tiled)
+    if stored_as(weights.dtype) is None or matrix.num_in % products.COLUMNS:
+        raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
+    return float_product(weights, values, out, bias=bias, num_out=num_out)

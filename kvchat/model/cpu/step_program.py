@@ -18,9 +18,7 @@ from kvchat.model.cpu.step_experts import add_mixture, add_mlp
 from kvchat.model.cpu.step_mamba import add_mamba
 from kvchat.model.cpu.step_operations import (
     Activations,
-    Numbers,
     StepOperations,
-    Task,
     Unfit,
     check_widths,
     floats,
@@ -41,18 +39,19 @@ from kvchat.model.decoder.recurrent import DeltaNet, Mamba, Recurrent, ShortConv
 from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.cpu import attention, block_rows, gates, norms, products, rotation
-from kvchat_kernels.cpu.attention import AttentionForm
+from kvchat_kernels.cpu import attention, gates, norms, rotation
+from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.code import Kernel
+from kvchat_kernels.cpu.gates import HeadsTask
 from kvchat_kernels.cpu.maths import Stored, stored_as
-from kvchat_kernels.cpu.norms import NormForm
+from kvchat_kernels.cpu.norms import NormForm, NormTask
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Program
-from kvchat_kernels.cpu.rotation import Heads
+from kvchat_kernels.cpu.rotation import Heads, RotationTask
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
+from kvchat_kernels.cpu.task import Numbers
 from kvchat_kernels.kv_code import KvCode
 from kvchat_kernels.kv_layer import PlainKv
-from kvchat_kernels.linear.blocks import BlockWeights
 
 # KV that the kernels write and read.
 CompiledKv = PlainKv | CodedKv
@@ -70,12 +69,9 @@ def _stored(pool: CompiledKv) -> Stored | KvCode:
     return stored
 
 
-def _addresses(pool: CompiledKv, place: Any) -> Task:
-    """Return the places of a pool's tensors in a task of a kernel with these places."""
-    task: Task = {place.KEYS: pool.keys, place.VALUES: pool.values}
-    if isinstance(pool, CodedKv):
-        task |= {place.KEY_SCALES: pool.key_scales, place.VALUE_SCALES: pool.value_scales}
-    return task
+def _scales(pool: CompiledKv) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the scales of a pool's keys and values, where it has any."""
+    return (pool.key_scales, pool.value_scales) if isinstance(pool, CodedKv) else (None, None)
 
 
 def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -265,7 +261,7 @@ class StepProgram:
             for part in (operations.of_sequences, operations.of_sequences.values())
         )
         self.has_pairs = operations.has_pairs
-        self.of_parts = {kind: np.array(found) for kind, found in self._of_parts.items()}
+        self.of_parts = {kind: np.array(indices) for kind, indices in self._of_parts.items()}
         self.head_units = self.program.units[self.of_head].copy()
 
     def set_pairs(self, num_rows: int) -> None:
@@ -307,28 +303,26 @@ class StepProgram:
         gate = operations.output("side gate", width)
         operations.products((part.gate,), *self._source(is_normed=False), gate)
         gated = operations.input("side", width)
-        place = gates.SidePlace
-        task: Task = {
-            place.GATE: gate,
-            place.SIDE: self.side[:, index * width :],
-            place.SIDE_STRIDE: self.side.stride(0) * 4,
-            place.OUT: gated.floats,
-            place.WIDTH: width,
-        }
+        task = gates.SideTask(
+            gate=gate,
+            side=self.side[:, index * width :],
+            side_stride=self.side.stride(0) * 4,
+            out=gated.floats,
+            width=width,
+        )
         operations.add(gates.side_kernel(part.activation), task, None)
         out = operations.output("side", hidden)
         operations.products((part.projection,), gated, gated.floats, out)
         return _Output(out, part.norm)
 
     def _norm_stream(self, norm: Norm) -> None:
-        place = norms.Place
-        task: Task = {
-            place.STREAM: self.stream,
-            place.WIDTH: self.stream.shape[1],
-            place.WEIGHT: norm.weight,
-            place.OUT: self.stream,
-            place.EPSILON: norm.epsilon,
-        }
+        task = NormTask(
+            stream=self.stream,
+            width=self.stream.shape[1],
+            weight=norm.weight,
+            out=self.stream,
+            epsilon=norm.epsilon,
+        )
         if norm.bias is not None:
             raise Unfit("has embedded tokens with another norm")
         self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
@@ -339,14 +333,10 @@ class StepProgram:
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
         elif layer.attention is not None:
-            _ADDERS[type(layer.attention)](
-                layer.attention, self._operations, state, source, values, out
-            )
+            self._recurrent(layer.attention, state, source, values, out)
         if layer.beside is not None:
             beside = self._operations.output("beside", out.shape[1])
-            _ADDERS[type(layer.beside)](
-                layer.beside, self._operations, state, source, values, beside
-            )
+            self._recurrent(layer.beside, state, source, values, beside)
             self._add_to(out, beside)
         if layer.is_parallel:
             self._add_parallel_mlp(layer, out)
@@ -370,20 +360,14 @@ class StepProgram:
         self._add_to(out, beside)
 
     def _add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
-        place = norms.Place
-        task: Task = {
-            place.STREAM: out,
-            place.ADDEND: addend,
-            place.WIDTH: out.shape[1],
-            place.FACTOR: 1.0,
-        }
+        task = NormTask(stream=out, addend=addend, width=out.shape[1])
         self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
 
     def _add_norm(self, output: _Output | None, before: Norm | None) -> None:
         """Add to the stream what is to be added, and norm it into the input of what follows."""
         if output is None and before is None:
             return
-        stream, after = self.stream, None if output is None else output.norm
+        width, after = self.stream.shape[1], None if output is None else output.norm
         form = NormForm(
             output is not None,
             after is not None,
@@ -393,24 +377,20 @@ class StepProgram:
         )
         if after is not None and after.bias is not None:
             raise Unfit("has norms of outputs of another kind")
-        place = norms.Place
-        task: Task = {
-            place.STREAM: stream,
-            place.WIDTH: stream.shape[1],
-            place.FACTOR: self._decoder.residual_factor,
-            place.EPSILON: (after or before or self._decoder.norm).epsilon,
-        }
-        if output is not None:
-            task |= {place.ADDEND: output.values, place.STREAM_FACTOR: output.stream_factor}
-        if after is not None:
-            task[place.ADDEND_WEIGHT] = after.weight
-        if before is not None:
-            task[place.WEIGHT] = before.weight
-            if before.bias is not None:
-                task[place.BIAS] = before.bias
-            task[place.OUT] = self._operations.input("normed", stream.shape[1]).floats
         if after is not None and before is not None and after.epsilon != before.epsilon:
             raise Unfit("has norms with different epsilons")
+        task = NormTask(
+            stream=self.stream,
+            width=width,
+            addend=None if output is None else output.values,
+            addend_weight=None if after is None else after.weight,
+            weight=None if before is None else before.weight,
+            out=self._operations.input("normed", width).floats,
+            bias=None if before is None else before.bias,
+            epsilon=(after or before or self._decoder.norm).epsilon,
+            factor=self._decoder.residual_factor,
+            stream_factor=1.0 if output is None else output.stream_factor,
+        )
         self._operations.add(norms.norm_kernel(form), task, None)
 
     def _source(self, is_normed: bool) -> tuple[Activations, torch.Tensor]:
@@ -452,18 +432,20 @@ class StepProgram:
             parts = Parts(spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
             self.parts[kind] = parts
         attended = self._operations.input("heads", spec.num_heads * spec.value_dim)
-        place = attention.Place
-        task: Task = {
-            place.RECORD: parts.record.ctypes.data,
-            place.QUERY: qkv,
-            place.QUERY_STRIDE: qkv.stride(0) * 4,
-            **_addresses(pool, place),
-            place.SCALE: layer.scale,
-            place.SOFTCAP: layer.softcap or 0.0,
-            place.OUT: attended.floats,
-        }
-        if layer.sinks is not None:
-            task[place.SINKS] = layer.sinks
+        key_scales, value_scales = _scales(pool)
+        task = AttentionTask(
+            record=parts.record,
+            query=qkv,
+            query_stride=qkv.stride(0) * 4,
+            keys=pool.keys,
+            values=pool.values,
+            scale=layer.scale,
+            softcap=layer.softcap or 0.0,
+            sinks=layer.sinks,
+            out=attended.floats,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
         self._of_parts.setdefault(kind, []).append(len(self._operations.all))
         self._operations.add(attention.attention_kernel(form), task, 0)
         self._operations.add(attention.joining_kernel(form), task, None)
@@ -493,26 +475,23 @@ class StepProgram:
         return both
 
     def _add_heads(
-        self, kernel: Kernel, spec: LayerSpec, both: torch.Tensor, out: torch.Tensor
+        self,
+        kernel: Kernel[HeadsTask],
+        spec: LayerSpec,
+        both: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        place = gates.HeadPlace
-        task: Task = {
-            place.BOTH: both,
-            place.OUT: out,
-            place.OUT_STRIDE: out.stride(0) * 4,
-            place.NUM_HEADS: spec.num_heads,
-            place.DIM: spec.key_dim,
-        }
+        task = HeadsTask(
+            both=both,
+            out=out,
+            out_stride=out.stride(0) * 4,
+            num_heads=spec.num_heads,
+            dim=spec.key_dim,
+        )
         self._operations.add(kernel, task, None)
 
     def _rotation(self, layer: DecoderAttention, qkv: torch.Tensor, pool: CompiledKv) -> None:
-        spec, place = layer.spec, rotation.Place
-        task: Task = {
-            place.QKV: qkv,
-            place.QKV_STRIDE: qkv.stride(0) * 4,
-            **_addresses(pool, place),
-        }
-        rotated = 0
+        spec, angles, factors = layer.spec, None, self.query_factors
         if layer.rotates:
             angles = self.angles.get(layer.kind)
             if angles is None:
@@ -521,26 +500,31 @@ class StepProgram:
                 )
                 self.angles[layer.kind] = angles
             check_widths(angles.half)
-            rotated = 2 * angles.half
-            task |= {place.COSINES: angles.cosines, place.SINES: angles.sines}
-        if layer.head_norms is not None:
-            query, key = layer.head_norms
-            task |= {
-                place.QUERY_NORM: query.weight,
-                place.KEY_NORM: key.weight,
-                place.EPSILON: query.epsilon,
-            }
-        if self.query_factors is not None:
-            task[place.QUERY_FACTORS] = self.query_factors.values
+        query, key = layer.head_norms or (None, None)
+        key_scales, value_scales = _scales(pool)
+        task = RotationTask(
+            qkv=qkv,
+            qkv_stride=qkv.stride(0) * 4,
+            keys=pool.keys,
+            values=pool.values,
+            cosines=None if angles is None else angles.cosines,
+            sines=None if angles is None else angles.sines,
+            query_norm=None if query is None else query.weight,
+            key_norm=None if key is None else key.weight,
+            epsilon=0.0 if query is None else query.epsilon,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            query_factors=None if factors is None else factors.values,
+        )
         heads = Heads(
             spec.num_heads,
             spec.num_kv_heads,
             spec.key_dim,
             spec.value_dim,
-            rotated,
+            0 if angles is None else 2 * angles.half,
             layer.head_norm,
             _stored(pool),
-            self.query_factors is not None,
+            factors is not None,
             layer.turns_neighbours,
             layer.norms_last,
             layer.norms_value,
@@ -559,22 +543,18 @@ class StepProgram:
         """Norm the rows that logits are wanted of, and multiply with the head."""
         header, norm = self.head_header, self._decoder.norm
         source = self._operations.input("last", hidden)
-        place = norms.Place
-        task: Task = {
-            place.STREAM: self.stream,
-            place.WIDTH: hidden,
-            place.WEIGHT: norm.weight,
-            place.OUT: source.floats,
-            place.EPSILON: norm.epsilon,
-        }
-        if norm.bias is not None:
-            task[place.BIAS] = norm.bias
+        task = NormTask(
+            stream=self.stream,
+            width=hidden,
+            weight=norm.weight,
+            out=source.floats,
+            bias=norm.bias,
+            epsilon=norm.epsilon,
+        )
         form = NormForm(adds=False, picks=True, centres=norm.bias is not None)
         self._operations.add(norms.norm_kernel(form), task, None, header=header)
         out = torch.empty(1, self._decoder.head.num_out, dtype=torch.float32)
-        (numbers,) = self._operations.products(
+        (product,) = self._operations.products(
             (self._decoder.head,), source, source.floats, out, header=header
         )
-        is_block = isinstance(self._decoder.head.weights, BlockWeights)
-        index = block_rows.Place.OUT if is_block else products.Place.OUT
-        return numbers[index : index + 1]
+        return product.number("out")

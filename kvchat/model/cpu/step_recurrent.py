@@ -6,12 +6,12 @@ Each kind of `decoder/recurrent.py` has a function that adds its operations, in 
 
 import torch
 
-from kvchat.model.cpu.step_operations import StepOperations, Task, Unfit, check_widths
+from kvchat.model.cpu.step_operations import StepOperations, Unfit, check_widths
 from kvchat.model.decoder.recurrent import Convolution
 from kvchat.model.spec import StateTensor
 from kvchat.model.state import CONV, state_offsets
 from kvchat_kernels.cpu import convolution
-from kvchat_kernels.cpu.convolution import ConvolutionForm
+from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
 from kvchat_kernels.cpu.maths import stored_as
 
 
@@ -54,18 +54,16 @@ def add_convolution(
     stored = stored_as(dtype)
     if stored is None:
         raise Unfit("has a state of another form")
-    place = convolution.Place
-    task: Task = {
-        place.X: x,
-        place.WEIGHTS: part.weights,
-        place.CHANNELS: channels,
-        place.STATE: offset,
-        place.OUT: out,
-        place.X_STRIDE: x.stride(0) * 4,
-        place.OUT_STRIDE: out.stride(0) * 4,
-    }
-    if part.bias is not None:
-        task[place.BIAS] = part.bias
+    task = ConvolutionTask(
+        x=x,
+        weights=part.weights,
+        channels=channels,
+        state=offset,
+        out=out,
+        x_stride=x.stride(0) * 4,
+        out_stride=out.stride(0) * 4,
+        bias=part.bias,
+    )
     form = ConvolutionForm(num_taps, stored, part.bias is not None, part.is_activated, is_gated)
     units = -(-channels // convolution.UNIT_CHANNELS)
     operations.add_of_sequences(convolution.convolution_kernel(form), task, units)

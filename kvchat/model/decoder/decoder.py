@@ -3,7 +3,7 @@
 `reader.py` reads it from a module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ class DecoderAttention:
 class Mlp:
     """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
 
-    `constants` are the last of `gates.Place`, in their order, where the activation has them.
+    `constants` are fields of `gates.GateTask`, where the activation has them.
     `module` is transformers' own, except of experts.
     """
 
@@ -60,7 +60,7 @@ class Mlp:
     down: Matrix
     activation: Activation
     is_gated: bool = True
-    constants: tuple[float, ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict)
     module: Any = None
 
     @property

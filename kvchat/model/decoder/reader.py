@@ -474,13 +474,18 @@ def _activation(module: Any) -> Activation:
     return _ACTIVATIONS[act]
 
 
-def _xielu(act: Any) -> tuple[float, ...]:
-    """Return the numbers of a module of xIELU, in the order of `gates.Place`."""
+def _xielu(act: Any) -> dict[str, float]:
+    """Return the numbers of a module of xIELU, as fields of `gates.GateTask`."""
     positive, negative = (
         float(functional.softplus(_floats(part))) for part in (act.alpha_p, act.alpha_n)
     )
     linear = float(act.beta)
-    return positive, linear + negative, linear, float(act.eps)
+    return {
+        "positive": positive,
+        "negative": linear + negative,
+        "linear": linear,
+        "largest": float(act.eps),
+    }
 
 
 def _mlp(module: Any) -> Mlp:
@@ -498,7 +503,7 @@ def _mlp(module: Any) -> Mlp:
             _part(module, "down_proj", "fc2", "c_proj"),
         )
         activation = _activation(module)
-        constants = _xielu(module.act_fn) if activation is Activation.XIELU else ()
+        constants = _xielu(module.act_fn) if activation is Activation.XIELU else {}
         return Mlp((matrix_of(up),), matrix_of(down), activation, False, constants)
     gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
     return Mlp(gate_up, matrix_of(module.down_proj), _activation(module), module=module)

@@ -1,0 +1,72 @@
+"""Rows: activations of one matrix product, rounded in blocks of 32 columns."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Rounding, alternating, in_order
+
+# The least that a block's largest value counts as, as in the compiled code.
+_LEAST = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Activation rows in blocks of 32 columns.
+
+    levels          int16 or int8 [num_rows, parts, in], whose blocks alternate as `alternating`
+                    has them; of two parts, a level is 256 * the first + the second
+    scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
+    starts          int32 [num_rows, in / 32], in bytes: the sum of the levels times -CENTRE, where
+                    sums of products begin whose levels of weights are CENTRE too high
+    """
+
+    rounding: Rounding
+    levels: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+    starts: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.levels)
+
+    def operands(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names that the tasks of kernels have for them."""
+        scales, sums = self.scales, self.sums
+        return {"x": self.levels, "x_scales": scales, "x_sums": sums, "x_starts": self.starts}
+
+    def values(self) -> torch.Tensor:
+        """Return what the levels stand for, float32 [num_rows, in]."""
+        return (self.whole_levels() * self.scales[..., None]).view(len(self), -1)
+
+    def whole_levels(self) -> torch.Tensor:
+        """Return the levels in order, int32 [num_rows, in / 32, 32]."""
+        word = self.rounding.word
+        first, *second = (in_order(part, COLUMNS, word).int() for part in self.levels.unbind(1))
+        return first * 256 + second[0] if second else first
+
+
+def empty_rows(num_rows: int, num_in: int, rounding: Rounding) -> Rows:
+    """Return room for rows, not written yet; `num_in` is a multiple of 32."""
+    levels = torch.empty(num_rows, rounding.num_parts, num_in, dtype=level_dtype(rounding))
+    scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
+    return Rows(rounding, levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
+
+
+def rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
+    """Round rows [num_rows, in] float32 by operators of torch."""
+    blocks = x.view(len(x), -1, COLUMNS)
+    largest = blocks.abs().amax(dim=-1).clamp_(min=_LEAST)
+    levels = (blocks * (rounding.most / largest)[..., None]).round_().int()
+    scales = largest / rounding.most
+    totals = levels.sum(dim=-1, dtype=torch.int32)
+    high = (levels + 128) >> 8
+    parts = (high, levels - high * 256) if rounding is Rounding.BYTES else (levels,)
+    dtype = level_dtype(rounding)
+    stored = torch.stack([alternating(part.to(dtype), rounding.word) for part in parts], 1)
+    return Rows(rounding, stored, scales, totals * scales, totals * -CENTRE)
+
+
+def level_dtype(rounding: Rounding) -> torch.dtype:
+    """Return how levels are stored."""
+    return torch.int16 if rounding is Rounding.SHORT else torch.int8
