@@ -44,8 +44,9 @@ AMPERE = Gpu(80, 163 * 1024)  # A100
 RTX_30 = Gpu(86, 99 * 1024)  # and A10, A40
 RTX_40 = Gpu(89, 99 * 1024)  # and L4, L40S
 HOPPER = Gpu(90, 227 * 1024)  # H100, H200
+BLACKWELL = Gpu(100, 227 * 1024)  # B200
 RTX_50 = Gpu(120, 99 * 1024)
-GPUS = (AMPERE, RTX_30, RTX_40, HOPPER, RTX_50)
+GPUS = (AMPERE, RTX_30, RTX_40, HOPPER, BLACKWELL, RTX_50)
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {

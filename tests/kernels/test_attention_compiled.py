@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from compiling import AMPERE, GPUS, HOPPER, RTX_30, RTX_40, RTX_50, Gpu, GpuCode, compile_for
+from compiling import (
+    AMPERE,
+    BLACKWELL,
+    GPUS,
+    HOPPER,
+    RTX_30,
+    RTX_40,
+    RTX_50,
+    Gpu,
+    GpuCode,
+    compile_for,
+)
 
 from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.launch import Launch
@@ -45,8 +56,11 @@ _INT8_TILES = [
     *((gpu, (128, 128), n) for gpu in (HOPPER, RTX_40) for n in QUERIES),
     *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (1, 2048)),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
+    (BLACKWELL, (128, 128), 1),
 ]
 _OTHER_INT8_TILES = [
+    *((BLACKWELL, (128, 128), n) for n in (8, 16, 2048)),
+    *((BLACKWELL, (dim, dim), n) for dim in (64, 256, 512) for n in QUERIES),
     *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (8, 16)),
     *((gpu, (dim, dim), n) for gpu in (HOPPER, RTX_40) for dim in (256, 512) for n in QUERIES),
     *((gpu, (dim, dim), n) for gpu in (AMPERE, RTX_50) for dim in (64, 256) for n in QUERIES),
@@ -115,14 +129,20 @@ PRIVATE_VARIANTS = [
         make,
         id=f"{gpu}-{dim}-{query_len}-{make.__name__}",
         marks=()
-        if dim == 128 and make is plain_call and query_len in (1, 2048)
+        if dim == 128 and make is plain_call and query_len in (1, 2048) and gpu is not BLACKWELL
         else pytest.mark.soak,
     )
     for gpu in GPUS
     for dim in (64, 128, 256, 512)
     for query_len in QUERIES
     for make in (plain_call, int8_call)
+    # Four registers are spilled there, which tiles.py tells.
+    if not (gpu is BLACKWELL and dim == 512 and make is int8_call and query_len < 2048)
 ]
+
+
+def card_of(gpu: Gpu) -> Card:
+    return Card(PROCESSORS, gpu.shared_bytes, gpu.capability)
 
 
 def compiled(launch: Launch, num_stages: int | None = None, gpu: Gpu = HOPPER) -> GpuCode:
@@ -137,7 +157,7 @@ def compiled(launch: Launch, num_stages: int | None = None, gpu: Gpu = HOPPER) -
 
 
 def launches(call: AttentionCall, gpu: Gpu = HOPPER) -> Iterator[Launch]:
-    return plan_launches(call, Card(PROCESSORS, gpu.shared_bytes))
+    return plan_launches(call, card_of(gpu))
 
 
 @pytest.mark.parametrize(("dims", "query_len"), VARIANTS, ids=str)
@@ -177,7 +197,8 @@ def test_over_kv_of_8_bits_nothing_spills(gpu: Gpu, dims: tuple[int, int], query
     code = compiled(next(launches(int8_call(dims, query_len, torch.bfloat16), gpu)), gpu=gpu)
 
     assert code.ptx_count("cp.async") > 0
-    assert code.ptx_count("wgmma.mma_async") + code.ptx_count("mma.sync") > 0
+    cores = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
+    assert any(code.ptx_count(name) for name in cores)
 
 
 def with_private_table(call: AttentionCall) -> AttentionCall:
@@ -287,9 +308,9 @@ def test_every_tile_that_can_be_chosen_is_compiled_above(card: Card) -> None:
     assert chosen == compiled
 
 
-@pytest.mark.parametrize("gpu", [HOPPER, RTX_40], ids=str)
+@pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, RTX_40], ids=str)
 def test_every_tile_over_kv_of_8_bits_is_compiled_above(gpu: Gpu) -> None:
-    card, half = Card(PROCESSORS, gpu.shared_bytes), torch.bfloat16
+    card, half = card_of(gpu), torch.bfloat16
     sizes = [(key, value) for key in range(8, 513, 8) for value in range(8, 513, 8)]
     chosen = {tile for size in sizes for tile in tiles_of(*size, half, card, True)}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiling import AMPERE, GPUS, HOPPER, RTX_30, RTX_40, RTX_50, Gpu, compile_for
+from compiling import AMPERE, BLACKWELL, GPUS, HOPPER, RTX_30, RTX_40, RTX_50, Gpu, compile_for
 from interpreter import Interpreter
 
 from kvchat_kernels.launch import Launch
@@ -116,7 +116,7 @@ def test_weights_are_on_their_way_before_they_are_needed(
     assert (counts["mma.sync"] > 0) == (num_rows > 1)
 
 
-@pytest.mark.parametrize("gpu", [AMPERE, RTX_30, RTX_50], ids=str)
+@pytest.mark.parametrize("gpu", [AMPERE, RTX_30, BLACKWELL, RTX_50], ids=str)
 def test_no_kind_of_gpu_is_left_out(gpu: Gpu) -> None:
     weights = meta_blocks(KINDS[0], 14336, 4096)
     check_compiled(gpu, block_linear_launch(meta(5, 4096), weights, None, meta(5, 14336)))

@@ -37,10 +37,12 @@ class Card:
 
     processors     the GPU's multiprocessors
     shared_bytes   shared memory that one program may take, `shared_memory_per_block_optin`
+    capability     its compute capability times 10; 0 for what is no GPU
     """
 
     processors: int
     shared_bytes: int
+    capability: int = 0
 
     @property
     def is_large(self) -> bool:
@@ -96,6 +98,13 @@ _LARGE_INT8: dict[int, _Row] = {
     256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 16, 8, 3)),
     512: (Tile(16, 16, 8, 3), *[Tile(16, 16, 8, 2)] * 3),
 }
+# For compute capability 10.0 (B200), where Triton 3.7 spilled registers at three places of these.
+# It still spills four where tables are private and heads have 512 dims, but for prefills.
+_BLACKWELL_INT8 = _LARGE_INT8 | {
+    64: (Tile(16, 64, 4, 4), Tile(32, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+    128: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    512: (Tile(16, 16, 8, 2),) * 4,
+}
 _SMALL_INT8: dict[int, _Row] = {
     64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 2)),
     128: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 2)),
@@ -136,7 +145,8 @@ def tiles_of(
     if dtype == torch.float32:
         table = _WHOLE_INT8 if is_int8 else _WHOLE
     elif card.is_large:
-        table = _LARGE_INT8 if is_int8 else _LARGE
+        of_8_bits = _BLACKWELL_INT8 if card.capability == 100 else _LARGE_INT8
+        table = of_8_bits if is_int8 else _LARGE
     else:
         table = _SMALL_INT8 if is_int8 else _SMALL
     return table[max(64, padded(key_dim), padded(value_dim))]

@@ -179,7 +179,8 @@ def card_of(device: torch.device) -> Card:
     properties = torch.cuda.get_device_properties(device)
     usual = properties.shared_memory_per_block
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", usual)
-    return Card(properties.multi_processor_count, shared_bytes)
+    capability = properties.major * 10 + properties.minor
+    return Card(properties.multi_processor_count, shared_bytes, capability)
 
 
 def plan_launches(call: AttentionCall, card: Card) -> Iterator[Launch]:
