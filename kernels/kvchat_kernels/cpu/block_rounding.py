@@ -10,12 +10,11 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Kernel, Value, constant
-from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.maths import Stored, load_stored
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, LEAST_SCALE
 
 _FLOATS, _INTS = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
-_HALVES, _SHORTS = ir.VectorType(F16, COLUMNS), ir.VectorType(I16, COLUMNS)
 _FACTOR_BYTES = 2
 
 
@@ -58,7 +57,9 @@ def _write(code: Code, bits: int, stored: Stored) -> None:
 
 def _round_to_8(code: Code, index: Value, stored: Stored) -> Value:
     """Store the scale of a block; return its levels as words that alternate with other blocks'."""
-    values = _loaded(code, index, stored)
+    values = load_stored(
+        code, code.task.floats, index * (COLUMNS * stored.num_bytes), stored, COLUMNS
+    )
     largest = _extreme(code, "fmax", code.call("llvm.fabs.v32f32", _FLOATS, values))
     scale = _stored_scale(code, largest / 127.0, values, index)
     levels = _levels(code, values, scale, (-127.0, 127.0))
@@ -67,24 +68,15 @@ def _round_to_8(code: Code, index: Value, stored: Stored) -> Value:
 
 def _round_to_4(code: Code, index: Value, stored: Stored) -> Value:
     """Do the same, with a minimum."""
-    values = _loaded(code, index, stored)
+    values = load_stored(
+        code, code.task.floats, index * (COLUMNS * stored.num_bytes), stored, COLUMNS
+    )
     low, high = _extreme(code, "fmin", values), _extreme(code, "fmax", values)
     scale = _stored_scale(code, (high - low) / 15.0, values, index)
     minimum = _stored_half(code, low, index, code.task.minimums)
     levels = _levels(code, values - code.spread(minimum, COLUMNS), scale, (0.0, 15.0))
     first, second = code.halves(levels)
     return code.as_bits(_narrow(code, first + (second << 4)), ir.VectorType(I32, 4))
-
-
-def _loaded(code: Code, index: Value, stored: Stored) -> Value:
-    """Return the 32 floats of a block."""
-    address, offset = code.task.floats, index * (COLUMNS * stored.num_bytes)
-    if stored is Stored.FLOAT:
-        return code.load(address, offset, _FLOATS)
-    if stored is Stored.HALF:
-        return code.convert("fpext", code.load(address, offset, _HALVES), _FLOATS)
-    bits = code.convert("zext", code.load(address, offset, _SHORTS), _INTS)
-    return code.as_bits(bits << 16, _FLOATS)
 
 
 def _extreme(code: Code, side: str, values: Value) -> Value:

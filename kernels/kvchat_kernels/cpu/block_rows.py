@@ -313,6 +313,27 @@ def alternating(code: Code, words: Sequence[Value]) -> Value:
     return code.shuffled(even, odd, [lane // 2 + count * (lane % 2) for lane in range(2 * count)])
 
 
+def transposed(code: Code, vectors: Sequence[Value]) -> list[Value]:
+    """Return the first lanes of all vectors side by side, then their second lanes, and so on.
+
+    Of 8 vectors of 16 lanes the halves are turned each by itself. In each of the rounds every two
+    vectors whose numbers differ in one bit exchange lanes whose numbers differ in it.
+    """
+    turned, count = list(vectors), vectors[0].type.count
+    step = 1
+    while step < len(turned):
+        kept = [lane if not lane & step else count + lane - step for lane in range(count)]
+        moved = [lane + step if not lane & step else count + lane for lane in range(count)]
+        for number in range(len(turned)):
+            if not number & step:
+                pair = turned[number], turned[number + step]
+                turned[number], turned[number + step] = (
+                    code.shuffled(*pair, order) for order in (kept, moved)
+                )
+        step *= 2
+    return turned
+
+
 # Unpacking
 
 

@@ -3,7 +3,7 @@
 The kernel here is a step's; those of long prompts write theirs by `write_convolved`.
 
 A unit is a run of channels of a sequence, whose rows it computes one after another. The state, the
-channels' last inputs, gets the new inputs in place. `recurrent_reference.py` has the same in torch.
+channels' last inputs, gets the new inputs in place.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
 """The state of a gated delta net (Qwen3.5, Qwen3-Next) in a step, behind its convolution.
 
-Each value head decays its state S [key dim, value dim], corrects it by what it says for the key,
-and reads it by the query; what is read is normed and gated. A unit is a value head of a sequence,
+Each value head decays its state S [key dim, value dim], corrects what S predicts for the key, and
+reads S by the query; the reading is normed and gated. A unit is a value head of a sequence,
 whose rows it computes one after another:
 
     S = decay * S;  S += k * (beta * (v - k S));  out = norm(q S) * silu(z)
 
-It changes the state in place. `recurrent_reference.py` has the same in torch.
+It changes the state in place.
 """
 
 from collections.abc import Sequence
@@ -91,10 +91,10 @@ def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Valu
     decay = _decay(code, offset, head)
     beta = sigmoid(code, code.spread(code.load(code.task.betas + offset, head * 4, F32)))
     for columns in _strips(form.value_dim):
-        said = _sums(code, form, key, state, columns)
+        predictions = _sums(code, form, key, state, columns)
         changes = [
             (code.load(value, column * 4, F32S) - total * decay * of_key) * beta * of_key
-            for total, column in zip(said, columns, strict=True)
+            for total, column in zip(predictions, columns, strict=True)
         ]
         read = [code.variable(code.floats(0.0)) for _ in columns]
         with code.loop(0, form.key_dim) as index:
@@ -106,7 +106,7 @@ def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Valu
                 total.set(total.get() + q * new)
         for column, total in zip(columns, read, strict=True):
             code.store(total.get() * of_query, out, column * 4)
-    _write_norm(code, form, offset + head * row_bytes, out)
+    write_gated_norm(code, form, offset + head * row_bytes, out)
 
 
 def _strips(width: int) -> list[range]:
@@ -146,7 +146,8 @@ def _decay(code: Code, offset: Value, head: Value) -> Value:
     return exp(code, rate * softplus(code, step + bias))
 
 
-def _write_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> None:
+def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> None:
+    """Write: norm what a head has read, and multiply it with silu of the gates at `offset`."""
     width = code.whole(form.value_dim)
     epsilon = code.task.epsilon
     factor = code.spread(inverse_rms(code, out, width, epsilon))

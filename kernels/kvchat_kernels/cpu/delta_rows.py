@@ -11,9 +11,8 @@ from functools import cache, reduce
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
 from kvchat_kernels.cpu.convolution import write_convolved
-from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm
+from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm, write_gated_norm
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
-from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 
@@ -153,12 +152,11 @@ def _write_steps(code: Code, form: RowsForm) -> None:
     value = code.task.mixed + (2 * heads.num_key_heads * heads.key_dim * 4)
     value = value + head * (heads.value_dim * 4) + first
     out = code.task.out + head * (heads.value_dim * 4) + first
-    said = [code.variable(code.floats(0.0)) for _ in vectors]
+    predictions = [code.variable(code.floats(0.0)) for _ in vectors]
     with code.loop(0, heads.key_dim) as index:
         k = code.spread(code.load(key, index * 4, F32))
-        for at, total in zip(vectors, said, strict=True):
-            held = code.load(room, index * (columns * 4) + at, F32S)
-            total.set(total.get() + k * held)
+        for at, total in zip(vectors, predictions, strict=True):
+            total.set(total.get() + k * code.load(room, index * (columns * 4) + at, F32S))
     last = code.header(Header.NUM_ROWS) - 1
     with code.loop(0, last + 1) as row:
         after = code.least(row + 1, last) * (form.num_channels * 4)
@@ -168,14 +166,14 @@ def _write_steps(code: Code, form: RowsForm) -> None:
             code.spread(code.load(of_rows, (row * heads.num_heads + head) * 4, F32))
             for of_rows in (code.task.steps, code.task.betas)
         ]
-        read = _step(code, form, room, addresses, value + offset, factors, said)
+        readings = _step(code, form, room, addresses, value + offset, factors, predictions)
         at_row = row * (heads.num_heads * heads.value_dim * 4)
-        for at, found in zip(vectors, read, strict=True):
-            code.store(found, out, at_row + at)
+        for at, reading in zip(vectors, readings, strict=True):
+            code.store(reading, out, at_row + at)
     with code.loop(0, heads.key_dim) as index:
         for at in vectors:
-            held = code.load(room, index * (columns * 4) + at, F32S)
-            code.store(held, state, index * (heads.value_dim * 4) + at)
+            number = code.load(room, index * (columns * 4) + at, F32S)
+            code.store(number, state, index * (heads.value_dim * 4) + at)
 
 
 def _step(
@@ -185,44 +183,37 @@ def _step(
     addresses: Sequence[Value],
     value: Value,
     factors: Sequence[Value],
-    said: Sequence[Variable],
+    predictions: Sequence[Variable],
 ) -> list[Value]:
     """Change the columns of a state by one row; return what its query reads of them.
 
-    `said` is what the row's key reads of them before, and becomes what the next row's key reads.
+    `predictions` are what the row's key reads of them before, and become what the next row's reads.
     """
     decay, beta = factors
     row_bytes = form._columns * 4
     vectors = range(0, row_bytes, LANES * 4)
     changes = [
         (code.load(value, at, F32S) - total.get() * decay) * beta
-        for at, total in zip(vectors, said, strict=True)
+        for at, total in zip(vectors, predictions, strict=True)
     ]
-    read = [code.variable(code.floats(0.0)) for _ in vectors]
-    for total in said:
+    readings = [code.variable(code.floats(0.0)) for _ in vectors]
+    for total in predictions:
         total.set(code.floats(0.0))
     with code.loop(0, form.heads.key_dim) as index:
         q, k, next_k = (code.spread(code.load(each, index * 4, F32)) for each in addresses)
-        for at, change, reading, saying in zip(vectors, changes, read, said, strict=True):
+        parts = zip(vectors, changes, readings, predictions, strict=True)
+        for at, change, reading, prediction in parts:
             place = index * row_bytes + at
             new = code.load(room, place, F32S) * decay + k * change
             code.store(new, room, place)
             reading.set(reading.get() + q * new)
-            saying.set(saying.get() + next_k * new)
-    return [total.get() for total in read]
+            prediction.set(prediction.get() + next_k * new)
+    return [total.get() for total in readings]
 
 
 def _write_outputs(code: Code, form: RowsForm) -> None:
     heads = form.heads
     row_bytes = heads.num_heads * heads.value_dim * 4
-    width, epsilon = code.whole(heads.value_dim), code.task.epsilon
-    weight = code.task.norm
     with code.loop(0, heads.num_heads) as head:
         offset = code.unit * row_bytes + head * (heads.value_dim * 4)
-        out, gates = (rows + offset for rows in (code.task.out, code.task.gates))
-        factor = code.spread(inverse_rms(code, out, width, epsilon))
-        with code.loop(0, width, LANES) as column:
-            at = column * 4
-            gate = code.load(gates, at, F32S)
-            normed = code.load(out, at, F32S) * factor * code.load(weight, at, F32S)
-            code.store(normed * gate * sigmoid(code, gate), out, at)
+        write_gated_norm(code, heads, offset, code.task.out + offset)

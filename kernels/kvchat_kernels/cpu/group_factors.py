@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from kvchat_kernels.cpu.code import F16, F32, I16, I32, I64, Code, Kernel, Value
-from kvchat_kernels.cpu.maths import Stored
+from kvchat_kernels.cpu.code import F16, F32, I32, I64, Code, Kernel, Value
+from kvchat_kernels.cpu.maths import Stored, load_stored
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import CENTRE
 from kvchat_kernels.linear.stored_groups import AWQ_ROWS, WORD_BITS, WordOrder
@@ -26,7 +26,7 @@ class FactorsTask(Task):
     zero..                    words of zeros; `zero_row` is from one word to the next
     zero_offset               what is added to a zero
     scales, minimums          written, as BlockWeights has them
-    found                     written, for each unit 3 numbers (int64): how many zeros are not the
+    counts                    written, for each unit 3 numbers (int64): how many zeros are not the
                               middle, and how many scales and minimums float16 does not hold
     chunk                     rows of a unit
     """
@@ -46,11 +46,11 @@ class FactorsTask(Task):
     zero_offset: int
     scales: Memory | None = None
     minimums: Memory | None = None
-    found: Memory | None = None
+    counts: Memory | None = None
     chunk: int
 
 
-NUM_FOUND = 3
+NUM_COUNTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def plain_factors_kernel(form: FactorForm) -> Kernel[FactorsTask]:
 
 def write_looking(code: Code, form: FactorForm) -> None:
     """Write the code of `looking_kernel`."""
-    counts = [code.variable(code.whole(0)) for _ in range(NUM_FOUND)]
+    counts = [code.variable(code.whole(0)) for _ in range(NUM_COUNTS)]
 
     def look(row: Value, group: Value) -> None:
         scale, zero = _scale(code, form, row, group), _zero(code, form, row, group)
@@ -109,7 +109,7 @@ def write_looking(code: Code, form: FactorForm) -> None:
 
     _each(code, look)
     for place, count in enumerate(counts):
-        code.store(count.get(), code.task.found, code.unit * (8 * NUM_FOUND) + 8 * place)
+        code.store(count.get(), code.task.counts, code.unit * (8 * NUM_COUNTS) + 8 * place)
 
 
 def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: bool) -> None:
@@ -157,7 +157,7 @@ def _each(code: Code, body: Callable[[Value, Value], None]) -> None:
 
 def _scale(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
     offset = row * code.task.scale_row + group * code.task.scale_group
-    return _float(code, code.task.scale, offset, form.scales)
+    return load_stored(code, code.task.scale, offset, form.scales)
 
 
 def _zero(code: Code, form: FactorForm, row: Value, group: Value) -> Value:
@@ -190,17 +190,7 @@ def _minimum(
 
 def _offset(code: Code, stored: Stored, row: Value, group: Value) -> Value:
     place = row * code.task.offset_row + group * code.task.offset_group
-    return _float(code, code.task.offset, place, stored)
-
-
-def _float(code: Code, address: Value, offset: Value, stored: Stored) -> Value:
-    """Load a float of a file as float32."""
-    if stored is Stored.FLOAT:
-        return code.load(address, offset, F32)
-    if stored is Stored.HALF:
-        return code.convert("fpext", code.load(address, offset, F16), F32)
-    bits = code.convert("zext", code.load(address, offset, I16), I32)
-    return code.as_bits(bits << 16, F32)
+    return load_stored(code, code.task.offset, place, stored)
 
 
 def _is_rounded(code: Code, value: Value) -> Value:

@@ -96,12 +96,12 @@ def _factors(code: Code, form: FloatForm, row: Value, column: Value) -> list[Val
         first + code.convert("zext", code.load(code.task.group_of, at * 4, I32), I64)
         for at in ([column] if form.is_ordered else [column + lane for lane in range(_LANES)])
     ]
-    found = []
+    both = []
     for factors in (code.task.scales, code.task.second):
         values = [code.load(factors, place * 4, F32) for place in places]
         single = len(values) == 1
-        found.append(code.spread(values[0], _LANES) if single else code.gathered(values))
-    return found
+        both.append(code.spread(values[0], _LANES) if single else code.gathered(values))
+    return both
 
 
 def _rounded(code: Code, values: Value, stored: Stored) -> Value:

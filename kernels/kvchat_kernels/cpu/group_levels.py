@@ -11,7 +11,7 @@ from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import alternating, each_group
+from kvchat_kernels.cpu.block_rows import alternating, each_group, transposed
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Kernel, Value
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS
@@ -139,22 +139,9 @@ class _Tile:
         row_bytes = code.task.num_blocks * block_bytes
         first = (self.line * step + row) * row_bytes + self.index * block_bytes
         offset = first + code.whole(size * word_bytes) * place
-        for part in _transposed(code, words) if self.lanes > 1 else [alternating(code, words)]:
+        for part in transposed(code, words) if self.lanes > 1 else [alternating(code, words)]:
             code.store(part, code.task.levels, offset)
             offset = offset + row_bytes * step
-
-
-def _transposed(code: Code, vectors: Sequence[Value]) -> list[Value]:
-    """Return vectors of the first lanes of as many vectors as these have lanes, and so on."""
-    count, out, step = len(vectors), list(vectors), 1
-    while step < count:
-        kept = [lane if not lane & step else lane - step + count for lane in range(count)]
-        given = [lane + step if not lane & step else lane + count for lane in range(count)]
-        for one in (number for number in range(count) if not number & step):
-            pair = out[one], out[one + step]
-            out[one], out[one + step] = (code.shuffled(*pair, order) for order in (kept, given))
-        step *= 2
-    return out
 
 
 def _copy_turned_4(code: Code, tile: _Tile) -> None:

@@ -7,7 +7,7 @@ of a sequence, whose rows it computes one after another:
     step = softplus(dt + bias);  S = exp(rate * step) * S + (step * x) B
     out = (S C + D * x) * silu(z)
 
-The state is changed in place. `recurrent_reference.py` has the same in torch.
+The state is changed in place.
 """
 
 from dataclasses import dataclass
@@ -143,9 +143,16 @@ def _write_rows(
 def _write_norm(code: Code) -> None:
     width, num_groups = code.task.width, code.task.num_groups
     row = code.task.x + code.unit * num_groups * width * 4
+    write_group_norms(code, row, code.task.weight, width, num_groups)
+
+
+def write_group_norms(
+    code: Code, row: Value, weights: Value, width: Value, num_groups: Value | int
+) -> None:
+    """Write: norm each group of a row, of `width` floats, in place."""
     with code.loop(0, num_groups) as group:
         offset = group * width * 4
-        x, weight = row + offset, code.task.weight + offset
+        x, weight = row + offset, weights + offset
         factor = code.spread(inverse_rms(code, x, width, code.task.epsilon))
         with code.loop(0, width, LANES) as column:
             at = column * 4

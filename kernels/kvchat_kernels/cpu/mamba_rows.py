@@ -11,9 +11,8 @@ from functools import cache
 
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
 from kvchat_kernels.cpu.convolution import write_convolved
-from kvchat_kernels.cpu.mamba import MambaForm
+from kvchat_kernels.cpu.mamba import MambaForm, write_group_norms
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
-from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 
@@ -125,8 +124,8 @@ def _write_steps(code: Code, form: RowsForm) -> None:
     state = state + (head * sizes.head_dim + first) * (sizes.state_size * 4)
     room = code.room(sizes.state_size * width * 4)
     with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
-        held = code.load(state, (row * sizes.state_size + column) * 4, F32)
-        code.store(held, room, (column * width + row) * 4)
+        number = code.load(state, (row * sizes.state_size + column) * 4, F32)
+        code.store(number, room, (column * width + row) * 4)
     inside = (head * sizes.head_dim + first) * 4
     group = head // (sizes.num_heads // sizes.num_groups)
     of_b = group * (sizes.state_size * 4) + sizes.num_heads * sizes.head_dim * 4
@@ -147,8 +146,8 @@ def _write_steps(code: Code, form: RowsForm) -> None:
             total = total + code.load(addresses[0], at, F32S) * skip
             code.store(total * gate * sigmoid(code, gate), code.task.out, offset + at)
     with code.loop(0, width) as row, code.loop(0, sizes.state_size) as column:
-        held = code.load(room, (column * width + row) * 4, F32)
-        code.store(held, state, (row * sizes.state_size + column) * 4)
+        number = code.load(room, (column * width + row) * 4, F32)
+        code.store(number, state, (row * sizes.state_size + column) * 4)
 
 
 def _step(
@@ -178,12 +177,5 @@ def _step(
 def _write_norms(code: Code, form: RowsForm) -> None:
     sizes = form.sizes
     width = sizes.num_heads * sizes.head_dim // sizes.num_groups
-    out = code.task.out + code.unit * (sizes.num_heads * sizes.head_dim * 4)
-    with code.loop(0, sizes.num_groups) as group:
-        of_group, weight = (start + group * (width * 4) for start in (out, code.task.norm))
-        epsilon = code.task.epsilon
-        factor = code.spread(inverse_rms(code, of_group, code.whole(width), epsilon))
-        with code.loop(0, width, LANES) as column:
-            at = column * 4
-            normed = code.load(of_group, at, F32S) * factor * code.load(weight, at, F32S)
-            code.store(normed, of_group, at)
+    row = code.task.out + code.unit * (sizes.num_groups * width * 4)
+    write_group_norms(code, row, code.task.norm, code.whole(width), sizes.num_groups)

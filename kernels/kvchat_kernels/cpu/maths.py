@@ -79,16 +79,20 @@ def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored)
     return as_floats(code, code.load(address, offset, _LOADED[stored]), stored)
 
 
-def load_wide(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
-    """Load 16 stored floats as float32."""
-    floats, halves = ir.VectorType(F32, 2 * LANES), ir.VectorType(F16, 2 * LANES)
+def load_stored(
+    code: Code, address: Value, offset: Value | int, stored: Stored, count: int = 1
+) -> Value:
+    """Load a stored float as float32, or a vector of `count` of them."""
+    floats, ints, halves, shorts = (
+        kind if count == 1 else ir.VectorType(kind, count) for kind in (F32, I32, F16, I16)
+    )
     if stored is Stored.FLOAT:
         return code.load(address, offset, floats)
     if stored is Stored.HALF:
         return code.convert("fpext", code.load(address, offset, halves), floats)
     assert stored is Stored.BFLOAT
-    bits = code.load(address, offset, ir.VectorType(I16, 2 * LANES))
-    return code.as_bits(code.convert("zext", bits, ir.VectorType(I32, 2 * LANES)) << 16, floats)
+    bits = code.convert("zext", code.load(address, offset, shorts), ints)
+    return code.as_bits(bits << 16, floats)
 
 
 def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:

@@ -13,7 +13,7 @@ from functools import cache
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable
-from kvchat_kernels.cpu.maths import Stored, load_floats, load_wide
+from kvchat_kernels.cpu.maths import Stored, load_floats, load_stored
 from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
@@ -218,8 +218,9 @@ class _Product:
 
     def _loaded(self, address: Value, offset: Value) -> Value:
         """Load a vector of weights."""
-        load = load_wide if self._is_wide else load_floats
-        return load(self._code, address, offset, self._stored)
+        if self._is_wide:
+            return load_stored(self._code, address, offset, self._stored, self._lanes)
+        return load_floats(self._code, address, offset, self._stored)
 
     def _add_columns(self, weights: _Places, activations: _Places, sums: _Sums, at: Value) -> None:
         """Add the products of a vector of columns from `at` on.

@@ -25,6 +25,7 @@ from kvchat_kernels.cpu.block_rows import (
     WeightRow,
     round_block,
     row_bytes,
+    transposed,
     write_rounding,
 )
 from kvchat_kernels.cpu.code import (
@@ -235,7 +236,7 @@ class _Product:
         with code.loop(0, group_bytes // _SQUARE_BYTES) as number:
             at = index * (COLUMNS * self._layout.bits // 8) + number * _SQUARE_BYTES
             words = [code.load(row.levels_at, at, _VECTOR_I) for row in rows]
-            store(_transposed(code, words), tiles, number * 2)
+            store(transposed(code, words), tiles, number * 2)
 
     def _store_lanes(self, factors: Sequence[Value], room: Value, places: Sequence[Value]) -> None:
         """Store the rows' factors for each block of a group side by side."""
@@ -243,7 +244,7 @@ class _Product:
         joined = [
             self._code.joined(*two) for two in zip(factors[:half], factors[half:], strict=True)
         ]
-        vectors = _transposed(self._code, joined)
+        vectors = transposed(self._code, joined)
         for place, vector in zip(places, vectors, strict=True):
             self._code.store(vector, room, place * _LINE)
 
@@ -402,23 +403,3 @@ class _Product:
 
     def _tile(self, number: int) -> Value:
         return Value(self._code, constant(number, I8))
-
-
-def _transposed(code: Code, vectors: Sequence[Value]) -> list[Value]:
-    """Return the first lanes of all vectors side by side, then their second lanes, and so on.
-
-    Of 8 vectors of 16 lanes the halves are turned each by itself. In each of the rounds every two
-    vectors whose numbers differ in one bit exchange lanes whose numbers differ in it.
-    """
-    turned, count = list(vectors), vectors[0].type.count
-    step = 1
-    while step < len(turned):
-        kept = [lane if not lane & step else count + lane - step for lane in range(count)]
-        moved = [lane + step if not lane & step else count + lane for lane in range(count)]
-        for number in range(len(turned)):
-            if not number & step:
-                one, other = turned[number], turned[number + step]
-                turned[number] = code.shuffled(one, other, kept)
-                turned[number + step] = code.shuffled(one, other, moved)
-        step *= 2
-    return turned

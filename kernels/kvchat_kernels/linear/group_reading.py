@@ -164,10 +164,10 @@ class _Reader:
         None for minimums that blocks without them have.
         """
         form, num_units = self._form_of(stored), -(-stored.num_out // _FACTOR_ROWS)
-        found = np.zeros((num_units, self._factors.NUM_FOUND), np.int64)
-        look = self._factor_operation(stored, self._factors.looking_kernel(form), found=found)
+        counts = np.zeros((num_units, self._factors.NUM_COUNTS), np.int64)
+        look = self._factor_operation(stored, self._factors.looking_kernel(form), counts=counts)
         self._run([look], stored.num_out * stored.num_groups)
-        are_odd, rounded_scales, rounded_minimums = (bool(n) for n in found.sum(axis=0))
+        are_odd, rounded_scales, rounded_minimums = (bool(n) for n in counts.sum(axis=0))
         has_minimums = are_odd or form.offsets is not None
         is_half = not (rounded_scales or (has_minimums and rounded_minimums))
         shape = (stored.num_out, stored.num_in // COLUMNS)
