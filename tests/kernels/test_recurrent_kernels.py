@@ -14,13 +14,13 @@ from kvchat_kernels.cpu import (
     mamba,
     mamba_rows,
     ordering,
-    recurrent_reference,
 )
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Task
+from support import recurrent_formulas
 from support.cpu_tasks import header, sequences
 
 # The rows of a step's sequences: one row, a prompt, rows of several sequences.
@@ -70,7 +70,7 @@ def test_a_convolution_is_the_sum_of_the_last_inputs(
         x = wide[:, :channels]  # rows have a gap between them
         expected = torch.stack(
             [
-                recurrent_reference.convolved(row, weights, twin[index, 1:-1])
+                recurrent_formulas.convolved(row, weights, twin[index, 1:-1])
                 for row, index in zip(x, in_order(counts), strict=True)
             ]
         )
@@ -122,7 +122,7 @@ def test_a_convolution_may_have_a_bias_and_gates(
 
     for row, index in enumerate(in_order(counts)):
         factor, of_sum, inputs = x[row]
-        expected = recurrent_reference.convolved(
+        expected = recurrent_formulas.convolved(
             factor * inputs if is_gated else factor,
             weights,
             twin[index],
@@ -186,7 +186,7 @@ def test_a_step_of_the_state_is_the_formula(
 
         for row, index in enumerate(in_order(counts)):
             query, key, value = mixed[row].split((keys, keys, values))
-            read = recurrent_reference.delta_step(
+            read = recurrent_formulas.delta_step(
                 query.view(num_key_heads, key_dim),
                 key.view(num_key_heads, key_dim),
                 value.view(num_heads, value_dim),
@@ -195,7 +195,7 @@ def test_a_step_of_the_state_is_the_formula(
                 twin[index],
             )
             gate = gates[row].view(num_heads, value_dim)
-            expected = recurrent_reference.gated_norm(read, gate, weight, epsilon)
+            expected = recurrent_formulas.gated_norm(read, gate, weight, epsilon)
             assert torch.allclose(out[row], expected, rtol=1e-3, atol=1e-3)
         assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
 
@@ -234,7 +234,7 @@ def test_a_step_of_mamba_is_the_formula(
 
         for row, index in enumerate(in_order(counts)):
             x, b, c = mixed[row].split((width, of_groups, of_groups))
-            read = recurrent_reference.mamba_step(
+            read = recurrent_formulas.mamba_step(
                 x.view(num_heads, head_dim),
                 b.view(num_groups, state_size),
                 c.view(num_groups, state_size),
@@ -253,7 +253,7 @@ def test_a_step_of_mamba_is_the_formula(
         epsilon=epsilon,
         num_groups=num_groups,
     )
-    normed = recurrent_reference.group_norm(out, weight, epsilon)
+    normed = recurrent_formulas.group_norm(out, weight, epsilon)
 
     run(mamba.group_norm_kernel(), task, num_rows, counts=counts)
 
@@ -309,9 +309,9 @@ def test_rows_of_a_delta_net_are_its_steps_one_after_another(
     expected, twin, twin_past = [], state.clone(), past.T.clone()
     keys = heads.num_key_heads * heads.key_dim
     for row in range(num_rows):
-        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past)
+        mixed = recurrent_formulas.convolved(inputs[row], weights, twin_past)
         query, key, value = mixed.split((keys, keys, width))
-        read = recurrent_reference.delta_step(
+        read = recurrent_formulas.delta_step(
             query.view(-1, heads.key_dim),
             key.view(-1, heads.key_dim),
             value.view(-1, heads.value_dim),
@@ -320,7 +320,7 @@ def test_rows_of_a_delta_net_are_its_steps_one_after_another(
             twin,
         )
         gate = gates[row].view(-1, heads.value_dim)
-        expected.append(recurrent_reference.gated_norm(read, gate, norm, epsilon).flatten())
+        expected.append(recurrent_formulas.gated_norm(read, gate, norm, epsilon).flatten())
     task = delta_rows.DeltaRowsTask(
         x=torch.cat((past[1:], inputs)),
         weights=weights,
@@ -370,10 +370,10 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
     expected, twin, twin_past = [], state.clone(), past.T.clone()
     of_groups = sizes.num_groups * sizes.state_size
     for row in range(num_rows):
-        mixed = recurrent_reference.convolved(inputs[row], weights, twin_past, bias=bias)
+        mixed = recurrent_formulas.convolved(inputs[row], weights, twin_past, bias=bias)
         x, b, c = mixed.split((width, of_groups, of_groups))
         step = torch.nn.functional.softplus(steps[row] + step_bias).clamp(0.01, 1.5)
-        read = recurrent_reference.mamba_step(
+        read = recurrent_formulas.mamba_step(
             x.view(sizes.num_heads, -1),
             b.view(sizes.num_groups, -1),
             c.view(sizes.num_groups, -1),
@@ -383,7 +383,7 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
             twin,
         )
         gated = read.flatten() * torch.nn.functional.silu(gates[row])
-        normed = recurrent_reference.group_norm(gated.view_as(norm), norm, epsilon)
+        normed = recurrent_formulas.group_norm(gated.view_as(norm), norm, epsilon)
         expected.append(normed.flatten())
     task = mamba_rows.MambaRowsTask(
         x=torch.cat((past[1:], inputs)),

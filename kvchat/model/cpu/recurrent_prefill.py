@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvchat.model.cpu.step_operations import StepOperations
-from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba
+from kvchat.model.decoder.recurrent import DeltaNet, Mamba
 from kvchat.model.state import bound_state
 from kvchat_kernels.cpu import delta_rows, mamba_rows
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
@@ -28,11 +28,10 @@ class RecurrentPrefill:
     by the module's own forward.
     """
 
-    def __init__(self, module: Any, layer: int, convolution: Convolution) -> None:
+    def __init__(self, module: Any, layer: int) -> None:
         self._module = module
         self._own = module.forward
         self._layer = layer
-        self._convolution = convolution
 
     def __call__(
         self,
@@ -93,7 +92,7 @@ class DeltaPrefill(RecurrentPrefill):
     """The prompts of a gated delta net."""
 
     def __init__(self, module: Any, net: DeltaNet) -> None:
-        super().__init__(module, net.layer, net.convolution)
+        super().__init__(module, net.layer)
         self._net = net
         self._form = delta_rows.RowsForm(net.form, len(net.convolution.weights))
 
@@ -144,7 +143,7 @@ class MambaPrefill(RecurrentPrefill):
     """The prompts of a Mamba-2 layer."""
 
     def __init__(self, module: Any, mamba: Mamba) -> None:
-        super().__init__(module, mamba.layer, mamba.convolution)
+        super().__init__(module, mamba.layer)
         self._mamba = mamba
         convolution = mamba.convolution
         has_bias = convolution.bias is not None

@@ -1,7 +1,4 @@
-"""One row of layers with a state in torch, formula by formula.
-
-What `convolution.py`, `delta.py` and `mamba.py` compute.
-"""
+"""Layers with a state in torch, one row and formula at a time: what compiled kernels compute."""
 
 import torch
 from torch.nn import functional
