@@ -7,12 +7,14 @@ line is skipped. Earlier versions wrote the text alone.
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvchat.chat.attachment import split_attached
 from kvchat.core.errors import StoreError
 from kvchat.core.locks import Lock, is_at, try_lock
 from kvchat.core.paths import open_private, private_directory, replace_private
@@ -21,6 +23,7 @@ MAX_LINES = 5000
 MAX_LINE_CHARS = 20_000
 MAX_FILE_BYTES = 4 * 2**20
 _BLOCK_MARK = '"""'
+_COMMAND_MARK = "/"
 # A process holds the file for milliseconds.
 _LOCK_TRIES, _RETRY_S = 100, 0.005
 
@@ -34,17 +37,39 @@ class TypedLine:
     text: str
     session_id: str = ""
 
-    def belongs_to(self, session_ids: Collection[str], texts: Collection[str]) -> bool:
-        """Whether it was typed in one of these conversations, or is one of these messages.
+
+class Forgotten:
+    """Which typed lines go with conversations and with messages.
+
+    With a message go the line that is its text, `/edit 3 TEXT` and other commands that end in it,
+    and commands that name one of its attached files.
+    """
+
+    def __init__(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        self._session_ids = session_ids
+        self._texts = [text for text in texts if text]
+        split = [split_attached(text) for text in texts]
+        self._words = {said.strip() for _, said in split} - {""}
+        names = {name for names, _ in split for name in names}
+        self._names = [re.compile(rf'[\s"/]{re.escape(name)}(?:["\s]|$)') for name in names]
+
+    def has(self, line: TypedLine) -> bool:
+        return line.session_id in self._session_ids or self.has_text(line.text)
+
+    def has_text(self, typed: str) -> bool:
+        """Return whether a typed text is a message, or a command about one.
 
         A message may have attached files before the typed text, and lacks a block's marks.
         """
-        typed = {self.text, self.text.strip(), _without_marks(self.text)} - {""}
-        return self.session_id in session_ids or any(
-            text == each or text.strip() == each or text.endswith(f"\n{each}")
-            for text in texts
-            for each in typed
-        )
+        forms = {typed, typed.strip(), _without_marks(typed)} - {""}
+        for text in self._texts:
+            if text.strip() in forms or any(text.endswith(f"\n{form}") for form in forms):
+                return True
+        command = typed.strip()
+        if not command.startswith(_COMMAND_MARK):
+            return False
+        ends = any(command.endswith(f" {words}") for words in self._words)
+        return ends or any(name.search(command) for name in self._names)
 
 
 class TypedLines:
@@ -91,10 +116,11 @@ class TypedLines:
         """Remove the lines of conversations and of messages, for good. Raises StoreError."""
         if not self._path.exists():
             return
+        gone = Forgotten(session_ids, texts)
         try:
             with self._locked():
                 lines = self._lines()
-                kept = [line for line in lines if not _is_of(line, session_ids, texts)]
+                kept = [line for line in lines if not _is_gone(line, gone)]
                 if len(kept) < len(lines):
                     self._replace(kept)
         except OSError as error:
@@ -134,9 +160,9 @@ def _newest(lines: Sequence[bytes]) -> list[bytes]:
     return kept[::-1]
 
 
-def _is_of(line: bytes, session_ids: Collection[str], texts: Collection[str]) -> bool:
+def _is_gone(line: bytes, gone: Forgotten) -> bool:
     typed = _typed_line(line)
-    return typed is not None and typed.belongs_to(session_ids, texts)
+    return typed is not None and gone.has(typed)
 
 
 def _encoded(line: TypedLine) -> bytes:

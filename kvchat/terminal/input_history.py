@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from prompt_toolkit.history import History
 
-from kvchat.chat.typed_lines import MAX_LINE_CHARS, TypedLine, TypedLines
+from kvchat.chat.typed_lines import MAX_LINE_CHARS, Forgotten, TypedLine, TypedLines
 
 Place = Callable[[], str | None]
 
@@ -62,12 +62,13 @@ class PrivateHistory(History):
 
     def forget(self, session_ids: Collection[str], texts: Collection[str]) -> None:
         """Let go of what belongs to conversations or messages; the file is changed elsewhere."""
-        known = [line for line in self._known if line.belongs_to(session_ids, texts)]
+        forgotten = Forgotten(session_ids, texts)
+        known = [line for line in self._known if forgotten.has(line)]
         gone = {line.text for line in known}.union(self._cleared if session_ids else ())
         self._known = [line for line in self._known if line not in known]
         self._waiting = [text for text in self._waiting if text not in gone]
         self._loaded_strings = [
             text
             for text in self._loaded_strings
-            if text not in gone and not TypedLine(text).belongs_to((), texts)
+            if text not in gone and not forgotten.has_text(text)
         ]

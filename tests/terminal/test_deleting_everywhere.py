@@ -5,6 +5,7 @@ input history.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,6 +197,56 @@ def test_a_deleted_conversation_is_nowhere(
     assert session_id not in home.store.ids()
     assert home.kv.verify().is_sound
     assert home.kv.status().num_tokens >= len(shared) - BLOCK_SIZE, "the other chat stays warm"
+
+
+@pytest.fixture
+def log(home: Home) -> Iterator[None]:
+    """Write everything that kvchat logs into the state directory."""
+    (home.root / "state").mkdir(exist_ok=True)
+    handler = logging.FileHandler(home.root / "state" / "kvchat.log")
+    logger = logging.getLogger("kvchat")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield
+    logger.setLevel(before)
+    logger.removeHandler(handler)
+    handler.close()
+
+
+@pytest.mark.parametrize("command_line", ["/forget yes", "/forget last yes"])
+@pytest.mark.usefixtures("log")
+def test_a_message_is_nowhere_with_its_files_and_the_commands_about_it(
+    home: Home, start: Start, tmp_path_factory: pytest.TempPathFactory, command_line: str
+) -> None:
+    """/forget last left what /edit sent, and the names of files, in the input history."""
+    place = tmp_path_factory.mktemp("files") / "merger-of-Grimstad.txt"
+    place.write_text("Forty anvils, and not one more.")
+    controller = home.chat(start())
+    finish(controller.ask("I like ships."))
+    session_id = controller.require_session().session_id
+    history = PrivateHistory(home.places.typed, lambda: session_id)
+    history.append_string(f"/file {place}")
+    controller.attach(place)
+    controller.keep_waiting([SECRET])
+    finish(controller.ask("Not this."))
+    controller.place.edited = controller.place.user_turn("")
+    controller.attach(place)
+    history.append_string(f"/edit 2 {SECRET}")
+    finish(controller.ask(SECRET))
+    ids = controller.require_conversation().path()[-2].token_ids[-40:-20]  # of the text alone
+    secrets = (SECRET, place.name, "Forty anvils", "Not this")
+    for secret in secrets:
+        assert traces(home.root, secret, ids), secret
+
+    command(controller, command_line)
+    if "last" in command_line:  # the message that was edited is on a branch of its own
+        [other] = controller.require_conversation().leaves()
+        controller.place.move(other.turn_id)
+        command(controller, command_line)
+
+    for secret in secrets:
+        assert traces(home.root, secret, ids) == [], secret
 
 
 def test_what_was_evicted_before_it_was_deleted_is_nowhere(home: Home, start: Start) -> None:

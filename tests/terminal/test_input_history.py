@@ -54,6 +54,27 @@ def test_what_was_typed_in_a_conversation_and_never_sent_goes_with_it(tmp_path: 
     assert b"secret" not in path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    "typed",
+    ["a secret", "/edit 3 a secret", "/btw a secret", '/file "docs/plan b.md"', "/file plan.md x"],
+)
+def test_a_command_that_sent_or_attached_goes_with_the_message(tmp_path: Path, typed: str) -> None:
+    """/forget last left the text of `/edit 3 TEXT`, and the name of a file that /file attached."""
+    path = tmp_path / "history"
+    lines = TypedLines(path)
+    history = PrivateHistory(lines, lambda: ONE)
+    others = ["/file plan.md.bak", "/edit 3 not a secret thing", "no secret"]
+    for text in (*others, typed):
+        history.append_string(text)
+
+    message = "plan b.md:\n```\nx\n```\n\nplan.md:\n```\nx\n```\n\na secret"
+    lines.remove((), {message})
+    history.forget((), {message})
+
+    assert history.get_strings() == others
+    assert recalled(path) == others[::-1]
+
+
 def test_what_is_typed_before_a_conversation_belongs_to_the_one_that_begins(tmp_path: Path) -> None:
     """The first message is typed before its conversation has an id."""
     path = tmp_path / "history"
