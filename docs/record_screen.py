@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pyte.screens import Char
 
+from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
 OUTPUT = Path(__file__).with_name("screen.svg")
@@ -45,7 +46,8 @@ def recorded_rows(home: Path) -> Iterator[Row]:
 
 
 def _rows_of_chat(arguments: Sequence[str], messages: Sequence[str], home: Path) -> list[Row]:
-    screen = PtyScreen("kvchat", arguments, COLUMNS, ROWS, {"HOME": str(home)})
+    server = ForkServer(Path(tempfile.mkdtemp(dir=home)))
+    screen = PtyScreen(server, "kvchat", arguments, COLUMNS, ROWS, {"HOME": str(home)})
     try:
         for number, message in enumerate(messages):
             screen.wait_for(lambda text, n=number: _is_ready(text, n)).enter(message)
@@ -54,6 +56,7 @@ def _rows_of_chat(arguments: Sequence[str], messages: Sequence[str], home: Path)
         screen.enter("/exit").finish()
     finally:
         screen.close()
+        server.close()
     return rows
 
 
