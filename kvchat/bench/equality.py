@@ -24,6 +24,7 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.conversation import Role
 from kvchat.chat.session_file import read_session
+from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
 from kvchat.core.memory import NO_MEMORY
@@ -58,8 +59,8 @@ class _Script:
         if model is None:
             return list(self.ids[index])
         if not context:
-            return model.format.opening(None, self.words[index], _CLOCK)
-        return model.format.following(self.words[index], context[-1], _CLOCK)
+            return model.format.opening(NewTurn(self.words[index], _CLOCK))
+        return model.format.following(NewTurn(self.words[index], _CLOCK), context[-1])
 
 
 def run(setup: BenchSetup) -> Result:

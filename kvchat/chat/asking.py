@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.decoding import Decoding
 from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.grammar import AtLeast
-from kvchat.chat.reply import Decoding
 from kvchat.chat.shown_logprobs import LogprobTrack
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolSet

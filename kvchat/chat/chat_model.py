@@ -10,7 +10,7 @@ from datetime import datetime
 
 from kvchat.chat.channels import CHANNEL_TOKEN
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.template import TurnFormat, turn_format
+from kvchat.chat.template import NewTurn, TurnFormat, turn_format
 from kvchat.chat.template_process import RenderingChild, TemplateProcess
 from kvchat.chat.thinking import (
     THINKING_MARKS,
@@ -71,16 +71,15 @@ class ChatModel:
         clock = datetime.fromtimestamp(conversation.created_s)
         last = conversation.last_token(parent_id)
         if last is None:
-            tools = conversation.tools
-            return tuple(self.format.opening(system, text, clock, think, is_answered, tools))
+            first_turn = NewTurn(text, clock, system, think, is_answered, conversation.tools)
+            return tuple(self.format.opening(first_turn))
         first, answer = conversation.path(parent_id)[0], conversation.turn(parent_id)
         use = ToolUse(answer.calls, results)
         if self.format.tools is None and use.calls:  # another model's: what it was told stays
             text = "\n\n".join((*(result.text for result in results), *([text] if text else [])))
             use = NO_TOOL_USE
-        return tuple(
-            self.format.following(text, last, clock, think, is_answered, first.system, use)
-        )
+        turn = NewTurn(text, clock, first.system, think, is_answered, use=use)
+        return tuple(self.format.following(turn, last))
 
     def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
         """Return the ids of a user turn as if it had been asked with `think`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
-from kvchat.chat.json_messages import read_messages, to_json
+from kvchat.chat.json_messages import read_document, to_json
 from kvchat.chat.session_file import (
     end_line,
     read_session,
@@ -163,7 +163,7 @@ def _from_session(data: bytes, name: str) -> Conversation | None:
 
 
 def _from_messages(data: bytes) -> Conversation:
-    given = read_messages(text_of(data)[0])
+    given = read_document(text_of(data)[0])
     now_s = time.time()
     conversation = Conversation(new_session_id(), now_s, given.system, given.tools)
     for message in given.turns:

@@ -1,49 +1,41 @@
-"""Requests of `--input-format jsonl`: parses one line, and puts its history into a session.
+"""Requests of `--input-format jsonl`: a line is the body of a chat completion, or has a `prompt`.
 
 `cli/batch.py` answers the requests.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions, with_values
-from kvchat.chat.conversation import Role
-from kvchat.chat.json_messages import GivenMessage, parse_messages
-from kvchat.chat.session import ChatSession
+from kvchat.chat.chat_messages import add_messages
+from kvchat.chat.fields import Fields
+from kvchat.chat.incoming import IncomingChat
+from kvchat.chat.json_messages import read_tools
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS
 from kvchat.core.sizes import shown
 
-_FIELDS = ("id", "prompt", "messages", "system", *(parameter.name for parameter in OF_ANSWERS))
+_FIELDS = ("id", "prompt", "messages", "tools", "system", *(each.name for each in OF_ANSWERS))
 
 
 @dataclass(frozen=True, slots=True)
 class JsonRequest:
-    """A parsed request: earlier messages, the prompt to answer, and options that replace flags.
+    """A parsed request: the conversation to answer, and options that replace flags.
 
     label        fields that identify the request in every result and error
-    has_system   whether the request sets `system`, possibly to None; if not, the flags' system
-                 prompt is used
+    has_system   whether the request sets the system prompt, possibly to None; if not, the flags'
+                 is used
     """
 
     label: dict[str, object]
-    prompt: str
-    system: str | None = None
+    chat: ResentChat
     has_system: bool = False
-    history: tuple[GivenMessage, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
 
     def options(self, base: AskOptions) -> AskOptions:
         """Return `base` with this request's options."""
         return with_values(base, self.values)
-
-    def recall_history(self, session: ChatSession) -> None:
-        """Add the earlier messages to a new session as its turns."""
-        for message in self.history:
-            if message.role is Role.USER:
-                session.add_user_turn(message.text, results=message.results)
-            else:
-                session.add_answer(message.text, calls=message.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +66,22 @@ def parse_request(content: object, line: int) -> JsonRequest:
             raise UsageError(f"Line {line} of the input has an unknown field {shown(name)}.")
     if content.get("id") is not None and not _is_id(content["id"]):
         raise UsageError(f"id of line {line} must be a text or a number.")
-    has_prompt, has_messages = "prompt" in content, "messages" in content
-    if has_prompt == has_messages:
+    if ("prompt" in content) == ("messages" in content):
         raise UsageError(f"Line {line} of the input needs either a prompt or messages.")
-    messages = content.get("messages", [{"role": "user", "content": content.get("prompt")}])
-    system, history = _messages(messages, line)
-    if not history or history[-1].role is not Role.USER:
-        raise UsageError(f"Line {line} of the input does not end with a user message.")
-    if history[-1].results:
-        raise UsageError(f"Line {line} of the input has no answer to the result of its last call.")
-    if not history[-1].text.strip():
-        raise UsageError(f"The prompt of line {line} is empty.")
+    if "prompt" in content and not isinstance(content["prompt"], str):
+        raise UsageError(
+            f"prompt of line {line} is {shown(content['prompt'])}, but must be a text."
+        )
+    try:
+        chat, has_system = _chat(Fields(content))
+    except UsageError as error:
+        raise UsageError(f"Line {line} of the input: {error.message}", error.hint) from error
+    if "system" in content:
+        chat, has_system = replace(chat, system=_system(content, line)), True
     return JsonRequest(
         label=label_of(content, line),
-        prompt=history[-1].text,
-        system=_system(content, line) if "system" in content else system,
-        has_system="system" in content or system is not None,
-        history=history[:-1],
+        chat=chat,
+        has_system=has_system,
         values={
             p.name: p.checked(content[p.name], f"{p.name} of line {line}")
             for p in OF_ANSWERS
@@ -99,15 +90,14 @@ def parse_request(content: object, line: int) -> JsonRequest:
     )
 
 
-def _messages(messages: object, line: int) -> tuple[str | None, tuple[GivenMessage, ...]]:
-    """Return the system prompt and the user and assistant messages."""
-    if not isinstance(messages, list):
-        raise UsageError(f"The messages of line {line} are not a list.")
-    try:
-        given = parse_messages(messages)
-    except UsageError as error:
-        raise UsageError(f"Line {line} of the input: {error.message}") from error
-    return given.system, given.turns
+def _chat(fields: Fields) -> tuple[ResentChat, bool]:
+    """Return the conversation of a request, and whether its messages have the system prompt."""
+    chat = IncomingChat()
+    if "prompt" in fields:
+        chat.ask(fields.text("prompt") or "")
+    else:
+        add_messages(chat, fields)
+    return chat.chat(read_tools(fields)), bool(chat.system)
 
 
 def _system(content: dict[str, Any], line: int) -> str | None:

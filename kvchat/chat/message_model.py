@@ -5,16 +5,15 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.grammar import Grammars
-from kvchat.chat.template import AnswerForm, Strategy
+from kvchat.chat.template import AnswerForm, NewTurn, Strategy
 from kvchat.chat.template_tools import ToolForm
 from kvchat.chat.thinking import Think, ThinkSwitch
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tool_calls import CALL_FORMATS
-from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse
+from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import UsageError
 from kvchat.remote.message_ids import CALL, Mark, call_text, id_text, text_ids, text_of
 
@@ -118,39 +117,22 @@ class MessageFormat:
     def __init__(self, tokenizer: MessageTokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opening(
-        self,
-        system: str | None,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        tools: ToolSet | None = None,
-    ) -> list[int]:
+    def opening(self, turn: NewTurn) -> list[int]:
         ids: list[int] = []
-        if tools is not None and len(tools):
-            ids += [Mark.TOOLS, *text_ids(tools.text)]
-        if system is not None:
-            ids += [Mark.SYSTEM, *text_ids(system)]
-        return [*ids, *_asked(user, think)]
+        if turn.tools is not None and len(turn.tools):
+            ids += [Mark.TOOLS, *text_ids(turn.tools.text)]
+        if turn.system is not None:
+            ids += [Mark.SYSTEM, *text_ids(turn.system)]
+        return [*ids, *_asked(turn.text, turn.think)]
 
-    def following(
-        self,
-        user: str,
-        last_id: int | None,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        system: str | None = None,
-        use: ToolUse = NO_TOOL_USE,
-    ) -> list[int]:
+    def following(self, turn: NewTurn, last_id: int | None) -> list[int]:
         ids: list[int] = [] if last_id == Mark.END else [Mark.END]
-        for result in use.results:
+        for result in turn.use.results:
             told = json.dumps({"name": result.name, "text": result.text}, ensure_ascii=False)
             ids += [Mark.RESULT, *text_ids(told)]
-        if user or not use.results:
-            return [*ids, *_asked(user, think)]
-        return [*ids, *_answering(think)]
+        if turn.text or not turn.use.results:
+            return [*ids, *_asked(turn.text, turn.think)]
+        return [*ids, *_answering(turn.think)]
 
     def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
         written = "\n".join(call_text(call.name, call.arguments_text) for call in calls)

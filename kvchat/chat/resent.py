@@ -1,31 +1,25 @@
 """ResentChats: conversations that a client sends as text with every request.
 
-Builds a conversation whose ids are those that were fed and generated before, so that only what is
-new is read. Sessions made here have no file: the client keeps the conversation.
+`prefixes.py` finds the ids that were fed and generated before, so that only the new part is read.
+Sessions made here have no file: the client keeps the conversation.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
+from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.keeping import opening_ids
+from kvchat.chat.prefixes import Prefixes
 from kvchat.chat.reply import Reply
-from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats
+from kvchat.chat.resent_chat import Difference, ResentChat, SeenChats
 from kvchat.chat.response_memory import Fed
 from kvchat.chat.session import ChatSession
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.thinking import Think
-from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import ContextTooLong, UsageError
-from kvchat.core.types import FinishReason
 
-_KEPT_FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 # A client that counts has to know how much is too much, but not of any number of messages.
 CONTEXTS_COUNTED = 2
 
@@ -58,7 +52,7 @@ class ResentChats:
     ) -> None:
         self._stabiliser = stabiliser
         self._host = host
-        self._memory = memory
+        self._prefixes = Prefixes(host, memory)
         self._seen = SeenChats()
 
     def ask(
@@ -67,7 +61,7 @@ class ResentChats:
         """Begin to answer; errors as `ChatSession.ask`."""
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        session = self._opened(chat, options.think, num_contexts=1)
+        session = self._prefixes.opened(chat, options.think)
         difference = self._seen.note(chat.system, chat.messages, chat.tools, chat.moved)
         if difference is not None:
             difference = difference.as_sent(chat)
@@ -127,7 +121,7 @@ class ResentChats:
         """
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat, is_kept=False)
-        session = self._opened(chat, think, CONTEXTS_COUNTED)
+        session = self._prefixes.opened(chat, think, CONTEXTS_COUNTED)
         if not chat.is_continuation:
             last = chat.messages[-1]
             session.add_user_turn(last.text, think=think, results=last.results)
@@ -137,138 +131,23 @@ class ResentChats:
         """Keep the ids of a complete answer, or of one that ended at its limit, and pin what the
         client wants to be kept.
         """
-        conversation = asked.session.conversation
-        asked.fed.token_ids = conversation.context_ids(ended.turn_id)
+        asked.fed.token_ids = asked.session.conversation.context_ids(ended.turn_id)
         self._pin(asked.fed.token_ids, asked.kept)
-        turn = conversation.turn(ended.turn_id)
-        if turn.role is not Role.ASSISTANT or ended.reason not in _KEPT_FINISHES:
-            return
-        if ended.num_dropped_calls:
-            return  # the ids hold calls that the client does not know
-        digest = self._digest()
-        digest.extend(conversation.context_ids(turn.parent_id))
-        text = ended.text if ended.thinking or ended.calls else turn.text
-        key = digest.key(_answer_text(text, ended.calls))
-        self._memory.put(key, KnownAnswer(turn.token_ids, ended.reason))
-        asked.fed.answer_key = key
+        asked.fed.answer_key = self._prefixes.remember(asked.session, ended)
 
     def forget(self, fed: Fed) -> None:
         """Remove the answer of a request for good. Raises StoreError."""
         if fed.answer_key:
-            self._memory.remove(fed.answer_key)
+            self._prefixes.forget(fed.answer_key)
 
     def _pin(self, context: list[int], kept: tuple[tuple[int, float], ...]) -> None:
         for num_tokens, ttl_s in kept:
             ids = context[:num_tokens]
-            digest = self._digest()
+            digest = self._prefixes.digest()
             digest.extend(ids)
             self._host.pin(ids, f"cache_control {digest.key('').hex()[:12]}", ttl_s)
 
     def close(self) -> None:
-        self._memory.close()
+        self._prefixes.close()
         if self._stabiliser is not None:
             self._stabiliser.close()
-
-    def _digest(self) -> ContextDigest:
-        return ContextDigest(self._host.model.tokenizer.digest)
-
-    def _require_room(self, tools: ToolSet, limit: int) -> None:
-        """Raise ContextTooLong for definitions that the template would write in vain."""
-        if self._host.model.tokenizer.exceeds(tools.text, limit):
-            raise ContextTooLong(
-                f"The tools have {len(tools.text):,} characters, and the context holds {limit:,} "
-                "tokens.",
-                "Offer fewer tools, or describe them in fewer words.",
-                limit + 1,
-                limit,
-            )
-
-    def _opened(self, chat: ResentChat, think: Think, num_contexts: int) -> ChatSession:
-        """Return a session with all messages but a last one of the user.
-
-        `think` is how the last message is asked, and earlier ones that were not answered here.
-        Raises ContextTooLong as soon as there are the tokens of `num_contexts` full contexts: what
-        follows is not encoded, which would keep the requests of other clients waiting.
-        """
-        model = self._host.model
-        if chat.needs_tools and model.format.tools is None:
-            raise UsageError(f"The chat template of {model.name} has no place for tools.")
-        ready = self._host.ready
-        limit = ready.context_limit if ready is not None else math.inf
-        if chat.tools is not None and ready is not None:
-            self._require_room(chat.tools, ready.context_limit)
-        session = self._host.unsaved_session(chat.system, self._began_s(chat), chat.tools)
-        digest = self._digest()
-        num_tokens = 0
-        history = chat.messages if chat.is_continuation else chat.messages[:-1]
-        for number, message in enumerate(history, start=1):
-            if message.role is Role.USER:
-                answer = chat.messages[number] if number < len(chat.messages) else None
-                asked_with = self._think_of(session, digest, message, answer, think)
-                turn = session.add_user_turn(
-                    message.text, think=asked_with, results=message.results
-                )
-            else:
-                is_last = number == len(chat.messages)
-                key = digest.key(_answer_text(message.text, message.calls))
-                known = self._memory.find(key) if not is_last else None
-                asked = session.conversation.path()[-1]
-                turn = session.add_answer(
-                    message.text,
-                    finish=FinishReason.LENGTH if is_last else FinishReason.STOP,
-                    known=(known.token_ids, known.finish) if known is not None else None,
-                    calls=message.calls,
-                )
-                if session.conversation.turn(asked.turn_id) is not asked:  # told, not asked
-                    digest = self._digest()
-                    digest.extend(session.conversation.context_ids(asked.turn_id))
-            digest.extend(turn.token_ids)
-            num_tokens += len(turn.token_ids)
-            if num_tokens >= num_contexts * limit:
-                raise ContextTooLong(
-                    f"The first {number} of {len(chat.messages)} messages have {num_tokens:,} "
-                    f"tokens, and the context holds {limit:,}.",
-                    "Shorten it or start a new conversation.",
-                    num_tokens,
-                    int(limit),
-                )
-        return session
-
-    def _think_of(
-        self,
-        session: ChatSession,
-        digest: ContextDigest,
-        message: Message,
-        answer: Message | None,
-        think: Think,
-    ) -> Think:
-        """Return how a message was asked, by what was answered; `think` if that is not known."""
-        model, conversation = self._host.model, session.conversation
-        known = model.format.switch.known
-        if answer is None or len(known) == 1:
-            return think
-        parent = conversation.tip_id
-        system = conversation.system if not conversation.context_ids(parent) else None
-        for tried in dict.fromkeys((think, *known)):
-            ids = model.user_ids(
-                conversation, parent, message.text, system, tried, results=message.results
-            )
-            asked = digest.copy()
-            asked.extend(ids)
-            if self._memory.find(asked.key(_answer_text(answer.text, answer.calls))) is not None:
-                return tried
-        return think
-
-    def _began_s(self, chat: ResentChat) -> float:
-        """Return when a conversation with this beginning was first seen.
-
-        A template may show the date, which must not change within a conversation.
-        """
-        digest = self._digest()
-        opening = digest.key(f"began\0{chat.system}\0{chat.messages[0].text}")
-        return self._memory.first_time(opening, time.time())
-
-
-def _answer_text(text: str, calls: tuple[ToolCall, ...]) -> str:
-    """Return the text that stands for an answer and its calls, whatever ids the client uses."""
-    return "\0".join((text.strip(), *(call.key for call in calls)))

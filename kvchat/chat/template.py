@@ -78,43 +78,42 @@ class AnswerForm:
     spaces: Spaces = NO_SPACES
 
 
-class TurnFormat(Protocol):
-    """Turns user messages into the token ids to append. Implementations: a template, plain text.
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """A turn of the user that is to be written.
 
-    With `is_answered` a user turn is written as it stands in the history before a given answer, and
-    not as a prompt. Both are the same unless `answer.is_told_apart`.
+    clock         the time that the template may show
+    system        the conversation's system prompt, whose ids stand before a later turn already
+    is_answered   whether it is written as it stands in the history before a given answer, and not
+                  as a prompt. Both are the same unless the format's `answer.is_told_apart`
+    tools         those that are defined before a first turn
+    use           the calls of the answer before a later turn, and their results, which stand before
+                  the text
+    """
+
+    text: str
+    clock: datetime
+    system: str | None = None
+    think: Think = Think.AUTO
+    is_answered: bool = False
+    tools: ToolSet | None = None
+    use: ToolUse = NO_TOOL_USE
+
+
+class TurnFormat(Protocol):
+    """Turns user messages into the token ids to append. Implementations: a template, plain text,
+    messages for a server.
     """
 
     strategy: Strategy
     switch: ThinkSwitch
     answer: AnswerForm
 
-    def opening(
-        self,
-        system: str | None,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        tools: ToolSet | None = None,
-    ) -> list[int]:
+    def opening(self, turn: NewTurn) -> list[int]:
         """Return the ids of a context that starts with this user turn, after the tools if any."""
 
-    def following(
-        self,
-        user: str,
-        last_id: int | None,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        system: str | None = None,
-        use: ToolUse = NO_TOOL_USE,
-    ) -> list[int]:
-        """Return the ids to append after an answer that ended with `last_id`.
-
-        `system` is the conversation's system prompt, whose ids stand before already. `use` are the
-        calls of that answer and their results, which stand before the user's text.
-        """
+    def following(self, turn: NewTurn, last_id: int | None) -> list[int]:
+        """Return the ids to append after an answer that ended with `last_id`."""
 
     def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
         """Return an answer with calls, after its prompt, with the closing token if that is kept."""
@@ -157,57 +156,33 @@ class ChatTemplate:
     def closing_id(self) -> int | None:
         return self.answer.closing_id
 
-    def opening(
-        self,
-        system: str | None,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        tools: ToolSet | None = None,
-    ) -> list[int]:
+    def opening(self, turn: NewTurn) -> list[int]:
         """Return the ids of a context that starts with this user turn.
 
         If the template does not accept a system prompt, the prompt is put before the user's text.
         """
-        return self._tokenizer.encode(self._opening(system, user, clock, think, is_answered, tools))
+        return self._tokenizer.encode(self._opening(turn))
 
-    def following(
-        self,
-        user: str,
-        last_id: int | None,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        system: str | None = None,
-        use: ToolUse = NO_TOOL_USE,
-    ) -> list[int]:
+    def following(self, turn: NewTurn, last_id: int | None) -> list[int]:
         """Return the ids to append after an answer that ended with `last_id`.
 
         They close the answer, unless `last_id` is the closing token already, add the user turn, and
         open the next answer.
         """
-        if use.calls:
-            segments = self._following_calls(user, clock, think, is_answered, system, use)
+        if turn.use.calls:
+            segments = self._following_calls(turn)
             form = self._require_tools()
             closing_id = self._tokenizer.token_id(form.closing) if form.closing else None
         else:
-            segments = self._following(user, clock, think, is_answered, system)
+            segments = self._following(turn)
             closing_id = self.answer.closing_id
         if closing_id is None or last_id != closing_id:
             return self._tokenizer.encode_after(last_id, segments)
         ids = self._tokenizer.encode(segments)
         return ids[ids.index(closing_id) + 1 :] if closing_id in ids else ids
 
-    def _opening(
-        self,
-        system: str | None,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        tools: ToolSet | None = None,
-    ) -> list[Segment]:
+    def _opening(self, turn: NewTurn) -> list[Segment]:
+        system, user = turn.system, turn.text
         if system is not None and not self.takes_system:
             system, user = None, f"{system}\n\n{user}"
         content, texts = self._stand_in(_USER, user)
@@ -216,43 +191,39 @@ class ChatTemplate:
             content, more = self._stand_in(_EARLIER, system, "system")
             messages.insert(0, _message("system", content))
             texts |= more
-        if is_answered:
-            messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
         stand_ins = StandIns(self._tokenizer.reserved_texts)
-        defined = stand_ins.guarded(tools.definitions) if tools else None
-        rendered = self._render(messages, clock, think, defined).partition(_NEXT_ANSWER)[0]
+        defined = stand_ins.guarded(turn.tools.definitions) if turn.tools else None
+        rendered = self._rendered(turn, messages, defined)
         return _fill(rendered, texts | stand_ins.texts)
 
-    def _following(
-        self,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        system: str | None = None,
-    ) -> list[Segment]:
-        content, texts = self._stand_in(_USER, user)
-        return _fill(self._after_answer(clock, think, is_answered, content, system), texts)
+    def _following(self, turn: NewTurn) -> list[Segment]:
+        content, texts = self._stand_in(_USER, turn.text)
+        return _fill(self._after_answer(turn, content), texts)
 
-    def _after_answer(
-        self,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        user: str = _USER,
-        system: str | None = None,
-    ) -> str:
-        """Return what the template writes after an answer, up to the start of the next one."""
+    def _after_answer(self, turn: NewTurn, content: str = _USER) -> str:
+        """Return what the template writes after an answer, up to the start of the next one.
+
+        `content` stands for the turn's text.
+        """
         messages = [
-            *self._words(system),
+            *self._words(turn.system),
             _message("user", _EARLIER),
             _message("assistant", _ANSWER),
-            _message("user", user),
+            _message("user", content),
         ]
-        if is_answered:
-            messages += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
-        rendered = self._render(messages, clock, think).partition(_NEXT_ANSWER)[0]
-        return rendered.rpartition(_ANSWER)[2]
+        return self._rendered(turn, messages).rpartition(_ANSWER)[2]
+
+    def _rendered(
+        self,
+        turn: NewTurn,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[dict[str, object]] | None = None,
+    ) -> str:
+        """Render messages that end with a turn, up to the answer to it."""
+        if turn.is_answered:
+            later = (_message("assistant", _NEXT_ANSWER), _message("user", _LATER))
+            messages = [*messages, *later]
+        return self._render(messages, turn.clock, turn.think, tools).partition(_NEXT_ANSWER)[0]
 
     def _stand_in(self, name: str, text: str, role: str = "user") -> tuple[str, dict[str, str]]:
         """Return what the template sees of a message, and the texts that replace its placeholders.
@@ -323,34 +294,24 @@ class ChatTemplate:
         is_kept = bool(closing) and self._tokenizer.token_id(closing) == self.closing_id
         return [*_fill(answer, said | stand_ins.texts), Segment(closing if is_kept else "")]
 
-    def _following_calls(
-        self,
-        user: str,
-        clock: datetime,
-        think: Think,
-        is_answered: bool,
-        system: str | None,
-        use: ToolUse,
-    ) -> list[Segment]:
+    def _following_calls(self, turn: NewTurn) -> list[Segment]:
         form, stand_ins = self._require_tools(), StandIns(self._tokenizer.reserved_texts)
-        content, texts = self._stand_in(_USER, user)
+        content, texts = self._stand_in(_USER, turn.text)
         later = [
-            *form.results(use.results, stand_ins),
-            *([_message("user", content)] if user or not use.results else []),
+            *form.results(turn.use.results, stand_ins),
+            *([_message("user", content)] if turn.text or not turn.use.results else []),
         ]
-        if is_answered:
-            later += [_message("assistant", _NEXT_ANSWER), _message("user", _LATER)]
 
         def rendered(calls: Sequence[ToolCall]) -> str:
             called = form.asked_calls(calls, stand_ins)
-            earlier = [*self._words(system), _message("user", _EARLIER)]
-            return self._render([*earlier, called, *later], clock, think)
+            earlier = [*self._words(turn.system), _message("user", _EARLIER)]
+            return self._rendered(turn, [*earlier, called, *later])
 
         try:
-            whole = rendered(use.calls)
+            whole = rendered(turn.use.calls)
         except ModelError:  # some templates refuse two calls at once
-            whole = rendered(use.calls[-1:])
-        rest = form.after(whole.partition(_NEXT_ANSWER)[0], self._tokenizer)
+            whole = rendered(turn.use.calls[-1:])
+        rest = form.after(whole, self._tokenizer)
         return _fill(rest, texts | stand_ins.texts)
 
     # Answers
@@ -358,10 +319,10 @@ class ChatTemplate:
     def _answer_form(self) -> AnswerForm:
         """Compare a prompt with the same turn in the history, and read what closes an answer."""
         asked, told = (
-            _text(self._opening(None, _USER, self._probe_clock, is_answered=is_answered))
+            _text(self._opening(NewTurn(_USER, self._probe_clock, is_answered=is_answered)))
             for is_answered in (False, True)
         )
-        closing, closing_id = self._closing(self._after_answer(self._probe_clock))
+        closing, closing_id = self._closing(self._after_answer(NewTurn(_USER, self._probe_clock)))
         form = AnswerForm("", False, "", closing, closing_id, self._spaces["assistant"])
         if told.startswith(asked):
             return replace(form, lead=told[len(asked) :])
@@ -470,8 +431,8 @@ class ChatTemplate:
     def _certify_with(self, answer: str) -> Strategy:
         system = "Be brief." if self.takes_system else None
         clock = self._probe_clock
-        opening = _text(self._opening(system, "Hello there", clock))
-        appended = opening + answer + _text(self._following("And you?", clock))
+        opening = _text(self._opening(NewTurn("Hello there", clock, system)))
+        appended = opening + answer + _text(self._following(NewTurn("And you?", clock)))
         messages = [
             _message("user", "Hello there"),
             _message("assistant", answer),
@@ -507,31 +468,14 @@ class PlainText:
     def given_calls(self, text: str, calls: Sequence[ToolCall]) -> list[Segment]:
         raise AssertionError("plain text has no form for calls")
 
-    def opening(
-        self,
-        system: str | None,
-        user: str,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        tools: ToolSet | None = None,
-    ) -> list[int]:
+    def opening(self, turn: NewTurn) -> list[int]:
         """Return the ids of the text, with the system prompt before it."""
-        text = user if system is None else f"{system}\n\n{user}"
+        text = turn.text if turn.system is None else f"{turn.system}\n\n{turn.text}"
         return self._tokenizer.encode_bare(text, is_first=True)
 
-    def following(
-        self,
-        user: str,
-        last_id: int | None,
-        clock: datetime,
-        think: Think = Think.AUTO,
-        is_answered: bool = False,
-        system: str | None = None,
-        use: ToolUse = NO_TOOL_USE,
-    ) -> list[int]:
+    def following(self, turn: NewTurn, last_id: int | None) -> list[int]:
         """Return the ids of the text alone."""
-        return self._tokenizer.encode_bare(user, is_first=False)
+        return self._tokenizer.encode_bare(turn.text, is_first=False)
 
 
 def turn_format(

@@ -9,14 +9,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import ChatSession
-from kvchat.chat.tools import ToolCall, ToolResult
-from kvchat.chat.turn_loop import TurnLoop
+from kvchat.chat.resent import Asked, ResentChats
+from kvchat.chat.turn_loop import Results, TurnLoop
 from kvchat.cli.answer_time import AnswerTime
 from kvchat.cli.output import Exchange
 from kvchat.cli.script_output import ScriptOutput, ScriptSetup
@@ -30,43 +31,29 @@ _log = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 128
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
-    """A request in flight. Its number is what the inbox names it by."""
+    """A request in flight; `turn` is None if its sender runs the calls."""
 
-    number: int
-    session: ChatSession
+    asked: Asked
     reply: Reply
     exchange: Exchange
-    turn: TurnLoop
+    turn: TurnLoop | None
     answer_time: AnswerTime
     ended: list[AnswerEnded] = field(default_factory=list)
     timer: threading.Timer | None = None
     is_limited: bool = False  # whether the reply has its timer, or needs none
 
 
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """The results of a request's calls."""
-
-    number: int
-    results: tuple[ToolResult, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Notice:
-    """A line of the thread that runs calls: the main thread alone writes."""
-
-    text: str
-
-
-# A request, the number of one that has events, what the calls' thread says, or the input's end.
-_Arrival = JsonRequest | BadRequest | int | _Results | _Notice | None
-_Calls = tuple[_Running, tuple[ToolCall, ...]]
+# A request, what other threads have the main thread do, or None at the input's end.
+_Arrival = JsonRequest | BadRequest | Callable[[], None] | None
 
 
 class Batch:
-    """Answers independent requests, and writes the results as they are ready."""
+    """Answers independent requests, and writes the results as they are ready.
+
+    Only the main thread writes, and changes what is in flight.
+    """
 
     def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
         self._setup = setup
@@ -75,12 +62,17 @@ class Batch:
         self._output = ScriptOutput(setup, interruption)
         self._inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._places = threading.Semaphore(_MAX_IN_FLIGHT)
-        self._running: dict[int, _Running] = {}
-        self._num_begun = 0
-        self._calls: queue.SimpleQueue[_Calls] | None = None  # once there are some
+        # Their answers are known until the end: a request may go on with the answer to another.
+        self._chats = ResentChats(setup.controller.host, AnswerMemory(None))
+        self._running: list[_Running] = []
         self._tools: ScriptTools | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         if setup.toolbox is not None:
-            self._tools = ScriptTools(setup.toolbox, lambda text: self._inbox.put(_Notice(text)))
+            tell = setup.notices.tell
+            self._tools = ScriptTools(
+                setup.toolbox, lambda text: self._inbox.put(partial(tell, text))
+            )
+            threading.Thread(target=_run_all, args=(self._calls,), daemon=True).start()
 
     def answer(self, requests: Iterator[JsonRequest | BadRequest]) -> ExitCode:
         """Answer all requests; return the exit code."""
@@ -93,13 +85,20 @@ class Batch:
             try:
                 arrival = self._next_arrival()
             except TimedOut as error:
-                self._give_up(error)
+                labels = [each.exchange.label for each in self._running]
+                self._output.report(error, *(labels or [{}]))
                 return self._output.exit_code
             self._begin_timers()
             if arrival is None:
                 is_open = False
-            else:
-                self._take(arrival)
+            elif isinstance(arrival, BadRequest):
+                self._output.report(arrival.error, arrival.label)
+                self._places.release()
+            elif not isinstance(arrival, JsonRequest):
+                arrival()
+            elif not self._output.is_over:
+                self._begin(arrival)
+        self._chats.close()
         self._output.tell_trouble()
         self._output.note_interruption()
         return self._output.exit_code
@@ -120,81 +119,62 @@ class Batch:
                 if self._interruption.code is not None:
                     return None
 
-    def _take(self, arrival: JsonRequest | BadRequest | int | _Results | _Notice) -> None:
-        if isinstance(arrival, int):
-            self._take_events(arrival)
-        elif isinstance(arrival, _Notice):
-            self._setup.notices.tell(arrival.text)
-        elif isinstance(arrival, _Results):
-            self._take_results(arrival)
-        elif isinstance(arrival, BadRequest):
-            self._output.report(arrival.error, arrival.label)
-            self._places.release()
-        elif not self._output.is_over:
-            self._begin(arrival)
-
-    def _give_up(self, error: TimedOut) -> None:
-        labels = [each.exchange.label for each in self._running.values()]
-        self._output.report(error, *(labels or [{}]))
-
     def _begin(self, request: JsonRequest) -> None:
-        session = None
-        number = self._num_begun = self._num_begun + 1
+        controller, chat = self._controller, request.chat
+        if not request.has_system:
+            chat = replace(chat, system=controller.system)
+        has_own_tools = chat.tools is not None
+        if not has_own_tools:
+            chat = replace(chat, tools=controller.tools)
+
+        def take() -> None:
+            self._take_events(current)  # there is one by the time that the inbox is read again
+
+        notify = partial(self._inbox.put, take)
         try:
-            options = request.options(self._controller.options)
-            system = request.system if request.has_system else self._controller.system
-            # Independent requests are not a conversation, so no session file is made.
-            session = self._controller.host.unsaved_session(system, tools=self._controller.tools)
-            request.recall_history(session)
-            reply = session.ask(request.prompt, options, self._notify(number))
+            options = request.options(controller.options)
+            if has_own_tools:
+                options = replace(options, max_calls=None)
+            asked = self._chats.ask(chat, options, notify)
         except KvchatError as error:
             self._output.report(error, request.label)
             self._places.release()
-            if session is not None:
-                session.close()
             return
-        conversation = session
 
-        def give_results(
-            results: tuple[ToolResult, ...], notify: Callable[[], None] | None
-        ) -> Reply:
-            return conversation.ask("", options, notify, results)
+        def ask_with(results: Results, _: Callable[[], None] | None) -> Reply:
+            return asked.session.ask("", options, notify, results)
 
-        self._running[number] = _Running(
-            number,
-            session,
-            reply,
+        current = _Running(
+            asked,
+            asked.reply,
             Exchange(None, request.label, options.num_samples),
-            TurnLoop(give_results),
+            None if has_own_tools else TurnLoop(ask_with),
             AnswerTime(self._setup.timeout_s),
         )
+        self._running.append(current)
         self._begin_timers()
-
-    def _notify(self, number: int) -> Callable[[], None]:
-        return lambda: self._inbox.put(number)
 
     def _begin_timers(self) -> None:
         """Start the timer of every reply without one, after the model is loaded."""
         if self._controller.host.ready is None:
             return
-        for current in self._running.values():
+        for current in self._running:
             if not current.is_limited:
                 current.is_limited = True
                 current.answer_time.begin()
                 current.timer = current.answer_time.limit(current.reply, self._interruption)
 
-    def _take_events(self, number: int) -> None:
-        current = self._running.get(number)
-        if current is None:
+    def _take_events(self, current: _Running) -> None:
+        if current.reply.is_finished:
             return  # this notification came after the last event was taken
-        was_finished = current.reply.is_finished
         for event in current.reply.poll():
             if isinstance(event, AnswerEnded):
                 current.ended.append(event)
+                self._chats.remember(current.asked, event)
             self._output.take(current.exchange, event, current.reply)
         if not self._output.is_heard:
             self._cancel_all()
-        if current.reply.is_finished and not was_finished:
+        if current.reply.is_finished:
             self._end_reply(current)
 
     def _end_reply(self, current: _Running) -> None:
@@ -202,25 +182,25 @@ class Batch:
         if current.timer is not None:
             current.timer.cancel()
             self._interruption.allow_stalled_writes()
-        calls = current.turn.calls(current.ended)
-        if not calls or self._tools is None or self._output.is_over:
+        tools, turn = self._tools, current.turn
+        calls = turn.calls(current.ended) if turn is not None else ()
+        if not calls or turn is None or tools is None or self._output.is_over:
             self._end(current)
             return
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            threading.Thread(
-                target=_run_calls, args=(self._tools, self._calls, self._inbox), daemon=True
-            ).start()
-        self._calls.put((current, calls))
 
-    def _take_results(self, arrival: _Results) -> None:
+        def run() -> None:
+            results = tools.results(calls, current.answer_time)
+            self._inbox.put(lambda: self._take_results(current, turn, results))
+
+        self._calls.put(run)
+
+    def _take_results(self, current: _Running, turn: TurnLoop, results: Results) -> None:
         """Let the model answer the results of a request's calls."""
-        current = self._running[arrival.number]
         if self._output.is_over:
             self._end(current)
             return
         try:
-            current.reply = current.turn.answer(arrival.results, self._notify(arrival.number))
+            current.reply = turn.answer(results)
         except KvchatError as error:
             self._output.report(error, current.exchange.label)
             self._end(current)
@@ -230,26 +210,21 @@ class Batch:
         self._begin_timers()
 
     def _end(self, current: _Running) -> None:
-        current.session.close()
-        del self._running[current.number]
+        current.asked.session.close()
+        self._running.remove(current)
         self._places.release()
 
     def _cancel_all(self) -> None:
-        for current in list(self._running.values()):
+        for current in list(self._running):
             current.reply.cancel()
         if self._tools is not None:
             self._tools.stop()
 
 
-def _run_calls(
-    tools: ScriptTools,
-    calls: "queue.SimpleQueue[_Calls]",
-    inbox: "queue.SimpleQueue[_Arrival]",
-) -> None:
-    """Run the calls of one request after another, until the process ends."""
+def _run_all(calls: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    """Run calls one after another, until the process ends."""
     while True:
-        current, called = calls.get()
-        inbox.put(_Results(current.number, tools.results(called, current.answer_time)))
+        calls.get()()
 
 
 def _queue_requests(

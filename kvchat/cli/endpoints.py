@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvchat.chat.template import NewTurn
 from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings, read_config
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
@@ -233,7 +234,7 @@ def _is_same(server: "Server", model: "ChatModel") -> bool:
 
     if server.kind is Kind.KVCHAT:
         return server.tokenizer == model.tokenizer.digest
-    template = model.tokenizer.decode(model.format.opening(None, "x", datetime(2026, 1, 2)))
+    template = model.tokenizer.decode(model.format.opening(NewTurn("x", datetime(2026, 1, 2))))
     try:
         with Asker(server.address) as asker:
             for text, is_inert in (*((s, True) for s in _SAMPLES), (template, False)):

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
-from kvchat.chat.template import Strategy
+from kvchat.chat.template import NewTurn, Strategy
 from kvchat.cli.build import state_memory
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
@@ -176,7 +176,7 @@ def _text_facts(source: ModelSource) -> dict[str, Any]:
         Strategy.REWRITES_HISTORY: "would rewrite history; kvchat appends instead",
         Strategy.NO_TEMPLATE: "texts follow one another",
     }[strategy]
-    opening = model.format.opening(None, "", datetime(2026, 1, 2))
+    opening = model.format.opening(NewTurn("", datetime(2026, 1, 2)))
     return {"chat_template": f"{strategy.value}: {how}", "opening": f"{len(opening)} tokens"}
 
 

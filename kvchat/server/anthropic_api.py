@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.fields import Fields
 from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
@@ -20,11 +21,11 @@ from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_request
 from kvchat.server.clients import client_of
-from kvchat.server.fields import Fields, sampling_options, stops, token_limit
 from kvchat.server.foreign_fields import own_fields
 from kvchat.server.format_fields import AnswerFormat, answer_format, foreign_format
 from kvchat.server.generation_fields import with_endings
 from kvchat.server.left_out import LeftOutNotes
+from kvchat.server.sampling_fields import sampling_options, stops, token_limit
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.thinking_fields import asked_thinking

@@ -3,14 +3,15 @@
 import json
 from functools import partial
 
+from kvchat.chat.chat_messages import required_name
+from kvchat.chat.content import THOUGHTS, failed_text, message_text, returned_text
+from kvchat.chat.fields import Fields, shortened
+from kvchat.chat.incoming import IncomingChat
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.tools import ToolCall, read_arguments
 from kvchat.server.anthropic_tools import add_tool, read_tools
 from kvchat.server.cache_control import CacheMarks
-from kvchat.server.content import THOUGHTS, failed_text, message_text, returned_text
-from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields, shortened
-from kvchat.server.offered_tools import OfferedTools, ToolReader, required_name
+from kvchat.server.offered_tools import OfferedTools, ToolReader
 from kvchat.server.tool_fields import anthropic_choice
 
 _CALL, _RESULT = "tool_use", "tool_result"
@@ -22,7 +23,7 @@ _FOREIGN_END = "_tool_result"
 
 def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
     """Return the conversation of a request, and its tools."""
-    chat = RequestChat()
+    chat = IncomingChat()
     marks, tools = CacheMarks(chat), read_tools(fields)
     marks.read_all(fields, "tools")
     chat.instruct(message_text(fields, "system"))
@@ -36,7 +37,7 @@ def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
     return chat.chat(offered.tools), offered
 
 
-def _add_message(chat: RequestChat, message: Fields, tools: ToolReader) -> None:
+def _add_message(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
     role = message.text("role")
     if role == "assistant":
         _add_answer(chat, message, tools)
@@ -55,7 +56,7 @@ def _add_message(chat: RequestChat, message: Fields, tools: ToolReader) -> None:
         raise message.fault("role", "must be user, assistant or system")
 
 
-def _instruct(chat: RequestChat, message: Fields, tools: ToolReader) -> None:
+def _instruct(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
     """Add an instruction, and the tools that it adds or takes away."""
     texts = [message_text(message, besides=(_ADDITION, _REMOVAL))]
     for block in _blocks(message, _ADDITION):
@@ -71,7 +72,7 @@ def _instruct(chat: RequestChat, message: Fields, tools: ToolReader) -> None:
     chat.instruct("\n".join(filter(None, texts)))
 
 
-def _add_answer(chat: RequestChat, message: Fields, tools: ToolReader) -> None:
+def _add_answer(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
     foreign = {kind for block in _blocks(message) if _is_foreign(kind := block.text("type") or "")}
     for kind in sorted(foreign):
         tools.leave_out(kind)

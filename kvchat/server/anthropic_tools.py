@@ -7,7 +7,7 @@ function like any other: the client runs it.
 import re
 from typing import Any
 
-from kvchat.server.fields import Fields
+from kvchat.chat.fields import Fields
 from kvchat.server.offered_tools import ToolReader
 
 _DATED = re.compile(r"(.+)_\d{8}$")

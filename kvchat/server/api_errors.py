@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 
+from kvchat.chat.fields import FieldFault
 from kvchat.core.errors import ContextTooLong, KvchatError, ModelError, UsageError
 
 
@@ -104,8 +105,12 @@ def failed_server() -> ApiError:
     return ApiError(500, "The server failed; its log says why.")
 
 
-def as_api_error(error: KvchatError) -> ApiError:
+def as_api_error(error: KvchatError | ApiError) -> ApiError:
     """Return the API's error for one of ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, FieldFault):
+        return ApiError(400, str(error), error.param, error.code)
     if isinstance(error, ContextTooLong):
         return ApiError(400, str(error), "messages", "context_length_exceeded", error)
     if isinstance(error, UsageError):

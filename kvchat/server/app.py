@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 
+from kvchat.chat.fields import FieldFault
 from kvchat.core.text import one_line
 from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
-from kvchat.server.api_errors import ApiError, failed_server, response_to
+from kvchat.server.api_errors import ApiError, as_api_error, failed_server, response_to
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
@@ -92,8 +93,8 @@ def _counted(handler: Handler, path: str, service: Service) -> Handler:
     async def handle(request: Request) -> Response:
         try:
             response = await handler(request)
-        except ApiError as error:
-            response = response_to(error, path)
+        except (ApiError, FieldFault) as error:
+            response = response_to(as_api_error(error), path)
         except Exception:
             _log.exception("a request failed")
             response = response_to(failed_server(), path)

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
+from kvchat.chat.fields import Fields
 from kvchat.server.api_errors import ApiError
-from kvchat.server.fields import Fields
 from kvchat.server.worker import Worker
 
 T = TypeVar("T")

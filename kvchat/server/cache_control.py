@@ -1,8 +1,8 @@
 """Reads `cache_control`: the blocks of a message up to which the KV is to be kept for a while."""
 
+from kvchat.chat.fields import Fields
+from kvchat.chat.incoming import IncomingChat
 from kvchat.server.api_errors import ApiError
-from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields
 
 _FIELD = "cache_control"
 _MOST = 4
@@ -12,7 +12,7 @@ _TTLS_S = {"5m": 300.0, "1h": 3600.0}
 class CacheMarks:
     """The marks of one request. Read the blocks in the order in which the model reads them."""
 
-    def __init__(self, chat: RequestChat) -> None:
+    def __init__(self, chat: IncomingChat) -> None:
         self._chat = chat
         self._num_marks = 0
         self._least_ttl_s = max(_TTLS_S.values())

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.fields import Fields
 from kvchat.core.cost import KvPlaces
 from kvchat.server.bodies import Body, read_request
-from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
 T = TypeVar("T")

@@ -18,12 +18,12 @@ from kvchat.chat.compaction import (
 )
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
+from kvchat.chat.incoming import IncomingChat
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolSet
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError
-from kvchat.server.conversations import RequestChat
 from kvchat.server.service import Service
 
 _TOO_LONG = "context_length_exceeded"
@@ -41,7 +41,7 @@ class Compacting:
     """Compacts one conversation, which a request gave with these tools."""
 
     def __init__(
-        self, service: Service, given: RequestChat, tools: ToolSet | None, client: str
+        self, service: Service, given: IncomingChat, tools: ToolSet | None, client: str
     ) -> None:
         self._service = service
         self._answering = service.answering

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.fields import Fields
 from kvchat.chat.grammar import Grammar, json_grammar
 from kvchat.core.errors import UsageError
 from kvchat.server.api_errors import ApiError
-from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
 _JSON = {"type": "object"}

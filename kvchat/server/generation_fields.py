@@ -4,10 +4,10 @@ import sys
 from dataclasses import replace
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.fields import Fields
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.core.parameters import PENALTIES
 from kvchat.server.api_errors import ApiError
-from kvchat.server.fields import Fields
 from kvchat.server.service import Service
 
 _MOST_BIAS = 100.0

@@ -1,7 +1,7 @@
 """Infilling: a prompt with what stands behind the answer, in the tokens of models that know it."""
 
+from kvchat.chat.fields import Fields
 from kvchat.chat.tokenizer import TextCodec
-from kvchat.server.fields import Fields
 
 # What stands before the prompt, before the suffix, and before the answer.
 _FORMS = (

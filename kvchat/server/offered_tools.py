@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from kvchat.chat.chat_messages import INPUT, model_name
+from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
-from kvchat.server.fields import Fields, shortened
 
 _MOST_TOOLS = 1024
-_INPUT = "input"
 _CUSTOM_SCHEMA = {
     "type": "object",
-    "properties": {_INPUT: {"type": "string"}},
-    "required": [_INPUT],
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
 }
 SEARCH = "tool_search"
 
@@ -44,29 +44,9 @@ class ClientTool:
     kind: ToolKind = ToolKind.FUNCTION
 
 
-def model_name(name: str, namespace: str | None) -> str:
-    """Return the name by which the model calls a tool."""
-    if not namespace:
-        return name
-    return f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
-
-
-def required_name(holder: Fields) -> str:
-    """Return the model's name of the tool that an item names."""
-    name = holder.text("name")
-    if not name:
-        raise holder.fault("name", "is missing")
-    return model_name(name, holder.text("namespace"))
-
-
-def custom_call(name: str, text: str) -> ToolCall:
-    """Return the model's call of a custom tool."""
-    return ToolCall(name, {_INPUT: text})
-
-
 def custom_input(call: ToolCall) -> str:
     """Return the text that the model gave a custom tool."""
-    text = call.arguments.get(_INPUT)
+    text = call.arguments.get(INPUT)
     return text if isinstance(text, str) else call.arguments_text
 
 

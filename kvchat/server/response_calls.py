@@ -4,16 +4,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from kvchat.chat.chat_messages import custom_call, required_name
+from kvchat.chat.fields import Fields
 from kvchat.chat.tools import ToolCall, read_arguments
-from kvchat.server.fields import Fields
-from kvchat.server.offered_tools import (
-    SEARCH,
-    OfferedTools,
-    ToolKind,
-    custom_call,
-    custom_input,
-    required_name,
-)
+from kvchat.server.offered_tools import SEARCH, OfferedTools, ToolKind, custom_input
 
 Told = tuple[str, dict[str, Any]]
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvchat.chat.compaction import OPENING, REPLY
+from kvchat.chat.content import message_text, returned_text
+from kvchat.chat.fields import Fields
+from kvchat.chat.incoming import IncomingChat
 from kvchat.chat.resent_chat import ResentChat
-from kvchat.server.content import message_text, returned_text
-from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields
 from kvchat.server.offered_tools import OfferedTools, ToolReader
 from kvchat.server.response_calls import CALLS, earlier_call
 from kvchat.server.tool_fields import add_tool, openai_choice, read_tools
@@ -29,9 +29,9 @@ def read_chat(fields: Fields, earlier: Sequence[Fields]) -> tuple[ResentChat, Of
     return chat.chat(offered.tools), offered
 
 
-def read_items(fields: Fields, earlier: Sequence[Fields]) -> tuple[RequestChat, OfferedTools]:
+def read_items(fields: Fields, earlier: Sequence[Fields]) -> tuple[IncomingChat, OfferedTools]:
     """Return the messages of a request, to which more may be added, and its tools."""
-    chat, tools = RequestChat(), read_tools(fields)
+    chat, tools = IncomingChat(), read_tools(fields)
     chat.instruct(fields.text("instructions") or "")
     given = fields.raw("input")
     for item in earlier:
@@ -45,7 +45,7 @@ def read_items(fields: Fields, earlier: Sequence[Fields]) -> tuple[RequestChat, 
     return chat, tools.offered(openai_choice(fields).offered)
 
 
-def _add_item(chat: RequestChat, item: Fields, tools: ToolReader) -> None:
+def _add_item(chat: IncomingChat, item: Fields, tools: ToolReader) -> None:
     chat.next_item()
     kind = item.text("type", "message") or ""
     if kind == "message":
@@ -93,7 +93,7 @@ def _summary(item: Fields) -> str:
     raise item.fault("encrypted_content", "is not what kvchat's /v1/responses/compact gave")
 
 
-def _add_message(chat: RequestChat, item: Fields) -> None:
+def _add_message(chat: IncomingChat, item: Fields) -> None:
     role, text = item.text("role"), message_text(item)
     if role in ("system", "developer"):
         chat.instruct(text)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.fields import Fields
 from kvchat.chat.resent import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.response_memory import Fed
@@ -21,7 +22,6 @@ from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import Body, read_request
 from kvchat.server.clients import client_of
 from kvchat.server.compacting import Compacting
-from kvchat.server.fields import Fields, sampling_options, token_limit
 from kvchat.server.foreign_fields import own_fields
 from kvchat.server.format_fields import answer_format, foreign_format
 from kvchat.server.generation_fields import (
@@ -35,6 +35,7 @@ from kvchat.server.logprob_forms import listed
 from kvchat.server.offered_tools import OfferedTools
 from kvchat.server.response_calls import call_item, streamed_call
 from kvchat.server.response_items import compacted, read_chat, read_items
+from kvchat.server.sampling_fields import sampling_options, token_limit
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.stored_responses import (
     HeldResponse,

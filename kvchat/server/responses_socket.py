@@ -12,7 +12,8 @@ from contextlib import suppress
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from kvchat.server.api_errors import ApiError, failed_server, response_to
+from kvchat.chat.fields import FieldFault
+from kvchat.server.api_errors import ApiError, as_api_error, failed_server, response_to
 from kvchat.server.bodies import Body, read_body
 from kvchat.server.clients import client_of
 from kvchat.server.responses_api import ResponsesApi
@@ -127,8 +128,8 @@ class _Connection:
             fields.refuse(*_NOT_OVER_SOCKETS)
             response = await self._responses.stream(fields, self._held, client_of(self._socket))
             await response(self._socket.scope, _never, self._send_events)
-        except ApiError as refused:
-            error = refused
+        except (ApiError, FieldFault) as refused:
+            error = as_api_error(refused)
         except WebSocketDisconnect:
             raise
         except Exception:

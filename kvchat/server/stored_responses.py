@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.deletion import Deleted
+from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.keeping import drop_from
 from kvchat.chat.response_memory import Fed
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.bodies import Body
-from kvchat.server.fields import Fields, shortened
 from kvchat.server.service import Service
 
 _FIELD = "previous_response_id"

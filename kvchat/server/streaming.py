@@ -11,9 +11,10 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScored, ReadingPrompt
+from kvchat.chat.fields import FieldFault
 from kvchat.server import answering
 from kvchat.server.answering import Answer, Told
-from kvchat.server.api_errors import ApiError, failed_server
+from kvchat.server.api_errors import ApiError, as_api_error, failed_server
 
 _log = logging.getLogger(__name__)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -142,8 +143,8 @@ class _EventStream(Response):
                     if written:
                         await send(_piece(written))
                         answer.note_written()
-        except ApiError as error:
-            await send(_piece(writer.fail(error)))
+        except (ApiError, FieldFault) as error:
+            await send(_piece(writer.fail(as_api_error(error))))
         except Exception:
             _log.exception("a request failed")
             await send(_piece(writer.fail(failed_server())))

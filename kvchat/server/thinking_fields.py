@@ -5,8 +5,8 @@ there is nothing near, the field changes nothing: clients send it to every model
 a field of its own; those of other servers say the same.
 """
 
+from kvchat.chat.fields import Fields
 from kvchat.chat.thinking import Think, ThinkSwitch
-from kvchat.server.fields import Fields
 
 Wanted = tuple[Think, ...]  # what to ask for, the best first
 

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.chat_messages import required_name
+from kvchat.chat.fields import Fields
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_grammar import CallGrammar, call_grammar
 from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.server.api_errors import ApiError, as_api_error
-from kvchat.server.fields import Fields
 from kvchat.server.format_fields import AnswerFormat, with_format
-from kvchat.server.offered_tools import SEARCH, ToolKind, ToolReader, required_name
+from kvchat.server.offered_tools import SEARCH, ToolKind, ToolReader
 from kvchat.server.service import Service
 
 _FIELD = "tool_choice"

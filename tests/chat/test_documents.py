@@ -3,18 +3,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import import_file, saved_document, to_markdown
-from kvchat.chat.json_messages import (
-    GivenMessage,
-    parse_messages,
-    read_messages,
-    to_json,
-    to_messages,
-)
+from kvchat.chat.json_messages import ChatDocument, read_document, to_json, to_messages
+from kvchat.chat.resent_chat import Message
 from kvchat.chat.session_file import turn_line, waiting_line
 from kvchat.chat.store import SessionStore, new_session_id
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
@@ -49,13 +45,13 @@ def test_markdown_leaves_thinking_out_and_says_what_was_cut_off() -> None:
 def test_messages_are_read_back_as_they_were_written() -> None:
     conversation = branching_conversation()
 
-    given = read_messages(to_json(conversation))
+    given = read_document(to_json(conversation))
 
     assert given.system == "Be brief."
     assert [(t.role, t.text) for t in given.turns] == [
         (t.role, t.text) for t in conversation.path()
     ]
-    assert read_messages(json.dumps(to_messages(conversation))) == given
+    assert read_document(json.dumps(to_messages(conversation))) == given
 
 
 @pytest.mark.parametrize(
@@ -66,21 +62,17 @@ def test_messages_are_read_back_as_they_were_written() -> None:
         ("{}", "no list of messages"),
         ("5", "no list of messages"),
         ('{"messages": {}}', "no list of messages"),
-        ("[5]", "Message 1 has no text"),
-        ('[{"role": "user"}]', "Message 1 has no text"),
-        ('[{"role": "user", "content": ["x"]}]', "Message 1 has no text"),
-        ('[{"role": "bot", "content": "x"}]', "Message 1 has the role 'bot'"),
-        (
-            '[{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]',
-            "Message 2 has the role 'system'",
-        ),
-        ('[{"content": "x"}]', "Message 1 has the role None"),
+        ("[5]", r"messages\[0\].* must be an object"),
+        ('[{"role": "user"}]', r"messages\[0\]\.content is missing"),
+        ('[{"role": "user", "content": ["x"]}]', r"messages\[0\]\.content\[0\] must be an obj"),
+        ('[{"role": "bot", "content": "x"}]', r"messages\[0\]\.role is 'bot', but must be sys"),
+        ('[{"content": "x"}]', r"messages\[0\]\.role must be system, dev"),
     ],
     ids=lambda value: value[:30],
 )
 def test_what_is_no_list_of_messages_is_told(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_messages(text)
+        read_document(text)
 
 
 @pytest.mark.parametrize("has_system", [True, False])
@@ -89,8 +81,8 @@ def test_messages_that_begin_with_an_answer_are_refused(has_system: bool) -> Non
     messages = [{"role": "system", "content": "Be brief."}] if has_system else []
     messages += [{"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Hello"}]
 
-    with pytest.raises(UsageError, match=f"Message {1 + has_system} is the assistant's"):
-        read_messages(json.dumps(messages))
+    with pytest.raises(UsageError, match=rf"messages\[{int(has_system)}\]\.role is assistant"):
+        read_document(json.dumps(messages))
 
 
 def _with_calls() -> Conversation:
@@ -154,10 +146,14 @@ def test_calls_have_the_form_of_openais_chat_completions() -> None:
     assert messages[2]["tool_call_id"] == call["id"]
 
 
+def _read(messages: list[dict[str, Any]], tools: object = None) -> ChatDocument:
+    return read_document(json.dumps({"messages": messages, "tools": tools}))
+
+
 def test_results_before_a_users_text_are_of_its_turn_and_null_is_no_text() -> None:
     functions = [{"name": "a", "arguments": "{}"}, {"name": "b", "arguments": ""}]
     calls = [{"id": str(n), "function": each} for n, each in enumerate(functions)]
-    given = parse_messages(
+    given = _read(
         [
             {"role": "user", "content": "Do both."},
             {"role": "assistant", "content": None, "tool_calls": calls},
@@ -170,7 +166,7 @@ def test_results_before_a_users_text_are_of_its_turn_and_null_is_no_text() -> No
     results = (ToolResult("a", "one"), ToolResult("b", "two"))
     assert given.turns[1].text == ""
     assert given.turns[1].calls == (ToolCall("a", {}), ToolCall("b", {}))
-    assert given.turns[2:] == (GivenMessage(Role.USER, "And?", results=results),)
+    assert given.turns[2:] == (Message(Role.USER, "And?", results=results),)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +177,8 @@ def test_a_call_that_cannot_be_read_is_named_by_its_message(calls: object) -> No
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "y", "tool_calls": calls},
     ]
-    with pytest.raises(UsageError, match="Message 2 has a tool call"):
-        parse_messages(messages)
+    with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls"):
+        _read(messages)
 
 
 def test_arguments_that_were_cut_off_are_read_as_a_text() -> None:
@@ -197,7 +193,7 @@ def test_arguments_that_were_cut_off_are_read_as_a_text() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "two"},
     ]
 
-    given = parse_messages(messages)
+    given = _read(messages)
 
     assert [list(call.arguments.values()) for call in given.turns[1].calls] == [['{"q": '], ["[1]"]]
     assert [result.text for result in given.turns[2].results] == ["one", "two"]
@@ -205,11 +201,11 @@ def test_arguments_that_were_cut_off_are_read_as_a_text() -> None:
 
 def test_a_result_of_no_call_and_odd_tools_are_refused() -> None:
     result = {"role": "tool", "tool_call_id": "1", "content": "y"}
-    with pytest.raises(UsageError, match="Message 2 is the result of no call"):
-        parse_messages([{"role": "user", "content": "x"}, result])
+    with pytest.raises(UsageError, match=r"messages\[1\]\.tool_call_id names no call"):
+        _read([{"role": "user", "content": "x"}, result])
     for tools in (5, [5], [{}], [{"function": {"name": 5}}]):
-        with pytest.raises(UsageError, match="tools of the file cannot be read"):
-            parse_messages([], tools)
+        with pytest.raises(UsageError, match=r"^tools"):
+            _read([{"role": "user", "content": "x"}], tools)
 
 
 def test_what_was_typed_ahead_is_in_no_exported_file(tmp_path: Path) -> None:

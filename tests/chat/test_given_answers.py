@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
-from kvchat.chat.template import turn_format
+from kvchat.chat.template import NewTurn, turn_format
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.types import FinishReason
 from support import template_zoo as zoo
@@ -147,7 +147,9 @@ def test_the_white_space_before_a_closing_token_is_not_fed_twice(family: str) ->
     closing_id = form.closing_id
     assert closing_id is not None
 
-    after_end, after_cut = (form.following("b", last, CLOCK) for last in (closing_id, None))
+    after_end, after_cut = (
+        form.following(NewTurn("b", CLOCK), last) for last in (closing_id, None)
+    )
 
     assert after_cut[-len(after_end) :] == after_end
     ended = after_cut[: -len(after_end)]

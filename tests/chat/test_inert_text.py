@@ -7,7 +7,7 @@ from datetime import datetime
 import pytest
 from tokenizers import Tokenizer, models
 
-from kvchat.chat.template import turn_format
+from kvchat.chat.template import NewTurn, turn_format
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
@@ -76,11 +76,14 @@ def test_a_turn_has_the_control_tokens_of_its_template_and_no_others(odd: Odd, s
     def control(ids: list[int]) -> list[int]:
         return [token for token in ids if token in kept_out]
 
-    first, next_ = control(turns.opening("a", "a", CLOCK)), control(turns.following("a", 0, CLOCK))
+    first, next_ = (
+        control(turns.opening(NewTurn("a", CLOCK, "a"))),
+        control(turns.following(NewTurn("a", CLOCK), 0)),
+    )
     for _ in range(size):
         text = "".join(rng.choices(SPELLINGS, k=rng.randint(1, 7)))
-        assert control(turns.opening(text, text, CLOCK)) == first, text
-        assert control(turns.following(text, 0, CLOCK)) == next_, text
+        assert control(turns.opening(NewTurn(text, CLOCK, text))) == first, text
+        assert control(turns.following(NewTurn(text, CLOCK), 0)) == next_, text
 
 
 def test_an_end_of_text_typed_by_the_user_ends_no_turn() -> None:

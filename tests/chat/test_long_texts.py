@@ -8,7 +8,7 @@ import pytest
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
 from kvchat.chat.session import ChatSession
-from kvchat.chat.template import turn_format
+from kvchat.chat.template import NewTurn, turn_format
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.core.errors import ContextTooLong
 from support.odd_tokenizers import ODD
@@ -80,7 +80,7 @@ def test_the_ids_of_a_text_that_fits_are_those_of_the_whole_text() -> None:
         f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
     )
     assert list(ids) == whole.ids
-    assert model.format.opening(None, text, datetime.fromtimestamp(0.0)) == whole.ids
+    assert model.format.opening(NewTurn(text, datetime.fromtimestamp(0.0))) == whole.ids
 
 
 def test_a_conversation_with_a_turn_too_long_can_be_opened_and_gone_on_with_beside_it() -> None:

@@ -11,14 +11,14 @@ import pytest
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, KnownAnswer
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
+from kvchat.chat.fields import Fields
 from kvchat.chat.host import ChatHost
+from kvchat.chat.incoming import IncomingChat
 from kvchat.chat.resent import ResentChats
 from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats, resent_chat
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
-from kvchat.server.conversations import RequestChat
-from kvchat.server.fields import Fields
 from support.tiny_host import answer_options, finish
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
@@ -213,7 +213,7 @@ def sent(*roles: str, change: int | None = None) -> ResentChat:
 
     An answer calls a tool if a result follows it.
     """
-    request = RequestChat()
+    request = IncomingChat()
     item = Fields({"id": "call"})
     for number, role in enumerate(roles):
         text = f"{role} {number}" + ("!" if number == change else "")

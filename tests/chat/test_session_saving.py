@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat import session as session_module
+from kvchat.chat import saved_conversation
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText
 from kvchat.chat.host import ChatHost
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
+from kvchat.chat.template import NewTurn
 from kvchat.core.errors import ContextTooLong, ExitCode, ModelError
 from kvchat.core.types import FinishReason
 from kvchat.model.checkpoint.source import find_model
@@ -136,7 +137,7 @@ def test_another_models_conversation_is_read_anew_from_its_text(
         assert turn.text == original.text
     first, answer = opened.conversation.path()
     clock = datetime.fromtimestamp(opened.conversation.created_s)
-    expected = other.format.opening("Be brief.", "Hello <|end|> there", clock)
+    expected = other.format.opening(NewTurn("Hello <|end|> there", clock, "Be brief."))
     assert list(first.token_ids) == expected
     assert answer.token_ids == other.answer_ids(opened.conversation, answer)
     opened.close()
@@ -155,7 +156,7 @@ def test_a_conversation_the_model_cannot_take_over_is_let_go(
         raise ModelError("The template takes no such turn.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "readopt", refuse)
+        patch.setattr(saved_conversation, "readopt", refuse)
         with pytest.raises(ModelError, match="no such turn"):
             host.open_session(session.session_id)
 

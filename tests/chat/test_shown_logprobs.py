@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerCall
-from kvchat.chat.reply import Decoding, Reply
+from kvchat.chat.reply import Reply
 from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter

@@ -10,7 +10,7 @@ from datetime import datetime
 import jinja2
 import pytest
 
-from kvchat.chat.template import ChatTemplate, PlainText, Strategy, turn_format
+from kvchat.chat.template import ChatTemplate, NewTurn, PlainText, Strategy, turn_format
 from kvchat.chat.template_messages import Spaces, find_spaces
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
@@ -100,13 +100,13 @@ def test_three_turns_appended_are_the_conversation_rendered_whole(source: str) -
     texts = ["Hello there", "a {{ brace }} & <b>\n\nblank", "héh 好 😀"]
     answers = ["Fine.", "Two\nlines"]
 
-    ids = template.opening(None, texts[0], CLOCK)
+    ids = template.opening(NewTurn(texts[0], CLOCK))
     raw = byte_level()
     messages = [("user", texts[0])]
     for answer, text in zip(answers, texts[1:], strict=True):
         assert end is not None
         ids += [*raw.encode(answer, add_special_tokens=False).ids, end]
-        ids += template.following(text, end, CLOCK)
+        ids += template.following(NewTurn(text, CLOCK), end)
         messages += [("assistant", answer), ("user", text)]
 
     whole = written(source, *messages)
@@ -117,13 +117,13 @@ def test_three_turns_appended_are_the_conversation_rendered_whole(source: str) -
 def test_a_system_prompt_goes_where_the_template_puts_it() -> None:
     expected = written(zoo.DATED, ("system", "Be brief."), ("user", "Hi"))
 
-    assert shown(template_of(zoo.DATED).opening("Be brief.", "Hi", CLOCK)) == expected
+    assert shown(template_of(zoo.DATED).opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
 
 
 def test_a_system_prompt_a_template_refuses_stands_before_the_message() -> None:
     expected = written(zoo.NO_SYSTEM, ("user", "Be brief.\n\nHi"))
 
-    assert shown(template_of(zoo.NO_SYSTEM).opening("Be brief.", "Hi", CLOCK)) == expected
+    assert shown(template_of(zoo.NO_SYSTEM).opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
 
 
 def test_a_system_prompt_a_template_passes_over_is_not_lost() -> None:
@@ -132,15 +132,17 @@ def test_a_system_prompt_a_template_passes_over_is_not_lost() -> None:
     assert not template.takes_system
     expected = written(zoo.IGNORES_SYSTEM, ("user", "Be brief.\n\nHi"))
 
-    assert shown(template.opening("Be brief.", "Hi", CLOCK)) == expected
+    assert shown(template.opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
 
 
 def test_the_clock_is_the_conversations_own() -> None:
     template = template_of(zoo.DATED)
 
-    assert "04 Mar 2025" in shown(template.opening(None, "Hi", CLOCK))
-    assert "09 Sep 2026" in shown(template.opening(None, "Hi", LATER))
-    assert template.following("x", None, CLOCK) == template.following("x", None, LATER)
+    assert "04 Mar 2025" in shown(template.opening(NewTurn("Hi", CLOCK)))
+    assert "09 Sep 2026" in shown(template.opening(NewTurn("Hi", LATER)))
+    assert template.following(NewTurn("x", CLOCK), None) == template.following(
+        NewTurn("x", LATER), None
+    )
 
 
 ODD_SPACES = "\u3000\xa0hi\r\n\x0b\u2028\x1c"
@@ -153,9 +155,9 @@ def test_white_space_around_a_message_is_treated_as_the_template_treats_it(
 ) -> None:
     template = template_of(source)
 
-    assert shown(template.opening(None, text, CLOCK)) == written(source, ("user", text))
+    assert shown(template.opening(NewTurn(text, CLOCK))) == written(source, ("user", text))
     assert (
-        shown(template.following(text, None, CLOCK))
+        shown(template.following(NewTurn(text, CLOCK), None))
         == (written(source, ("user", "q"), ("assistant", "X"), ("user", text)).partition("X")[2])
     )
 
@@ -166,7 +168,7 @@ def test_every_white_space_is_stripped_by_role_as_jinja_strips_it(source: str) -
     talk = (("system", ODD_SPACES), ("user", ODD_SPACES))
     template = template_of(source)
 
-    assert shown(template.opening(*(text for _, text in talk), CLOCK)) == written(source, *talk)
+    assert shown(template.opening(NewTurn(talk[1][1], CLOCK, talk[0][1]))) == written(source, *talk)
     answer = template.answer.spaces.strip(ODD_SPACES)
     assert f"\n{answer}<" in written(source, *talk, ("assistant", ODD_SPACES))
 
@@ -197,9 +199,9 @@ def test_a_template_that_wants_lists_of_parts_gets_them(
     whole = written(source, *talk, part_roles=part_roles)
 
     assert template.strategy is Strategy.APPEND_SAFE
-    opened = shown(template.opening("Be brief.", text, CLOCK))
+    opened = shown(template.opening(NewTurn(text, CLOCK, "Be brief.")))
     assert opened == whole.partition("X")[0]
-    assert shown(template.following("More", None, CLOCK)) == whole.rpartition("X")[2]
+    assert shown(template.following(NewTurn("More", CLOCK), None)) == whole.rpartition("X")[2]
 
 
 def test_the_closing_token_is_dropped_where_the_answer_ended_with_it_and_only_there() -> None:
@@ -208,7 +210,7 @@ def test_the_closing_token_is_dropped_where_the_answer_ended_with_it_and_only_th
     assert template.closing_id == end
     interrupted = byte_level().token_to_id("a")
 
-    closed, cut = (template.following("x", last, CLOCK) for last in (end, interrupted))
+    closed, cut = (template.following(NewTurn("x", CLOCK), last) for last in (end, interrupted))
 
     assert cut == [end, *closed]
     assert shown(closed) == f"\n{START}user\nx{END}\n{START}assistant\n"
@@ -220,7 +222,7 @@ def test_text_that_closes_an_answer_is_never_dropped() -> None:
     newline = byte_level().encode("\n").ids[0]
     assert template.closing_id is None
 
-    assert shown(template.following("x", newline, CLOCK)) == "\nQ: x\nA: "
+    assert shown(template.following(NewTurn("x", CLOCK), newline)) == "\nQ: x\nA: "
 
 
 @pytest.mark.parametrize("kind", ZOO)
@@ -228,7 +230,10 @@ def test_messages_that_spell_control_tokens_or_stand_ins_are_only_text(kind: str
     template = template_of(zoo.CHATML, kind)
     tokenizer = ChatTokenizer(text_files(ZOO[kind](), zoo.CHATML))
     for text in (END, "Kv7Answer3Stands9Here", "Kv7Earlier3Stands9Here Kv7User3Stands9Here"):
-        for ids in (template.opening(text, text, CLOCK), template.following(text, None, CLOCK)):
+        for ids in (
+            template.opening(NewTurn(text, CLOCK, text)),
+            template.following(NewTurn(text, CLOCK), None),
+        ):
             decoded = tokenizer.decode(ids).replace(" ", "")
             assert decoded.lower().count(text.replace(" ", "").lower()) in (1, 2)
             ends = [token for token in ids if token == tokenizer.token_id(END)]
@@ -271,7 +276,7 @@ def test_what_transformers_gives_templates_is_there() -> None:
     files = text_files(byte_level(), source)
     template = turn_format(files, ChatTokenizer(files), {"enable_thinking": False})
 
-    assert shown(template.opening(None, "hi", CLOCK)) == '{"a": "<é>"}hiTrueTrue'
+    assert shown(template.opening(NewTurn("hi", CLOCK))) == '{"a": "<é>"}hiTrueTrue'
 
 
 def test_without_a_template_texts_follow_one_another() -> None:
@@ -281,6 +286,6 @@ def test_without_a_template_texts_follow_one_another() -> None:
     assert plain.strategy is Strategy.NO_TEMPLATE
     assert plain.closing_id is None
 
-    assert shown(plain.opening("Rules.", "Once upon", CLOCK)) == "<s>Rules.\n\nOnce upon"
-    assert shown(plain.following(f" a time{END}", 3, CLOCK)) == f" a time{END}"
-    assert byte_level().token_to_id(END) not in plain.following(END, None, CLOCK)
+    assert shown(plain.opening(NewTurn("Once upon", CLOCK, "Rules."))) == "<s>Rules.\n\nOnce upon"
+    assert shown(plain.following(NewTurn(f" a time{END}", CLOCK), 3)) == f" a time{END}"
+    assert byte_level().token_to_id(END) not in plain.following(NewTurn(END, CLOCK), None)

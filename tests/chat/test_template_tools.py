@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from chat.test_template import CLOCK
-from kvchat.chat.template import ChatTemplate, turn_format
+from kvchat.chat.template import ChatTemplate, NewTurn, turn_format
 from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse
@@ -79,9 +79,9 @@ def test_a_conversation_with_a_call_is_fed_as_the_template_renders_it(name: str,
     template, tokenizer = template_of(source)
     assert template.tools is not None
 
-    ids = template.opening(None, "Hello", CLOCK, tools=TOOLS)
+    ids = template.opening(NewTurn("Hello", CLOCK, tools=TOOLS))
     ids += tokenizer.encode(template.given_calls("", CALLS))
-    ids += template.following(user, ids[-1], CLOCK, use=ToolUse(CALLS, RESULTS))
+    ids += template.following(NewTurn(user, CLOCK, use=ToolUse(CALLS, RESULTS)), ids[-1])
 
     whole = [
         {"role": "user", "content": "Hello"},
@@ -118,8 +118,8 @@ def test_control_tokens_in_tools_calls_and_results_are_inert(name: str) -> None:
     def ids_of(tools: ToolSet, calls: tuple[ToolCall, ...], text: str) -> list[int]:
         given = tokenizer.encode(template.given_calls("", calls))
         use = ToolUse(calls, (ToolResult("find", text),))
-        opening = template.opening(None, "Hello", CLOCK, tools=tools)
-        return [*opening, *given, *template.following("", None, CLOCK, use=use)]
+        opening = template.opening(NewTurn("Hello", CLOCK, tools=tools))
+        return [*opening, *given, *template.following(NewTurn("", CLOCK, use=use), None)]
 
     plain_calls = (ToolCall("find", {"q": "a", "b": 1}),)
     expected = control(ids_of(ToolSet([{"name": "find", "description": "d"}]), plain_calls, "r"))
@@ -131,7 +131,9 @@ def test_two_calls_are_fed_also_where_the_template_knows_one() -> None:
     calls, results = CALLS * 2, RESULTS * 2
 
     given = "".join(segment.text for segment in template.given_calls("Well.", calls))
-    after = tokenizer.decode(template.following("", None, CLOCK, use=ToolUse(calls, results)))
+    after = tokenizer.decode(
+        template.following(NewTurn("", CLOCK, use=ToolUse(calls, results)), None)
+    )
 
     assert template.tools is not None
     assert template.tools.calls.read(given.removesuffix(END), TOOLS).calls == calls
@@ -149,8 +151,8 @@ def test_a_tool_that_is_added_at_the_end_leaves_the_ids_before_it() -> None:
     template, _ = template_of(zoo.TOOLS_AS_JSON)
     more = ToolSet([*(tool["function"] for tool in TOOLS.definitions), {"name": "second"}])
 
-    one, two = (template.opening(None, "Hello", CLOCK, tools=tools) for tools in (TOOLS, more))
+    one, two = (template.opening(NewTurn("Hello", CLOCK, tools=tools)) for tools in (TOOLS, more))
 
     num_equal = next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
-    defined = template.opening(None, "", CLOCK, tools=TOOLS)
+    defined = template.opening(NewTurn("", CLOCK, tools=TOOLS))
     assert num_equal >= len(defined) - 40

@@ -6,7 +6,7 @@ from copy import deepcopy
 from datetime import datetime
 from typing import Any
 
-from kvchat.chat.template import turn_format
+from kvchat.chat.template import NewTurn, turn_format
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
@@ -56,7 +56,10 @@ def refusal(files: TextFiles) -> str | None:
         tokenizer = ChatTokenizer(files)
         turns = turn_format(files, tokenizer)
         for text in TEXTS:
-            ids = [*turns.opening(None, text, CLOCK), *turns.following(text, None, CLOCK)]
+            ids = [
+                *turns.opening(NewTurn(text, CLOCK)),
+                *turns.following(NewTurn(text, CLOCK), None),
+            ]
             assert all(isinstance(token, int) for token in ids)
             tokenizer.decode(ids)
             stream = tokenizer.new_stream(ids)

@@ -12,7 +12,7 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.json_requests import parse_request
 from kvchat.chat.session import ChatSession
-from kvchat.chat.template import TurnFormat, turn_format
+from kvchat.chat.template import NewTurn, TurnFormat, turn_format
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import UsageError
@@ -31,7 +31,7 @@ def format_of(source: str | None) -> TurnFormat:
 
 
 def opening(source: str, think: Think) -> str:
-    ids = format_of(source).opening(None, "hi", CLOCK, think)
+    ids = format_of(source).opening(NewTurn("hi", CLOCK, think=think))
     return str(byte_level().decode(ids, skip_special_tokens=False))
 
 
@@ -64,14 +64,17 @@ def test_each_setting_reaches_the_template_under_its_own_name() -> None:
 def test_a_setting_that_a_template_ignores_changes_nothing_and_is_said() -> None:
     for source, think in ((zoo.CHATML, Think.OFF), (zoo.EFFORT, Think.OFF), (zoo.TOGGLED, "low")):
         form, think = format_of(source), Think(think)
-        assert form.opening(None, "hi", CLOCK, think) == form.opening(None, "hi", CLOCK)
+        assert form.opening(NewTurn("hi", CLOCK, think=think)) == form.opening(NewTurn("hi", CLOCK))
         assert (form.switch.problem(think, "m") or "").count(".") == 1
     assert format_of(zoo.TOGGLED).switch.problem(Think.OFF, "m") is None
 
 
 def test_a_later_turn_is_asked_with_the_setting_of_its_own_time() -> None:
     form = format_of(zoo.TOGGLED)
-    off, auto = (form.following("and?", None, CLOCK, think) for think in (Think.OFF, Think.AUTO))
+    off, auto = (
+        form.following(NewTurn("and?", CLOCK, think=think), None)
+        for think in (Think.OFF, Think.AUTO)
+    )
     assert off[: len(auto)] == auto
     assert byte_level().decode(off[len(auto) :], skip_special_tokens=False) == EMPTY_THOUGHT
 

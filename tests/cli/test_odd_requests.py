@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvchat.chat.json_requests import BadRequest, JsonRequest
+from kvchat.chat.json_requests import BadRequest, JsonRequest, parse_request
 from kvchat.cli.batch import _queue_requests
 from kvchat.cli.script_input import read_requests
 from kvchat.core.errors import UsageError
@@ -21,7 +21,7 @@ from kvchat.core.errors import UsageError
         ('{"prompt": "x", "top_k": 2.5}', "top_k of line 1 is 2.5, but must be a whole number."),
         ('{"id": NaN, "prompt": "x"}', "Line 1 of the input is not JSON."),
         ('{"id": [[1]], "prompt": "x"}', "id of line 1 must be a text or a number."),
-        ('{"prompt": " "}', "The prompt of line 1 is empty."),
+        ('{"prompt": " "}', "Line 1 of the input: The last message is empty."),
         ('{"prompt": "x", "temperature": 1' + 400 * "0" + "}", "must be a number"),
         ('{"prompt": "x", "system": 5}', "system of line 1 is 5, but must be a text."),
     ],
@@ -57,9 +57,50 @@ def test_whoever_sent_what_is_no_request_can_tell_which(
     assert bad.label == label
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+CALLED = [{"role": "user", "content": "Read."}, {"role": "assistant", "tool_calls": [CALL]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "last"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "Hi"),
+        ([{"role": "developer", "content": "x"}, {"role": "user", "content": "Hi"}], "Hi"),
+        ([*CALLED, {"role": "tool", "tool_call_id": "1", "content": "red"}], "red"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}], "Hel"),
+    ],
+)
+def test_a_line_is_the_body_of_a_chat_completion(messages: list[object], last: str) -> None:
+    """Lines had a reader of their own, which knew texts only, and no result at the end."""
+    content = {"messages": messages, "tools": [{"type": "function", "function": {"name": "read"}}]}
+
+    chat = parse_request(content, 1).chat
+
+    assert chat.messages[-1].whole.strip() == last
+    assert chat.tools is not None
+    assert chat.tools.names == ["read"]
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "bot", "content": "x"}, "messages[1].role is 'bot', but must be system, dev"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[1].content[0].type is 'image_url', but must",
+        ),
+        ({"role": "tool", "tool_call_id": "7", "content": "x"}, "tool_call_id names no call"),
+    ],
+)
+def test_a_bad_message_is_named_as_over_http(message: object, sentence: str) -> None:
+    with pytest.raises(UsageError, match="Line 3 of the input: ") as caught:
+        parse_request({"messages": [{"role": "user", "content": "Hi"}, message]}, 3)
+    assert sentence in caught.value.message
+
+
 def test_input_that_cannot_be_read_is_an_end_too() -> None:
     def failing() -> Iterator[JsonRequest | BadRequest]:
-        yield JsonRequest({"line": 1}, "one")
+        yield parse_request({"prompt": "one"}, 1)
         raise OSError(5, "Input/output error")
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()

@@ -91,7 +91,7 @@ def test_json_requests_run_as_one_batch_and_carry_their_ids(shell: Shell, tiny: 
     assert {a.get("id") for a in answers if "text" in a} == {"a", 2, None}
     errors = [(a["error"]["message"], a.get("id"), a.get("line")) for a in answers if "error" in a]
     assert errors == [
-        ("Line 3 of the input: Message 1 has no text.", "bad", None),
+        ("prompt of line 3 is 5, but must be a text.", "bad", None),
         ("Line 5 of the input is not JSON.", None, 5),
     ]
     assert [a["line"] for a in answers if "text" in a and "id" not in a] == [4]

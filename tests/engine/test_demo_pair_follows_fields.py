@@ -11,6 +11,7 @@ import pytest
 
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.grammar import json_grammar
+from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
@@ -62,7 +63,7 @@ def demo_engine() -> Engine:
 def requests(model: ChatModel) -> list[RequestSpec]:
     """Return free requests, and after them limited ones."""
     grammar = model.tokenizer.grammars.compile(json_grammar(SCHEMA), model.stop_token_ids)
-    prompt = tuple(model.format.opening(None, "What is a KV cache?", NOW))
+    prompt = tuple(model.format.opening(NewTurn("What is a KV cache?", NOW)))
     free = [
         RequestSpec(prompt, sampling, 40, model.stop_token_ids, num_top_logprobs=2)
         for sampling in (PLAIN, SPARSE, BIASED, REPEATED)

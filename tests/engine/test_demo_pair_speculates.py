@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.chat_model import read_chat_model
+from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
@@ -58,9 +59,9 @@ class Chat:
     def ask(self, text: str, sampling: SamplingParams = GREEDY, count: int = 60) -> list[int]:
         form = self.model.format
         if self.context:
-            self.context += form.following(text, self.context[-1], NOW)
+            self.context += form.following(NewTurn(text, NOW), self.context[-1])
         else:
-            self.context += form.opening(None, text, NOW)
+            self.context += form.opening(NewTurn(text, NOW))
         engine = self.assembled.engine
         engine.speculation.switch(self.mode)
         stops = self.model.stop_token_ids

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerEnded, AnswerText, ReadingPrompt
-from kvchat.chat.reply import Decoding, Reply
+from kvchat.chat.reply import Reply
 from kvchat.chat.resent import Asked
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.server.api_errors import ApiError
-from kvchat.server.fields import Fields
+from kvchat.chat.fields import FieldFault, Fields
 from kvchat.server.infill import with_suffix
 from server.conftest import Serve
 from support.asgi_client import get, post
@@ -295,7 +294,7 @@ def test_a_suffix_is_put_behind_the_answer_in_the_tokens_of_the_model() -> None:
         ([(1, 2)], {"suffix": "y"}, codec),
         (["x"], {"suffix": "y", "echo": True}, codec),
     ):
-        with pytest.raises(ApiError):
+        with pytest.raises(FieldFault):
             with_suffix(Fields(given), prompts, known)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,10 @@ import pytest
 
 from kvchat.chat.answer_settings import with_values
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.fields import Fields
 from kvchat.chat.host import ChatHost
 from kvchat.core.parameters import OF_ANSWERS
-from kvchat.server.fields import Fields, sampling_options
+from kvchat.server.sampling_fields import sampling_options
 from server.conftest import Serve, echo, served_by
 from support.asgi_client import post
 from support.scripted_engine import Script, scripted_build

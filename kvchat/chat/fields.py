@@ -6,27 +6,24 @@ Fields that would change the answer and that kvchat does not have are refused, n
 from collections.abc import Mapping
 from typing import Any
 
-from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.core.errors import UsageError
-from kvchat.core.parameter import MOST, Kind, Parameter
-from kvchat.core.parameters import OF_ANSWERS
+from kvchat.core.parameter import MOST, Parameter
 from kvchat.core.sizes import shown
-from kvchat.server.api_errors import ApiError
 
-_MOST_STOPS = 64
-_NO_LIMIT = -1
-# How clients say that a filter is off, that one token is left or that the seed is random, and what
-# says so here.
-_OTHER_WORDS: Mapping[tuple[str, float], float | None] = {
-    ("top_k", -1): 0,
-    ("top_p", 0): 1e-9,
-    ("seed", -1): None,
-}
-# Each interface has names of its own for the others.
-_COMMON = tuple(p for p in OF_ANSWERS if p.name not in ("max_tokens", "stop", "think"))
-_MOST_SAMPLES = 128
-_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SHOWN_CHARS = 80
+
+
+class FieldFault(UsageError):
+    """A field of a request that cannot be used.
+
+    param   its full name
+    code    a word that programs may test, None for none
+    """
+
+    def __init__(self, message: str, param: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class Fields:
@@ -43,20 +40,20 @@ class Fields:
         """Return a field's full name for an error."""
         return ".".join(part for part in (self._path, name) if part)
 
-    def fault(self, name: str, sentence: str) -> ApiError:
+    def fault(self, name: str, sentence: str) -> FieldFault:
         """Return the error for a bad field; it quotes a value that is neither list nor object."""
         full, value = self.name_of(name), self._values.get(name)
         if isinstance(value, str | int | float) and sentence.startswith("must "):
             sentence = f"is {shown(value)}, but {sentence}"
-        return ApiError(400, f"{full} {sentence}.", full, "invalid_value")
+        return FieldFault(f"{full} {sentence}.", full, "invalid_value")
 
     def value_of(self, parameter: Parameter) -> Any:
-        """Return the field of a parameter, None where it is missing; raises ApiError."""
+        """Return the field of a parameter, None where it is missing; raises FieldFault."""
         value, full = self._values.get(parameter.name), self.name_of(parameter.name)
         try:
             return None if value is None else parameter.checked(value, full)
         except UsageError as error:
-            raise ApiError(400, str(error), full, "invalid_value") from error
+            raise FieldFault(str(error), full, "invalid_value") from error
 
     def raw(self, name: str) -> Any:
         """Return a field as it is, None where it is missing."""
@@ -135,49 +132,7 @@ class Fields:
             if self._values.get(name):
                 full = self.name_of(name)
                 sentence = f"kvchat does not support {full}."
-                raise ApiError(400, sentence, full, "unsupported_parameter")
-
-
-def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
-    """Return `base` with the fields of a request that all interfaces have in common.
-
-    Without a limit of tokens an answer ends that only repeats itself: nothing else would end it.
-    """
-    is_bounded = any(fields.raw(name) not in (None, _NO_LIMIT) for name in _TOKEN_LIMITS)
-    values: dict[str, Any] = {"repetition_limit": 0} if is_bounded else {}
-    for parameter in _COMMON:
-        value = fields.raw(parameter.name)
-        if isinstance(value, int | float) and (parameter.name, value) in _OTHER_WORDS:
-            values[parameter.name] = _OTHER_WORDS[parameter.name, value]
-        elif value is not None:
-            values[parameter.name] = fields.value_of(parameter)
-    return with_values(base, values)
-
-
-def stops(fields: Fields, name: str) -> tuple[str, ...]:
-    """Return the stop strings of a field, which is a text or a list of texts."""
-    value = fields.raw(name)
-    if value is None:
-        return ()
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise fields.fault(name, f"must be {Kind.TEXTS.value}")
-    if len(texts) > _MOST_STOPS:
-        raise fields.fault(name, f"must be at most {_MOST_STOPS} texts")
-    return tuple(text for text in texts if text)
-
-
-def token_limit(fields: Fields, *names: str, least: int = 1) -> int | None:
-    """Return the first limit of tokens that is given; None for none, which -1 asks for too."""
-    given = next((name for name in names if name in fields), names[0])
-    if fields.raw(given) == _NO_LIMIT:
-        return None
-    return fields.whole(given, least)
-
-
-def num_samples(fields: Fields) -> int:
-    """Return `n`, the number of answers wanted."""
-    return fields.whole("n", 1, _MOST_SAMPLES) or 1
+                raise FieldFault(sentence, full, "unsupported_parameter")
 
 
 def shortened(text: str) -> str:

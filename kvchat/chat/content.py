@@ -7,7 +7,7 @@ for ever, so a note takes its place there.
 import json
 from collections.abc import Callable
 
-from kvchat.server.fields import Fields, shortened
+from kvchat.chat.fields import Fields, shortened
 
 _TEXTS = ("text", "input_text", "output_text")
 # Answers have these too; their ids are known with the answer's, or another server ran them.

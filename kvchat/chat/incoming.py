@@ -1,6 +1,6 @@
-"""RequestChat: collects the messages of one request, in whichever interface it was written.
+"""IncomingChat: collects messages that come as JSON, in whichever interface they were written.
 
-Each interface reads its own fields and adds what it finds here. The result is a ResentChat.
+Each interface reads its own fields, and adds here what it finds. The result is a ResentChat.
 """
 
 from collections.abc import Iterable
@@ -8,18 +8,23 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvchat.chat.conversation import Role
+from kvchat.chat.fields import FieldFault, Fields
 from kvchat.chat.open_calls import OpenCalls
 from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, joined, resent_chat
 from kvchat.chat.tools import ToolCall, ToolSet
-from kvchat.core.errors import KvchatError
-from kvchat.server.api_errors import ApiError, as_api_error
-from kvchat.server.fields import Fields
+from kvchat.core.errors import UsageError
+
+_MESSAGES = "messages"
 
 
-class RequestChat:
-    """The messages so far. Add them in their order, then take `chat`."""
+class IncomingChat:
+    """The messages so far. Add them in their order, then take `chat`, or `turns`.
 
-    def __init__(self) -> None:
+    needs_results   whether every call has to have a result
+    """
+
+    def __init__(self, needs_results: bool = True) -> None:
+        self._needs_results = needs_results
         self._systems: list[str] = []
         self._messages: list[Message] = []
         self._indexes: list[int] = []
@@ -58,7 +63,7 @@ class RequestChat:
         self._add(Message(Role.ASSISTANT, text, tuple(call for _, call in named)))
 
     def add_result(self, item: Fields, id_field: str, text: str) -> None:
-        """Add the result of a call; raises ApiError if the item's id names no call before it."""
+        """Add the result of a call; raises FieldFault if the item's id names no call before it."""
         call_id = item.text(id_field)
         if call_id is None or not self._open_calls.add_result(call_id, text, self._index):
             raise item.fault(id_field, "names no call of the answer before it")
@@ -71,12 +76,29 @@ class RequestChat:
         self._kept.append((len(self._messages) + self._open_calls.have_results, ttl_s, text))
 
     @property
+    def system(self) -> str:
+        """The system prompt so far, "" without any."""
+        return "\n\n".join(self._systems)
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """All that was added, but results of calls that may still get others."""
         return tuple(self._messages)
 
+    def turns(self) -> tuple[Message, ...]:
+        """Return the messages as turns: results, and the user's text after them, are one."""
+        self._end_calls()
+        turns: list[Message] = []
+        for message in self._messages:
+            last = turns[-1] if turns else message
+            if last.results and not last.text and message.role is Role.USER:
+                turns[-1] = joined([last, message])
+            else:
+                turns.append(message)
+        return tuple(turns)
+
     def chat(self, tools: ToolSet | None = None) -> ResentChat:
-        """Return the conversation, or raise ApiError for one that cannot be answered.
+        """Return the conversation, or raise FieldFault for one that cannot be answered.
 
         Instructions alone are the user's message: templates want one.
         """
@@ -84,12 +106,11 @@ class RequestChat:
         if not self._messages and self._systems:
             self.ask(self._systems.pop())
         try:
-            system = "\n\n".join(self._systems)
-            chat = resent_chat(system, self._messages, tools, self._indexes)
+            chat = resent_chat(self.system, self._messages, tools, self._indexes)
             kept = tuple(self._joined(*part) for part in self._kept)
             return replace(chat, kept=kept)
-        except KvchatError as error:
-            raise replace(as_api_error(error), param="messages") from error
+        except UsageError as error:
+            raise FieldFault(str(error), _MESSAGES) from error
 
     def _joined(self, num_messages: int, ttl_s: float, text: str | None) -> KeptPart:
         """Return what to keep, counted in messages whose neighbours of one role are joined."""
@@ -113,8 +134,9 @@ class RequestChat:
         """Add the results of the last calls, in the order of the calls."""
         if not self._open_calls:
             return
-        if (call := self._open_calls.without_result()) is not None:
+        call = self._open_calls.without_result()
+        if call is not None and self._needs_results:
             sentence = f"The call of {call.name!r} has no result."
-            raise ApiError(400, sentence, "messages", "invalid_value")
+            raise FieldFault(sentence, _MESSAGES, "invalid_value")
         for index, result in self._open_calls.take_results():
             self._add(Message(Role.USER, "", results=(result,)), index)
