@@ -209,9 +209,10 @@ def test_what_coded_kv_does_to_predictions_is_measured() -> None:
 
     found = {figure.name: figure for figure in result.figures}
     assert found["int8: perplexity"].ratio == pytest.approx(1, abs=0.02)
-    assert found["int8: top-1 as plain KV"].value > 95
-    divergences = [found[f"{code}: KL to plain KV"].value for code in ("int8", "k8v4")]
-    assert divergences == sorted(divergences)
+    assert found["int8: top-1 as plain KV"].value > 90
+    # The demo is small: what 4 bits would do is a note.
+    assert any("would answer otherwise. KV in k8v4 changes" in note for note in result.notes)
+    assert not any(name.startswith("k8v4") for name in found)
 
 
 def test_kv_of_8_bits_has_no_figures_where_it_does_not_work(tmp_path: Path) -> None:

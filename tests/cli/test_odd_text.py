@@ -84,9 +84,16 @@ def test_ten_megabytes_are_refused_in_a_sentence_whichever_way_they_come(
     shell: Shell, tiny: str
 ) -> None:
     long = TEN_MEGABYTES.decode()
+    said = {"role": "user", "content": long}
     requests = [
         {"prompt": long},
-        {"messages": [{"role": "user", "content": long}, {"role": "user", "content": "x"}]},
+        {
+            "messages": [
+                said,
+                {"role": "assistant", "content": "y"},
+                {"role": "user", "content": "x"},
+            ]
+        },
         {"prompt": "x", "system": long},
     ]
     lines = "".join(json.dumps(request) + "\n" for request in requests).encode()

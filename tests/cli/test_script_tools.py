@@ -54,7 +54,7 @@ def _author(question: str, sample: int) -> Answer:
         return Answer(WAIT + WAIT)
     if question.startswith("<tool_response>"):
         told = question.removeprefix("<tool_response>").removesuffix("</tool_response>").strip()
-        if told == "stopped":
+        if told.startswith("stopped"):
             return Answer("Too late. " * 50, step_s=0.05)  # a fast one ends before its time is up
         return Answer(f"It says: {told}" if "again" not in told else READ)
     return Answer(f"I read it. \n{READ}")

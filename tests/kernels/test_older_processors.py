@@ -57,26 +57,31 @@ def test_float16_is_converted_without_instructions_for_it() -> None:
         pytest.skip("the processor is no x86")
     run_python(
         """
-        import ctypes
-        import numpy as np, torch
+        import torch
         from llvmlite import ir
         from kernels.test_linear_blocks import random_blocks
         from kvchat_kernels.cpu.code import F16, F32, Kernel
+        from kvchat_kernels.cpu.program import Operation, run_units
+        from kvchat_kernels.cpu.task import Memory, Task
         from kvchat_kernels.linear.blocks import Rounding, dequantised
         from kvchat_kernels.linear.cpu import BlockProduct, rows_of
+        from support.cpu_tasks import header
+
+        class Conversion(Task):
+            given: Memory
+            result: Memory
+            count: int
 
         def converted(given, instruction, size, kinds, out):
             def write(code):
                 of, to = (ir.VectorType(kind, size) if size > 1 else kind for kind in kinds)
-                fields = (code.load(code.task, 8 * n, ir.IntType(64)) for n in range(3))
-                address, result, count = fields
-                with code.loop(0, count, size) as at:
-                    value = code.load(address, at * given.itemsize, of)
-                    code.store(code.convert(instruction, value, to), result, at * out.itemsize)
-            kernel = Kernel(f"test {instruction} {size}", (), write)
-            task = np.array([given.data_ptr(), out.data_ptr(), len(given)])
-            run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
-            run(task.ctypes.data, 0, 0)
+                with code.loop(0, code.task.count, size) as at:
+                    value = code.load(code.task.given, at * given.itemsize, of)
+                    value = code.convert(instruction, value, to)
+                    code.store(value, code.task.result, at * out.itemsize)
+            kernel = Kernel(f"test {instruction} {size}", Conversion, (), write)
+            task = Conversion(given=given, result=out, count=len(given))
+            run_units(Operation(kernel, task, header(1), None), 1, 1)
             return out
 
         def assert_same(found, wanted):
