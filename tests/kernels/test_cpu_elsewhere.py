@@ -24,7 +24,7 @@ from kvchat_kernels.cpu import code as code_module
 from kvchat_kernels.cpu.code import Code
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.task import Task
-from kvchat_kernels.kv_code import INT8
+from kvchat_kernels.kv_code import INT4, INT8
 from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
 from support.matrix import spread
@@ -33,8 +33,10 @@ NIBBLES = Layout(4, 32, torch.float16, True, True)
 CENTRED = Layout(4, 32, torch.float16, False, True)
 BYTES = Layout(8, 32, torch.float16, False, True)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
-EIGHT = attention.AttentionForm(6, 2, 64, 64, 16, INT8)
-HEADS = rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, INT8)
+EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
+HEADS, HEADS_OF_FOUR = (
+    rotation.Heads(6, 2, 64, 64, 32, rotation.HeadNorm.NONE, code) for code in (INT8, INT4)
+)
 FACTORS = group_factors.FactorForm(WordOrder.AWQ, 4, Stored.HALF, True, None)
 FLOATS = group_floats.FloatForm(8, False, False, Stored.BFLOAT)
 WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
@@ -43,6 +45,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
         attention.AttentionTask,
         lambda code: attention._Part(code, EIGHT, False).write(),
     ),
+    "attention over 4 bits": (
+        attention.AttentionTask,
+        lambda code: attention._Part(code, FOUR, False).write(),
+    ),
+    "KV of 4 bits": (rotation.RotationTask, lambda code: rotation._write(code, HEADS_OF_FOUR)),
     "KV of 8 bits": (rotation.RotationTask, lambda code: rotation._write(code, HEADS)),
     "4 bits": (
         block_products.BlockProductTask,
