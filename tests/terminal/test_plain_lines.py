@@ -19,6 +19,7 @@ def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
     chat.enter("markdown").wait_for("The end.")
     chat.enter("think").wait_for("The answer is 42.")
     chat.enter("evil").wait_for("bell  end")
+    chat.wait_until_quiet(0.5)  # a line that is typed before the prompt is there shares its line
     chat.enter("lines 30").wait_for("line-0029 of the answer")
     chat.enter("/exit")
 
