@@ -72,7 +72,7 @@ def subclassed(path: Path) -> set[str]:
 
 
 def test_a_package_whose_classes_we_extend_has_an_upper_bound() -> None:
-    """What a class calls of itself is promised to nobody: the next version may call it no more."""
+    """No library documents which methods a class calls of itself: the next version may not."""
     extended = set().union(*(subclassed(path) for path in SOURCES))
     packages = packages_distributions()
     unbounded = {
