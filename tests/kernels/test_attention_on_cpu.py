@@ -1,14 +1,13 @@
 """Few rows of paged attention on a CPU: by torch's operator, by products, and as the reference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, paged_attention
-from kvchat_kernels.paged_attention.cpu import (
-    KernelChoice,
-)
+from kvchat_kernels.paged_attention.cpu import KernelChoice
 from kvchat_kernels.paged_attention.cpu_fused import attend_plainly
 from kvchat_kernels.paged_attention.sequences import FULL
 
@@ -151,3 +150,28 @@ def test_single_rows_of_heads_that_share_no_keys_are_soon_long(
     single = KernelChoice(8, 8, 64, torch.bfloat16, FULL)
     assert shared.prefers_fused(one_row, 0)
     assert not single.prefers_fused(one_row, 0)
+
+
+@pytest.mark.parametrize("span", [FULL, WINDOW])
+def test_the_fused_kernel_meets_few_sizes_in_low_precision(
+    span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch compiled products for each length, and kept them: 25 MB more in a thousand turns."""
+    sizes = set()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        sizes.add((query.shape[2], key.shape[2]))
+        return attend_plainly(query, key, *rest)
+
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
+    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu_fused._attend_with_lse", attend)
+    pools = torch.randn(2, 30, 16, NUM_KV_HEADS, 16).bfloat16()
+    tables = torch.arange(1, 30, dtype=torch.int32)[None]
+    for count in range(17, 400):
+        rows = min(count, 7 * count % 100 + 1)
+        query = torch.randn(rows, NUM_HEADS, 16).bfloat16()
+        sequences = PagedSequences((rows,), (count,), tables, 16)
+        ours = paged_attention(query, *pools, sequences, span=span, scale=0.25)
+        exact = paged_attention(query, *pools, sequences, span=span, scale=0.25, impl="reference")
+        assert (ours.float() - exact.float()).abs().max() < 0.05
+    assert 1 < len(sizes) < 190

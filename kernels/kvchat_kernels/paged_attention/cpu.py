@@ -42,17 +42,20 @@ class Tokens:
     def dtype(self) -> torch.dtype:
         return self.runs[0].dtype
 
-    def joined(self, sequences: PagedSequences, name: str) -> torch.Tensor:
-        """Return all tokens as one tensor.
+    def joined(self, sequences: PagedSequences, name: str, size: int) -> torch.Tensor:
+        """Return `size` tokens as one tensor, with zeros after the last token.
 
-        It is a copy in the step's scratch buffer `name` for several runs, or for many tokens that
-        are still in the pool.
+        It is a copy in the step's scratch buffer `name` for several runs, for added zeros, or for
+        many tokens that are still in the pool.
         """
         first = self.runs[0]
-        if len(self.runs) == 1 and (self.are_copies or self.count < WORTH_COPYING):
+        is_one = len(self.runs) == 1 and size == self.count
+        if is_one and (self.are_copies or self.count < WORTH_COPYING):
             return first
-        out = scratch(sequences.scratch, name, (self.count, *first.shape[1:]), first.dtype)
-        return torch.cat(self.runs, out=out)
+        out = scratch(sequences.scratch, name, (size, *first.shape[1:]), first.dtype)
+        torch.cat(self.runs, out=out[: self.count])
+        out[self.count :].zero_()
+        return out
 
     def by_head(self, sequences: PagedSequences, name: str, size: int) -> torch.Tensor:
         """Return a copy [num_heads, size, head_dim] in the step's scratch buffer `name`.
@@ -237,13 +240,15 @@ def paged_attention_cpu(
             continue
         key = tokens_from(key_pool, sequences, index, first, compute_dtype)
         value = tokens_from(value_pool, sequences, index, first, compute_dtype)
+        size = _size_of(key.count, compute_dtype)
         if prefers_fused:
-            group = query.shape[1] // key_pool.shape[2]
-            mask = additive_mask(sequences, index, span, first, group, compute_dtype)
-            joined = key.joined(sequences, "keys"), value.joined(sequences, "values")
-            outputs.append(attend_fused(rows, *joined, mask, scale, sinks))
+            num_rows = _size_of(query_len, compute_dtype)
+            group = query.shape[1] // num_kv_heads
+            mask = additive_mask(sequences, index, span, group, (num_rows, size), compute_dtype)
+            joined = key.joined(sequences, "keys", size), value.joined(sequences, "values", size)
+            rows = pad(rows, [0, 0, 0, 0, 0, num_rows - query_len])
+            outputs.append(attend_fused(rows, *joined, mask, scale, sinks)[:query_len])
         else:
-            size = _size_of(key.count, compute_dtype)
             by_head = key.by_head(sequences, "keys", size), value.by_head(sequences, "values", size)
             end = sequences.context_lens[index]
             slabs = Slabs(span, first, end, scale, softcap, sinks, sequences.scratch)
@@ -403,7 +408,9 @@ class Slabs:
 
 def _size_of(count: int, dtype: torch.dtype) -> int:
     """Return the padded number of rows or keys for products of `count`."""
-    return count if dtype == torch.float32 else few_sizes(count)
+    if dtype == torch.float32 or not multiplies_in(dtype):
+        return count
+    return few_sizes(count)
 
 
 def _slab_rows(num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:

@@ -1,5 +1,8 @@
 """Attention of few rows by torch's fused kernel, which reads the tokens of a sequence once a head.
 
+In low precision torch compiles the kernel's products for each number of rows and keys and keeps
+them until the process ends (20 KB each): its callers round both numbers up to few sizes.
+
 The kernel is a private operator of torch. `attend_plainly` computes the same by public functions,
 where torch has no such operator and in tests.
 """
@@ -22,7 +25,7 @@ def attend_fused(
     query        [num_rows, num_heads, key_dim]
     key, value   [num_keys, num_kv_heads, key_dim or value_dim]
     mask         [group * num_rows, num_keys], added to the scores: the rows of the query heads that
-                 share a KV head, one head after another; None for a single row
+                 share a KV head, one head after another; None if every row sees every key
     """
     num_rows, num_heads = query.shape[0], query.shape[1]
     num_kv_heads, value_dim = value.shape[1], value.shape[2]
@@ -97,24 +100,29 @@ def additive_mask(
     sequences: PagedSequences,
     index: int,
     span: AttentionSpan,
-    first: int,
     group: int,
+    shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return a sequence's mask, [group * num_rows, num_keys] in `dtype`; None for a single row.
+    """Return a sequence's mask, [group * num_rows, num_keys] in `dtype`; None if all is visible.
 
-    It is 0 where visible and minus infinity where hidden. Cached for the step.
+    It is 0 where visible and minus infinity where hidden. `shape` is [num_rows, num_keys], each at
+    least the sequence's own number: further rows see every key of the sequence, and no row sees
+    further keys. Cached for the step.
     """
     num_rows, end = sequences.query_lens[index], sequences.context_lens[index]
-    if num_rows == 1:
+    first = span.first_visible(end - num_rows)
+    if shape == (1, end - first):
         return None
-    key = (index, span, group, dtype)
-    mask = sequences.masks.get(key)
+    kind = (index, span, group, shape, dtype)
+    mask = sequences.masks.get(kind)
     if mask is None:
         positions = torch.arange(first, end)
+        mask = torch.zeros(shape, dtype=dtype)
+        mask[:, end - first :] = float("-inf")
         hidden = ~span.mask(positions[-num_rows:], positions)
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        mask = sequences.masks[key] = mask.repeat(group, 1)
+        mask[:num_rows, : end - first].masked_fill_(hidden, float("-inf"))
+        mask = sequences.masks[kind] = mask.repeat(group, 1)
     return mask
 
 
