@@ -118,7 +118,7 @@ def test_kernels_and_the_modules_around_them_are_named(monkeypatch: pytest.Monke
     kernels = {"delta.py", "delta_rows.py", "mamba.py", "convolution.py", "code.py", "maths.py"}
     assert kernels <= found[0]
     assert not kernels & found[1]
-    around = {"state.py", "step_delta.py", "recurrent_prefill.py", "families.py"}
+    around = {"state.py", "step_recurrent.py", "recurrent_prefill.py", "families.py"}
     assert all(around <= names for names in found)
 
 

@@ -13,7 +13,6 @@ from kvchat_kernels.cpu import (
     gates,
     mamba,
     mamba_rows,
-    ordering,
 )
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
@@ -139,9 +138,9 @@ def test_numbers_are_put_in_another_order(width: int) -> None:
     torch.manual_seed(2)
     x, out = torch.randn(3, width), torch.zeros(3 * width + 1)
     order = torch.randperm(width).int()
-    task = ordering.OrderingTask(x=x, source=order, width=width, out=out)
+    task = delta.OrderingTask(x=x, source=order, width=width, out=out)
 
-    run(ordering.ordering_kernel(), task, 3, counts=[1, 1, 1])
+    run(delta.ordering_kernel(), task, 3, counts=[1, 1, 1])
 
     assert torch.equal(out[:-1].view(3, width), x[:, order.long()])
     assert out[-1] == 0
@@ -273,9 +272,9 @@ def test_heads_are_gated_one_by_one(num_heads: int, dim: int) -> None:
         dim=dim,
     )
 
-    run_units(Operation(gates.queries_kernel(), task, header(2), None), 2, 1)
+    run_units(Operation(gates.heads_kernel(is_gate=False), task, header(2), None), 2, 1)
     assert torch.equal(out[:, :-5], both[:, :, 0].flatten(1))
-    run_units(Operation(gates.head_gate_kernel(), task, header(2), None), 2, 1)
+    run_units(Operation(gates.heads_kernel(is_gate=True), task, header(2), None), 2, 1)
 
     expected = both[:, :, 0] * both[:, :, 1].sigmoid()
     assert torch.allclose(out[:, :-5], expected.flatten(1), rtol=1e-5, atol=1e-6)

@@ -31,6 +31,7 @@ from kvchat_kernels.cpu.code import (
     Code,
     Kernel,
     Value,
+    kernel,
 )
 from kvchat_kernels.cpu.maths import (
     Stored,
@@ -155,12 +156,6 @@ def attention_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
     """Return the kernel that attends parts. Units: jobs times KV heads."""
     forms = (form, are_wide_floats_faster(Stored.FLOAT))
     return Kernel("attention", AttentionTask, forms, lambda code: _Part(code, *forms).write())
-
-
-@cache
-def joining_kernel(form: AttentionForm) -> Kernel[AttentionTask]:
-    """Return the kernel that joins a row's parts. Units: rows."""
-    return Kernel("joining", AttentionTask, (form,), lambda code: _write_joining(code, form))
 
 
 class _Part:
@@ -449,7 +444,9 @@ def _pairs_at_once(group: int) -> tuple[int, ...]:
     return (group,) if 4 <= group <= _MOST_HEADS else _WIDE_FEW.get(group, _WIDE_FEW[1])
 
 
-def _write_joining(code: Code, form: AttentionForm) -> None:
+@kernel("joining", AttentionTask)
+def joining_kernel(code: Code, form: AttentionForm) -> None:
+    """Write the kernel that joins a row's parts. Units: rows."""
     record = code.task.record
     row = code.unit
 

@@ -6,12 +6,11 @@ levels interleaved if asked for. The formats are ggml's (ggml-common.h).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group
-from kvchat_kernels.cpu.code import I8, I16, I32, Code, Kernel, Value
+from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS
 
@@ -43,15 +42,9 @@ class ReadingTask(Task):
     chunk: int
 
 
-@cache
-def block_reading_kernel(name: str, is_interleaved: bool) -> Kernel[ReadingTask]:
-    """Return the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
-    forms = (name, is_interleaved)
-    return Kernel("block reading", ReadingTask, forms, lambda code: write_reading(code, *forms))
-
-
-def write_reading(code: Code, name: str, is_interleaved: bool) -> None:
-    """Write the kernel's code."""
+@kernel("block reading", ReadingTask)
+def block_reading_kernel(code: Code, name: str, is_interleaved: bool) -> None:
+    """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
     form = _FORMS[name]
     count = code.task.num_blocks
     start = code.unit * code.task.chunk

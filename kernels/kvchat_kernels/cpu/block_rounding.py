@@ -4,12 +4,10 @@ The numbers are those that `quantised` and `interleaved` (`linear/blocks.py`) ma
 divides where they divide. No more of the matrix than a block is there in float32.
 """
 
-from functools import cache
-
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group
-from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Kernel, Value, constant
+from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, Code, Value, constant, kernel
 from kvchat_kernels.cpu.maths import Stored, load_stored
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, LEAST_SCALE
@@ -35,14 +33,9 @@ class WeightRoundingTask(Task):
     chunk: int
 
 
-@cache
-def weight_rounding_kernel(bits: int, stored: Stored) -> Kernel[WeightRoundingTask]:
-    """Return the kernel that rounds floats stored so to 8 or 4 bits. Units: chunks of rows."""
-    forms = (bits, stored)
-    return Kernel("weight rounding", WeightRoundingTask, forms, lambda code: _write(code, *forms))
-
-
-def _write(code: Code, bits: int, stored: Stored) -> None:
+@kernel("weight rounding", WeightRoundingTask)
+def weight_rounding_kernel(code: Code, bits: int, stored: Stored) -> None:
+    """Write the kernel that rounds floats stored so to 8 or 4 bits. Units: chunks of rows."""
     rounded = _round_to_8 if bits == 8 else _round_to_4
     count = code.task.num_blocks
     start = code.unit * code.task.chunk

@@ -26,6 +26,7 @@ from kvchat_kernels.cpu.code import (
     Value,
     constant,
     has_feature,
+    kernel,
 )
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import (
@@ -93,15 +94,6 @@ def rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
     """
     return Kernel(
         "rounding", RoundingTask, (rounding,), lambda code: write_rounding(code, rounding)
-    )
-
-
-@cache
-def unpacking_kernel(layout: Layout) -> Kernel[UnpackingTask]:
-    """Return the kernel that writes rows of a matrix as float32. Units: chunks of rows."""
-    assert not layout.is_interleaved
-    return Kernel(
-        "unpacking", UnpackingTask, (layout,), lambda code: _write_unpacking(code, layout)
     )
 
 
@@ -337,8 +329,13 @@ def transposed(code: Code, vectors: Sequence[Value]) -> list[Value]:
 # Unpacking
 
 
-def _write_unpacking(code: Code, layout: Layout) -> None:
-    """Write: each row of the matrix as float32, the first at the beginning of `out`."""
+@kernel("unpacking", UnpackingTask)
+def unpacking_kernel(code: Code, layout: Layout) -> None:
+    """Write each row of a matrix as float32, the first at the beginning of `out`.
+
+    Units: chunks of rows.
+    """
+    assert not layout.is_interleaved
     count = code.task.num_blocks
     first = code.task.first
     start = first + code.unit * code.task.chunk

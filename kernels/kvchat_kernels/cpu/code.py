@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -457,6 +457,30 @@ class Kernel(Generic[OfTask]):
         self.name = name
         self.task = task
         self.address, self._engine = compiled(name, forms, task, write)
+
+
+Forms = ParamSpec("Forms")
+
+
+def kernel(
+    name: str, task: type[OfTask]
+) -> Callable[[Callable[Concatenate[Code, Forms], None]], Callable[Forms, Kernel[OfTask]]]:
+    """Make of a function that writes a kernel's code one that returns the kernel.
+
+    Its arguments behind the code are the kernel's forms. A kernel is made once for each.
+    """
+
+    def made_of(
+        write: Callable[Concatenate[Code, Forms], None],
+    ) -> Callable[Forms, Kernel[OfTask]]:
+        @cache
+        def made(*forms: Forms.args, **named: Forms.kwargs) -> Kernel[OfTask]:
+            all_forms = (*forms, *named.values())
+            return Kernel(name, task, all_forms, lambda code: write(code, *forms, **named))
+
+        return made  # type: ignore[return-value]  # it has lost its parameters' types
+
+    return made_of
 
 
 def compiled(

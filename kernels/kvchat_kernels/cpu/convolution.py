@@ -7,11 +7,11 @@ channels' last inputs, gets the new inputs in place.
 """
 
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import Stored, as_floats, as_stored, sigmoid
 from kvchat_kernels.cpu.step import read_sequence
 from kvchat_kernels.cpu.task import Memory, Task
@@ -53,12 +53,8 @@ class ConvolutionForm:
     is_gated: bool
 
 
-@cache
-def convolution_kernel(form: ConvolutionForm) -> Kernel[ConvolutionTask]:
-    return Kernel("convolution", ConvolutionTask, (form,), lambda code: _write(code, form))
-
-
-def _write(code: Code, form: ConvolutionForm) -> None:
+@kernel("convolution", ConvolutionTask)
+def convolution_kernel(code: Code, form: ConvolutionForm) -> None:
     channels = code.task.channels
     num_runs = (channels + (UNIT_CHANNELS - 1)) // UNIT_CHANNELS
     first, end, state = read_sequence(code, code.unit // num_runs)

@@ -11,9 +11,9 @@ It changes the state in place.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import read_sequence
@@ -54,6 +54,15 @@ class DeltaTask(Task):
     stride: int
 
 
+class OrderingTask(Task):
+    """out[i] = x[source[i]] of each row, float32 [rows, width]; `source` is int32."""
+
+    x: Memory
+    source: Memory
+    width: int
+    out: Memory
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaForm:
     """Heads of a layer; `num_heads` are those of values. Dims are multiples of 8."""
@@ -64,12 +73,8 @@ class DeltaForm:
     value_dim: int
 
 
-@cache
-def delta_kernel(form: DeltaForm) -> Kernel[DeltaTask]:
-    return Kernel("delta", DeltaTask, (form,), lambda code: _write(code, form))
-
-
-def _write(code: Code, form: DeltaForm) -> None:
+@kernel("delta", DeltaTask)
+def delta_kernel(code: Code, form: DeltaForm) -> None:
     first, end, state = read_sequence(code, code.unit // form.num_heads)
     head = code.unit % form.num_heads
     state = state + code.task.state + head * (form.key_dim * form.value_dim * 4)
@@ -157,3 +162,13 @@ def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> 
         gate = code.load(gates, column * 4, F32S)
         normed = code.load(out, column * 4, F32S) * factor * code.load(weight, column * 4, F32S)
         code.store(normed * gate * sigmoid(code, gate), out, column * 4)
+
+
+@kernel("ordering", OrderingTask)
+def ordering_kernel(code: Code) -> None:
+    """Put the numbers of each row in another order. Units: rows."""
+    order, width = code.task.source, code.task.width
+    x, out = (rows + code.unit * width * 4 for rows in (code.task.x, code.task.out))
+    with code.loop(0, width) as index:
+        source = code.convert("sext", code.load(order, index * 4, I32), I64)
+        code.store(code.load(x, source * 4, F32), out, index * 4)

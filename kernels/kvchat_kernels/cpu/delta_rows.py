@@ -7,9 +7,9 @@ divided among units, since no column reads another; the norms with their gates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, Variable, kernel
 from kvchat_kernels.cpu.convolution import write_convolved
 from kvchat_kernels.cpu.delta import LEAST_SQUARE, DeltaForm, write_gated_norm
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
@@ -73,25 +73,9 @@ class RowsForm:
         return _COLUMNS if self.heads.value_dim % _COLUMNS == 0 else LANES
 
 
-@cache
-def inputs_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
-    """Return the kernel of the convolution; it norms queries and keys too. Units: rows."""
-    return Kernel("delta inputs", DeltaRowsTask, (form,), lambda code: _write_inputs(code, form))
-
-
-@cache
-def steps_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
-    """Return the kernel of the state's steps. Units: `form.num_units`."""
-    return Kernel("delta steps", DeltaRowsTask, (form,), lambda code: _write_steps(code, form))
-
-
-@cache
-def outputs_kernel(form: RowsForm) -> Kernel[DeltaRowsTask]:
-    """Return the kernel of the norms and gates. Units: rows."""
-    return Kernel("delta outputs", DeltaRowsTask, (form,), lambda code: _write_outputs(code, form))
-
-
-def _write_inputs(code: Code, form: RowsForm) -> None:
+@kernel("delta inputs", DeltaRowsTask)
+def inputs_kernel(code: Code, form: RowsForm) -> None:
+    """Write the kernel of the convolution; it norms queries and keys too. Units: rows."""
     heads, row_bytes = form.heads, form.num_channels * 4
     x = code.task.x + code.unit * row_bytes
     mixed = code.task.mixed + code.unit * row_bytes
@@ -130,11 +114,12 @@ def _write_decays(code: Code, heads: DeltaForm) -> None:
         code.store(code.lane(beta, 0), betas, at)
 
 
-def _write_steps(code: Code, form: RowsForm) -> None:
-    """Write: copy the unit's columns of a state, take all rows' steps, and copy them back.
+@kernel("delta steps", DeltaRowsTask)
+def steps_kernel(code: Code, form: RowsForm) -> None:
+    """Copy the unit's columns of a state, take all rows' steps, and copy them back.
 
     While a row changes the state, it is also read by the next row's key, which is what that row's
-    change is a correction of.
+    change is a correction of. Units: `form.num_units`.
     """
     heads, columns = form.heads, form._columns
     strips = heads.value_dim // columns
@@ -211,7 +196,9 @@ def _step(
     return [total.get() for total in readings]
 
 
-def _write_outputs(code: Code, form: RowsForm) -> None:
+@kernel("delta outputs", DeltaRowsTask)
+def outputs_kernel(code: Code, form: RowsForm) -> None:
+    """Write the kernel of the norms and gates. Units: rows."""
     heads = form.heads
     row_bytes = heads.num_heads * heads.value_dim * 4
     with code.loop(0, heads.num_heads) as head:

@@ -8,13 +8,12 @@ experts a row has and how their outputs are added does not depend on the rows be
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable, kernel
 from kvchat_kernels.cpu.maths import exp, sigmoid
 from kvchat_kernels.cpu.matrix_products import Product
 from kvchat_kernels.cpu.step import NUM_HEADERS, Header
@@ -165,35 +164,9 @@ class Choice:
     has_bias: bool = False
 
 
-@cache
-def choosing_kernel(choice: Choice) -> Kernel[ChoosingTask]:
-    """Return the kernel that chooses the experts of all rows. Units: 1."""
-    return Kernel("choosing", ChoosingTask, (choice,), lambda code: _write_choosing(code, choice))
-
-
-@cache
-def gathering_kernel() -> Kernel[GatheringTask]:
-    """Return the kernel that copies the row of a pair to the pair's place. Units: pairs."""
-    return Kernel("gathering", GatheringTask, (), _write_gathering)
-
-
-@cache
-def group_kernel(num_numbers: int) -> Kernel[GroupTask]:
-    """Return the kernel that runs the kernel of a product whose task has so many numbers.
-
-    Units: `units` for each possible group.
-    """
-    return Kernel("group", GroupTask, (num_numbers,), lambda code: _write_group(code, num_numbers))
-
-
-@cache
-def adding_kernel(has_shared: bool, has_gate: bool) -> Kernel[AddingTask]:
-    """Return the kernel that adds up a row's experts. Units: rows."""
-    forms = (has_shared, has_gate)
-    return Kernel("adding experts", AddingTask, forms, lambda code: _write_adding(code, *forms))
-
-
-def _write_choosing(code: Code, choice: Choice) -> None:
+@kernel("choosing", ChoosingTask)
+def choosing_kernel(code: Code, choice: Choice) -> None:
+    """Write the kernel that chooses the experts of all rows. Units: 1."""
     num_rows, top_k = code.header(Header.NUM_ROWS), code.task.top_k
     with code.loop(0, num_rows) as row:
         _write_row(code, row, choice)
@@ -326,7 +299,9 @@ def _best(code: Code, scores: Value, choice: Choice) -> Value:
     return expert.get()
 
 
-def _write_gathering(code: Code) -> None:
+@kernel("gathering", GatheringTask)
+def gathering_kernel(code: Code) -> None:
+    """Write the kernel that copies the row of a pair to the pair's place. Units: pairs."""
     width = code.task.width
     row = code.load(code.task.rows, code.unit * 8, I64)
     source = code.task.x + row * width * 4
@@ -335,7 +310,12 @@ def _write_gathering(code: Code) -> None:
         code.store(code.load(source, index * 4, F32S), target, index * 4)
 
 
-def _write_group(code: Code, num_numbers: int) -> None:
+@kernel("group", GroupTask)
+def group_kernel(code: Code, num_numbers: int) -> None:
+    """Write the kernel that runs the kernel of a product whose task has so many numbers.
+
+    Units: `units` for each possible group.
+    """
     units = code.task.units
     number = code.unit // units
     num_groups = code.load(code.task.num_groups, 0, I64)
@@ -354,7 +334,9 @@ def _write_group(code: Code, num_numbers: int) -> None:
         code.run_kernel(code.task.kernel, task, group, code.unit % units)
 
 
-def _write_adding(code: Code, has_shared: bool, has_gate: bool) -> None:
+@kernel("adding experts", AddingTask)
+def adding_kernel(code: Code, has_shared: bool, has_gate: bool) -> None:
+    """Write the kernel that adds up a row's experts. Units: rows."""
     width, top_k = code.task.width, code.task.top_k
     offset = code.unit * width * 4
     out, start = code.task.out + offset, code.floats(0.0)

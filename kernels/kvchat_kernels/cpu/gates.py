@@ -4,9 +4,8 @@ A unit of the first is a run of columns of all rows, one of the others a row.
 """
 
 from enum import StrEnum
-from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import erf, exp, sigmoid, tanh
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
@@ -74,37 +73,11 @@ class Activation(StrEnum):
     XIELU = "xielu"
 
 
-@cache
-def gate_kernel(activation: Activation, is_gated: bool = True) -> Kernel[GateTask]:
-    forms = (activation, is_gated)
-    return Kernel("gate", GateTask, forms, lambda code: _write(code, *forms))
-
-
-@cache
-def side_kernel(activation: Activation) -> Kernel[SideTask]:
-    """Return the kernel of act(gate) * side, where the side input is no product of the step."""
-    return Kernel("side", SideTask, (activation,), lambda code: _write_side(code, activation))
-
-
-@cache
-def factors_kernel() -> Kernel[FactorsTask]:
-    """Return the kernel that multiplies the columns of a row with a factor each."""
-    return Kernel("factors", FactorsTask, (), _write_factors)
-
-
-@cache
-def queries_kernel() -> Kernel[HeadsTask]:
-    """Return the kernel that copies the queries of heads with gates."""
-    return Kernel("queries", HeadsTask, (), lambda code: _write_heads(code, is_gate=False))
-
-
-@cache
-def head_gate_kernel() -> Kernel[HeadsTask]:
-    """Return the kernel that multiplies what heads attended to with sigmoids of their gates."""
-    return Kernel("head gate", HeadsTask, (), lambda code: _write_heads(code, is_gate=True))
-
-
-def _write_heads(code: Code, is_gate: bool) -> None:
+@kernel("heads", HeadsTask)
+def heads_kernel(code: Code, is_gate: bool) -> None:
+    """Multiply what heads attended to with sigmoids of their gates, or copy the queries of heads
+    with gates.
+    """
     dim, count = code.task.dim, code.task.num_heads
     out = code.task.out + code.unit * code.task.out_stride
     both = code.task.both + code.unit * count * dim * 8
@@ -117,7 +90,9 @@ def _write_heads(code: Code, is_gate: bool) -> None:
             code.store(code.load(both, at, F32S), out, to)
 
 
-def _write_factors(code: Code) -> None:
+@kernel("factors", FactorsTask)
+def factors_kernel(code: Code) -> None:
+    """Write the kernel that multiplies the columns of a row with a factor each."""
     x = code.task.x + code.unit * code.task.stride
     factors, width = code.task.factors, code.task.width
     whole = width // LANES * LANES
@@ -129,7 +104,8 @@ def _write_factors(code: Code) -> None:
         code.store(code.load(x, at, F32) * code.load(factors, at, F32), x, at)
 
 
-def _write(code: Code, activation: Activation, is_gated: bool) -> None:
+@kernel("gate", GateTask)
+def gate_kernel(code: Code, activation: Activation, is_gated: bool = True) -> None:
     width = code.task.width
     start = code.unit * UNIT_COLUMNS
     end = code.least(start + UNIT_COLUMNS, width)
@@ -144,7 +120,9 @@ def _write(code: Code, activation: Activation, is_gated: bool) -> None:
             code.store(value, out, column * 4)
 
 
-def _write_side(code: Code, activation: Activation) -> None:
+@kernel("side", SideTask)
+def side_kernel(code: Code, activation: Activation) -> None:
+    """Write the kernel of act(gate) * side, where the side input is no product of the step."""
     width = code.task.width
     gate, out = (rows + code.unit * width * 4 for rows in (code.task.gate, code.task.out))
     side = code.task.side + code.unit * code.task.side_stride

@@ -7,9 +7,8 @@ second one writes what its answer asks for. The numbers are those of the plain f
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
-from kvchat_kernels.cpu.code import F16, F32, I32, I64, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F16, F32, I32, I64, Code, Value, kernel
 from kvchat_kernels.cpu.maths import Stored, load_stored
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import CENTRE
@@ -69,34 +68,9 @@ class FactorForm:
         return CENTRE if self.bits == 4 else 128
 
 
-@cache
-def looking_kernel(form: FactorForm) -> Kernel[FactorsTask]:
-    """Return the kernel that writes what it finds of each unit. Units: chunks of rows."""
-    return Kernel(
-        "group factors looked at", FactorsTask, (form,), lambda code: write_looking(code, form)
-    )
-
-
-@cache
-def factors_kernel(form: FactorForm, has_minimums: bool, is_half: bool) -> Kernel[FactorsTask]:
-    """Return the kernel that writes scales, and minimums if asked for. Units: chunks of rows."""
-    forms = (form, has_minimums, is_half)
-    return Kernel("group factors", FactorsTask, forms, lambda code: write_factors(code, *forms))
-
-
-@cache
-def plain_factors_kernel(form: FactorForm) -> Kernel[FactorsTask]:
-    """Return the kernel that writes what a file stores, float32 [out, groups].
-
-    `minimums` are its offsets, or its zeros. Units: chunks of rows.
-    """
-    return Kernel(
-        "plain group factors", FactorsTask, (form,), lambda code: write_plain_factors(code, form)
-    )
-
-
-def write_looking(code: Code, form: FactorForm) -> None:
-    """Write the code of `looking_kernel`."""
+@kernel("group factors looked at", FactorsTask)
+def looking_kernel(code: Code, form: FactorForm) -> None:
+    """Write the kernel that writes what it finds of each unit. Units: chunks of rows."""
     counts = [code.variable(code.whole(0)) for _ in range(NUM_COUNTS)]
 
     def look(row: Value, group: Value) -> None:
@@ -112,8 +86,9 @@ def write_looking(code: Code, form: FactorForm) -> None:
         code.store(count.get(), code.task.counts, code.unit * (8 * NUM_COUNTS) + 8 * place)
 
 
-def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: bool) -> None:
-    """Write the code of `factors_kernel`."""
+@kernel("group factors", FactorsTask)
+def factors_kernel(code: Code, form: FactorForm, has_minimums: bool, is_half: bool) -> None:
+    """Write the kernel that writes scales, and minimums if asked for. Units: chunks of rows."""
 
     def write(row: Value, group: Value) -> None:
         scale = _scale(code, form, row, group)
@@ -132,8 +107,12 @@ def write_factors(code: Code, form: FactorForm, has_minimums: bool, is_half: boo
     _each(code, write)
 
 
-def write_plain_factors(code: Code, form: FactorForm) -> None:
-    """Write the code of `plain_factors_kernel`."""
+@kernel("plain group factors", FactorsTask)
+def plain_factors_kernel(code: Code, form: FactorForm) -> None:
+    """Write the kernel that writes what a file stores, float32 [out, groups].
+
+    `minimums` are its offsets, or its zeros. Units: chunks of rows.
+    """
 
     def write(row: Value, group: Value) -> None:
         if form.offsets is None:

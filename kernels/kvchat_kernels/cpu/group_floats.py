@@ -6,11 +6,21 @@ and sum rounded by itself, and then to what is written.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F16, F32, I8, I16, I32, I64, Code, Kernel, Value, constant
+from kvchat_kernels.cpu.code import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Code,
+    Value,
+    constant,
+    kernel,
+)
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS
@@ -52,14 +62,9 @@ class FloatForm:
     out: Stored
 
 
-@cache
-def group_floats_kernel(form: FloatForm) -> Kernel[FloatsTask]:
-    """Return the kernel that writes floats. Units: chunks of rows."""
-    return Kernel("group floats", FloatsTask, (form,), lambda code: write_floats(code, form))
-
-
-def write_floats(code: Code, form: FloatForm) -> None:
-    """Write the kernel's code."""
+@kernel("group floats", FloatsTask)
+def group_floats_kernel(code: Code, form: FloatForm) -> None:
+    """Write the kernel that writes floats. Units: chunks of rows."""
     count = code.task.num_blocks
     start = code.unit * code.task.chunk
     end = code.least(start + code.task.chunk, code.task.num_out)

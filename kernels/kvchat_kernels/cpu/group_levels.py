@@ -7,12 +7,11 @@ turned in registers: 8 of them and 8 blocks at once.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import alternating, each_group, transposed
-from kvchat_kernels.cpu.code import I8, I16, I32, Code, Kernel, Value
+from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS
 from kvchat_kernels.linear.stored_groups import AWQ_ROWS, WORD_BITS, WordOrder
@@ -42,15 +41,9 @@ class LevelsTask(Task):
     chunk: int
 
 
-@cache
-def group_levels_kernel(order: WordOrder, bits: int, is_interleaved: bool) -> Kernel[LevelsTask]:
-    """Return the kernel that reads levels that are packed so. Units: chunks of lines."""
-    forms = (order, bits, is_interleaved)
-    return Kernel("group levels", LevelsTask, forms, lambda code: write_levels(code, *forms))
-
-
-def write_levels(code: Code, order: WordOrder, bits: int, is_interleaved: bool) -> None:
-    """Write the kernel's code."""
+@kernel("group levels", LevelsTask)
+def group_levels_kernel(code: Code, order: WordOrder, bits: int, is_interleaved: bool) -> None:
+    """Write the kernel that reads levels that are packed so. Units: chunks of lines."""
     start = code.unit * code.task.chunk
     end = code.least(start + code.task.chunk, code.task.num_lines)
     if order is WordOrder.ROWS:

@@ -11,9 +11,8 @@ The state is changed in place.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import read_sequence
@@ -68,18 +67,8 @@ class MambaForm:
     state_size: int
 
 
-@cache
-def mamba_kernel(form: MambaForm) -> Kernel[MambaTask]:
-    return Kernel("mamba", MambaTask, (form,), lambda code: _write(code, form))
-
-
-@cache
-def group_norm_kernel() -> Kernel[GroupNormTask]:
-    """Return the kernel that norms each group of a row in place. Units: rows."""
-    return Kernel("group norm", GroupNormTask, (), _write_norm)
-
-
-def _write(code: Code, form: MambaForm) -> None:
+@kernel("mamba", MambaTask)
+def mamba_kernel(code: Code, form: MambaForm) -> None:
     first, end, state = read_sequence(code, code.unit // form.num_heads)
     head = code.unit % form.num_heads
     state = state + code.task.state + head * (form.head_dim * form.state_size * 4)
@@ -140,7 +129,9 @@ def _write_rows(
         code.store(code.total(total.get()), out, (row + number) * 4)
 
 
-def _write_norm(code: Code) -> None:
+@kernel("group norm", GroupNormTask)
+def group_norm_kernel(code: Code) -> None:
+    """Write the kernel that norms each group of a row in place. Units: rows."""
     width, num_groups = code.task.width, code.task.num_groups
     row = code.task.x + code.unit * num_groups * width * 4
     write_group_norms(code, row, code.task.weight, width, num_groups)

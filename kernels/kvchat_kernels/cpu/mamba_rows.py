@@ -7,9 +7,8 @@ state are divided among units, since no row reads another; the norms.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.convolution import write_convolved
 from kvchat_kernels.cpu.mamba import MambaForm, write_group_norms
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
@@ -78,25 +77,9 @@ class RowsForm:
         return _ROWS if self.sizes.head_dim % _ROWS == 0 else LANES
 
 
-@cache
-def inputs_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
-    """Return the kernel of the convolution and the decays. Units: rows."""
-    return Kernel("mamba inputs", MambaRowsTask, (form,), lambda code: _write_inputs(code, form))
-
-
-@cache
-def steps_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
-    """Return the kernel of the state's steps. Units: `form.num_units`."""
-    return Kernel("mamba steps", MambaRowsTask, (form,), lambda code: _write_steps(code, form))
-
-
-@cache
-def norms_kernel(form: RowsForm) -> Kernel[MambaRowsTask]:
-    """Return the kernel that norms each group. Units: rows."""
-    return Kernel("mamba norms", MambaRowsTask, (form,), lambda code: _write_norms(code, form))
-
-
-def _write_inputs(code: Code, form: RowsForm) -> None:
+@kernel("mamba inputs", MambaRowsTask)
+def inputs_kernel(code: Code, form: RowsForm) -> None:
+    """Write the kernel of the convolution and the decays. Units: rows."""
     offset = code.unit * (form.num_channels * 4)
     x, mixed = (rows + offset for rows in (code.task.x, code.task.mixed))
     bias = code.task.bias if form.has_bias else None
@@ -115,8 +98,12 @@ def _write_inputs(code: Code, form: RowsForm) -> None:
         code.store(code.lane(exp(code, rate * step), 0), code.task.decays, at)
 
 
-def _write_steps(code: Code, form: RowsForm) -> None:
-    """Write: copy the unit's rows of a state, turned, take all steps, and copy them back."""
+@kernel("mamba steps", MambaRowsTask)
+def steps_kernel(code: Code, form: RowsForm) -> None:
+    """Copy the unit's rows of a state, turned, take all steps, and copy them back.
+
+    Units: `form.num_units`.
+    """
     sizes, width = form.sizes, form.rows_of_unit
     strips = sizes.head_dim // width
     head, first = code.unit // strips, (code.unit % strips) * width
@@ -174,7 +161,9 @@ def _step(
     return [total.get() for total in read]
 
 
-def _write_norms(code: Code, form: RowsForm) -> None:
+@kernel("mamba norms", MambaRowsTask)
+def norms_kernel(code: Code, form: RowsForm) -> None:
+    """Write the kernel that norms each group. Units: rows."""
     sizes = form.sizes
     width = sizes.num_heads * sizes.head_dim // sizes.num_groups
     row = code.task.out + code.unit * (sizes.num_groups * width * 4)

@@ -7,9 +7,8 @@ last.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
-from kvchat_kernels.cpu.code import F32S, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import reciprocal_root
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
@@ -57,12 +56,8 @@ class NormForm:
     scales: bool = False
 
 
-@cache
-def norm_kernel(form: NormForm) -> Kernel[NormTask]:
-    return Kernel("norm", NormTask, (form,), lambda code: _write(code, form))
-
-
-def _write(code: Code, form: NormForm) -> None:
+@kernel("norm", NormTask)
+def norm_kernel(code: Code, form: NormForm) -> None:
     width = code.task.width
     row = code.unit
     if form.picks:

@@ -7,9 +7,20 @@ ERNIE and Cohere have it.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, reduce
+from functools import reduce
 
-from kvchat_kernels.cpu.code import F32, F32S, I16, I32, I32S, I64, LANES, Code, Kernel, Value
+from kvchat_kernels.cpu.code import (
+    F32,
+    F32S,
+    I16,
+    I32,
+    I32S,
+    I64,
+    LANES,
+    Code,
+    Value,
+    kernel,
+)
 from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats, turned
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
@@ -79,12 +90,8 @@ class Heads:
     writes_kv: bool = True
 
 
-@cache
-def rotation_kernel(heads: Heads) -> Kernel[RotationTask]:
-    return Kernel("rotation", RotationTask, (heads,), lambda code: _write(code, heads))
-
-
-def _write(code: Code, heads: Heads) -> None:
+@kernel("rotation", RotationTask)
+def rotation_kernel(code: Code, heads: Heads) -> None:
     row = code.task.qkv + code.unit * code.task.qkv_stride
     key_row = row + heads.num_heads * heads.key_dim * 4
     value_row = key_row + heads.num_kv_heads * heads.key_dim * 4

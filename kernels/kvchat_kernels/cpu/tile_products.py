@@ -41,6 +41,7 @@ from kvchat_kernels.cpu.code import (
     Variable,
     constant,
     has_feature,
+    kernel,
 )
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Layout, Rounding
@@ -77,18 +78,14 @@ def can_use_tiles(layout: Layout, num_in: int) -> bool:
     return layout.is_interleaved and num_in % (LANES * COLUMNS) == 0 and has_tiles()
 
 
-@cache
-def tiled_rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
-    """Return the kernel that rounds activations for `tiled_product_kernel`. Units: rows."""
-
-    def write(code: Code) -> None:
-        has_many = _has_many(code)
-        with code.when(has_many < 1):
-            write_rounding(code, rounding)
-        with code.when(has_many > 0):
-            _write_tiled_rounding(code, rounding)
-
-    return Kernel("tiled rounding", RoundingTask, (rounding,), write)
+@kernel("tiled rounding", RoundingTask)
+def tiled_rounding_kernel(code: Code, rounding: Rounding) -> None:
+    """Round activations for `tiled_product_kernel`. Units: rows."""
+    has_many = _has_many(code)
+    with code.when(has_many < 1):
+        write_rounding(code, rounding)
+    with code.when(has_many > 0):
+        _write_tiled_rounding(code, rounding)
 
 
 class TiledProductTask(BlockProductTask):
@@ -97,18 +94,14 @@ class TiledProductTask(BlockProductTask):
     few: Kernel[BlockProductTask]
 
 
-@cache
-def tiled_product_kernel(layout: Layout, has_bias: bool) -> Kernel[TiledProductTask]:
-    """Return the kernel of a matrix that `can_use_tiles`, for any number of rows. Units: chunks."""
-
-    def write(code: Code) -> None:
-        has_many = _has_many(code)
-        with code.when(has_many < 1):
-            code.run_kernel(code.task.few, code.address, code.step, code.unit)
-        with code.when(has_many > 0):
-            _Product(code, layout, has_bias).write()
-
-    return Kernel("tiled product", TiledProductTask, (layout, has_bias), write)
+@kernel("tiled product", TiledProductTask)
+def tiled_product_kernel(code: Code, layout: Layout, has_bias: bool) -> None:
+    """Multiply with a matrix that `can_use_tiles`, for any number of rows. Units: chunks."""
+    has_many = _has_many(code)
+    with code.when(has_many < 1):
+        code.run_kernel(code.task.few, code.address, code.step, code.unit)
+    with code.when(has_many > 0):
+        _Product(code, layout, has_bias).write()
 
 
 def _has_many(code: Code) -> Value:

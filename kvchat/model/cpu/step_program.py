@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from kvchat.model.cpu.step_delta import add_delta_net
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
-from kvchat.model.cpu.step_mamba import add_mamba
 from kvchat.model.cpu.step_operations import (
     Activations,
     StepOperations,
@@ -23,8 +21,7 @@ from kvchat.model.cpu.step_operations import (
     check_widths,
     floats,
 )
-from kvchat.model.cpu.step_recurrent import StatePlaces
-from kvchat.model.cpu.step_short_conv import add_short_convolution
+from kvchat.model.cpu.step_recurrent import RecurrentLayers
 from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
@@ -35,7 +32,6 @@ from kvchat.model.decoder.decoder import (
     SideGate,
 )
 from kvchat.model.decoder.matrices import Norm
-from kvchat.model.decoder.recurrent import DeltaNet, Mamba, Recurrent, ShortConvolution
 from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
@@ -141,12 +137,6 @@ def _side_memory(decoder: Decoder) -> torch.Tensor | None:
     return floats(sum(widths))
 
 
-# What adds the operations of a layer that keeps a state.
-_ADDERS: dict[type[Recurrent], Callable[..., None]] = {
-    Mamba: add_mamba,
-    DeltaNet: add_delta_net,
-    ShortConvolution: add_short_convolution,
-}
 _TABLES = (torch.float32, torch.float16, torch.bfloat16)
 Table = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -273,14 +263,14 @@ class StepProgram:
         hidden = self.stream.shape[1]
         check_widths(hidden)
         output: _Output | None = None
-        state = StatePlaces(self._decoder.state, self._dtype)
+        recurrent = RecurrentLayers(self._operations, self._decoder.state, self._dtype)
         if self._decoder.first_norm is not None:
             self._norm_stream(self._decoder.first_norm)
         for index, layer in enumerate(self._decoder.layers):
             if layer.attention is not None:
                 self._add_norm(output, layer.before_attention)
                 attended = self._operations.output("attended", hidden)
-                self._attended(layer, state, attended)
+                self._attended(layer, recurrent, attended)
                 output = _Output(attended, layer.after_attention)
             if layer.mlp is not None and not layer.is_parallel:
                 self._add_norm(output, layer.before_mlp)
@@ -327,29 +317,19 @@ class StepProgram:
             raise Unfit("has embedded tokens with another norm")
         self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
 
-    def _attended(self, layer: DecoderLayer, state: StatePlaces, out: torch.Tensor) -> None:
+    def _attended(self, layer: DecoderLayer, recurrent: RecurrentLayers, out: torch.Tensor) -> None:
         """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""
         source, values = self._source(layer.before_attention is not None)
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
         elif layer.attention is not None:
-            self._recurrent(layer.attention, state, source, values, out)
+            recurrent.add(layer.attention, source, values, out)
         if layer.beside is not None:
             beside = self._operations.output("beside", out.shape[1])
-            self._recurrent(layer.beside, state, source, values, beside)
+            recurrent.add(layer.beside, source, values, beside)
             self._add_to(out, beside)
         if layer.is_parallel:
             self._add_parallel_mlp(layer, out)
-
-    def _recurrent(
-        self,
-        part: Recurrent,
-        state: StatePlaces,
-        source: Activations,
-        values: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        _ADDERS[type(part)](part, self._operations, state, source, values, out)
 
     def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
         """Add the MLP that has attention's input, whose output is added to attention's."""
@@ -450,7 +430,7 @@ class StepProgram:
         self._operations.add(attention.attention_kernel(form), task, 0)
         self._operations.add(attention.joining_kernel(form), task, None)
         if both is not None:
-            self._add_heads(gates.head_gate_kernel(), spec, both, attended.floats)
+            self._add_heads(gates.heads_kernel(is_gate=True), spec, both, attended.floats)
         self._operations.products((layer.out,), attended, attended.floats, out)
 
     def _qkv(
@@ -471,7 +451,7 @@ class StepProgram:
         both = self._operations.output("queries and gates", 2 * width)
         self._operations.products((query,), source, values, both)
         self._operations.products(others, source, values, qkv[:, width:])
-        self._add_heads(gates.queries_kernel(), spec, both, qkv)
+        self._add_heads(gates.heads_kernel(is_gate=False), spec, both, qkv)
         return both
 
     def _add_heads(

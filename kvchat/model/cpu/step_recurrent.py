@@ -1,69 +1,186 @@
-"""What layers with a state of constant size share in a step's program.
+"""Layers with a state in a step's program: gated delta nets, Mamba-2, short convolutions.
 
-Each kind of `decoder/recurrent.py` has a function that adds its operations, in a file of its own:
-`step_delta.py`, `step_short_conv.py`, `step_mamba.py`.
+Operations of each are: products of the inputs, the convolution, the step of the state with its gate
+and norm, where there is one, and output. Qwen3-Next has the parts of each key head side by side;
+one more puts them in order.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-from kvchat.model.cpu.step_operations import StepOperations, Unfit, check_widths
-from kvchat.model.decoder.recurrent import Convolution
+from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
+from kvchat.model.decoder.matrices import Matrix
+from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba, Recurrent, ShortConvolution
 from kvchat.model.spec import StateTensor
-from kvchat.model.state import CONV, state_offsets
-from kvchat_kernels.cpu import convolution
+from kvchat.model.state import CONV, RECURRENT, state_offsets
+from kvchat_kernels.cpu import convolution, delta, mamba
 from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
+from kvchat_kernels.cpu.delta import DeltaTask, OrderingTask
+from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 from kvchat_kernels.cpu.maths import stored_as
 
 
-class StatePlaces:
-    """Where the tensors of a sequence's state lie, for a model in `dtype`."""
+class RecurrentLayers:
+    """Adds the operations of a model's layers with a state; `tensors` and `dtype` are the model's.
 
-    def __init__(self, tensors: tuple[StateTensor, ...], dtype: torch.dtype) -> None:
+    Sizes, and states, that no kernel takes raise Unfit.
+    """
+
+    def __init__(
+        self, operations: StepOperations, tensors: tuple[StateTensor, ...], dtype: torch.dtype
+    ) -> None:
+        self._operations = operations
         offsets = state_offsets(tensors, dtype)
-        self._found = {
+        self._places = {
             (tensor.layer, tensor.kind): (tensor.shape, offset, tensor.dtype or dtype)
             for tensor, offset in zip(tensors, offsets, strict=True)
             if tensor.index == 0
         }
 
-    def place(self, layer: int, kind: str, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
-        """Return where a layer's tensor begins, in bytes, and its dtype.
+    def add(
+        self, part: Recurrent, source: Activations, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Add a layer of `values` [rows, hidden], rounded into `source`; it writes `out`."""
+        if isinstance(part, DeltaNet):
+            read = self._delta_net(part, source, values)
+        elif isinstance(part, Mamba):
+            read = self._mamba(part, source, values)
+        else:
+            read = self._short_convolution(part, source, values)
+        self._operations.products((part.out,), read, read.floats, out)
 
-        Raises Unfit for a layer without a tensor of this kind and shape.
-        """
-        found = self._found.get((layer, kind))
+    def _delta_net(self, part: DeltaNet, source: Activations, values: torch.Tensor) -> Activations:
+        form, operations = part.form, self._operations
+        check_widths(form.key_dim, form.value_dim)
+        width = form.num_heads * form.value_dim
+        sizes = (part.convolution.num_channels, width, form.num_heads, form.num_heads)
+        inputs = self._inputs("delta inputs", part.inputs, sum(sizes), source, values)
+        if part.order is not None:
+            ordered = operations.output("ordered delta inputs", sum(sizes))
+            ordering = OrderingTask(x=inputs, source=part.order, width=sum(sizes), out=ordered)
+            operations.add(delta.ordering_kernel(), ordering, None)
+            inputs = ordered
+        mixed, gates, betas, steps = inputs.split(sizes, dim=1)
+        self._convolution(part.convolution, part.layer, mixed, mixed)
+        read = operations.input("delta heads", width)
+        task = DeltaTask(
+            mixed=mixed,
+            gates=gates,
+            betas=betas,
+            steps=steps,
+            step_bias=part.step_bias,
+            rates=part.rates,
+            norm=part.norm.weight,
+            epsilon=part.norm.epsilon,
+            out=read.floats,
+            state=self._state(part.layer, (form.num_heads, form.key_dim, form.value_dim)),
+            stride=inputs.stride(0) * 4,
+        )
+        operations.add_of_sequences(delta.delta_kernel(form), task, form.num_heads)
+        return read
+
+    def _mamba(self, part: Mamba, source: Activations, values: torch.Tensor) -> Activations:
+        form, norm, operations = part.form, part.norm, self._operations
+        check_widths(form.head_dim, form.state_size)
+        width = form.num_heads * form.head_dim
+        channels = width + 2 * form.num_groups * form.state_size
+        if form.num_heads % form.num_groups or part.convolution.num_channels != channels:
+            raise Unfit("has recurrent layers of another form")
+        sizes = (width, channels, form.num_heads)
+        inputs = self._inputs("mamba inputs", (part.inputs,), sum(sizes), source, values)
+        gates, mixed, steps = inputs.split(sizes, dim=1)
+        self._convolution(part.convolution, part.layer, mixed, mixed)
+        read = operations.input("mamba heads", width)
+        task = MambaTask(
+            mixed=mixed,
+            gates=gates,
+            steps=steps,
+            step_bias=part.step_bias,
+            rates=part.rates,
+            skips=part.skips,
+            out=read.floats,
+            state=self._state(part.layer, (form.num_heads, form.head_dim, form.state_size)),
+            stride=inputs.stride(0) * 4,
+        )
+        operations.add_of_sequences(mamba.mamba_kernel(form), task, form.num_heads)
+        if norm is not None:
+            of_group = norm.weight.numel() // form.num_groups
+            check_widths(of_group)
+            norming = GroupNormTask(
+                x=read.floats,
+                weight=norm.weight,
+                width=of_group,
+                epsilon=norm.epsilon,
+                num_groups=form.num_groups,
+            )
+            operations.add(mamba.group_norm_kernel(), norming, None)
+        return read
+
+    def _short_convolution(
+        self, part: ShortConvolution, source: Activations, values: torch.Tensor
+    ) -> Activations:
+        channels = part.convolution.num_channels
+        mixed = self._inputs("convolution inputs", (part.inputs,), 3 * channels, source, values)
+        summed = self._operations.input("convolved", channels)
+        self._convolution(part.convolution, part.layer, mixed, summed.floats, is_gated=True)
+        return summed
+
+    def _inputs(
+        self,
+        name: str,
+        matrices: Sequence[Matrix],
+        width: int,
+        source: Activations,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply with the matrices of the inputs; return their outputs side by side."""
+        if sum(matrix.num_out for matrix in matrices) != width:
+            raise Unfit("has recurrent layers of another form")
+        inputs = self._operations.output(name, width)
+        self._operations.products(matrices, source, values, inputs)
+        return inputs
+
+    def _place(self, layer: int, kind: str, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
+        """Return where a tensor begins in the bytes of a sequence's state, and its dtype."""
+        found = self._places.get((layer, kind))
         if found is None or found[0] != (1, *shape):
             raise Unfit("has a state of another form")
         return found[1:]
 
+    def _state(self, layer: int, shape: tuple[int, ...]) -> int:
+        """Return where the state of a recurrence begins, which kernels take in float32."""
+        offset, dtype = self._place(layer, RECURRENT, shape)
+        if dtype != torch.float32:
+            raise Unfit("has a state of another form")
+        return offset
 
-def add_convolution(
-    part: Convolution,
-    operations: StepOperations,
-    state: StatePlaces,
-    layer: int,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    is_gated: bool = False,
-) -> None:
-    """Add the operation on `x` [rows, channels]; a gated one has three times as many."""
-    num_taps, channels = part.weights.shape
-    check_widths(channels)
-    offset, dtype = state.place(layer, CONV, (channels, num_taps))
-    stored = stored_as(dtype)
-    if stored is None:
-        raise Unfit("has a state of another form")
-    task = ConvolutionTask(
-        x=x,
-        weights=part.weights,
-        channels=channels,
-        state=offset,
-        out=out,
-        x_stride=x.stride(0) * 4,
-        out_stride=out.stride(0) * 4,
-        bias=part.bias,
-    )
-    form = ConvolutionForm(num_taps, stored, part.bias is not None, part.is_activated, is_gated)
-    units = -(-channels // convolution.UNIT_CHANNELS)
-    operations.add_of_sequences(convolution.convolution_kernel(form), task, units)
+    def _convolution(
+        self,
+        part: Convolution,
+        layer: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        """Add the convolution of `x` [rows, channels]; a gated one has three times as many."""
+        num_taps, channels = part.weights.shape
+        check_widths(channels)
+        offset, dtype = self._place(layer, CONV, (channels, num_taps))
+        stored = stored_as(dtype)
+        if stored is None:
+            raise Unfit("has a state of another form")
+        task = ConvolutionTask(
+            x=x,
+            weights=part.weights,
+            channels=channels,
+            state=offset,
+            out=out,
+            x_stride=x.stride(0) * 4,
+            out_stride=out.stride(0) * 4,
+            bias=part.bias,
+        )
+        form = ConvolutionForm(num_taps, stored, part.bias is not None, part.is_activated, is_gated)
+        units = -(-channels // convolution.UNIT_CHANNELS)
+        self._operations.add_of_sequences(convolution.convolution_kernel(form), task, units)

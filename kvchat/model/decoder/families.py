@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
 from typing import Any
 
-from kvchat.model.decoder import routings
+from torch import nn
+
 from kvchat.model.decoder.decoder import Routing
+from kvchat.model.decoder.matrices import Unknown, float_values
 from kvchat.model.decoder.recurrent import (
     Recurrent,
     read_delta_net,
     read_mamba,
     read_short_convolution,
 )
+from kvchat_kernels.cpu.experts import Factors
 
 # Norms of a layer by their names, in the order of DecoderLayer.
 _Names = tuple[str | None, str | None, str | None, str | None]
@@ -132,6 +135,42 @@ class Family:
     known: Known = Known.ALL
 
 
+# How families' mixtures make factors of their experts' scores, read from their modules.
+
+
+def _route_deepseek(mixture: Any, router: Any) -> Routing:
+    """Sigmoids, a bias that chooses, and one scale, as DeepSeek V3's."""
+    latent = getattr(mixture, "fc1_latent_proj", None)
+    if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
+        raise Unknown("has a mixture of another kind")
+    bias = float_values(router.e_score_correction_bias).flatten()
+    return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
+
+
+def _route_minimax(mixture: Any, router: Any) -> Routing:
+    """Sigmoids and a bias that chooses."""
+    return Routing(Factors.SIGMOID, float_values(mixture.e_score_correction_bias).flatten())
+
+
+def _route_lfm2(mixture: Any, router: Any) -> Routing:
+    """Sigmoids, a bias that chooses where the configuration has one, and one scale."""
+    bias = float_values(mixture.expert_bias).flatten() if mixture.use_expert_bias else None
+    return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-6)
+
+
+def _route_ernie(mixture: Any, router: Any) -> Routing:
+    """Shares, a bias that chooses, and a least sum."""
+    bias = float_values(router.moe_statics.e_score_correction_bias).flatten()
+    return Routing(Factors.SHARE, bias, least_sum=float(router.norm_min))
+
+
+def _route_phi(mixture: Any, router: Any) -> Routing:
+    """A sparse mixer, whose code takes two experts, whatever the configuration says."""
+    if router.top_k != 2:
+        raise Unknown(f"chooses two experts in place of {router.top_k}")
+    return Routing(Factors.SPARSE, tolerance=2 * float(router.router_jitter_noise))
+
+
 _DELTA = ("linear_attn", read_delta_net)
 _MAMBA = ("mamba", read_mamba)
 _SHORT_CONVOLUTION = ("conv", read_short_convolution)
@@ -144,7 +183,7 @@ _GRANITE_MIXTURE = Family(
 _COHERE = Family(
     _ONE, turns_neighbours=True, is_parallel=True, logits_factor=LogitsFactor("logit_scale")
 )
-_DEEPSEEK_MIXTURE = Family(routing=routings.of_deepseek)
+_DEEPSEEK_MIXTURE = Family(routing=_route_deepseek)
 _HUNYUAN = Family(norms_last=True)
 FAMILIES = {
     "llama": Family(),
@@ -200,15 +239,15 @@ FAMILIES = {
     "glm4_moe": _DEEPSEEK_MIXTURE,
     "dots1": _DEEPSEEK_MIXTURE,
     "solar_open": _DEEPSEEK_MIXTURE,
-    "minimax_m2": Family(normalises=True, routing=routings.of_minimax),
-    "ernie4_5_moe": Family(normalises=True, turns_neighbours=True, routing=routings.of_ernie),
+    "minimax_m2": Family(normalises=True, routing=_route_minimax),
+    "ernie4_5_moe": Family(normalises=True, turns_neighbours=True, routing=_route_ernie),
     "hunyuan_v1_moe": replace(_HUNYUAN, normalises=True),
-    "phimoe": Family(router="router", normalises=False, routing=routings.of_phi),
+    "phimoe": Family(router="router", normalises=False, routing=_route_phi),
     "qwen3_next": Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_text": Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA),
     "qwen3_5_moe_text": Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
     "lfm2": _LFM2,
-    "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=routings.of_lfm2),
+    "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=_route_lfm2),
     "bamba": _BAMBAS,
     "falcon_h1": replace(
         _BAMBAS, has_multipliers=True, logits_factor=LogitsFactor("lm_head_multiplier")
@@ -220,7 +259,7 @@ FAMILIES = {
         mlp="mixer",
         recurrent=("mixer", read_mamba),
         has_halves=True,
-        routing=routings.of_deepseek,
+        routing=_route_deepseek,
     ),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
     "granitemoe": _GRANITE_MIXTURE,

@@ -1,7 +1,7 @@
 """Layers that keep a state of constant size, as what they compute: read from transformers' modules.
 
-A kind of layer is a class and a function that reads it, which a family names. The compiled step
-adds its operations in a file of its own: `cpu/step_mamba.py` is one.
+A kind of layer is a class and a function that reads it, which a family names. `RecurrentLayers` of
+`cpu/step_recurrent.py` adds its operations to a compiled step.
 """
 
 import math
