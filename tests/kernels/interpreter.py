@@ -37,6 +37,7 @@ def _interpret_kernels() -> None:
     if triton.__version__.startswith("3.6."):
         _let_loops_count_with_numpy_2_4()
     _patch_the_language_once_a_kernel()
+    _compute_what_is_looked_at()
 
 
 def _let_loops_count_with_numpy_2_4() -> None:
@@ -50,6 +51,16 @@ def _let_loops_count_with_numpy_2_4() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+def _compute_what_is_looked_at() -> None:
+    """Triton computes each sum and product of whole numbers again in 64 bits, to assert that the
+    first has not overflowed, and asserts nothing unless it debugs: a third of its time."""
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    object.__setattr__(options, "sanitize_overflow", False)
 
 
 def _patch_the_language_once_a_kernel() -> None:

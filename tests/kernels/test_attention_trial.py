@@ -12,6 +12,7 @@ from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation, LayerShape, choice, implementation_for
 from kvchat_kernels.paged_attention.tiles import Card
 from kvchat_kernels.paged_attention.trial import trial_error
+from support.matrix import spread
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = LayerShape(4, 2, 20, 12, torch.float32)
@@ -30,7 +31,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 @pytest.mark.parametrize(
     "shape",
-    [SHAPE, LayerShape(7, 1, 64, 64, torch.float16), LayerShape(2, 2, 512, 512, torch.float16)],
+    spread(
+        [SHAPE, LayerShape(7, 1, 64, 64, torch.float16), LayerShape(2, 2, 512, 512, torch.float16)],
+        [SHAPE],
+    ),
 )
 def test_tiles_that_are_right_pass(shape: LayerShape, interpreter: Interpreter) -> None:
     assert interpreter(trial_error, CPU, shape) is None
@@ -82,7 +86,11 @@ def test_a_layer_whose_trial_succeeds_runs_kernels(
 
 
 @pytest.mark.parametrize(
-    "shape", [replace(SHAPE, is_int8=True), LayerShape(4, 2, 64, 32, torch.float16, is_int8=True)]
+    "shape",
+    spread(
+        [replace(SHAPE, is_int8=True), LayerShape(4, 2, 64, 32, torch.float16, is_int8=True)],
+        [replace(SHAPE, is_int8=True)],
+    ),
 )
 def test_tiles_over_eight_bits_that_are_right_pass(
     shape: LayerShape, interpreter: Interpreter

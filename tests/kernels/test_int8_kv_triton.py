@@ -36,23 +36,27 @@ def test_the_write_stores_the_same_bytes_as_the_reference(
     interpreter(check_int8_write, dims, dtype)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", spread(RULES, ["window 5", "chunk 48", "sinks, wide keys"]))
 def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_int8_attention, CASES[name], FEW_ROWS)
 
 
-@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize(
+    "dims", spread([(dims,) for dims in DIMS], [(DIMS[1],), (DIMS[3],)]), ids=str
+)
 def test_groups_of_every_size(interpreter: Interpreter, dims: tuple[int, int]) -> None:
     case = AttentionCase(num_heads=3, num_kv_heads=1, key_dim=dims[0], value_dim=dims[1])
     interpreter(check_int8_attention, case, ((1, 40), (17, 33)))
 
 
-@pytest.mark.parametrize("name", ["full", "window 100", "sinks and window"])
+@pytest.mark.parametrize(
+    "name", spread(["full", "window 100", "sinks and window"], ["sinks and window"])
+)
 def test_chunks_by_rule(interpreter: Interpreter, name: str) -> None:
     interpreter(check_int8_attention, CASES[name], MANY_ROWS)
 
 
-@pytest.mark.parametrize("name", ["window 100", "chunk 48"])
+@pytest.mark.parametrize("name", spread(["window 100", "chunk 48"], ["window 100"]))
 def test_spans_look_at_positions_where_a_table_has_its_own(
     interpreter: Interpreter, name: str
 ) -> None:
@@ -65,7 +69,7 @@ def test_float16_and_other_blocks(interpreter: Interpreter) -> None:
     interpreter(check_int8_attention, case, ((1, 257), (18, 70)), "cpu", torch.float16, 8)
 
 
-@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("new", spread([1, 5], [5]))
 def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
     interpreter: Interpreter, new: int
 ) -> None:

@@ -106,7 +106,7 @@ def test_logits_are_those_of_the_models_own_attention(
     assert calls >= 2 * 7, "some layer's attention ran otherwise"
 
 
-@pytest.mark.parametrize("name", spread(["llama4, chunks", "gemma2, softcap"], ["gemma2, softcap"]))
+@pytest.mark.parametrize("name", spread(["llama4, chunks", "gemma2, softcap"]))
 def test_logits_over_a_private_table_are_those_of_a_cache_without_the_dropped_tokens(
     name: str, interpreter: Interpreter, tmp_path: Path
 ) -> None:
@@ -123,6 +123,7 @@ def test_a_packed_model_runs_on_the_kernels_of_its_products(
     assert calls > 50
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.soak)])
 def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
     name: str, interpreter: Interpreter, tmp_path: Path
