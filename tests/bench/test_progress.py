@@ -70,14 +70,10 @@ def test_a_stderr_that_takes_nothing_spoils_no_measurement() -> None:
         progress.begin("cold")
 
 
-def _ended(code: int) -> None:
-    os._exit(code)
-
-
 def test_a_function_runs_in_a_process_of_its_own() -> None:
     assert in_a_process(os.getpid) != os.getpid()
     with pytest.raises(ProcessFailed, match="without a result"):
-        in_a_process(_ended, 3)
+        in_a_process(os._exit, 3)
     with pytest.raises(ProcessFailed, match="ZeroDivisionError"):
         in_a_process(divmod, 1, 0)
 

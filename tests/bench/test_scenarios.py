@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,12 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvchat.bench import decode, peers, prefill
+from kvchat.bench import decode, measure, peers, prefill, startup
 from kvchat.bench.engines import new_engine
 from kvchat.bench.report import Result, print_json, print_result, record
 from kvchat.bench.scenarios import DEFAULT_NAMES, scenario
 from kvchat.bench.setup import BenchSetup
-from kvchat.bench.startup import figures
 from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import StoreError, UsageError
@@ -38,6 +37,15 @@ Reports = Callable[[str], Result]
 FITTED = ("a token, without its context", "a thousand tokens of context")
 SESSIONS = Path(__file__).parents[2] / "sessions"
 SMALL = CacheConfig(device_bytes=Size(num_bytes=64 << 20))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_ceilings() -> Iterator[None]:
+    """A gigabyte to read and copy, and a large product, take longer than a scenario here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_BYTES", {"cpu": 8 << 20})
+        patch.setattr(measure, "_PRODUCT_SIZE", {"cpu": 256})
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -427,8 +435,13 @@ def test_an_unknown_scenario_is_refused_with_the_names_there_are() -> None:
         scenario("speed")
 
 
-def test_the_first_prompt_of_a_process_is_beside_later_ones(checkpoint: Path) -> None:
-    first, loading = figures(quick(checkpoint))
+def test_the_first_prompt_of_a_process_is_beside_later_ones(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here all are in this process; `test_progress` has functions in processes of their own."""
+    monkeypatch.setattr(startup, "in_a_process", lambda run, *given: run(*given))
+
+    first, loading = startup.figures(quick(checkpoint))
 
     assert first.value > 0
     assert first.beside is not None

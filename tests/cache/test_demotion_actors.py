@@ -84,7 +84,7 @@ class Household:
         self.machine.manager.release(runner.table, runner.ids[: runner.num_computed])
 
 
-@short_and_long(8, 400)
+@short_and_long(4, 400)
 def test_whoever_shares_device_and_host_only_ever_sees_their_own_kv(size: int) -> None:
     num_promoted = 0
     for seed in range(size):

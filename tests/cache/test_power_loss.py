@@ -88,7 +88,7 @@ def unsynced(data: bytes, rng: random.Random) -> bytes:
     return data[:reached] + bytes(rng.choice([0, len(data) - reached]))
 
 
-@short_and_long(40, 500)
+@short_and_long(15, 500)
 def test_a_store_after_a_power_loss_gives_back_what_is_right_and_works_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

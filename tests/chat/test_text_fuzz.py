@@ -110,7 +110,7 @@ def damaged_text(rng: random.Random, source: str) -> str:
     return source
 
 
-@short_and_long(200, 20_000)
+@short_and_long(80, 20_000)
 def test_a_damaged_tokenizer_loads_or_is_refused(size: int) -> None:
     rng = random.Random(5)
     whole = [
@@ -127,7 +127,7 @@ def test_a_damaged_tokenizer_loads_or_is_refused(size: int) -> None:
     assert all(is_sentence(text) for text in told if text is not None)
 
 
-@short_and_long(12, 1_500)
+@short_and_long(6, 1_500)
 def test_a_damaged_template_loads_or_is_refused(size: int) -> None:
     rng = random.Random(6)
     everything = vars(template_zoo).items()

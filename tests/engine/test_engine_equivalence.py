@@ -276,7 +276,7 @@ class Crowd:
     ],
     ids=["roomy", "tight", "small steps", "six blocks", "one-token blocks"],
 )
-@short_and_long(2, 30)
+@short_and_long(1, 30)
 def test_random_callers_get_exactly_their_tokens(size: int, limits: dict[str, int]) -> None:
     for seed in range(size):
         Crowd(seed, **limits).run_to_the_end(num_acts=400)

@@ -333,7 +333,7 @@ class Callers:
 
 
 @pytest.mark.parametrize("has_disk", [False, True], ids=["host", "host and disk"])
-@short_and_long(4, 150)
+@short_and_long(2, 150)
 def test_whoever_calls_gets_what_a_model_without_a_cache_says(size: int, has_disk: bool) -> None:
     num_host = num_disk = 0
     for seed in range(size):

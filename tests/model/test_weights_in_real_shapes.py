@@ -125,7 +125,7 @@ def logits_over(loaded: LoadedModel, ids: list[int], sizes: Iterator[int]) -> di
     return found
 
 
-@short_and_long(150, 2000)
+@short_and_long(60, 2000)
 @pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
 def test_prompts_in_steps_of_every_size_are_read_as_by_plain_products(
     subject: Subject, weights: str, size: int

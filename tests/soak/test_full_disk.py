@@ -46,7 +46,7 @@ def full(shell: ForkedShell) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-@short_and_long(2, 12)
+@short_and_long(1, 12)
 def test_a_full_disk_costs_kv_but_no_word_that_was_not_told(
     shell: ForkedShell,
     model: Path,

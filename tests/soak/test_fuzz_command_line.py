@@ -221,7 +221,7 @@ def _faults(case: Case, code: int) -> list[str]:
     return faults
 
 
-@short_and_long(12, int(os.environ.get("FUZZ_COMMAND_LINES", "3000")))
+@short_and_long(6, int(os.environ.get("FUZZ_COMMAND_LINES", "3000")))
 def test_every_command_line_ends_with_a_documented_code_and_a_sentence(
     runner: "subprocess.Popen[str]", tmp_path: Path, size: int
 ) -> None:

@@ -150,7 +150,7 @@ class Desk:
             assert user_texts(conversation) == texts
 
 
-@short_and_long(3, 450)
+@short_and_long(2, 450)
 def test_no_kill_of_what_tidies_or_heals_loses_a_word(
     shell: ForkedShell,
     model: Path,

@@ -73,7 +73,7 @@ class Life:
         self._tier.close()
 
 
-@short_and_long(20, 1500)
+@short_and_long(8, 1500)
 def test_no_random_fault_gives_wrong_kv_or_passes_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, totals: Counter[str], size: int
 ) -> None:

@@ -56,7 +56,7 @@ def _plain(markdown: str, width: int = 60) -> str:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_cut_into_pieces_gives_the_same_bytes(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(40):
+    for _ in range(20):
         text = "".join(rng.choices(_ATOMS, k=rng.randint(1, 60)))
         width = rng.choice([10, 20, 40, 80])
         whole = _render([text], width)
@@ -87,7 +87,7 @@ def test_markers_nested_without_end_are_text_from_a_depth_on(marker: str) -> Non
     )
 
 
-@short_and_long(40, 400)
+@short_and_long(15, 400)
 def test_any_cut_of_deeply_nested_text_gives_the_same_bytes(size: int) -> None:
     """A line of 200 markers used to overflow Python's stack; where markers stop to count, the
     beginning of a line must be judged as the whole line is."""
