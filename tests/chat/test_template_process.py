@@ -5,11 +5,13 @@ The plain twin renders in this process, with nothing around it.
 
 import os
 import signal
+import subprocess
 import threading
 from datetime import datetime
 
 import pytest
 
+from kvchat.chat import template_process
 from kvchat.chat.template import turn_format
 from kvchat.chat.template_child import compile_template
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
@@ -102,6 +104,19 @@ def test_a_process_renders_what_its_plain_twin_renders(name: str) -> None:
             process.render(MESSAGES, NAMES, CLOCK)
     else:
         assert process.render(MESSAGES, NAMES, CLOCK) == expected
+
+
+def test_the_process_that_users_have_renders_and_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In all other tests it is a fork of one that has imported Jinja."""
+    monkeypatch.setattr(template_process, "subprocess", subprocess)
+    process = TemplateProcess("{% if flag %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages | length }}")
+
+    with pytest.raises(RenderingFailed, match="memory"):
+        process.render(MESSAGES, NAMES, CLOCK)
+
+    assert process.render(MESSAGES, {"flag": False}, CLOCK) == "4"
 
 
 def test_a_process_that_was_killed_is_started_again() -> None:

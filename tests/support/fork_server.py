@@ -41,6 +41,7 @@ from support.commands import PATIENT, TIMEOUT_S, Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
 from support.scripted_repl import main as run_scripted
+from support.template_forks import TemplateForks
 
 # Beside kvchat's own modules: what a life imports only once it loads a model.
 _IMPORTED = (
@@ -365,6 +366,9 @@ def _ignore(name: str) -> None:
 def serve() -> None:
     """Fork and wait as the socket asks, until the other end is closed."""
     set_library_environment()
+    forks = TemplateForks()
+    forks.start()
+    forks.use()
     ours = socket.socket(fileno=os.dup(0))
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes number 0

@@ -142,7 +142,7 @@ def test_a_file_longer_than_the_context_is_refused_at_once(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
     long = tmp_path / "long.txt"
-    long.write_text("forty-two " * 200_000)
+    long.write_text("forty-two " * 20_000)
     chat = start_chat(columns=200)
     chat.enter("hello").wait_for("tokens, ")
     chat.enter(f"/file {long}").wait_for("Attach a part of it.")
