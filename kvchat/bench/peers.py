@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import wait_for_device
 from kvchat.bench.report import Figure
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel, read_plain_module
 from kvchat.model.self_test import compare_with_own

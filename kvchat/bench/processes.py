@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, object_cache
 
 if TYPE_CHECKING:

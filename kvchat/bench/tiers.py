@@ -29,7 +29,7 @@ from kvchat.cache.keys import encode_ids
 from kvchat.cache.kv_pool import KvGeometry, KvPool
 from kvchat.cache.tier import BlockRun, Layout, PackHead, TierOpener
 from kvchat.core.config import CacheConfig, EngineConfig
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
 _BYTES = 64 << 20

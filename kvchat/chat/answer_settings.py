@@ -7,15 +7,23 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from enum import StrEnum
 from typing import Any
 
-from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import UsageError
-from kvchat.core.parameter import Parameter
-from kvchat.core.parameters import OF_CHATS, SAMPLING, USUAL
+from kvchat.core.parameters import OF_CHATS, SAMPLING, USUAL, Parameter
 from kvchat.core.types import SamplingParams
+
+
+class ContextPolicy(StrEnum):
+    """stop refuses the message; drop leaves out the oldest messages, compact summarises them."""
+
+    STOP = "stop"
+    DROP = "drop"
+    COMPACT = "compact"
+
 
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING)
 _BY_DASHED = {parameter.dashed: parameter for parameter in OF_CHATS}

@@ -12,9 +12,8 @@ from glob import glob
 from pathlib import Path
 from types import MappingProxyType
 
-from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.paths import user_path
+from kvchat.core.paths import read_bounded, user_path
 from kvchat.core.text import one_line, text_of
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from kvchat.chat.channels import CHANNEL_TOKEN
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.template import NewTurn, TurnFormat, turn_format
 from kvchat.chat.template_process import RenderingChild, TemplateProcess
 from kvchat.chat.thinking import (
+    CHANNEL_TOKEN,
     THINKING_MARKS,
     Think,
     cut_at_marks,

@@ -21,9 +21,8 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.pin_files import PinFiles
-from kvchat.chat.place import Place
 from kvchat.chat.reply import Reply
-from kvchat.chat.session import ChatSession
+from kvchat.chat.session import ChatSession, Place
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvchat.chat import session_file
+from kvchat.chat.answer_memory import stored_contexts
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.kept_kv import KeptKv
-from kvchat.chat.response_memory import stored_contexts
 from kvchat.chat.store import SessionStore
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len

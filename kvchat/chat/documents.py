@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import NO_TOKENIZER, Conversation, Role, Turn
-from kvchat.chat.json_messages import read_document, to_json
+from kvchat.chat.json_requests import read_document, to_json
 from kvchat.chat.session_file import (
     end_line,
     read_session,
@@ -25,8 +25,8 @@ from kvchat.chat.session_file import (
 )
 from kvchat.chat.store import MAX_SESSION_BYTES, SessionStore, new_session_id
 from kvchat.chat.thinking import split_thinking
-from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import SessionNotFound, StoreError, UnreadableFile, UsageError
+from kvchat.core.paths import read_bounded
 from kvchat.core.text import sanitize, sanitize_json, text_of
 from kvchat.core.types import FinishReason
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvchat.core.errors import UsageError
-from kvchat.core.parameter import MOST, Parameter
-from kvchat.core.sizes import shown
+from kvchat.core.parameters import MOST, Parameter
+from kvchat.core.text import shown
 
 _SHOWN_CHARS = 80
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvchat.chat.detokenizer import TextStream
-from kvchat.chat.json_schemas import limits_of
 from kvchat.chat.thinking import ThinkingSplitter
+from kvchat.chat.tools import limits_of
 from kvchat.core.errors import UsageError
 from kvchat.core.types import TokenConstraint
 

@@ -9,16 +9,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvchat.chat import compacting
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.attachment import attached_files
 from kvchat.chat.compaction import (
     CompactionPlan,
+    checked_summary,
+    excerpt_request,
     max_summary_tokens,
+    num_asking_tokens,
     plan_compaction,
     plan_dropping,
+    plan_leaving_out,
+    request_text,
+    require_substance,
+    summary_options,
 )
-from kvchat.chat.context_policy import ContextPolicy
-from kvchat.chat.conversation import Role, Turn
+from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.messages import MessageNumbers
 from kvchat.chat.tools import ToolResult
@@ -26,6 +32,90 @@ from kvchat.core.errors import UsageError
 
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
+    from kvchat.chat.reply import Reply
+
+
+def planned(controller: "ChatController", focus: str = "") -> CompactionPlan:
+    """Return what /compact would summarise; raises UsageError if that is nothing."""
+    limit = controller.host.context_limit
+    return plan_compaction(controller.require_conversation(), limit, num_asking(controller, focus))
+
+
+def num_asking(controller: "ChatController", focus: str = "") -> int:
+    """Return the tokens of a request for a summary below the conversation, and of the summary."""
+    limit = controller.host.context_limit
+    return num_asking_tokens(controller.num_tokens(request_text(focus, limit)), limit)
+
+
+def planned_leaving_out(
+    controller: "ChatController", was_refused: bool = False
+) -> CompactionPlan | None:
+    """Return which of the oldest messages to leave out where there is no summary.
+
+    None if the conversation can go on as it is; not if it `was_refused` as too long, by a server
+    that may hold less than it tells.
+    """
+    limit = controller.host.context_limit
+    if was_refused:
+        limit = min(limit, len(controller.context_ids))
+    return plan_leaving_out(controller.require_conversation(), limit)
+
+
+def summarise(
+    controller: "ChatController",
+    plan: CompactionPlan,
+    focus: str = "",
+    notify: Callable[[], None] | None = None,
+) -> "Reply":
+    """Let the model summarise a plan's older turns; the answer joins no conversation.
+
+    Raises NoSummary where the context has no room for one.
+    """
+    host, session = controller.host, controller.require_session()
+    limit, request = host.context_limit, request_text(focus, host.context_limit)
+    options = summary_options(controller.options, host.model, limit)
+    if plan.is_excerpt:
+        text = excerpt_request(plan.older, request, limit, controller.num_tokens)
+        return session.ask_apart(text, options, notify)
+    return session.ask_aside(request, options, notify, plan.older[-1].turn_id)
+
+
+def summary_in(controller: "ChatController", plan: CompactionPlan, ended: AnswerEnded) -> str:
+    """Return the summary in the answer to `summarise`; raises NoSummary if it is none."""
+    summary = checked_summary(ended.text, ended.reason)
+    require_substance(summary, controller.num_tokens(summary), plan.num_tokens, plan.older)
+    return summary
+
+
+def num_opening_tokens(
+    controller: "ChatController", plan: CompactionPlan, summary: str | None
+) -> int:
+    """Return the tokens of what stands before the turns that a plan keeps."""
+    empty = Conversation("", 0.0, tools=controller.require_conversation().tools)
+    said = "".join(plan.opening(summary))
+    return len(controller.host.model.user_ids(empty, ROOT, said, plan.older[0].system))
+
+
+def compact(controller: "ChatController", plan: CompactionPlan, summary: str) -> int:
+    """Continue with a summary in place of the plan's older turns; return the tokens saved.
+
+    Raises UsageError, and changes nothing, if the summary would save no token.
+    """
+    if num_opening_tokens(controller, plan, summary) >= plan.num_tokens:
+        raise UsageError(
+            "The summary is as long as what it stands for, so nothing has changed.",
+            "/new begins another conversation.",
+        )
+    before = len(controller.context_ids)
+    controller.require_session().compact(plan, summary)
+    controller.place.reset()
+    return before - len(controller.context_ids)
+
+
+def leave_out(controller: "ChatController", plan: CompactionPlan) -> None:
+    """Continue without the plan's older turns, but for an earlier summary among them."""
+    controller.require_session().compact(plan, None)
+    controller.place.reset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +177,7 @@ def need(
     needed = Need(ready.context_limit, len(controller.context_ids), num_next, text is None)
     num_asked = num_next + needed.num_answer
     if controller.options.context_policy is ContextPolicy.COMPACT:
-        num_asked = max(num_asked, compacting.num_asking(controller))  # while it still fits
+        num_asked = max(num_asked, num_asking(controller))  # while it still fits
     return needed if needed.num_before + num_asked > needed.limit else None
 
 
@@ -101,7 +191,7 @@ def drop(controller: "ChatController", needed: Need) -> Change | None:
     for files in dict.fromkeys((_files_that_stay(controller, path), "")):
         plan = _plan_dropping(controller, needed, path, files)
         if plan is not None:
-            return _changed(controller, plan, partial(compacting.leave_out, controller, plan))
+            return _changed(controller, plan, partial(leave_out, controller, plan))
     return None
 
 
@@ -109,7 +199,7 @@ def _plan_dropping(
     controller: "ChatController", needed: Need, path: list[Turn], files: str
 ) -> CompactionPlan | None:
     whole = CompactionPlan(tuple(path), (), files=files)
-    num_opening = compacting.num_opening_tokens(controller, whole, None)
+    num_opening = num_opening_tokens(controller, whole, None)
     most = needed.num_left(num_opening)
     room = min((needed.limit - num_opening) // 2, most - needed.num_answer)
     plan = plan_dropping(controller.require_conversation(), room, needed.keeps_last)
@@ -135,11 +225,13 @@ def plan_summary(controller: "ChatController", needed: Need) -> CompactionPlan |
     """Return what a summary is to take the place of; None where it would not make room."""
     conversation = controller.require_conversation()
     whole = CompactionPlan(tuple(conversation.path()), ())
-    num_opening = compacting.num_opening_tokens(controller, whole, "")
+    num_opening = num_opening_tokens(controller, whole, "")
     most = needed.num_left(num_opening + max_summary_tokens(needed.limit))
-    num_asking, most_kept = compacting.num_asking(controller), most - needed.num_answer
+    num_request, most_kept = num_asking(controller), most - needed.num_answer
     try:
-        plan = plan_compaction(conversation, needed.limit, num_asking, most_kept, needed.keeps_last)
+        plan = plan_compaction(
+            conversation, needed.limit, num_request, most_kept, needed.keeps_last
+        )
     except UsageError:  # the last message has no answer, for example
         return None
     return plan if plan.messages and plan.num_kept_tokens <= most else None
@@ -150,8 +242,8 @@ def take_summary(controller: "ChatController", plan: CompactionPlan, ended: Answ
 
     Raises UsageError, and changes nothing, for an answer that is no good summary.
     """
-    summary = compacting.summary_in(controller, plan, ended)
-    return _changed(controller, plan, partial(compacting.compact, controller, plan, summary))
+    summary = summary_in(controller, plan, ended)
+    return _changed(controller, plan, partial(compact, controller, plan, summary))
 
 
 def _changed(

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.attachment import mentioned_files, read_attachment
-from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.chat.why import common_len
 from kvchat.core.errors import ContextTooLong, KvchatError

@@ -19,8 +19,7 @@ from pathlib import Path
 from kvchat.chat import session_file
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.core.errors import SessionNotFound, StoreError
-from kvchat.core.locks import Lock, is_at, try_lock
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import Lock, is_at, open_private, private_directory, try_lock
 from kvchat.core.text import one_line
 
 _SUFFIX = ".jsonl"

@@ -13,21 +13,19 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
 
-from kvchat.chat.template_messages import (
+from kvchat.chat.template_process import RenderingFailed, TemplateProcess
+from kvchat.chat.template_tools import (
     NO_SPACES,
     PART_ROLES,
     Spaces,
-    find_spaces,
-    with_parts,
-    writes_parts,
-)
-from kvchat.chat.template_process import RenderingFailed, TemplateProcess
-from kvchat.chat.template_tools import (
     StandIns,
     ToolForm,
     cut_answer,
+    find_spaces,
     find_tool_form,
     probe_message,
+    with_parts,
+    writes_parts,
 )
 from kvchat.chat.thinking import THINKING_MARKS, Think, ThinkSwitch
 from kvchat.chat.tokenizer import ChatTokenizer, Segment

@@ -1,10 +1,12 @@
 """ChatTokenizer: text to token ids and back. Only a template's text may give control tokens."""
 
+import base64
 import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence, Set
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -13,13 +15,118 @@ from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
-from kvchat.chat.channels import CHANNEL_TOKEN, CHANNEL_TOKENS
 from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
-from kvchat.chat.thinking import THINKING_MARKS
-from kvchat.chat.tokenizer_limits import check_limits
+from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.files.text_settings import TextFiles
+
+# Bounds of characters for one character. The first is refused when it may be; of a text that might
+# grow by the second, it is measured.
+_MOST_GROWTH, _PLAIN_GROWTH = 1024.0, 8.0
+# The bytes that Unicode's own normalization makes of one character at most, rounded up.
+_UNICODE_BYTES = 40
+# Characters or ids that are added once to a text, or to each word.
+_MOST_ADDED, _MOST_AFFIX = 1000, 64
+_MEASURED_CHARACTERS = 4096
+
+Step = Mapping[str, Any]
+
+
+def check_limits(tokenizer: Tokenizer) -> Callable[[str], None] | None:
+    """Return a check of texts, where some text might grow; None where none can.
+
+    Raises ValueError for a tokenizer that may multiply texts without end. So does the check, for a
+    text that it multiplies.
+    """
+    grown, added = _growth(_steps(tokenizer.normalizer, "normalizers"))
+    words = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    by_words = 2.0 ** sum(step["type"] in ("ByteLevel", "Metaspace") for step in words)
+    decoded, _ = _growth(_steps(tokenizer.decoder, "decoders"))
+    if max(grown, decoded) > _MOST_GROWTH or by_words > _PLAIN_GROWTH or added > _MOST_ADDED:
+        raise ValueError("it multiplies the text that it is given")
+    if _num_added_ids(_steps(tokenizer.post_processor, "processors")) > _MOST_ADDED:
+        raise ValueError("it adds thousands of tokens to a text")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if len(getattr(tokenizer.model, name, None) or "") > _MOST_AFFIX:
+            raise ValueError("it adds a long text to every word")
+    return _check_of_texts(tokenizer) if grown > _PLAIN_GROWTH else None
+
+
+def _check_of_texts(tokenizer: Tokenizer) -> Callable[[str], None]:
+    def check(text: str) -> None:
+        grown = 0
+        for start in range(0, len(text), _MEASURED_CHARACTERS):
+            piece = text[start : start + _MEASURED_CHARACTERS]
+            grown += len(tokenizer.normalizer.normalize_str(piece)) if tokenizer.normalizer else 0
+            if grown > _PLAIN_GROWTH * len(text) + _MOST_ADDED:
+                raise ValueError("it multiplies the text that it is given")
+
+    return check
+
+
+def _steps(part: Any, name: str) -> list[Step]:
+    """Return the steps of a part of a tokenizer in order, none without that part."""
+    return list(_flat(json.loads(part.__getstate__()), name)) if part is not None else []
+
+
+def _flat(step: Step, name: str) -> Iterator[Step]:
+    if step["type"] == "Sequence":
+        for inner in step[name]:
+            yield from _flat(inner, name)
+    else:
+        yield step
+
+
+def _growth(steps: Sequence[Step]) -> tuple[float, float]:
+    """Return how many characters steps make of one at most, and how many they add once.
+
+    From the last step to the first: a character weighs as much as what the later steps make of it.
+    """
+    weights: dict[str, float] = {}
+    rest, added = 1.0, 0.0  # of all characters that are not in `weights`
+    for step in reversed(steps):
+        kind, most = step["type"], max(rest, *weights.values(), 0.0)
+        if kind == "Replace":
+            made = sum(weights.get(character, rest) for character in step["content"])
+            if old := step["pattern"].get("String"):
+                share = made / len(old)
+                weights |= {c: max(weights.get(c, rest), share) for c in old}
+            else:  # an expression may match one character, or none between any two
+                weights = {c: weight + made for c, weight in weights.items()}
+                rest += made
+        elif kind == "Prepend":
+            added += sum(weights.get(character, rest) for character in step["prepend"])
+        else:  # any character may become any other
+            weights, rest = {}, most * _growth_of(kind, step)
+    return max(rest, *weights.values(), 0.0), added
+
+
+def _growth_of(kind: str, step: Step) -> float:
+    if kind == "Precompiled":
+        return max(1.0, _longest_replacement(step) / _UNICODE_BYTES)
+    return 2.0 if kind == "ByteLevel" else 1.0
+
+
+def _longest_replacement(step: Step) -> int:
+    """Return the bytes of the longest text in a table of characters, as sentencepiece writes it."""
+    table = base64.b64decode(step["precompiled_charsmap"])
+    if len(table) < 4:
+        return 0
+    (index_bytes,) = struct.unpack("<I", table[:4])
+    return max(map(len, table[4 + index_bytes :].split(b"\0")))
+
+
+def _num_added_ids(steps: Sequence[Step]) -> int:
+    """Return how many ids the templates of post-processors add to a text."""
+    count = 0
+    for step in steps:
+        tokens = step.get("special_tokens") or {}
+        for piece in step.get("single") or ():
+            token = tokens.get(piece.get("SpecialToken", {}).get("id"), {})
+            count += len(token.get("ids", ()))
+    return count
+
 
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
@@ -111,9 +218,8 @@ class TokenBytes:
         return same | dict(zip((c for c in alphabet if ord(c) >= 256), others, strict=True))
 
     @cached_property
-    def _decoders(self) -> list[dict[str, Any]]:
-        decoder = self._tokenizer.decoder
-        return list(_flat(json.loads(decoder.__getstate__()))) if decoder is not None else []
+    def _decoders(self) -> list[Step]:
+        return _steps(self._tokenizer.decoder, "decoders")
 
     @cached_property
     def _kinds(self) -> frozenset[str]:
@@ -129,13 +235,6 @@ class TokenBytes:
             elif decoder["type"] == "Replace" and "String" in decoder["pattern"]:
                 pairs.append((decoder["pattern"]["String"], decoder["content"]))
         return pairs
-
-
-def _flat(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        yield decoder
-    for inner in decoder.get("decoders", ()):
-        yield from _flat(inner)
 
 
 class ChatTokenizer:

@@ -12,17 +12,19 @@ from kvchat.chat.call_readers import (
     NO_CALLS,
     QUOTE,
     Elements,
+    FencedCall,
     Reader,
     Reading,
+    begins_fenced_call,
     braced_call,
     channel_call,
+    could_begin_fenced_call,
     is_writable,
     json_calls,
     mistral_calls,
     pair_call,
     python_calls,
 )
-from kvchat.chat.fenced_calls import FencedCall, begins_fenced_call, could_begin_fenced_call
 from kvchat.chat.tools import ToolCall, ToolSet
 
 

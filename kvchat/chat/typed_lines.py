@@ -16,8 +16,14 @@ from pathlib import Path
 
 from kvchat.chat.attachment import split_attached
 from kvchat.core.errors import StoreError
-from kvchat.core.locks import Lock, is_at, try_lock
-from kvchat.core.paths import open_private, private_directory, replace_private
+from kvchat.core.paths import (
+    Lock,
+    is_at,
+    open_private,
+    private_directory,
+    replace_private,
+    try_lock,
+)
 
 MAX_LINES = 5000
 MAX_LINE_CHARS = 20_000

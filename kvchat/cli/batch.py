@@ -15,13 +15,11 @@ from functools import partial
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.json_requests import BadRequest, JsonRequest
+from kvchat.chat.prefixes import Asked, ResentChats
 from kvchat.chat.reply import Reply
-from kvchat.chat.resent import Asked, ResentChats
 from kvchat.chat.turn_loop import Results, TurnLoop
-from kvchat.cli.answer_time import AnswerTime
 from kvchat.cli.output import Exchange
-from kvchat.cli.script_output import ScriptOutput, ScriptSetup
-from kvchat.cli.script_tools import ScriptTools
+from kvchat.cli.script import AnswerTime, ScriptOutput, ScriptSetup, ScriptTools
 from kvchat.cli.streams import Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import require_working_directory
-from kvchat.core.sizes import Size, parse_size
+from kvchat.core.text import Size, parse_size
 
 if TYPE_CHECKING:
     from kvchat.bench.progress import Progress

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvchat.chat.session import ChatSession
     from kvchat.chat.template_process import RenderingChild
     from kvchat.cli.output import Notices, Writer
-    from kvchat.cli.script_output import ScriptSetup
+    from kvchat.cli.script import ScriptSetup
     from kvchat.cli.streams import Interruption
     from kvchat.core.events import LoadEvent
     from kvchat.terminal.script_commands import ScriptCommands
@@ -234,7 +234,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 
 def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
     from kvchat.cli.output import Notices
-    from kvchat.cli.script_input import read_text, with_prompt
+    from kvchat.cli.script import read_text, with_prompt
     from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
@@ -258,7 +258,7 @@ def _run_script(
 ) -> int:
     from kvchat.chat.answer_settings import doubts
     from kvchat.cli.output import LoadingLine
-    from kvchat.cli.script_output import ScriptSetup
+    from kvchat.cli.script import ScriptSetup
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox = _open_controller(
@@ -294,7 +294,7 @@ def _run_script(
 def _answer_batch(setup: "ScriptSetup", interruption: "Interruption") -> int:
     """Answer JSON requests. Their conversations have no files."""
     from kvchat.cli.batch import Batch
-    from kvchat.cli.script_input import read_requests
+    from kvchat.cli.script import read_requests
 
     return Batch(setup, interruption).answer(read_requests(sys.stdin.buffer))
 
@@ -307,8 +307,7 @@ def _answer_turns(
     prompt: str | None,
 ) -> int:
     """Answer one message `text`, or a turn a line of the input, and `prompt` after them."""
-    from kvchat.cli.script import Script
-    from kvchat.cli.script_input import read_lines
+    from kvchat.cli.script import Script, read_lines
 
     script = Script(setup, interruption)
     if text is not None:

@@ -11,7 +11,7 @@ import typer
 
 from kvchat.cli.help_page import HelpedGroup
 from kvchat.core.errors import UsageError
-from kvchat.core.sizes import shown
+from kvchat.core.text import shown
 
 _PROMPT_FLAGS = ("-p", "--prompt")
 _RESUME_FLAGS = ("-r", "--resume")

@@ -21,10 +21,9 @@ from kvchat.cli.settings import (
     resolve,
 )
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.core.parameter import Kind
-from kvchat.core.parameters import BY_NAME
+from kvchat.core.parameters import BY_NAME, Kind
 from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")

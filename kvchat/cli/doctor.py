@@ -23,7 +23,7 @@ from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory, require_working_directory
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat.terminal.cache_lines import used_of_limit
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 

@@ -24,8 +24,7 @@ from kvchat.chat.template import NewTurn
 from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings, read_config
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
-from kvchat.core.sizes import shown
-from kvchat.core.text import one_line
+from kvchat.core.text import one_line, shown
 
 if TYPE_CHECKING:
     from kvchat.chat.chat_model import ChatModel

@@ -12,7 +12,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvchat.cli.settings import flag_value
-from kvchat.core.parameter import (
+from kvchat.core.parameters import (
+    BY_NAME,
+    DTYPES,
+    PARAMETERS,
     Group,
     Kind,
     Parameter,
@@ -25,7 +28,6 @@ from kvchat.core.parameter import (
     new_texts,
     new_whole,
 )
-from kvchat.core.parameters import BY_NAME, DTYPES, PARAMETERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 

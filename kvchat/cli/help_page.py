@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvchat.core.parameter import Group
+from kvchat.core.parameters import Group
 
 _OTHERS = "Options"
 _NO_BREAK, _MOST_PHRASE = "\u00a0", 28

@@ -15,8 +15,7 @@ from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.parameters import FEWER_BITS
 from kvchat.core.paths import require_working_directory
-from kvchat.core.sizes import format_bytes
-from kvchat.core.text import sanitize
+from kvchat.core.text import format_bytes, sanitize
 from kvchat.model.checkpoint.local_models import local_models, model_lines
 from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
 

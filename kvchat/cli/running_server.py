@@ -100,8 +100,7 @@ def drop_in_server(state: Path) -> "DropFromMemory | None":
         return None
 
     def drop(contexts: list[tuple[list[int], int]]) -> None:
-        from kvchat.remote.client import Client
-        from kvchat.remote.kept_kv import ServerKv
+        from kvchat.remote.client import Client, ServerKv
 
         async def ask() -> None:
             client = Client(server.address)

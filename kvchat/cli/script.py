@@ -3,25 +3,465 @@
 `batch.py` answers JSON requests, which are independent of each other.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, BinaryIO
 
-from kvchat.chat.events import AnswerEnded
+from kvchat.chat.answer_settings import ContextPolicy
+from kvchat.chat.compaction import CompactionPlan
+from kvchat.chat.controller import ChatController
+from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent, SavingFailed
+from kvchat.chat.host import ChatHost
+from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_request
+from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
+from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.chat.turn_loop import TurnLoop
-from kvchat.cli.answer_time import AnswerTime, limited
-from kvchat.cli.output import Exchange
-from kvchat.cli.script_output import ScriptOutput, ScriptSetup
-from kvchat.cli.script_room import ScriptRoom
-from kvchat.cli.script_tools import ScriptTools
-from kvchat.cli.streams import Interruption
-from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
-from kvchat.terminal.status import StatsLevel
+from kvchat.cli.output import Exchange, Notices, Writer, ending_notice, missing_answer
+from kvchat.cli.streams import Interrupted, Interruption, Stalled, forget_stdout
+from kvchat.core.errors import (
+    ContextTooLong,
+    ExitCode,
+    KvchatError,
+    StoreError,
+    TimedOut,
+    UnreadableFile,
+    UsageError,
+)
+from kvchat.core.text import encoding_of, one_line, read_json_text, text_of
+from kvchat.core.types import FinishReason
+from kvchat.terminal.status import StatsLevel, detail_line, stats_line
+from kvchat.terminal.theme import ASCII_GLYPHS, Glyphs
+from kvchat.tools.toolbox import Toolbox, call_in_words, refused
 
 if TYPE_CHECKING:
     from kvchat.terminal.commands import Invocation
     from kvchat.terminal.script_commands import ScriptCommands
+
+# About four million tokens: more than any model's context holds.
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+def read_text(stdin: BinaryIO, notices: Notices) -> str:
+    """Return all of standard input as one message, without line ends at its end.
+
+    Raises ContextTooLong for more than any context holds.
+    """
+    try:
+        data = stdin.read(_MAX_MESSAGE_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(error) from error
+    if len(data) > _MAX_MESSAGE_BYTES:
+        raise _too_long("The input")
+    return _decode(data, notices).rstrip("\r\n")
+
+
+def read_lines(stdin: BinaryIO, notices: Notices) -> Iterator[tuple[int, str]]:
+    """Yield the lines of standard input as they arrive, each after its number, without empty lines.
+
+    Raises ContextTooLong for a line longer than any context holds.
+    """
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            raise _too_long(f"Line {number} of the input")
+        text = _decode(line, notices).rstrip("\r\n")
+        if text.strip():
+            yield number, text
+
+
+def read_requests(stdin: BinaryIO) -> Iterator[JsonRequest | BadRequest]:
+    """Yield the requests of standard input, and a BadRequest for each invalid line."""
+    for number, line in enumerate(_bounded_lines(stdin), start=1):
+        if line is None:
+            problem = _too_long(f"Line {number} of the input")
+            yield BadRequest(problem, label_of(None, number))
+        elif line.strip():
+            yield _request(line, number)
+
+
+def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
+    content = None
+    try:
+        content = read_json_text(line)
+        return parse_request(content, number)
+    except (ValueError, RecursionError):
+        problem = UsageError(f"Line {number} of the input is not JSON.")
+        return BadRequest(problem, label_of(content, number))
+    except KvchatError as error:
+        return BadRequest(error, label_of(content, number))
+
+
+def _bounded_lines(stdin: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines; None for a line that is too long, which is not held in memory.
+
+    What begins with the mark of an encoding whose lines end in other bytes is read whole.
+    """
+    is_first = True
+    try:
+        while line := stdin.readline(_MAX_MESSAGE_BYTES + 1):
+            if is_first and encoding_of(line) not in ("utf-8", "utf-8-sig"):
+                data = line + stdin.read(_MAX_MESSAGE_BYTES + 1 - len(line))
+                is_whole = len(data) <= _MAX_MESSAGE_BYTES
+                yield from (
+                    text_of(data)[0].encode().splitlines(keepends=True) if is_whole else [None]
+                )
+                return
+            is_first = False
+            is_whole = len(line) <= _MAX_MESSAGE_BYTES
+            while line and not is_whole and not line.endswith(b"\n"):
+                line = stdin.readline(_MAX_MESSAGE_BYTES)
+            yield line if is_whole else None
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _too_long(what: str) -> ContextTooLong:
+    size = _MAX_MESSAGE_BYTES >> 20
+    return ContextTooLong(f"{what} has more than {size} MiB, which no context holds.", "Cut it.")
+
+
+def _unreadable(error: OSError) -> UnreadableFile:
+    return UnreadableFile(
+        f"Standard input cannot be read: {error.strerror}.", "Give a prompt with -p."
+    )
+
+
+def _decode(data: bytes, notices: Notices) -> str:
+    text, is_whole = text_of(data)
+    if not is_whole:
+        notices.tell("the input is not valid UTF-8; what could not be read became \ufffd.")
+    return text
+
+
+def with_prompt(piped: str, prompt: str | None) -> str:
+    """Join piped input with the prompt given on the command line, which comes last."""
+    return "\n\n".join(part for part in (piped, prompt or "") if part)
+
+
+class AnswerTime:
+    """The time of one answer: so many seconds from `begin` on, None for any."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = limit_s
+        self._end_s: float | None = None
+
+    def begin(self) -> None:
+        """Begin to count; later calls change nothing."""
+        if self._limit_s is not None and self._end_s is None:
+            self._end_s = time.monotonic() + self._limit_s
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds that are left, None for any."""
+        if self._end_s is None:
+            return self._limit_s
+        return max(0.0, self._end_s - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return self.left_s == 0.0
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` on another thread when the time is over within the block."""
+        left_s = self.left_s
+        if left_s is None:
+            yield
+            return
+        timer = _started_timer(left_s, stop)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def limit(self, reply: Reply, interruption: Interruption) -> threading.Timer | None:
+        """Start the timer that ends a reply in time; None for any time.
+
+        It ends a write of the reply that waits for its reader, too.
+        """
+        left_s = self.left_s
+        if left_s is None:
+            return None
+
+        def end() -> None:
+            if reply.is_finished:
+                return
+            reply.cancel(FinishReason.TIMEOUT)
+            interruption.end_stalled_writes()
+
+        return _started_timer(left_s, end)
+
+
+@contextmanager
+def limited(
+    host: ChatHost, reply: Reply, answer_time: AnswerTime, interruption: Interruption
+) -> Iterator[None]:
+    """Within the block the time limit and signals end a reply; the model is loaded first.
+
+    Raises TimedOut where that takes too long, and Interrupted: loading has nothing to save.
+    """
+
+    def cancel() -> None:
+        if host.ready is None:  # loading cannot be cancelled
+            assert interruption.code is not None
+            raise Interrupted(interruption.code)
+        reply.cancel()
+
+    timer = None
+    interruption.watch(cancel)
+    try:
+        if (left_s := answer_time.left_s) is not None:
+            host.wait_until_loaded(left_s)
+            timer = answer_time.limit(reply, interruption)
+        yield
+    finally:
+        interruption.watch(None)
+        if timer is not None:
+            timer.cancel()
+            interruption.allow_stalled_writes()
+
+
+def _started_timer(seconds: float, call: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+# Of a full context, in an input that takes commands.
+_WAYS_OUT = "/compact makes room, /new begins another conversation."
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptSetup:
+    """The inputs of a script run.
+
+    controller   the conversation, its model, and how answers are generated
+    timeout_s    limits the loading of the model, and then each answer
+    toolbox      the tools that are offered to the model; those not allowed are refused
+    shows_stats  a line of figures follows every answer, drawn with `glyphs`
+    """
+
+    controller: ChatController
+    writer: Writer
+    notices: Notices
+    timeout_s: float | None = None
+    shows_stats: bool = False
+    glyphs: Glyphs = ASCII_GLYPHS
+    toolbox: Toolbox | None = None
+
+
+class ScriptOutput:
+    """Takes the events and errors of a script's exchanges.
+
+    The exit code is the first failure's. Any other error replaces a usage error, such as an unknown
+    command, because the rest of the input was still processed.
+
+    takes_commands  whether the input may have slash commands, which hints then name
+    """
+
+    def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
+        self._setup = setup
+        self._controller = setup.controller
+        self._interruption = interruption
+        self._has_told_notes = False
+        self._has_told_load = False
+        self._has_told_unsaved = False
+        self.shows_stats = setup.shows_stats
+        self.takes_commands = False
+        self.is_heard = True
+        self.exit_code = ExitCode.OK
+
+    def end(self) -> ExitCode:
+        """Close the conversation and return the exit code, which tells if one is not saved whole.
+
+        Says it of this one if no answer did; a command that left another one has said it.
+        """
+        problem = self._controller.close_session()
+        if problem is not None and not self._has_told_unsaved:
+            self._setup.notices.error(StoreError(problem))
+        if problem is not None or self._controller.has_lost:
+            self.note(ExitCode.STORE)
+        return self.exit_code
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a signal, or a reader that has gone, ends the run."""
+        return self._interruption.code is not None or not self.is_heard
+
+    def report(self, error: KvchatError, *exchanges: dict[str, object]) -> None:
+        """Report the error that prevented exchanges, each given by its fields."""
+        with self._listening(None):
+            for fields in exchanges:
+                self._setup.writer.fail(error, fields)
+        self.fail(error)
+
+    def fail(self, error: KvchatError) -> None:
+        """Print an error, and note its exit code."""
+        if self.takes_commands and isinstance(error, ContextTooLong):
+            error = ContextTooLong(error.message, _WAYS_OUT)
+        self._setup.notices.error(error)
+        self.note(error.exit_code)
+
+    def note(self, code: ExitCode) -> None:
+        if self.exit_code in (ExitCode.OK, ExitCode.USAGE):
+            self.exit_code = code
+
+    def note_interruption(self) -> None:
+        """Note the exit code of a signal, if one has come."""
+        if self._interruption.code is not None:
+            self.note(self._interruption.code)
+
+    def tell_trouble(self) -> None:
+        """Print a new problem of the KV store or of speculation; the exit code stays."""
+        if self._interruption.code is not None:
+            return
+        if trouble := asyncio.run(self._controller.engine.new_trouble()):
+            self._setup.notices.tell(trouble)
+
+    def take(self, exchange: Exchange, event: ChatEvent, reply: Reply) -> None:
+        """Write an event of a reply, and tell what its user has to know beside the answer."""
+        self._tell_load_notes()
+        read_again = self._controller.why_so_much(event) if isinstance(event, AnswerEnded) else ""
+        with self._listening(reply):
+            if self.is_heard:
+                self._setup.writer.write(exchange, event, read_again)
+        if isinstance(event, SavingFailed):
+            self._has_told_unsaved = True  # the exit code tells whether it was so to the end
+            self._setup.notices.error(StoreError(event.message))
+        elif isinstance(event, AnswerFailed):
+            self.fail(event.error)
+            if isinstance(event.error, ContextTooLong):
+                self._controller.drop_refused()
+        elif isinstance(event, AnswerEnded):
+            self._tell_statistics(event, read_again)
+            self._tell_end(exchange, event)
+
+    @contextmanager
+    def _listening(self, reply: Reply | None) -> Iterator[None]:
+        """End the run when the output cannot be written any more; answers are saved."""
+        try:
+            yield
+        except BrokenPipeError as error:
+            self.is_heard = False
+            self.exit_code = self._interruption.code or ExitCode.BROKEN_PIPE
+            if isinstance(error, Stalled) and self._interruption.code is None:
+                self.exit_code = ExitCode.TIMEOUT
+                forget_stdout()  # what is left to write would wait too
+        except OSError as error:
+            self.is_heard = False
+            self.fail(KvchatError(f"Cannot write: {error.strerror}."))
+        if not self.is_heard and reply is not None:
+            reply.cancel()
+
+    def _tell_load_notes(self) -> None:
+        """Print the notes of loading once. Not on the engine's thread: stderr may block."""
+        ready = self._controller.host.ready
+        if ready is not None and not self._has_told_notes:
+            self._has_told_notes = True
+            for note in ready.notes:
+                self._setup.notices.tell(note)
+
+    def _tell_end(self, exchange: Exchange, ended: AnswerEnded) -> None:
+        """Tell how an answer ended, where that is not as its user expects."""
+        ready = self._controller.host.ready
+        stops = self._controller.options.context_policy is ContextPolicy.STOP
+        ways_out = _WAYS_OUT if self.takes_commands and stops else ""
+        limit = ready.context_limit if ready is not None else None
+        most = self._controller.options.max_tokens
+        notice = ending_notice(ended, limit, ways_out, most) if limit is not None else None
+        if notice is not None and notice not in exchange.told:  # once for many samples
+            exchange.told.add(notice)
+            self._setup.notices.tell(notice)
+        if (missing := missing_answer(ended)) is not None:
+            self.fail(missing)
+        if ended.reason is FinishReason.TIMEOUT:
+            self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
+            self.note(ExitCode.TIMEOUT)
+        self.note_interruption()
+
+    def _tell_statistics(self, ended: AnswerEnded, read_again: str) -> None:
+        if not self.shows_stats:
+            return
+        ready = self._controller.host.ready
+        limit = ready.told_context_limit if ready is not None else None
+        glyphs = self._setup.glyphs
+        load_s = ready.load_s if ready is not None and not self._has_told_load else None
+        self._has_told_load = True
+        line = stats_line(ended, limit, glyphs, load_s=load_s)
+        details = detail_line(ended, glyphs, read_again)
+        self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
+
+
+class ScriptRoom:
+    """Makes room for a script's answers, if the policy is to, and says so on stderr."""
+
+    def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
+        self._setup = setup
+        self._controller = setup.controller
+        self._interruption = interruption
+
+    def make(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> bool:
+        """Make room as `RoomMaker.make` does; false if that was ended before its time."""
+        controller = self._controller
+        if controller.options.context_policy is ContextPolicy.STOP or not controller.context_ids:
+            return True
+        from kvchat.terminal.room import RoomMaker  # and all that draws: not for one -p
+
+        with suppress(TimedOut):  # the answer tells it
+            controller.host.wait_until_loaded(self._setup.timeout_s)
+        return asyncio.run(RoomMaker(controller, self._summary, self._say).make(text, results))
+
+    def _say(self, text: str) -> None:
+        self._setup.notices.tell(text[:1].lower() + text[1:])
+
+    async def _summary(self, plan: CompactionPlan) -> AnswerEnded:
+        """Let the model write a summary, which is not printed; raises what prevented it."""
+        reply, answer_time = summarise(self._controller, plan), AnswerTime(self._setup.timeout_s)
+        with limited(self._controller.host, reply, answer_time, self._interruption):
+            [*_, last] = reply
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        return last
+
+
+class ScriptTools:
+    """Runs one call after another; `tell` gets a line about each."""
+
+    def __init__(self, toolbox: Toolbox, tell: Callable[[str], None]) -> None:
+        self._toolbox = toolbox
+        self._tell = tell
+        self._running: threading.Event | None = None  # stops the call that runs
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End the call that runs, and begin no other. Any thread may call it."""
+        self._is_stopped = True
+        if self._running is not None:
+            self._running.set()
+
+    def results(self, calls: Sequence[ToolCall], answer_time: AnswerTime) -> tuple[ToolResult, ...]:
+        """Return the results of the calls of one answer, which ends when its time is over."""
+        return tuple(self._result(call, answer_time) for call in calls)
+
+    def _result(self, call: ToolCall, answer_time: AnswerTime) -> ToolResult:
+        toolbox = self._toolbox
+        if toolbox.has(call.name) and not toolbox.permissions.of(call.name):
+            name = one_line(call.name)
+            self._tell(f"{name} is not allowed; --allow-tool {name} allows it.")
+            return refused(call)
+        self._running = stop = threading.Event()  # before the look: `stop` may be called meanwhile
+        if answer_time.is_over or self._is_stopped:
+            return ToolResult(call.name, "Error: it was not called, for the answer had to end.")
+        self._tell(call_in_words(call))
+        with answer_time.stopping(stop.set):
+            return toolbox.run(call, stop)
+
 
 # The first characters of `/help`, `?` and `:q`. Any other line is a message.
 _COMMANDS_BEGIN = ("/", "?", ":")

@@ -98,9 +98,8 @@ def _is_late(host: "ChatHost", limit_s: float | None) -> bool:
 
 
 def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) -> "Service":
-    from kvchat.chat.answer_memory import AnswerMemory
-    from kvchat.chat.resent import ResentChats
-    from kvchat.chat.response_memory import ResponseMemory
+    from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
+    from kvchat.chat.prefixes import ResentChats
     from kvchat.server.answering import Answering
     from kvchat.server.metrics import Metrics
     from kvchat.server.service import Service
@@ -132,7 +131,7 @@ def short_name(name: str) -> str:
 def _new_stabiliser(
     host: "ChatHost", path: Path | None, stabilises: bool | None
 ) -> "Stabiliser | None":
-    from kvchat.chat.response_memory import ResponseMemory
+    from kvchat.chat.answer_memory import ResponseMemory
     from kvchat.chat.stabiliser import Stabiliser
 
     if stabilises is False:

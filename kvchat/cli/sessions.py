@@ -18,8 +18,7 @@ from kvchat.cli.build import saved_places, session_store, store_admin, user_path
 from kvchat.cli.settings import resolve
 from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
-from kvchat.core.sizes import shown
-from kvchat.core.text import one_line, sanitize
+from kvchat.core.text import one_line, sanitize, shown
 from kvchat.terminal import warmth
 from kvchat.terminal.wrap import columns_of, has_room, one_row
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvchat.core.bounded_files import read_bounded
 from kvchat.core.config import (
     ROUNDING_VARIABLE,
     CacheConfig,
@@ -19,10 +18,9 @@ from kvchat.core.config import (
     SpeculationConfig,
 )
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.parameter import Parameter
-from kvchat.core.parameters import BY_NAME, PARAMETERS
-from kvchat.core.sizes import Size, parse_size, shown
-from kvchat.core.text import encoding_of, one_line
+from kvchat.core.parameters import BY_NAME, PARAMETERS, Parameter
+from kvchat.core.paths import read_bounded
+from kvchat.core.text import Size, encoding_of, one_line, parse_size, shown
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import require
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 
 # A variable of the environment: with "any" weights are rounded whatever that changes.
 ROUNDING_VARIABLE = "KVCHAT_ROUNDING"

@@ -6,6 +6,7 @@ at once: the last one stands.
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
+from enum import Enum, auto
 from pathlib import Path
 
 from kvchat.core.errors import StoreError, UsageError
@@ -255,3 +257,108 @@ def _delete_left(path: Path) -> None:
                 with suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_S:
                         os.unlink(entry.path)
+
+
+# Network and user file systems answer with these if they have no locks, or no lock server.
+_NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS))
+_MOST_TRIES = 10
+
+
+class Lock(Enum):
+    """The outcome of an attempt to lock a file."""
+
+    OURS = auto()
+    ANOTHERS = auto()  # another process has it
+    NONE = auto()  # the file system has no locks
+
+
+def try_lock(descriptor: int) -> Lock:
+    """Lock an open file for its holder alone, until the descriptor is closed.
+
+    Raises OSError if the disk fails.
+    """
+    for number in range(1, _MOST_TRIES + 1):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except InterruptedError:
+            if number == _MOST_TRIES:
+                raise
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return Lock.ANOTHERS
+            if error.errno in _NO_LOCKS:
+                return Lock.NONE
+            raise
+        else:
+            break
+    return Lock.OURS
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether an open file is still the one at its path; if not, writes would be lost."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
+
+
+_PIECE_BYTES = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; return the descriptor, which the caller closes.
+
+    Raises OSError, FileNotFoundError if there is no file. Its `strerror` completes the sentence
+    "PATH cannot be read: ...".
+    """
+    # O_NONBLOCK: opening a named pipe would otherwise wait for its other end.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a NUL character, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "its name is not a possible one", str(path)) from error
+    try:
+        require_regular(descriptor, str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def require_regular(descriptor: int, name: str) -> None:
+    """Raise OSError as `open_regular` does if an open file is not a regular one."""
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", name)
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`; errors as `open_regular`.
+
+    A larger file raises OSError with errno EFBIG. Memory use is bounded by `max_bytes`.
+    """
+    descriptor = open_regular(path)
+    try:
+        return read_descriptor(descriptor, max_bytes, str(path))
+    finally:
+        os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, max_bytes: int, name: str) -> bytes:
+    """Return the content of an open regular file, as `read_bounded` does."""
+    # The size alone is not reliable: it is 0 in /proc, and a file may grow meanwhile.
+    if os.fstat(descriptor).st_size <= max_bytes:
+        content = bytearray()
+        while piece := os.read(descriptor, min(_PIECE_BYTES, max_bytes + 1 - len(content))):
+            content += piece
+        if len(content) <= max_bytes:
+            return bytes(content)
+    raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", name)

@@ -34,7 +34,7 @@ from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.memory import Memory
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.paths import private_directory
-from kvchat.core.sizes import Size, format_bytes
+from kvchat.core.text import Size, format_bytes
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine

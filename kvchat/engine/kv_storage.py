@@ -21,7 +21,7 @@ from kvchat.cache.kv_pool import (
 )
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
-from kvchat.core.sizes import Size, format_bytes
+from kvchat.core.text import Size, format_bytes
 from kvchat.model.checkpoint.identity import state_code
 from kvchat.model.device import dtype_name, dtype_of, free_bytes
 from kvchat.model.loader import LoadedModel

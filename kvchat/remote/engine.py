@@ -43,11 +43,9 @@ from kvchat.core.types import (
 )
 from kvchat.engine.repetition import only_repeats
 from kvchat.engine.request import RequestSpec
-from kvchat.remote.client import Client, ServerLost
-from kvchat.remote.kept_kv import ServerKv
+from kvchat.remote.client import Client, ServerKv, ServerLost, SlotFiles
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
 from kvchat.remote.servers import Kind, Server
-from kvchat.remote.slots import SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
 
 T = TypeVar("T")

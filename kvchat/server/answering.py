@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from kvchat.chat.answer_memory import Fed
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import (
     AnswerCall,
@@ -24,9 +25,8 @@ from kvchat.chat.events import (
     ReadingPrompt,
     SavingFailed,
 )
-from kvchat.chat.resent import Asked, ResentChats
+from kvchat.chat.prefixes import Asked, ResentChats
 from kvchat.chat.resent_chat import Difference, ResentChat
-from kvchat.chat.response_memory import Fed
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import FinishReason

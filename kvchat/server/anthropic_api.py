@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.fields import Fields
-from kvchat.chat.resent import CONTEXTS_COUNTED
+from kvchat.chat.prefixes import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall
@@ -21,14 +21,19 @@ from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_request
 from kvchat.server.clients import client_of
-from kvchat.server.foreign_fields import own_fields
-from kvchat.server.format_fields import AnswerFormat, answer_format, foreign_format
-from kvchat.server.generation_fields import with_endings
-from kvchat.server.left_out import LeftOutNotes
-from kvchat.server.sampling_fields import sampling_options, stops, token_limit
+from kvchat.server.foreign_fields import LeftOutNotes, own_fields
+from kvchat.server.generation_fields import (
+    AnswerFormat,
+    answer_format,
+    asked_thinking,
+    foreign_format,
+    sampling_options,
+    stops,
+    token_limit,
+    with_endings,
+)
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.thinking_fields import asked_thinking
 from kvchat.server.tool_fields import anthropic_choice, with_calls
 
 _SHORT_TTL_S = 300.0

@@ -1,14 +1,283 @@
 """Reads the fields of OpenAI's interfaces on tokens: penalties, biases, ends and logprobs."""
 
+import json
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.chat.fields import Fields
+from kvchat.chat.grammar import Grammar, json_grammar
 from kvchat.chat.resent_chat import ResentChat
-from kvchat.core.parameters import PENALTIES
+from kvchat.chat.thinking import Think, ThinkSwitch
+from kvchat.core.errors import UsageError
+from kvchat.core.parameters import OF_ANSWERS, PENALTIES, Kind
 from kvchat.server.api_errors import ApiError
 from kvchat.server.service import Service
+
+_MOST_STOPS = 64
+_NO_LIMIT = -1
+# How clients say that a filter is off, that one token is left or that the seed is random, and what
+# says so here.
+_OTHER_WORDS: Mapping[tuple[str, float], float | None] = {
+    ("top_k", -1): 0,
+    ("top_p", 0): 1e-9,
+    ("seed", -1): None,
+}
+# Each interface has names of its own for the others.
+_COMMON = tuple(p for p in OF_ANSWERS if p.name not in ("max_tokens", "stop", "think"))
+_MOST_SAMPLES = 128
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def sampling_options(fields: Fields, base: AskOptions) -> AskOptions:
+    """Return `base` with the fields of a request that all interfaces have in common.
+
+    Without a limit of tokens an answer ends that only repeats itself: nothing else would end it.
+    """
+    is_bounded = any(fields.raw(name) not in (None, _NO_LIMIT) for name in _TOKEN_LIMITS)
+    values: dict[str, Any] = {"repetition_limit": 0} if is_bounded else {}
+    for parameter in _COMMON:
+        value = fields.raw(parameter.name)
+        if isinstance(value, int | float) and (parameter.name, value) in _OTHER_WORDS:
+            values[parameter.name] = _OTHER_WORDS[parameter.name, value]
+        elif value is not None:
+            values[parameter.name] = fields.value_of(parameter)
+    return with_values(base, values)
+
+
+def stops(fields: Fields, name: str) -> tuple[str, ...]:
+    """Return the stop strings of a field, which is a text or a list of texts."""
+    value = fields.raw(name)
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise fields.fault(name, f"must be {Kind.TEXTS.value}")
+    if len(texts) > _MOST_STOPS:
+        raise fields.fault(name, f"must be at most {_MOST_STOPS} texts")
+    return tuple(text for text in texts if text)
+
+
+def token_limit(fields: Fields, *names: str, least: int = 1) -> int | None:
+    """Return the first limit of tokens that is given; None for none, which -1 asks for too."""
+    given = next((name for name in names if name in fields), names[0])
+    if fields.raw(given) == _NO_LIMIT:
+        return None
+    return fields.whole(given, least)
+
+
+def num_samples(fields: Fields) -> int:
+    """Return `n`, the number of answers wanted."""
+    return fields.whole("n", 1, _MOST_SAMPLES) or 1
+
+
+_JSON = {"type": "object"}
+_MOST_CHOICES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """The format that a request asks for, and the field that has it.
+
+    schema   the JSON schema
+    lark     a grammar in its place, in the form of llguidance; empty for none
+    """
+
+    schema: dict[str, Any]
+    param: str
+    lark: str = ""
+
+    @property
+    def grammar(self) -> str:
+        return self.lark or json_grammar(self.schema)
+
+
+def answer_format(fields: Fields, name: str, schema_path: tuple[str, ...]) -> AnswerFormat | None:
+    """Return the format that a request asks for, None for any text.
+
+    name          the field of `fields` that holds the format
+    schema_path   where in it the schema is; llama.cpp has it beside the type
+
+    Raises ApiError for a format that is unknown.
+    """
+    format_fields = fields.nested(name)
+    kind = format_fields.text("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = format_fields.nested("schema").values or _JSON
+        return AnswerFormat(schema, fields.name_of(name))
+    if kind != "json_schema":
+        raise format_fields.fault("type", "must be text, json_object or json_schema")
+    if schema_path[0] not in format_fields and "schema" in format_fields:
+        schema_path = ("schema",)
+    for part in schema_path[:-1]:
+        format_fields = format_fields.nested(part)
+    last = schema_path[-1]
+    if format_fields.raw(last) is None:
+        raise format_fields.fault(last, "is missing")
+    format_fields.flag("strict")
+    return AnswerFormat(format_fields.nested(last).values, format_fields.name_of(last))
+
+
+def foreign_format(fields: Fields) -> AnswerFormat | None:
+    """Return the format that the fields of vLLM, SGLang and llama.cpp ask for; None for any."""
+    wanted = fields.nested("structured_outputs")
+    wanted.refuse("grammar", "structural_tag", "whitespace_pattern")
+    if wanted.flag("json_object"):
+        return AnswerFormat(_JSON, wanted.name_of("json_object"))
+    for holder, name in ((fields, "guided_json"), (fields, "json_schema"), (wanted, "json")):
+        if name in holder:
+            return AnswerFormat(_schema(holder, name), holder.name_of(name))
+    for holder, name in ((fields, "guided_choice"), (wanted, "choice")):
+        if name in holder:
+            return AnswerFormat({}, holder.name_of(name), _choice(holder, name))
+    for holder, name in ((fields, "guided_regex"), (fields, "regex"), (wanted, "regex")):
+        if pattern := holder.text(name):
+            pattern = pattern.replace("/", r"\/").replace("\n", r"\n")
+            return AnswerFormat({}, holder.name_of(name), f"start: /{pattern}/")
+    return None
+
+
+def _schema(holder: Fields, name: str) -> dict[str, Any]:
+    """Return a schema, which vLLM takes as text too."""
+    if not isinstance(text := holder.raw(name), str):
+        return holder.nested(name).values
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    return Fields({name: schema if schema is not None else text}).nested(name).values
+
+
+def _choice(holder: Fields, name: str) -> str:
+    """Return the grammar of one of some texts."""
+    texts = holder.raw(name)
+    is_list = isinstance(texts, list) and 0 < len(texts) <= _MOST_CHOICES
+    if not is_list or not all(isinstance(text, str) and text for text in texts):
+        raise holder.fault(name, f"must be a list of at most {_MOST_CHOICES} texts")
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+async def with_format(
+    service: Service, wanted: AnswerFormat | None, options: AskOptions
+) -> AskOptions:
+    """Return `options` with the grammar of a format.
+
+    Raises ApiError for a schema that cannot be followed.
+    """
+    if wanted is None:
+        return options
+    grammar = await _compiled(service, wanted)
+    return replace(options, grammar=grammar)
+
+
+async def _compiled(service: Service, wanted: AnswerFormat) -> Grammar:
+    model, param = service.host.model, wanted.param
+    try:
+        grammar = wanted.grammar
+        return await service.answering.on_compiler(
+            lambda: model.tokenizer.grammars.compile(grammar, model.stop_token_ids)
+        )
+    except UsageError as error:
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from error
+    except RecursionError:
+        raise ApiError(400, f"{param} is nested too deeply.", param, "invalid_value") from None
+
+
+Wanted = tuple[Think, ...]  # what to ask for, the best first
+
+_EFFORTS: dict[str, Wanted] = {
+    "none": (Think.OFF, Think.LOW),
+    "minimal": (Think.LOW, Think.OFF),
+    "low": (Think.LOW, Think.ON),
+    "medium": (Think.MEDIUM, Think.ON),
+    "high": (Think.HIGH, Think.ON),
+    "xhigh": (Think.HIGH, Think.ON),
+    "max": (Think.HIGH, Think.ON),
+    # The words of `--think`.
+    "auto": (),
+    "on": (Think.ON, Think.MEDIUM),
+    "off": (Think.OFF, Think.LOW),
+}
+_KINDS: dict[str, Wanted] = {
+    "enabled": (Think.ON, Think.MEDIUM),
+    "disabled": (Think.OFF, Think.LOW),
+    "adaptive": (),
+}
+_KWARGS = "chat_template_kwargs"
+_SWITCHES = ("enable_thinking", "thinking", "think")
+_BUDGETS = ("thinking_budget", "reasoning_budget")
+
+
+def asked_effort(fields: Fields, switch: ThinkSwitch, base: Think) -> Think:
+    """Return what a body of OpenAI's interfaces asks for; `base` where it does not say."""
+    wanted = _effort(fields, "reasoning_effort")
+    if wanted is None:
+        reasoning = fields.nested("reasoning")
+        wanted = _effort(reasoning, "effort")
+        wanted = _switched(reasoning, "enabled") if wanted is None else wanted
+    return _nearest(_elsewhere(fields) if wanted is None else wanted, switch, base)
+
+
+def asked_thinking(fields: Fields, switch: ThinkSwitch, base: Think) -> Think:
+    """Return what a message asks for; the budget of its `thinking` changes nothing.
+
+    The effort counts where the model may decide whether it thinks.
+    """
+    wanted = _elsewhere(fields)
+    if not wanted:
+        effort = _effort(fields.nested("output_config"), "effort")
+        wanted = effort if wanted is not None and effort is not None else wanted
+    return _nearest(wanted, switch, base)
+
+
+def _elsewhere(fields: Fields) -> Wanted | None:
+    """Return what the fields of other servers ask for, None where there are none.
+
+    Raises ApiError for an argument of the template that is no switch of thinking.
+    """
+    template = fields.nested(_KWARGS)
+    known = (*_SWITCHES, *_BUDGETS, "reasoning_effort")
+    template.refuse(*(name for name in template.values if name not in known))
+    for holder in (fields, template):
+        for name in _SWITCHES:
+            if (wanted := _switched(holder, name)) is not None:
+                return wanted
+        for name in _BUDGETS:
+            if (budget := holder.whole(name, -1)) is not None:
+                return _KINDS["disabled" if budget == 0 else "enabled"]
+    return _effort(template, "reasoning_effort")
+
+
+def _switched(holder: Fields, name: str) -> Wanted | None:
+    """Return what a switch says: true or false, an effort, or an object with the kind."""
+    value = holder.raw(name)
+    if isinstance(value, str):
+        return _effort(holder, name)
+    if isinstance(value, dict):
+        kind, switch = holder.nested(name).text("type"), holder.nested(name)
+        if kind not in _KINDS:
+            raise switch.fault("type", f"must be one of {', '.join(_KINDS)}")
+        switch.whole("budget_tokens", 0)
+        return _KINDS[kind]
+    return None if value is None else _KINDS["enabled" if holder.flag(name) else "disabled"]
+
+
+def _effort(holder: Fields, name: str) -> Wanted | None:
+    effort = holder.text(name)
+    if effort is not None and effort not in _EFFORTS:
+        raise holder.fault(name, f"must be one of {', '.join(_EFFORTS)}")
+    return None if effort is None else _EFFORTS[effort]
+
+
+def _nearest(wanted: Wanted | None, switch: ThinkSwitch, base: Think) -> Think:
+    if wanted is None:
+        return base
+    return next((think for think in wanted if think in switch.known), Think.AUTO)
+
 
 _MOST_BIAS = 100.0
 _MOST_BIASED = 4096

@@ -4,8 +4,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from typing import Any
 
-from kvchat.chat.events import AnswerEnded
-from kvchat.chat.shown_logprobs import ShownToken, shown_token
+from kvchat.chat.events import AnswerEnded, ShownToken, shown_token
 from kvchat.chat.tokenizer import TextCodec
 from kvchat.core.types import TokenLogprobs
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from kvchat.chat.chat_messages import INPUT, model_name
 from kvchat.chat.fields import Fields, shortened
+from kvchat.chat.incoming import INPUT, model_name
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error

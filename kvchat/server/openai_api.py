@@ -20,10 +20,10 @@ from kvchat.chat.events import (
     AnswerText,
     ContextScored,
     ReadingPrompt,
+    ShownToken,
 )
 from kvchat.chat.fields import Fields
 from kvchat.chat.resent_chat import Difference, ResentChat
-from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
@@ -32,25 +32,29 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_request
 from kvchat.server.clients import client_of
-from kvchat.server.foreign_fields import own_fields
-from kvchat.server.format_fields import answer_format, foreign_format, with_format
+from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
+    answer_format,
+    asked_effort,
     chat_logprobs,
+    foreign_format,
+    num_samples,
     prompt_logprobs,
     require_tellable,
+    sampling_options,
+    stops,
     text_logprobs,
+    token_limit,
     with_endings,
+    with_format,
     with_penalties,
 )
 from kvchat.server.infill import with_suffix
-from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
 from kvchat.server.openai_messages import read_chat
-from kvchat.server.sampling_fields import num_samples, sampling_options, stops, token_limit
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
-from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, with_calls
 
 Prompt = str | tuple[int, ...]

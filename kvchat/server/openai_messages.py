@@ -1,8 +1,7 @@
 """Reads the messages and the tools of a chat completion."""
 
-from kvchat.chat.chat_messages import add_messages
 from kvchat.chat.fields import Fields
-from kvchat.chat.incoming import IncomingChat
+from kvchat.chat.incoming import IncomingChat, add_messages
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.server.offered_tools import OfferedTools
 from kvchat.server.tool_fields import openai_choice, read_tools

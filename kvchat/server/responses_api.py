@@ -10,32 +10,32 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.answer_memory import Fed
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
+from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ShownToken
 from kvchat.chat.fields import Fields
-from kvchat.chat.resent import CONTEXTS_COUNTED
+from kvchat.chat.prefixes import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import ResentChat
-from kvchat.chat.response_memory import Fed
-from kvchat.chat.shown_logprobs import ShownToken
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import Body, read_request
 from kvchat.server.clients import client_of
 from kvchat.server.compacting import Compacting
-from kvchat.server.foreign_fields import own_fields
-from kvchat.server.format_fields import answer_format, foreign_format
+from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
+    answer_format,
+    asked_effort,
+    foreign_format,
     require_tellable,
     response_logprobs,
+    sampling_options,
+    token_limit,
     with_endings,
     with_penalties,
 )
-from kvchat.server.left_out import LeftOutNotes
 from kvchat.server.logprob_forms import listed
 from kvchat.server.offered_tools import OfferedTools
-from kvchat.server.response_calls import call_item, streamed_call
-from kvchat.server.response_items import compacted, read_chat, read_items
-from kvchat.server.sampling_fields import sampling_options, token_limit
+from kvchat.server.response_items import call_item, compacted, read_chat, read_items, streamed_call
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.stored_responses import (
     HeldResponse,
@@ -45,7 +45,6 @@ from kvchat.server.stored_responses import (
     item_token,
 )
 from kvchat.server.streaming import sse, stream_response
-from kvchat.server.thinking_fields import asked_effort
 from kvchat.server.tool_fields import openai_choice, with_calls
 
 # Keeps the items that a response answers, and the response; returns once they are on the disk.

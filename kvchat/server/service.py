@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from kvchat.chat.answer_memory import ResponseMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
-from kvchat.chat.response_memory import ResponseMemory
 from kvchat.core.errors import ContextTooLong
 from kvchat.server.answering import Answering
 from kvchat.server.api_errors import ApiError, as_api_error

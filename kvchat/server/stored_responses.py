@@ -12,10 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.answer_memory import Fed
 from kvchat.chat.deletion import Deleted
 from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.keeping import drop_from
-from kvchat.chat.response_memory import Fed
 from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.bodies import Body

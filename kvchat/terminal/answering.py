@@ -9,19 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.answer_settings import AskOptions, ContextPolicy
 from kvchat.chat.attachment import Attached, unattached
-from kvchat.chat.compacting import summarise
 from kvchat.chat.compaction import CompactionPlan
-from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
+from kvchat.chat.making_room import summarise
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
-from kvchat.chat.reply_stream import ReplyStream
-from kvchat.chat.turn_loop import EndlessCalls, TurnLoop
+from kvchat.chat.turn_loop import EndlessCalls, ReplyStream, TurnLoop
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError
 from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerView, error_in_words

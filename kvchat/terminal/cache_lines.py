@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from kvchat.core.parameters import FEWER_BITS
-from kvchat.core.sizes import format_bytes
 from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, TierStatus, Verified
-from kvchat.core.text import one_line
+from kvchat.core.text import format_bytes, one_line
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import one_row

@@ -13,12 +13,11 @@ from dataclasses import replace
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.host import ChatHost, close_host
-from kvchat.chat.reply_stream import LoadRelay
+from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
-from kvchat.core.sizes import format_bytes
 from kvchat.core.stats import TierStatus
-from kvchat.core.text import one_line
+from kvchat.core.text import format_bytes, one_line
 from kvchat.terminal import warmth
 from kvchat.terminal.cache_lines import FIELD_COLUMNS, tier_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group

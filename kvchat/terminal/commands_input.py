@@ -10,9 +10,8 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.thinking import Think, split_thinking
-from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.paths import user_path
+from kvchat.core.paths import read_bounded, user_path
 from kvchat.core.text import one_line, text_of, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from kvchat.chat import compacting
+from kvchat.chat import making_room
 from kvchat.chat.compaction import CompactionPlan, NoSummary
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
@@ -135,7 +135,7 @@ async def btw(context: "CommandContext", arguments: str) -> None:
 
 async def compact(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
-    plan = compacting.planned(controller, arguments)
+    plan = making_room.planned(controller, arguments)
     before = len(controller.context_ids)
     cost = await controller.engine.cost(controller.context_ids[: plan.num_tokens])
     if not await context.confirm_cost(cost, "/compact"):
@@ -152,12 +152,12 @@ async def compact(context: "CommandContext", arguments: str) -> None:
         if ended.reason is FinishReason.CANCELLED:
             context.say("Stopped: nothing is compacted.")
             return
-        summary = compacting.summary_in(controller, plan, ended)
+        summary = making_room.summary_in(controller, plan, ended)
     except (NoSummary, ContextTooLong) as error:
         await _leave_out(context, error)
         return
     old_branch = _old_branch(context, plan)
-    saved = compacting.compact(controller, plan, summary)
+    saved = making_room.compact(controller, plan, summary)
     after = before - saved
     context.say(
         f"Compacted: {some}{before:,} tokens became {after:,}. It cost {_reading(ended)}, and the "
@@ -170,7 +170,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
 async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
     """Leave out the oldest messages, if that is needed and wanted; else raise the error."""
     controller = context.controller
-    plan = compacting.planned_leaving_out(controller, isinstance(error, ContextTooLong))
+    plan = making_room.planned_leaving_out(controller, isinstance(error, ContextTooLong))
     if plan is None:
         raise error
     context.say(error.message)
@@ -179,7 +179,7 @@ async def _leave_out(context: "CommandContext", error: KvchatError) -> None:
         context.say("Nothing is changed. /new begins another conversation, /rewind goes back.")
         return
     old_branch, before = _old_branch(context, plan), len(controller.context_ids)
-    compacting.leave_out(controller, plan)
+    making_room.leave_out(controller, plan)
     some, after = about(controller.host.model), len(controller.context_ids)
     context.say(
         f"Left out {oldest}: {some}{before:,} tokens became {after:,}. All messages are kept: "

@@ -24,8 +24,8 @@ from rich.text import Text
 from kvchat.chat.answer_settings import doubts
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
-from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.template import Strategy
+from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ExitCode
 from kvchat.core.text import one_line, sanitize
 from kvchat.terminal.dialogue import Dialogue

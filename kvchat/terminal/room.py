@@ -6,8 +6,8 @@ For the screen and for scripts alike; `chat/making_room.py` decides.
 from collections.abc import Awaitable, Callable
 
 from kvchat.chat import making_room
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.compaction import CompactionPlan
-from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import Change, Need

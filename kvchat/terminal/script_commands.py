@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.compacting import summarise
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, AnswerFailed
+from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
 from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError

@@ -9,8 +9,8 @@ from enum import IntEnum
 
 from rich.cells import cell_len
 
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.context_policy import ContextPolicy
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.stats import GraphStatus, SpeculationStatus
 from kvchat.core.text import one_line

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvchat.core.bounded_files import read_descriptor, require_regular
+from kvchat.core.paths import read_descriptor, require_regular
 from kvchat.tools.toolbox import ToolFailed
 
 _MOST_LINKS = 40

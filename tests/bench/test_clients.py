@@ -12,7 +12,7 @@ from kvchat.bench.processes import ProcessFailed
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fake_llm_server import Refusal, chunks, fake_server

@@ -18,7 +18,7 @@ from kvchat.bench.report import Result
 from kvchat.bench.scenarios import scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.commands import Shell

@@ -25,7 +25,7 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.cli.bench import BenchRequest, run_bench
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import StoreError, UsageError
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.model.checkpoint.source import find_model
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer

@@ -21,7 +21,7 @@ from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.core.errors import StoreError
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from support.canary_tree import PACK_NAME, CanaryTree, digest, plant
 from support.pack_chains import LAYOUT, keys_of, num_found, open_tier, payload_files, restored, save
 

@@ -12,7 +12,7 @@ import pytest
 from kvchat.cache.disk import quota, weight_files
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.weight_files import NewFile, WeightFiles, weight_directory
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 
 KEYS = [f"{number:032x}" for number in range(4)]
 HEADER = b"header of 16 bytes"

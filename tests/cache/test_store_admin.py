@@ -22,8 +22,8 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import root_key
 from kvchat.cache.tier import Layout
 from kvchat.core.errors import StoreError, StoreInUse
-from kvchat.core.sizes import Size
 from kvchat.core.stats import Verified
+from kvchat.core.text import Size
 from support.pack_chains import LAYOUT, num_found, open_tier, payload_files, restored, save
 from support.stored_packs import OTHER, StoredPacks, stored_packs
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
-from kvchat.chat.decoding import Decoding
+from kvchat.chat.decoding import AnswerParts, AnswerWatcher, Decoding
 from kvchat.chat.reply import Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat import compacting
+from kvchat.chat import making_room
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import (
@@ -131,15 +131,15 @@ def test_a_summary_takes_the_place_of_older_messages_on_a_new_branch(
 ) -> None:
     long = "My dog is called Rex. " * 20
     _say(controller, long, "two", "three", "four")
-    plan = compacting.planned(controller)
+    plan = making_room.planned(controller)
     assert [turn.text for turn in plan.messages] == [long, "two"]
     before = list(controller.context_ids)
-    [*_, ended] = compacting.summarise(controller, plan)
+    [*_, ended] = making_room.summarise(controller, plan)
     assert ended.text == "Rex is a dog."
     assert ended.usage.cached.total > plan.num_tokens - 16, "all but the request is cached"
     assert controller.context_ids == before, "asking for it changes nothing"
 
-    saved = compacting.compact(controller, plan, ended.text)
+    saved = making_room.compact(controller, plan, ended.text)
 
     path = _conversation(controller).path()
     assert path[0].text == f"{OPENING}Rex is a dog."
@@ -164,11 +164,11 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
     """It went back before the newest kept message, and only /switch led to the old branch."""
     _say(controller, "Rex " * 100, "two", "three")
     first = controller.context_ids
-    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
+    making_room.compact(controller, making_room.planned(controller), "Rex is a dog.")
     compacted = controller.context_ids
     _say(controller, "four " * 60)
     second = controller.context_ids
-    compacting.compact(controller, compacting.planned(controller), "Rex is still a dog.")
+    making_room.compact(controller, making_room.planned(controller), "Rex is still a dog.")
     twice = controller.context_ids
     assert len(twice) < len(second)
 
@@ -186,7 +186,7 @@ def test_undo_goes_back_to_before_compacting_in_one_step(controller: ChatControl
 
 def test_undo_after_another_system_prompt_is_that_of_a_message(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
-    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
+    making_room.compact(controller, making_room.planned(controller), "Rex is a dog.")
     controller.set_system("Be brief.")
 
     [turn] = controller.place.undo()
@@ -251,7 +251,7 @@ def test_a_short_summary_is_taken(summary: str) -> None:
 
 def test_a_compacted_conversation_is_the_same_after_a_restart(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
-    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
+    making_room.compact(controller, making_room.planned(controller), "Rex is a dog.")
     _say(controller, "four")
     drawn, ids, session = _drawn(controller), controller.context_ids, controller.require_session()
 
@@ -267,9 +267,9 @@ def test_forgetting_a_message_removes_its_copies_and_the_summaries_of_it(
     controller: ChatController,
 ) -> None:
     _say(controller, "Rex " * 100, "a secret", "three " * 20, "four")
-    compacting.compact(controller, compacting.planned(controller), "There is a secret.")
+    making_room.compact(controller, making_room.planned(controller), "There is a secret.")
     _say(controller, "five", "six")
-    compacting.compact(controller, compacting.planned(controller), "Of a secret.")
+    making_room.compact(controller, making_room.planned(controller), "Of a secret.")
     place = find_place(_conversation(controller), "2")
     assert place is not None
     controller.place.forget(place.turn_id)
@@ -283,7 +283,7 @@ def test_a_summary_that_saves_nothing_changes_nothing(controller: ChatController
     _say(controller, "one")
     before = controller.context_ids
     with pytest.raises(UsageError, match="as long as what it stands for"):
-        compacting.compact(controller, compacting.planned(controller), "Many words. " * 50)
+        making_room.compact(controller, making_room.planned(controller), "Many words. " * 50)
     assert controller.context_ids == before
 
 
@@ -426,12 +426,12 @@ def test_without_a_summary_the_oldest_messages_are_left_out(
 def test_leaving_out_is_a_branch_that_undo_goes_back_from(controller: ChatController) -> None:
     _say(controller, "Rex " * 100, "two", "three")
     before = controller.context_ids
-    compacting.compact(controller, compacting.planned(controller), "Rex is a dog.")
+    making_room.compact(controller, making_room.planned(controller), "Rex is a dog.")
     _say(controller, "four " * 60)
     compacted = controller.context_ids
     plan = plan_leaving_out(_conversation(controller), len(compacted))
     assert plan is not None
-    compacting.leave_out(controller, plan)
+    making_room.leave_out(controller, plan)
 
     path = _conversation(controller).path()
 
@@ -443,5 +443,5 @@ def test_leaving_out_is_a_branch_that_undo_goes_back_from(controller: ChatContro
     assert controller.context_ids == before
     plan = plan_leaving_out(_conversation(controller), len(before))
     assert plan is not None
-    compacting.leave_out(controller, plan)
+    making_room.leave_out(controller, plan)
     assert _conversation(controller).path()[0].text == LEFT_OUT

@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import import_file, saved_document, to_markdown
-from kvchat.chat.json_messages import ChatDocument, read_document, to_json, to_messages
+from kvchat.chat.json_requests import ChatDocument, read_document, to_json, to_messages
 from kvchat.chat.resent_chat import Message
 from kvchat.chat.session_file import turn_line, waiting_line
 from kvchat.chat.store import SessionStore, new_session_id

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.grammar import Grammars, json_grammar
-from kvchat.chat.json_schemas import limits_of
-from kvchat.chat.tools import ToolSet
+from kvchat.chat.tools import ToolSet, limits_of
 from kvchat.core.errors import UsageError
 from support.tokenizer_zoo import END, byte_level
 

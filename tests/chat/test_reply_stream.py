@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvchat.chat.events import AnswerText, ChatEvent
-from kvchat.chat.reply_stream import FramePacer, ReplyStream
+from kvchat.chat.turn_loop import FramePacer, ReplyStream
 
 
 class _FakeReply:

@@ -14,7 +14,7 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.fields import Fields
 from kvchat.chat.host import ChatHost
 from kvchat.chat.incoming import IncomingChat
-from kvchat.chat.resent import ResentChats
+from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats, resent_chat
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError

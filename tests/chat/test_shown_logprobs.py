@@ -5,9 +5,8 @@ import random
 import pytest
 
 from kvchat.chat.decoding import Decoding
-from kvchat.chat.events import AnswerCall
+from kvchat.chat.events import AnswerCall, LogprobTrack, ShownToken
 from kvchat.chat.reply import Reply
-from kvchat.chat.shown_logprobs import LogprobTrack, ShownToken
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CALL_FORMATS, CallSplitter
 from kvchat.chat.tools import ToolCall, ToolSet

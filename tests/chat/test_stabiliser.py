@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import ResentChats
+from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
-from kvchat.chat.response_memory import ResponseMemory
 from kvchat.chat.stabiliser import NOTE, RecordsInMemory, Stabiliser
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tools import ToolResult, ToolSet

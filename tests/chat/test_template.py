@@ -11,7 +11,7 @@ import jinja2
 import pytest
 
 from kvchat.chat.template import ChatTemplate, NewTurn, PlainText, Strategy, turn_format
-from kvchat.chat.template_messages import Spaces, find_spaces
+from kvchat.chat.template_tools import Spaces, find_spaces
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from support import template_zoo as zoo

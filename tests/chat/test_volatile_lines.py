@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvchat.chat.volatile_lines import is_volatile, without_billing
+from kvchat.chat.stabiliser import is_volatile, without_billing
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Reuse, Times, cause, explain, reuse_of
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from support import tiny_host as hosts
 from support.pack_chains import payload_files
 from support.patient_kvchat import be_patient

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.compacting import compact, leave_out
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.making_room import compact, leave_out
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Reuse, cause, explain, reuse_of
 from support.tiny_host import ask, tiny_host

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cli.output import Notices
-from kvchat.cli.script_input import read_lines, read_requests, read_text
+from kvchat.cli.script import read_lines, read_requests, read_text
 from kvchat.cli.settings import read_config
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16")

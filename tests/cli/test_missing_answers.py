@@ -9,8 +9,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.cli.output import Notices, TextWriter
-from kvchat.cli.script import Script
-from kvchat.cli.script_output import ScriptSetup
+from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interruption
 from support.scripted_engine import Script as Answer
 from support.scripted_engine import scripted_build, text_model, write_text_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from kvchat.chat.json_requests import BadRequest, JsonRequest, parse_request
 from kvchat.cli.batch import _queue_requests
-from kvchat.cli.script_input import read_requests
+from kvchat.cli.script import read_requests
 from kvchat.core.errors import UsageError
 
 

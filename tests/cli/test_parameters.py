@@ -20,11 +20,10 @@ from kvchat.cli import config
 from kvchat.cli.app import app
 from kvchat.cli.build import ask_options
 from kvchat.cli.flags import CHAT_FLAGS, OF_BENCH, OF_CHAT, OF_SERVER, values_of
-from kvchat.cli.script_input import read_requests
+from kvchat.cli.script import read_requests
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import UsageError
-from kvchat.core.parameter import Kind, Parameter
-from kvchat.core.parameters import BY_NAME, OF_ANSWERS, PARAMETERS
+from kvchat.core.parameters import BY_NAME, OF_ANSWERS, PARAMETERS, Kind, Parameter
 from kvchat.core.types import SamplingParams
 
 COMMANDS = typer.main.get_command(app)

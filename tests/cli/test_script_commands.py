@@ -21,8 +21,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.store import SessionStore
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
-from kvchat.cli.script import Script
-from kvchat.cli.script_output import ScriptSetup
+from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress

@@ -16,8 +16,7 @@ from kvchat.chat.json_requests import JsonRequest, parse_request
 from kvchat.chat.store import SessionStore
 from kvchat.cli.batch import Batch
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
-from kvchat.cli.script import Script
-from kvchat.cli.script_output import ScriptSetup
+from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interruption
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.registry import build_registry

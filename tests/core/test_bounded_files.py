@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.bounded_files import open_regular, read_bounded
+from kvchat.core.paths import open_regular, read_bounded
 
 
 def assert_refused(path: Path, words: str, max_bytes: int = 10) -> None:

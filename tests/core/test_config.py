@@ -4,7 +4,7 @@ import pytest
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ExitCode, UsageError
-from kvchat.core.sizes import Size, format_bytes, parse_size
+from kvchat.core.text import Size, format_bytes, parse_size
 from kvchat.core.types import CachedTokens, SamplingParams, Timing, Usage, rate
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.locks import Lock, try_lock
+from kvchat.core.paths import Lock, try_lock
 
 Fail = Callable[[int, int], None]
 

@@ -14,7 +14,7 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
 from kvchat.core.memory import NO_MEMORY, Memory
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,

@@ -15,7 +15,7 @@ from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine

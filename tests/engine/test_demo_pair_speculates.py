@@ -12,7 +12,7 @@ from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.memory import NO_MEMORY
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter

@@ -27,7 +27,7 @@ import pytest
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.memory import NO_MEMORY
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from support.architectures import SUPPORTED

@@ -303,7 +303,7 @@ def test_what_must_start_fast_loads_neither_torch_nor_transformers(statement: st
 def test_a_chat_needs_no_terminal() -> None:
     """A server is one more front end: all of the chat floor loads without the floors above it."""
     modules = sorted(path.stem for path in (ROOT / "kvchat" / "chat").glob("[a-z]*.py"))
-    assert {"controller", "host", "json_requests", "reply_stream"} <= set(modules)
+    assert {"controller", "host", "json_requests", "turn_loop"} <= set(modules)
     above = {"kvchat.terminal", "kvchat.cli", "rich", "pygments", "prompt_toolkit", "typer"}
     imports = ", ".join(f"kvchat.chat.{name}" for name in modules)
     path = [str(ROOT), str(ROOT / "kernels")]

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import ResentChats
-from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.tokenizer import Segment
 from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.events import LoadProgress, ModelReady, SampleFinished

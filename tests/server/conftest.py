@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent import ResentChats
-from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.prefixes import ResentChats
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits

@@ -10,8 +10,8 @@ import pytest
 
 from kvchat.chat.decoding import Decoding
 from kvchat.chat.events import AnswerEnded, AnswerText, ReadingPrompt
+from kvchat.chat.prefixes import Asked
 from kvchat.chat.reply import Reply
-from kvchat.chat.resent import Asked
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage

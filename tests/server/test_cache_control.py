@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.chat.answer_memory import AnswerMemory
-from kvchat.chat.resent import ResentChats
-from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
+from kvchat.chat.prefixes import ResentChats
 from kvchat.core.stats import StoredPin
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app

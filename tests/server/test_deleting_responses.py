@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.chat.answer_memory import Fed, ResponseMemory, open_private_database, stored_contexts
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
-from kvchat.chat.private_database import open_private_database
-from kvchat.chat.response_memory import Fed, ResponseMemory, stored_contexts
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreInUse
 from kvchat.server.guard import App

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.grammar import Grammar, Grammars
-from kvchat.chat.resent import ResentChats
-from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.prefixes import ResentChats
 from kvchat.core.types import SamplingParams
 from kvchat.server import answering
 from kvchat.server.answering import Answering

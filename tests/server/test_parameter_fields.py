@@ -10,7 +10,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.fields import Fields
 from kvchat.chat.host import ChatHost
 from kvchat.core.parameters import OF_ANSWERS
-from kvchat.server.sampling_fields import sampling_options
+from kvchat.server.generation_fields import sampling_options
 from server.conftest import Serve, echo, served_by
 from support.asgi_client import post
 from support.scripted_engine import Script, scripted_build

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.answer_memory import ResponseMemory
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.resent import ResentChats
-from kvchat.chat.response_memory import ResponseMemory
+from kvchat.chat.prefixes import ResentChats
 from kvchat.core.errors import ContextTooLong
 from server.conftest import Serve
 from support.asgi_client import Got, call

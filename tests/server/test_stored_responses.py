@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.answer_memory import ResponseMemory
 from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.response_memory import ResponseMemory
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.server.guard import App
 from server.conftest import Serve

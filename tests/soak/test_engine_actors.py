@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvchat.chat.answer_parts import AnswerParts, AnswerWatcher
+from kvchat.chat.decoding import AnswerParts, AnswerWatcher
 from kvchat.chat.detokenizer import TokenStream
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.core.parameter import Kind
-from kvchat.core.parameters import PARAMETERS
+from kvchat.core.parameters import PARAMETERS, Kind
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import ROOT
 from support.soak_sizes import short_and_long

@@ -17,7 +17,7 @@ import pytest
 from kvchat.bench.engines import complete_requests
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.memory import NO_MEMORY
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine

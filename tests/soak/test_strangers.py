@@ -27,7 +27,7 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.tier import DamagedRecord
 from kvchat.core.errors import StoreError
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import MissReason
 from support.canary_tree import plant
 from support.pack_chains import LAYOUT, find, keys_of, restored, save

@@ -65,7 +65,6 @@ def main() -> None:
     import kvchat.cli.batch
     import kvchat.cli.chat
     import kvchat.cli.script
-    import kvchat.cli.script_input
     import kvchat.cli.sessions
     import kvchat.engine.assembly
     import kvchat.terminal.script_commands  # noqa: F401

@@ -14,7 +14,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.memory import NO_MEMORY, Memory
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine

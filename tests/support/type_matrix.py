@@ -20,7 +20,7 @@ from transformers import (
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import KvchatError
 from kvchat.core.memory import NO_MEMORY
-from kvchat.core.sizes import Size
+from kvchat.core.text import Size
 from kvchat.core.types import SamplingParams
 from kvchat.engine.assembly import engine_around, load_trusted
 from kvchat.engine.engine import Engine

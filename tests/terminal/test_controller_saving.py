@@ -20,9 +20,9 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, SavingFailed
 from kvchat.chat.host import ChatHost
-from kvchat.chat.reply_stream import LoadRelay
 from kvchat.chat.saved_chats import read_chats
 from kvchat.chat.store import SessionStore
+from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ContextTooLong, StoreError
 from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.cells import cell_len
 
-from kvchat.chat.context_policy import ContextPolicy
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, MissReason, Timing, Usage
 from kvchat.terminal.status import (

@@ -34,7 +34,6 @@ from kvchat.cache.tier import Layout
 from kvchat.core.errors import StoreError
 from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
-from kvchat.core.sizes import Size
 from kvchat.core.stats import (
     ModelDirStatus,
     StoredPack,
@@ -43,6 +42,7 @@ from kvchat.core.stats import (
     TierStatus,
     Verified,
 )
+from kvchat.core.text import Size
 from kvchat.core.types import TokenIds
 from kvchat_kernels.cpu.object_cache import object_cache
 

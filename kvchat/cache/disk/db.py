@@ -16,8 +16,7 @@ from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.model_dirs import DATABASE, file_number
 from kvchat.cache.disk.table import PackTable, is_busy, is_passing
 from kvchat.core.errors import StoreError, StoreInUse
-from kvchat.core.locks import Lock, try_lock
-from kvchat.core.paths import open_private, private_directory, private_file
+from kvchat.core.paths import Lock, open_private, private_directory, private_file, try_lock
 
 # The directory may be any that the user names: others have a file called `lock`.
 LOCK_NAME = "kvchat.lock"

@@ -31,7 +31,7 @@ from kvchat.cache.disk.model_dirs import (
     tree_bytes,
 )
 from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, SCHEMA_VERSION, PackTable
-from kvchat.core.sizes import Size, format_bytes
+from kvchat.core.text import Size, format_bytes
 from kvchat.core.types import MissReason
 
 _DEFAULT_SHARE = Size(share=0.10)

@@ -18,8 +18,7 @@ from pathlib import Path
 from kvchat.cache.disk.model_dirs import WEIGHTS
 from kvchat.cache.disk.quota import leaves_free
 from kvchat.core.errors import StoreError
-from kvchat.core.locks import Lock, try_lock
-from kvchat.core.paths import open_private, private_directory
+from kvchat.core.paths import Lock, open_private, private_directory, try_lock
 
 _log = logging.getLogger(__name__)
 

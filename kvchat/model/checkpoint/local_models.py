@@ -6,7 +6,7 @@ Reads directories only. A further place is one more function in `local_models`.
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import DEMO, demo_directory
 from kvchat.model.files.hub_cache import cached_models, file_sizes
 from kvchat.model.gguf.source import label, model_sizes, ollama_models

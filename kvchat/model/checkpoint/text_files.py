@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
-from kvchat.core.bounded_files import read_bounded
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.parameters import SAMPLING
+from kvchat.core.paths import read_bounded
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.files.checkpoint_files import (
     MAX_TOKENIZER_BYTES,

@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvchat.core.bounded_files import open_regular, read_bounded
 from kvchat.core.errors import ModelError
+from kvchat.core.paths import open_regular, read_bounded
 
 # About ten times the largest known files: 12 MB for an index, 40 MB for tokenizer.json.
 MAX_CONFIG_BYTES = 8 << 20

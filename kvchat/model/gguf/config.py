@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.core.sizes import shown
+from kvchat.core.text import shown
 from kvchat.model.gguf.architectures import ARCHITECTURES, Architecture
 from kvchat.model.gguf.families import Config
 from kvchat.model.gguf.file import GgufModel, GgufTensor

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from kvchat.core.bounded_files import open_regular
+from kvchat.core.paths import open_regular
 from kvchat.model.files.checkpoint_files import (
     TensorEntry,
     WeightHeader,

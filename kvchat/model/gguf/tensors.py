@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf.architectures import Architecture
 from kvchat.model.gguf.file import GgufModel, GgufTensor

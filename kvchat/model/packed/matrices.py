@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 import torch
 
-from kvchat.core.sizes import format_bytes
+from kvchat.core.text import format_bytes
 from kvchat_kernels.linear.blocks import BlockWeights, made_of_bytes, part_bytes
 from kvchat_kernels.linear.cpu import rounded
 
