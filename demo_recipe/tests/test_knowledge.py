@@ -8,8 +8,8 @@ from demo_recipe.dialogues.knowledge import TOPICS
 from demo_recipe.grammar import Words
 from demo_recipe.scene import Turn
 from demo_recipe.scores import judge
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Command
-from kvchat.terminal.registry import build_registry
 
 COMMANDS = build_registry().commands
 NAMES = [f"/{name}" for command in COMMANDS for name in (command.name, *command.aliases)]

@@ -9,8 +9,7 @@ import torch
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.memory import NO_MEMORY, Memory
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, Memory, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec

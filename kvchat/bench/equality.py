@@ -27,7 +27,7 @@ from kvchat.chat.session_file import read_session
 from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model

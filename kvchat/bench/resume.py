@@ -21,8 +21,8 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.page_memory import fresh_memory
 from kvchat.core.config import CacheConfig, EngineConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, engine_around
 
 _HISTORY = 4096

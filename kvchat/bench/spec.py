@@ -23,8 +23,7 @@ from kvchat.chat.session_file import read_session
 from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.memory import NO_MEMORY
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.drafters import DraftOrder, Offer
 from kvchat.engine.engine import Engine

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvchat.core.cost import num_like_first
-from kvchat.core.memory import Memory
+from kvchat.core.types import Memory
 
 # Weight of the newest measurement in the moving average.
 _NEWEST = 1 / 3

@@ -13,14 +13,19 @@ from pathlib import Path
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.attachment import Attached, mentioned_files, mentioned_pins, read_attachment
+from kvchat.chat.attachment import (
+    Attached,
+    PinFiles,
+    mentioned_files,
+    mentioned_pins,
+    read_attachment,
+)
 from kvchat.chat.chat_model import readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
-from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession, Place
 from kvchat.chat.tokenizer import Segment

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvchat import __version__
-from kvchat.cli.command_line import ChatGroup
+from kvchat.cli.command_line import ChatGroup, HelpedCommand, HelpedGroup
 from kvchat.cli.flags import (
     CHAT_FLAGS,
     OF_BENCH,
@@ -22,7 +22,6 @@ from kvchat.cli.flags import (
     takes,
     values_of,
 )
-from kvchat.cli.help_page import HelpedCommand, HelpedGroup
 from kvchat.cli.settings import unknown_variables
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_KV

@@ -13,9 +13,9 @@ from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.parameters import OF_CHATS
 from kvchat.core.paths import user_path
+from kvchat.core.types import NO_MEMORY
 from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
     from kvchat.chat.template_process import RenderingChild
-    from kvchat.core.memory import Memory
+    from kvchat.core.types import Memory
     from kvchat.engine.engine import Engine
     from kvchat.model.checkpoint.source import ModelSource
     from kvchat.tools.toolbox import Toolbox

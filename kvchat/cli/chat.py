@@ -176,8 +176,8 @@ def _open_controller(
     check first. `child` renders the chat template. A conversation that a script begins counts as
     one-shot: it will probably not be continued.
     """
+    from kvchat.chat.attachment import PinFiles
     from kvchat.chat.controller import ChatController
-    from kvchat.chat.pin_files import PinFiles
 
     pins = PinFiles(user_paths().state / "pins.json")
     found = [pins.attachments(path) for path in request.files]
@@ -346,8 +346,8 @@ def _stderr_columns() -> int:
 
 
 def _script_commands(setup: "ScriptSetup", look: "Look") -> "ScriptCommands":
+    from kvchat.terminal.command_runner import build_registry
     from kvchat.terminal.paint import Painter
-    from kvchat.terminal.registry import build_registry
     from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
     from kvchat.terminal.status import StatsLevel
 

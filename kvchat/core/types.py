@@ -3,7 +3,7 @@
 Also writes them with the field names of the JSON output.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -293,3 +293,45 @@ class Timing:
 def rate(count: int, seconds: float) -> float:
     """Return `count / seconds`, or 0.0 unless both are positive."""
     return count / seconds if count > 0 and seconds > 0 else 0.0
+
+
+Fact = object
+
+
+class Memory(Protocol):
+    """Facts by kind and key. Any thread may use it, and several processes may share it.
+
+    Its methods raise nothing: a fact that cannot be read is None, one that cannot be stored is
+    lost.
+    """
+
+    @property
+    def outlasts_process(self) -> bool:
+        """Whether facts are meant to be there for the next process."""
+
+    def get(self, kind: str, key: str) -> Fact:
+        """Return a fact, None if there is none."""
+
+    def set(self, kind: str, key: str, fact: Fact) -> None:
+        """Store a fact in place of an earlier one."""
+
+    def update(self, kind: str, key: str, change: Callable[[Fact], Fact]) -> None:
+        """Store what `change` makes of a fact; no other process writes that fact meanwhile."""
+
+
+class NoMemory:
+    """Remembers nothing: for incognito chats, and where nothing may be written."""
+
+    outlasts_process = False
+
+    def get(self, kind: str, key: str) -> Fact:
+        return None
+
+    def set(self, kind: str, key: str, fact: Fact) -> None:
+        """Does nothing."""
+
+    def update(self, kind: str, key: str, change: Callable[[Fact], Fact]) -> None:
+        """Does nothing."""
+
+
+NO_MEMORY = NoMemory()

@@ -31,10 +31,10 @@ from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
-from kvchat.core.memory import Memory
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.paths import private_directory
 from kvchat.core.text import Size, format_bytes
+from kvchat.core.types import Memory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine

@@ -17,7 +17,7 @@ import torch
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, PlainFormat
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
-from kvchat.core.memory import Memory
+from kvchat.core.types import Memory
 from kvchat.engine.kv_storage import small_kv
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel

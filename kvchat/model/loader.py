@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource

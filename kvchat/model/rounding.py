@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError
-from kvchat.core.memory import Fact, Memory
+from kvchat.core.types import Fact, Memory
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import read_text_files
 from kvchat.model.device import dtype_name

@@ -22,7 +22,7 @@ import transformers
 
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import KvchatError, ModelError, ModelUnsupported
-from kvchat.core.memory import Memory
+from kvchat.core.types import Memory
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention

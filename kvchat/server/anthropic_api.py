@@ -20,7 +20,6 @@ from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_request
-from kvchat.server.clients import client_of
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
     AnswerFormat,
@@ -32,6 +31,7 @@ from kvchat.server.generation_fields import (
     token_limit,
     with_endings,
 )
+from kvchat.server.guard import client_of
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.tool_fields import anthropic_choice, with_calls

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from starlette.requests import HTTPConnection
+
 from kvchat.server.api_errors import ApiError, response_to
 from kvchat.server.bodies import plain_body, too_large
 
@@ -186,3 +188,14 @@ def is_loopback(address: str | None) -> bool:
         return ip_address(address or "").is_loopback
     except ValueError:
         return False
+
+
+_MOST_CHARS = 200
+
+
+def client_of(connection: HTTPConnection) -> str:
+    """Return what stands for the client of a request or a socket; never ""."""
+    address = connection.client.host if connection.client is not None else ""
+    if address and not is_loopback(address):
+        return address
+    return f"here {connection.headers.get('user-agent', '')[:_MOST_CHARS]}"

@@ -23,6 +23,7 @@ from kvchat.chat.events import (
     ShownToken,
 )
 from kvchat.chat.fields import Fields
+from kvchat.chat.incoming import IncomingChat, add_messages
 from kvchat.chat.resent_chat import Difference, ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
@@ -31,7 +32,6 @@ from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_request
-from kvchat.server.clients import client_of
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
     answer_format,
@@ -49,13 +49,12 @@ from kvchat.server.generation_fields import (
     with_format,
     with_penalties,
 )
-from kvchat.server.infill import with_suffix
+from kvchat.server.guard import client_of
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
-from kvchat.server.openai_messages import read_chat
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
-from kvchat.server.tool_fields import openai_choice, with_calls
+from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 Prompt = str | tuple[int, ...]
 
@@ -538,3 +537,45 @@ class _TextChunks(_Chunks):
         if token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk([choice])
+
+
+def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
+    """Return the conversation of a request, and its tools."""
+    chat = IncomingChat()
+    add_messages(chat, fields)
+    offered = read_tools(fields, is_nested=True).offered(openai_choice(fields).offered)
+    read = chat.chat(offered.tools)
+    # vLLM's names for what happens here whenever the last message is the assistant's.
+    for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
+        if fields.raw(name) is continues and not read.is_continuation:
+            raise fields.fault(name, "needs a last message of the assistant")
+    return read, offered
+
+
+# What stands before the prompt, before the suffix, and before the answer.
+_FORMS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+)
+
+
+def with_suffix(
+    fields: Fields, prompts: list[str | tuple[int, ...]], codec: TextCodec
+) -> list[str | tuple[int, ...]]:
+    """Return the prompts of a completion with its `suffix`.
+
+    Raises ApiError for a model that has no tokens for it, and for prompts of ids.
+    """
+    suffix = fields.text("suffix")
+    if not suffix:
+        return prompts
+    form = next((f for f in _FORMS if None not in map(codec.token_id, f)), None)
+    if form is None:
+        raise fields.fault("suffix", "needs a model with tokens for infilling")
+    if fields.flag("echo") or not all(isinstance(prompt, str) for prompt in prompts):
+        raise fields.fault("suffix", "goes with a prompt of text, and without echo")
+    before, between, after = form
+    return [f"{before}{prompt}{between}{suffix}{after}" for prompt in prompts]

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from kvchat.chat.fields import FieldFault
 from kvchat.server.api_errors import ApiError, as_api_error, failed_server, response_to
 from kvchat.server.bodies import Body, read_body
-from kvchat.server.clients import client_of
+from kvchat.server.guard import client_of
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.service import Service
 from kvchat.server.stored_responses import HeldResponse

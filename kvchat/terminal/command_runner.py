@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvchat.core.errors import KvchatError
-from kvchat.terminal.commands import CommandContext, Invocation, Stopped
+from kvchat.terminal import (
+    commands_conversation,
+    commands_engine,
+    commands_help,
+    commands_input,
+    commands_kv,
+    commands_turns,
+)
+from kvchat.terminal.commands import CommandContext, Invocation, Registry, Stopped
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Page, View
 
@@ -175,3 +183,17 @@ class CommandRunner:
             "`kvchat doctor` says where the log is.",
             Role.ERROR,
         )
+
+
+def build_registry() -> Registry:
+    """Return all slash commands."""
+    return Registry(
+        (
+            *commands_help.COMMANDS,
+            *commands_conversation.COMMANDS,
+            *commands_turns.COMMANDS,
+            *commands_input.COMMANDS,
+            *commands_engine.COMMANDS,
+            *commands_kv.COMMANDS,
+        )
+    )

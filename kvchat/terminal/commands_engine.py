@@ -32,7 +32,9 @@ from kvchat.terminal.status import (
     speculation_lines,
     stats_line,
 )
-from kvchat.terminal.theme import Look
+from kvchat.terminal.theme import Look, Role
+from kvchat.terminal.view import tell
+from kvchat.tools.toolbox import Toolbox, call_in_words
 
 
 async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
@@ -222,6 +224,106 @@ def _bar(look: Look, share: float, room: int) -> str:
     return look.glyphs.bar_full * full + look.glyphs.bar_empty * (cells - full) + " "
 
 
+def _context_words(limit: int | None) -> str:
+    return f"{format_count(limit)} tokens" if limit is not None else "the server does not tell"
+
+
+def _device_words(ready: ModelReady) -> str:
+    form = f"in {ready.sent_as}" if ready.sent_as else ready.dtype
+    return f"{ready.device}, {form}{_kv_words(ready)}"
+
+
+def _kv_words(ready: ModelReady) -> str:
+    """Return the dtype of the KV as the end of a sentence, "" if it is the model's own."""
+    return f", KV in {ready.kv_dtype}" if ready.kv_dtype else ""
+
+
+def describe_model(controller: ChatController) -> str:
+    """Return the model's properties, one a line."""
+    model, ready = controller.host.model, controller.host.ready
+    facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
+    if ready is not None:
+        facts += [
+            ("device", _device_words(ready)),
+            ("draft", one_line(ready.draft) if ready.draft else "none"),
+            ("context", _context_words(ready.told_context_limit)),
+            ("identity", ready.identity),
+            ("loaded in", f"{ready.load_s:.1f} s"),
+        ]
+    return "\n".join(f"{name:<{MODEL_COLUMNS}}{value}" for name, value in facts)
+
+
+_WORDS = {True: "runs at once", False: "never runs", None: "asks first"}
+
+
+async def tools(context: CommandContext, arguments: str) -> None:
+    word, _, name = arguments.strip().partition(" ")
+    toolbox = _require(context)
+    if not word:
+        _list(context, toolbox)
+    elif word == "here":
+        await _offer(context, toolbox)
+    elif word in ("allow", "ask", "never"):
+        _decide(context, toolbox, word, name.strip())
+    else:
+        known = "/tools [here|allow NAME|ask NAME|never NAME]"
+        raise UsageError(f"{one_line(word, 20)} is unknown here.", known)
+
+
+def _require(context: CommandContext) -> Toolbox:
+    if context.toolbox is None:
+        raise UsageError(
+            "No tools are offered to the model.",
+            "Start with --tools, and with a model whose template takes tools.",
+        )
+    return context.toolbox
+
+
+def _list(context: CommandContext, toolbox: Toolbox) -> None:
+    indent = "" if context.page.painter.look.is_spoken else "  "
+    for tool in toolbox.tools:
+        calls = toolbox.permissions.allowed_calls(tool.name)
+        state = _WORDS[toolbox.permissions.of(tool.name)]
+        state += f", but for {plural(len(calls), 'allowed call')}" if calls else ""
+        tell(context.page, f"{one_line(tool.name)} ({state})", Role.TITLE, gap=False)
+        description = f"{indent}{one_line(tool.description, 200)}"
+        tell(context.page, description, gap=False, hanging=len(indent))
+        for call in calls:
+            allowed = f"{indent}runs at once: {call_in_words(call)}"
+            tell(context.page, allowed, gap=False, hanging=len(indent))
+    context.page.write([context.page.painter.text("")])
+    if not toolbox.is_complete:
+        context.say("MCP servers are starting; their tools come later.")
+    if context.controller.has_other_tools:
+        context.say("This conversation began with other tools, or none: /tools here offers these.")
+
+
+async def _offer(context: CommandContext, toolbox: Toolbox) -> None:
+    controller = context.controller
+    if not controller.has_other_tools:
+        context.say("These tools are offered here already.")
+        return
+    cost = await controller.engine.cost(controller.ids_with_tools(toolbox.definitions))
+    if not await context.confirm_cost(cost, "/tools here"):
+        return
+    controller.set_tools(toolbox.definitions)
+    context.say("The tools are offered in this conversation from now on.")
+    context.conversation_changed()
+
+
+def _decide(context: CommandContext, toolbox: Toolbox, word: str, name: str) -> None:
+    if not toolbox.has(name):
+        known = ", ".join(one_line(tool.name) for tool in toolbox.tools)
+        raise UsageError(f"{one_line(name, 40) or 'Nothing'} is no tool; there are {known}.")
+    permissions = toolbox.permissions
+    permissions.always.discard(name)
+    permissions.never.discard(name)
+    permissions.forget_calls(name)
+    if word != "ask":
+        (permissions.always if word == "allow" else permissions.never).add(name)
+    context.say(f"{one_line(name)} {_WORDS[permissions.of(name)]}.")
+
+
 COMMANDS = (
     Command(
         "model",
@@ -260,33 +362,12 @@ COMMANDS = (
         aliases=("tokens", "info"),
         is_available_while_answering=True,
     ),
+    Command(
+        "tools",
+        "the tools that the model may call, and which of them ask first",
+        tools,
+        Group.ENGINE,
+        "[here|allow NAME|ask NAME|never NAME]",
+        subcommands=("here", "allow", "ask", "never"),
+    ),
 )
-
-
-def _context_words(limit: int | None) -> str:
-    return f"{format_count(limit)} tokens" if limit is not None else "the server does not tell"
-
-
-def _device_words(ready: ModelReady) -> str:
-    form = f"in {ready.sent_as}" if ready.sent_as else ready.dtype
-    return f"{ready.device}, {form}{_kv_words(ready)}"
-
-
-def _kv_words(ready: ModelReady) -> str:
-    """Return the dtype of the KV as the end of a sentence, "" if it is the model's own."""
-    return f", KV in {ready.kv_dtype}" if ready.kv_dtype else ""
-
-
-def describe_model(controller: ChatController) -> str:
-    """Return the model's properties, one a line."""
-    model, ready = controller.host.model, controller.host.ready
-    facts = [("model", one_line(model.name)), ("template", str(model.format.strategy))]
-    if ready is not None:
-        facts += [
-            ("device", _device_words(ready)),
-            ("draft", one_line(ready.draft) if ready.draft else "none"),
-            ("context", _context_words(ready.told_context_limit)),
-            ("identity", ready.identity),
-            ("loaded in", f"{ready.load_s:.1f} s"),
-        ]
-    return "\n".join(f"{name:<{MODEL_COLUMNS}}{value}" for name, value in facts)

@@ -15,7 +15,6 @@ from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
@@ -35,7 +34,7 @@ from kvchat.terminal.status import (
 )
 from kvchat.terminal.theme import Role
 from kvchat.terminal.tool_use import ToolUse
-from kvchat.terminal.unsent import Unsent
+from kvchat.terminal.unsent import MessageQueue, Unsent
 from kvchat.terminal.view import LiveState, Page, View
 from kvchat.terminal.wrap import simple_emoji
 from kvchat.tools.toolbox import Toolbox

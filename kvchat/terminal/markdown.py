@@ -17,20 +17,18 @@ from rich.text import Text
 
 from kvchat.core.text import Sanitizer
 from kvchat.terminal.markdown_blocks import (
+    CODE_INDENT,
+    DECIDING_CHARS,
     Block,
     Fence,
     MarkdownTable,
     Paragraph,
-    heading,
-    is_delimiter_row,
-    rule,
-)
-from kvchat.terminal.markdown_verbatim import (
-    CODE_INDENT,
-    DECIDING_CHARS,
     Verbatim,
     begins_code,
+    heading,
     indent_of,
+    is_delimiter_row,
+    rule,
     verbatim,
 )
 from kvchat.terminal.paint import RenderContext, Row, prefixed

@@ -34,9 +34,9 @@ from kvchat.chat.messages import MessageNumbers
 from kvchat.chat.typed_lines import TypedLines
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
-from kvchat.terminal.completion import LineCompleter
+from kvchat.terminal.command_runner import build_registry
+from kvchat.terminal.completion import LineCompleter, PrivateHistory
 from kvchat.terminal.history_view import turn_summary
-from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.key_parser import parse_keys
 from kvchat.terminal.keys import build_keys
 from kvchat.terminal.layout import (
@@ -48,7 +48,6 @@ from kvchat.terminal.layout import (
 from kvchat.terminal.multiline import edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import plural
 from kvchat.terminal.terminal_io import HeldOutput, StrayOutput, typed_ahead
 from kvchat.terminal.theme import Role

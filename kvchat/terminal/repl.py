@@ -28,10 +28,10 @@ from kvchat.chat.template import Strategy
 from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ExitCode
 from kvchat.core.text import one_line, sanitize
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel, model_label, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvchat.cache.disk.memory import DiskMemory
-from kvchat.core.memory import NO_MEMORY, Fact
+from kvchat.core.types import NO_MEMORY, Fact
 
 FACTS: list[Fact] = [{"prefill": 512.5, "read": [1, 2]}, "ä☃", 1, 2.5, True, [], {}]
 

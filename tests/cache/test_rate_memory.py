@@ -6,8 +6,7 @@ import pytest
 
 from kvchat.cache.rates import PrefillRate, RateMemory, known_prefill_rate
 from kvchat.core.cost import KvPlaces, ReadRates
-from kvchat.core.memory import Fact
-from kvchat.core.types import CachedTokens
+from kvchat.core.types import CachedTokens, Fact
 from support.fact_memory import FactMemory
 
 RATES = {"prefill": 500.0, "read": 3e9}

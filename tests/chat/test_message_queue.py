@@ -2,7 +2,7 @@
 
 import random
 
-from kvchat.chat.message_queue import MessageQueue
+from kvchat.terminal.unsent import MessageQueue
 
 
 def _queue(*texts: str) -> MessageQueue:

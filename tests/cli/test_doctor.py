@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvchat.cli import doctor
-from kvchat.core.memory import Memory
+from kvchat.core.types import Memory
 from kvchat.model.gpu.attention_race import RaceMemory, RaceTimes
 from support.fact_memory import FactMemory
 

@@ -26,8 +26,8 @@ from kvchat.cli.streams import Interrupted, Interruption
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress
 from kvchat.engine.thread import EngineThread
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look

@@ -18,8 +18,8 @@ from kvchat.cli.batch import Batch
 from kvchat.cli.output import JsonWriter, Notices, TextWriter
 from kvchat.cli.script import Script, ScriptSetup
 from kvchat.cli.streams import Interruption
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look

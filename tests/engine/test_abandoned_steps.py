@@ -14,9 +14,8 @@ import pytest
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import FinishReason
+from kvchat.core.types import NO_MEMORY, FinishReason
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import EngineThread

@@ -13,9 +13,8 @@ from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
-from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.text import Size
-from kvchat.core.types import MissReason, SamplingParams
+from kvchat.core.types import NO_MEMORY, Memory, MissReason, SamplingParams
 from kvchat.engine.assembly import (
     AssembledEngine,
     build_engine,

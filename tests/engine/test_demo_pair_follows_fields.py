@@ -14,9 +14,8 @@ from kvchat.chat.grammar import json_grammar
 from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import FinishReason, SamplingParams
+from kvchat.core.types import NO_MEMORY, FinishReason, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec

@@ -11,9 +11,8 @@ from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.request import RequestSpec

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.stats import TierStatus
 from kvchat.core.text import Size
-from kvchat.core.types import CachedTokens
+from kvchat.core.types import NO_MEMORY, CachedTokens
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model

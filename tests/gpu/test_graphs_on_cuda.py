@@ -9,8 +9,8 @@ import torch
 
 from kvchat.bench.engines import complete_all, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model

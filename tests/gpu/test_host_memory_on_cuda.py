@@ -10,8 +10,8 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model

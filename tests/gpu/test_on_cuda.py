@@ -7,8 +7,8 @@ import torch
 
 from kvchat.bench.engines import complete, random_ids
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.packed.experts import has_packed_experts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model.gpu import attention_race
 from kvchat.model.gpu.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
 from kvchat.model.gpu.stopwatch import Pass
@@ -262,7 +262,7 @@ def test_off_cuda_nothing_of_it_is_imported(tmp_path: Path) -> None:
         "import torch; from types import SimpleNamespace as N\n"
         "from kvchat.model.gpu.attention_race import race_attention\n"
         "loaded = N(device=torch.device('cpu'), spec=None)\n"
-        "from kvchat.core.memory import NO_MEMORY\n"
+        "from kvchat.core.types import NO_MEMORY\n"
         "print(race_attention(loaded, torch.bfloat16, 16, NO_MEMORY, print))\n"
     )
     path = [str(tmp_path), *filter(None, sys.path)]

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvchat.core.config import ModelConfig
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gpu.fuse import Fusing, Fusion

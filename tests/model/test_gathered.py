@@ -9,7 +9,7 @@ import torch
 
 from kvchat.cli.models import info
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import load_trusted
 from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.batch import SequencePiece, build_batch

@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from kvchat.core.errors import ExitCode, ModelError
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gguf.file import read_gguf

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.errors import ModelError
-from kvchat.core.memory import NO_MEMORY, Fact
+from kvchat.core.types import NO_MEMORY, Fact
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import ModelSource, find_model
 from support.checkpoints import save_checkpoint, tiny_model

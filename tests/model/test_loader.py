@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY
 from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.files.checkpoint_files import read_header

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelUnsupported
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.hf import probe as probe_module
 from kvchat.model.hf.probe import ProbeInconclusive, probe

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvchat.core.config import ModelConfig
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.model import self_test
 from kvchat.model.batch import SequencePiece, StepAbandoned
 from kvchat.model.checkpoint.source import find_model

@@ -8,7 +8,7 @@ import torch
 from kvchat.cli import models
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError
-from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model import rounding
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.source import find_model

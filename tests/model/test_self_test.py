@@ -11,7 +11,7 @@ import torch
 from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.core.memory import NO_MEMORY, Memory
+from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model import self_test
 from kvchat.model.batch import ForwardBatch

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 from kvchat.model import loader
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.source import ModelSource, find_model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from starlette.requests import HTTPConnection
 
-from kvchat.server.clients import client_of
+from kvchat.server.guard import client_of
 from server.conftest import Serve
 from support.asgi_client import post
 

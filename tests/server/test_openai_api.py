@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.fields import FieldFault, Fields
-from kvchat.server.infill import with_suffix
+from kvchat.server.openai_api import with_suffix
 from server.conftest import Serve
 from support.asgi_client import get, post
 from support.scripted_engine import Script

@@ -16,9 +16,8 @@ import pytest
 
 from kvchat.bench.engines import complete_requests
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec

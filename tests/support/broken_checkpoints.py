@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvchat.core.memory import NO_MEMORY
+from kvchat.core.types import NO_MEMORY
 
 NASTY: tuple[Any, ...] = (
     None, True, -1, 0, 1, 3, 7.5, 10**6, 10**9, 2**63, 10**30, -(10**18), 1e400, float("nan"),

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 
-from kvchat.core.memory import Fact
+from kvchat.core.types import Fact
 
 
 class FactMemory:

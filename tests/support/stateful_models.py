@@ -14,9 +14,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import engine_around, no_drafts
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec

@@ -13,9 +13,8 @@ from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import LoadProgress, ModelReady
-from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, Memory, SamplingParams
 from kvchat.engine.assembly import build_engine
 from kvchat.engine.engine import Engine
 from kvchat.model.checkpoint.source import find_model

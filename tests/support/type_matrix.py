@@ -19,9 +19,8 @@ from transformers import (
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import KvchatError
-from kvchat.core.memory import NO_MEMORY
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams
+from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import engine_around, load_trusted
 from kvchat.engine.engine import Engine
 from kvchat.engine.ngram import NgramDrafter

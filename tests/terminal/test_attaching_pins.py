@@ -8,17 +8,16 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from kvchat.cache.disk.admin import StoreAdmin
-from kvchat.chat.attachment import mentioned_files, mentioned_pins, unattached
+from kvchat.chat.attachment import PinFiles, mentioned_files, mentioned_pins, unattached
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
-from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import Usage
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look

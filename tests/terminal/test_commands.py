@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation, Message, Unknown
-from kvchat.terminal.registry import build_registry
 
 _REGISTRY = build_registry()
 

@@ -27,14 +27,14 @@ from kvchat.core.errors import ContextTooLong, StoreError
 from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
 from kvchat.terminal.answer_view import AnswerView
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
+from kvchat.terminal.commands_conversation import SessionPicker
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.repl import ReplSetup, run_repl
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.session_picker import SessionPicker
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.scripted_engine import Script, scripted_build

@@ -19,11 +19,11 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, SessionNotFound, UsageError
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter, Row
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look

@@ -25,12 +25,12 @@ from kvchat.chat.typed_lines import TypedLines
 from kvchat.chat.why import common_len
 from kvchat.cli import sessions
 from kvchat.core.errors import GenerationError, StoreError, StoreInUse
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
-from kvchat.terminal.input_history import PrivateHistory
+from kvchat.terminal.commands_conversation import SessionPicker
+from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
-from kvchat.terminal.session_picker import SessionPicker
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model

@@ -17,13 +17,12 @@ from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import DAILY, Invocation
-from kvchat.terminal.commands_help import help_
+from kvchat.terminal.commands_help import EXAMPLES, help_
 from kvchat.terminal.completion import LineCompleter
-from kvchat.terminal.help_texts import EXAMPLES
 from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.pickers import Picker
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Glyphs, Look

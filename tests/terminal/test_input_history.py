@@ -8,7 +8,7 @@ import pytest
 from kvchat.chat import typed_lines
 from kvchat.chat.typed_lines import TypedLine, TypedLines
 from kvchat.core.errors import StoreError
-from kvchat.terminal.input_history import PrivateHistory
+from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.multiline import without_block_marks
 
 BLOCK = '"""\na secret\nof two lines\n"""'

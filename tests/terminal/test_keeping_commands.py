@@ -19,9 +19,9 @@ from kvchat.core.cost import Cost
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.types import CachedTokens, Usage
 from kvchat.terminal import cache_lines
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look

@@ -12,12 +12,12 @@ from prompt_toolkit.data_structures import Size
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 
-from kvchat.chat.message_queue import MessageQueue
 from kvchat.terminal import keys
 from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.prompt import LivePrompt, Terminal
 from kvchat.terminal.theme import Look
+from kvchat.terminal.unsent import MessageQueue
 from kvchat.terminal.view import Choice
 
 
@@ -371,8 +371,8 @@ def test_the_second_press_counts_only_within_its_time() -> None:
 
 
 def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
+    from kvchat.terminal.command_runner import build_registry
     from kvchat.terminal.completion import LineCompleter
-    from kvchat.terminal.registry import build_registry
 
     def use_completer(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
         view.buffer.completer = LineCompleter(build_registry(), list, list)
@@ -385,8 +385,8 @@ def test_another_tab_goes_on_in_the_directory_that_was_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one that had to be put in quotation marks it chose the directory again and again."""
+    from kvchat.terminal.command_runner import build_registry
     from kvchat.terminal.completion import LineCompleter
-    from kvchat.terminal.registry import build_registry
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my docs").mkdir()

@@ -13,7 +13,7 @@ import pytest
 
 from kvchat.chat import making_room
 from kvchat.chat.answer_settings import AskOptions, ContextPolicy, changed
-from kvchat.chat.attachment import read_attachment
+from kvchat.chat.attachment import PinFiles, read_attachment
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.compaction import LEFT_OUT, OPENING, CompactionPlan
 from kvchat.chat.controller import ChatController
@@ -22,7 +22,6 @@ from kvchat.chat.documents import document
 from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.making_room import summarise
-from kvchat.chat.pin_files import PinFiles
 from kvchat.chat.store import SessionStore
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, UsageError

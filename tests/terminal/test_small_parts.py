@@ -16,8 +16,8 @@ from kvchat.chat.typed_lines import TypedLines
 from kvchat.cli.sessions import session_lines
 from kvchat.core.errors import UsageError
 from kvchat.core.types import SamplingParams
+from kvchat.terminal.completion import PrivateHistory
 from kvchat.terminal.history_view import tree_rows
-from kvchat.terminal.input_history import PrivateHistory
 from kvchat.terminal.multiline import InputBlocks, is_block_open, without_block_marks
 from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.pickers import Picker, pick_by_number

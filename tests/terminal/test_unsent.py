@@ -16,15 +16,14 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
-from kvchat.chat.message_queue import MessageQueue
 from kvchat.chat.store import SessionStore
+from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.line_view import LineView
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.registry import build_registry
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
-from kvchat.terminal.unsent import Unsent
+from kvchat.terminal.unsent import MessageQueue, Unsent
 from kvchat.terminal.view import View
 from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish

@@ -32,7 +32,6 @@ from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
 from kvchat.core.errors import StoreError
-from kvchat.core.memory import NO_MEMORY, Memory
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     ModelDirStatus,
@@ -43,7 +42,7 @@ from kvchat.core.stats import (
     Verified,
 )
 from kvchat.core.text import Size
-from kvchat.core.types import TokenIds
+from kvchat.core.types import NO_MEMORY, Memory, TokenIds
 from kvchat_kernels.cpu.object_cache import object_cache
 
 T = TypeVar("T")

@@ -23,9 +23,8 @@ from kvchat.core.config import CacheConfig
 from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady
-from kvchat.core.memory import Fact, Memory
 from kvchat.core.parameters import FEWER_BITS, KV_CODES
-from kvchat.core.types import CachedTokens, MissReason, TokenIds
+from kvchat.core.types import CachedTokens, Fact, Memory, MissReason, TokenIds
 
 # All in one fact, so that their order is known.
 _FACT = ("models", "all")

@@ -18,8 +18,8 @@ from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.db import LOCK_NAME, StoreLock
 from kvchat.cache.disk.table import is_passing
 from kvchat.core.errors import StoreError
-from kvchat.core.memory import Fact
 from kvchat.core.paths import private_database, private_directory
+from kvchat.core.types import Fact
 
 if TYPE_CHECKING:
     from diskcache import Cache

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from kvchat.core.memory import Memory
 from kvchat.core.paths import open_regular, read_bounded
+from kvchat.core.types import Memory
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.files.checkpoint_files import MAX_CONFIG_BYTES, mark, read_text, unreadable
 from kvchat.model.gguf.file import weight_header

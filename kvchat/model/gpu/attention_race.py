@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from kvchat.core.events import LoadProgress
-from kvchat.core.memory import Fact, Memory
+from kvchat.core.types import Fact, Memory
 from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.gpu.stopwatch import CudaStopwatch, Stopwatch
 from kvchat.model.loader import LoadedModel, Progress

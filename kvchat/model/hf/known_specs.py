@@ -18,7 +18,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 import transformers
 
-from kvchat.core.memory import Memory
+from kvchat.core.types import Memory
 from kvchat.model.device import dtype_name, dtype_of
 from kvchat.model.files.checkpoint_files import mark
 from kvchat.model.hf.config_limits import ParameterLimit
