@@ -21,8 +21,7 @@ from kvchat.cache.link import Link
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import Layout, LogitFingerprint, Tier, TierOpener
 from kvchat.cache.transfer import Job
-from kvchat.core.cost import ASSUMED_BYTES_PER_S, ReadRates
-from kvchat.core.stats import TierStatus
+from kvchat.core.stats import ASSUMED_BYTES_PER_S, ReadRates, TierStatus
 from kvchat.core.types import CachedTokens, TokenIds
 
 _CLOSE_PATIENCE_S = 5.0

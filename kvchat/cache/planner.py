@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from kvchat.cache.rates import LEAST_TELLING_TOKENS, PrefillRate, RateMemory, averaged
-from kvchat.core.cost import num_like_first
+from kvchat.core.stats import num_like_first
 
 # A smaller copy shows overheads rather than the rate.
 _MIN_BYTES = 1 << 18

@@ -7,7 +7,7 @@ one run to the next.
 import math
 from collections.abc import Mapping, Sequence
 
-from kvchat.core.cost import num_like_first
+from kvchat.core.stats import num_like_first
 from kvchat.core.types import Memory
 
 # Weight of the newest measurement in the moving average.

@@ -40,9 +40,9 @@ from kvchat.chat.why import (
     is_as_expected,
     reuse_of,
 )
-from kvchat.core.cost import Cost
 from kvchat.core.errors import KvchatError, SessionNotFound, StoreError, UsageError
 from kvchat.core.events import LoadEvent
+from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
 from kvchat.model.checkpoint.local_models import local_models, model_lines

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvchat.chat.detokenizer import StopFilter, TextStream
+from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.events import AnswerCall, AnswerText, ChatEvent, LogprobTrack, ShownToken
 from kvchat.chat.thinking import Passage, ThinkingSplitter, joined
 from kvchat.chat.tool_calls import CallSplitter, Part
@@ -13,6 +13,63 @@ from kvchat.core.events import TokensGenerated
 from kvchat.core.types import TokenLogprobs
 
 AnswerPart = Passage | ToolCall
+
+
+class StopFilter:
+    """Passes text up to the first complete stop string; holds back what may be part of one.
+
+    The result does not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string stops everything"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stop: str | None = None  # the stop string that was complete first
+
+    @property
+    def has_stopped(self) -> bool:
+        return self.stop is not None
+
+    @property
+    def num_held(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
+    def feed(self, text: str) -> str:
+        """Take more text; return the text that cannot belong to a stop string."""
+        if self.has_stopped or not text:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
+        if found:
+            _, start, self.stop = min(found)
+            released, self._held = self._held[:start], ""
+            return released
+        keep = self._longest_beginning()
+        cut = len(self._held) - keep
+        released, self._held = self._held[:cut], self._held[cut:]
+        return released
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the stream."""
+        released, self._held = self._held, ""
+        return released
+
+    def _longest_beginning(self) -> int:
+        """Return how many characters at the end of the held text could begin a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0
 
 
 class AnswerParts:
@@ -37,11 +94,7 @@ class AnswerParts:
         self._start: int | None = None  # the place of what goes to the calls in the whole text
         self._num_fed = 0
         self._end = 0  # of what was returned, in the whole text
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the text has not come to the end of its thinking."""
-        return self._splitter.is_thinking
+        self.is_thinking = bool(starts_thinking)  # whether the text is still within its thinking
 
     @property
     def stop(self) -> str | None:
@@ -60,13 +113,16 @@ class AnswerParts:
     def feed(self, text: str) -> list[AnswerPart]:
         """Take more text; return the parts that it completes, in order."""
         self._num_fed += len(text)
-        return list(self._stopped(self._parts(text)))
+        parts = list(self._stopped(self._parts(text)))
+        self.is_thinking = self._splitter.is_thinking
+        return parts
 
     def flush(self) -> list[AnswerPart]:
         """Return what was held back, at the end of the answer."""
         parts = [*self._stopped(self._last_parts()), *self._released()]
         if self.stop is None:
             self._end = self._num_fed
+        self.is_thinking = self._splitter.is_thinking
         return parts
 
     def _parts(self, text: str) -> Iterable[AnswerPart]:

@@ -1,4 +1,4 @@
-"""Decodes token ids to text increments, and finds stop strings in them.
+"""Decodes token ids to text increments.
 
 Uses the tokenizers library's streaming decoder. The library raises bare Exception for most errors.
 A panic of its Rust code, such as for a regular expression that backtracks too far, is a
@@ -66,7 +66,6 @@ class TokenStream:
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        """Take the next id; return the text that it completes, often empty."""
         if token_id in self._hidden:
             return ""
         self._pending.append(token_id)
@@ -101,60 +100,3 @@ class TokenStream:
             if not is_library_fault(error):
                 raise
             return _REPLACEMENT
-
-
-class StopFilter:
-    """Passes text up to the first complete stop string; holds back what may be part of one.
-
-    The result does not depend on how the text is cut into pieces.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string stops everything"
-        self._stops = tuple(stops)
-        self._held = ""
-        self.stop: str | None = None  # the stop string that was complete first
-
-    @property
-    def has_stopped(self) -> bool:
-        return self.stop is not None
-
-    @property
-    def num_held(self) -> int:
-        """How many characters are held back."""
-        return len(self._held)
-
-    def feed(self, text: str) -> str:
-        """Take more text; return the text that cannot belong to a stop string."""
-        if self.has_stopped or not text:
-            return ""
-        if not self._stops:
-            return text
-        self._held += text
-        found = [
-            (start + len(stop), start, stop)
-            for stop in self._stops
-            if (start := self._held.find(stop)) >= 0
-        ]
-        if found:
-            _, start, self.stop = min(found)
-            released, self._held = self._held[:start], ""
-            return released
-        keep = self._longest_beginning()
-        cut = len(self._held) - keep
-        released, self._held = self._held[:cut], self._held[cut:]
-        return released
-
-    def flush(self) -> str:
-        """Return the text that was held back, at the end of the stream."""
-        released, self._held = self._held, ""
-        return released
-
-    def _longest_beginning(self) -> int:
-        """Return how many characters at the end of the held text could begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

@@ -19,7 +19,6 @@ from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.chat.tools import ToolSet
-from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.errors import KvchatError, TimedOut
 from kvchat.core.events import (
     EngineLost,
@@ -30,7 +29,7 @@ from kvchat.core.events import (
     RequestFailed,
     SampleFinished,
 )
-from kvchat.core.stats import EngineStatus
+from kvchat.core.stats import Cost, EngineStatus, KvPlaces
 from kvchat.core.text import one_line
 from kvchat.core.types import Health, Tier
 from kvchat.engine.request import RequestSpec

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from kvchat.chat.store import SessionStore
-from kvchat.core.cost import Cost, KvPlaces
 from kvchat.core.errors import KvchatError
 from kvchat.core.events import ModelReady
-from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, Verified
+from kvchat.core.stats import Cost, KvPlaces, ModelDirStatus, StoredPack, StoreStatus, Verified
 from kvchat.core.types import MissReason
 
 

@@ -144,8 +144,8 @@ def bench(
 @takes(OF_SERVER)
 def serve(context: typer.Context, **flags: Any) -> None:
     """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
+    from kvchat.cli.running_server import KeyRequest
     from kvchat.cli.serve import ServeRequest, run_server
-    from kvchat.cli.server_key import KeyRequest
 
     assert context.parent is not None
     given = values_of(SERVE_FLAGS, flags)

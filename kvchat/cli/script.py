@@ -360,8 +360,10 @@ class ScriptOutput:
 
     def _tell_load_notes(self) -> None:
         """Print the notes of loading once. Not on the engine's thread: stderr may block."""
+        if self._has_told_notes:
+            return
         ready = self._controller.host.ready
-        if ready is not None and not self._has_told_notes:
+        if ready is not None:
             self._has_told_notes = True
             for note in ready.notes:
                 self._setup.notices.tell(note)
@@ -395,39 +397,6 @@ class ScriptOutput:
         line = stats_line(ended, limit, glyphs, load_s=load_s)
         details = detail_line(ended, glyphs, read_again)
         self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
-
-
-class ScriptRoom:
-    """Makes room for a script's answers, if the policy is to, and says so on stderr."""
-
-    def __init__(self, setup: ScriptSetup, interruption: Interruption) -> None:
-        self._setup = setup
-        self._controller = setup.controller
-        self._interruption = interruption
-
-    def make(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> bool:
-        """Make room as `RoomMaker.make` does; false if that was ended before its time."""
-        controller = self._controller
-        if controller.options.context_policy is ContextPolicy.STOP or not controller.context_ids:
-            return True
-        from kvchat.terminal.room import RoomMaker  # and all that draws: not for one -p
-
-        with suppress(TimedOut):  # the answer tells it
-            controller.host.wait_until_loaded(self._setup.timeout_s)
-        return asyncio.run(RoomMaker(controller, self._summary, self._say).make(text, results))
-
-    def _say(self, text: str) -> None:
-        self._setup.notices.tell(text[:1].lower() + text[1:])
-
-    async def _summary(self, plan: CompactionPlan) -> AnswerEnded:
-        """Let the model write a summary, which is not printed; raises what prevented it."""
-        reply, answer_time = summarise(self._controller, plan), AnswerTime(self._setup.timeout_s)
-        with limited(self._controller.host, reply, answer_time, self._interruption):
-            [*_, last] = reply
-        if isinstance(last, AnswerFailed):
-            raise last.error
-        assert isinstance(last, AnswerEnded)
-        return last
 
 
 class ScriptTools:
@@ -475,7 +444,6 @@ class Script:
         self._controller = setup.controller
         self._interruption = interruption
         self._output = ScriptOutput(setup, interruption)
-        self._room = ScriptRoom(setup, interruption)
         self._has_given_up = False
 
     @property
@@ -489,8 +457,7 @@ class Script:
     def answer(self, text: str) -> None:
         """Answer one message and write its events; errors are reported, not raised."""
         try:
-            if not self._room.make(text):
-                self._output.note_interruption()
+            if not self._make_room(text):
                 return
             reply = self._controller.ask(text)
         except KvchatError as error:
@@ -538,8 +505,7 @@ class Script:
         try:
             request = commands.carry_out(line)
             self._output.shows_stats = commands.stats_level is not StatsLevel.OFF
-            if request is not None and request.goes_on and not self._room.make(None):
-                self._output.note_interruption()
+            if request is not None and request.goes_on and not self._make_room(None):
                 return
             reply = request.ask() if request is not None else None
         except KvchatError as error:
@@ -547,6 +513,33 @@ class Script:
             return
         if request is not None and reply is not None:
             self._follow(reply, request.num_samples)
+
+    def _make_room(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> bool:
+        """Make room as `RoomMaker.make` does; false if a signal or the time limit ended that."""
+        controller = self._controller
+        if controller.options.context_policy is ContextPolicy.STOP or not controller.context_ids:
+            return True
+        from kvchat.terminal.room import RoomMaker  # and all that draws: not for one -p
+
+        def say(text: str) -> None:
+            self._setup.notices.tell(text[:1].lower() + text[1:])
+
+        with suppress(TimedOut):  # the answer tells it
+            controller.host.wait_until_loaded(self._setup.timeout_s)
+        is_made = asyncio.run(RoomMaker(controller, self._summary, say).make(text, results))
+        if not is_made:
+            self._output.note_interruption()
+        return is_made
+
+    async def _summary(self, plan: CompactionPlan) -> AnswerEnded:
+        """Let the model write a summary, which is not printed; raises what prevented it."""
+        reply, answer_time = summarise(self._controller, plan), AnswerTime(self._setup.timeout_s)
+        with limited(self._controller.host, reply, answer_time, self._interruption):
+            [*_, last] = reply
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        return last
 
     @property
     def _is_over(self) -> bool:
@@ -577,9 +570,8 @@ class Script:
                 self._output.note_interruption()
                 break
             try:
-                if not self._room.make(None, results):
+                if not self._make_room(None, results):
                     turn.hold(results)
-                    self._output.note_interruption()
                     break
                 reply = turn.answer(results)
             except KvchatError as error:

@@ -15,8 +15,7 @@ from kvchat.cli.build import (
     user_paths,
 )
 from kvchat.cli.log_file import close_log
-from kvchat.cli.running_server import announced
-from kvchat.cli.server_key import KeyRequest, is_used_by_others, server_key
+from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import TimedOut
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady

@@ -16,8 +16,8 @@ from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
 from kvchat.cli.settings import resolve
-from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
+from kvchat.core.stats import Cost
 from kvchat.core.text import one_line, sanitize, shown
 from kvchat.terminal import warmth
 from kvchat.terminal.wrap import columns_of, has_room, one_row

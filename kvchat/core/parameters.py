@@ -4,7 +4,7 @@ Flags, `config.toml`, `KVCHAT_*` variables, `/set`, JSON lines and HTTP fields a
 `cli/flags.py` has the rows that are flags of one command and nothing else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import partial
@@ -448,3 +448,9 @@ def require(**values: object) -> None:
     for name, value in values.items():
         if value is not None:
             BY_NAME[name].checked(value, BY_NAME[name].flag)
+
+
+def check_fields(holder: object, parameters: Iterable[Parameter]) -> None:
+    """Raise UsageError for a field of `holder` that the parameter of its name does not allow."""
+    for parameter in parameters:
+        parameter.checked(getattr(holder, parameter.name), parameter.dashed)

@@ -6,10 +6,11 @@ Also writes them with the field names of the JSON output.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol
 
 from kvchat.core.errors import UsageError
-from kvchat.core.parameters import PENALTIES, SAMPLING
+from kvchat.core.parameters import PENALTIES, SAMPLING, check_fields
 
 TokenIds = Sequence[int]
 
@@ -98,7 +99,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How the next token is chosen. `temperature` 0 is greedy decoding.
 
@@ -122,28 +123,27 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for parameter in (*SAMPLING, *PENALTIES):
-            parameter.checked(getattr(self, parameter.name), parameter.dashed)
+        check_fields(self, (*SAMPLING, *PENALTIES))
         for token_id, bias in self.logit_bias:
             if not -100.0 <= bias <= 100.0:
                 raise UsageError(
                     f"logit-bias of token {token_id} is {bias}, but must be -100 to 100."
                 )
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @property
+    @cached_property
     def penalises(self) -> bool:
         """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.penalises_generated
 
-    @property
+    @cached_property
     def penalises_generated(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether logits are changed one row at a time before the filters."""
         return self.penalises or bool(self.logit_bias)

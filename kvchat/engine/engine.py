@@ -17,10 +17,9 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.rates import LEAST_TELLING_TOKENS
-from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
-from kvchat.core.stats import EngineStatus
+from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_verifier import KvVerifier

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import EngineEnded, GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
     EngineLost,
@@ -28,7 +27,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.stats import EngineStatus
+from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.engine.request import RequestSpec
 

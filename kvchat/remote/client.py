@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 
-from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
+from kvchat.core.stats import KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens
 from kvchat.remote.servers import CONNECT_S, Address, Kind, Server, reason_of, redirect_words
 from kvchat.remote.wire import Sent, error_sentence

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from kvchat.core.cost import KvPlaces
 from kvchat.core.errors import (
     ContextTooLong,
     EngineEnded,
@@ -31,7 +30,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.stats import EngineStatus
+from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import (
     CachedTokens,
     FinishReason,

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.fields import Fields
-from kvchat.core.cost import KvPlaces
+from kvchat.core.stats import KvPlaces
 from kvchat.server.bodies import Body, read_request
 from kvchat.server.service import Service
 

@@ -18,7 +18,7 @@ from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
-from kvchat.core.cost import Cost
+from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
 from kvchat.terminal import warmth
 from kvchat.terminal.status import StatsLevel

@@ -18,8 +18,8 @@ from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
-from kvchat.core.cost import Cost
 from kvchat.core.errors import UsageError
+from kvchat.core.stats import Cost
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, RenderContext, Row

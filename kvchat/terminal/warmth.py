@@ -5,7 +5,7 @@ both numbers. Pure functions.
 """
 
 from kvchat.chat.host import TurnCost
-from kvchat.core.cost import Cost
+from kvchat.core.stats import Cost
 from kvchat.core.types import CachedTokens
 from kvchat.terminal.status import format_seconds, plural
 

@@ -11,7 +11,7 @@ from kvchat.chat.host import ChatHost, EngineQueries
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.cost import Cost, KvPlaces
+from kvchat.core.stats import Cost, KvPlaces
 from kvchat.core.types import CachedTokens
 from support.fact_memory import FactMemory
 from support.patient_kvchat import be_patient

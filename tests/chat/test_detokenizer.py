@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from kvchat.chat.decoding import AnswerParts, AnswerWatcher
-from kvchat.chat.detokenizer import StopFilter
+from kvchat.chat.decoding import AnswerParts, AnswerWatcher, StopFilter
 from kvchat.chat.tokenizer import ChatTokenizer
 from support.tokenizer_zoo import ZOO, text_files
 

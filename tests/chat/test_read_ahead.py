@@ -15,7 +15,7 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
 from kvchat.chat.read_ahead import ReadAhead, finished
-from kvchat.core.cost import Cost
+from kvchat.core.stats import Cost
 from kvchat.core.types import CachedTokens
 from support.tiny_host import BLOCK_SIZE, answer_options, finish, tiny_host
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
-from kvchat.core.cost import KvPlaces
 from kvchat.core.events import ModelReady, RequestEvent, SampleFinished
+from kvchat.core.stats import KvPlaces
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, FinishReason
 from kvchat.engine.assembly import build_engine

@@ -19,8 +19,8 @@ from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.tokenizer import Segment
-from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.events import LoadProgress, ModelReady, SampleFinished
+from kvchat.core.stats import KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens, MissReason, SamplingParams
 from kvchat.remote.engine import RemoteEngine
 from kvchat.remote.servers import Kind, address_of, find_server

@@ -18,7 +18,6 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kvchat.chat.chat_model import ChatModel, read_chat_model
-from kvchat.core.cost import KvPlaces, ReadRates
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.events import (
     LoadProgress,
@@ -29,7 +28,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
-from kvchat.core.stats import EngineStatus, SpeculationStatus, TierStatus
+from kvchat.core.stats import EngineStatus, KvPlaces, ReadRates, SpeculationStatus, TierStatus
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, TokenLogprobs, Usage
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model

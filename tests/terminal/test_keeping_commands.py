@@ -15,8 +15,8 @@ from kvchat.cache.keys import encode_ids
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
-from kvchat.core.cost import Cost
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
+from kvchat.core.stats import Cost
 from kvchat.core.types import CachedTokens, Usage
 from kvchat.terminal import cache_lines
 from kvchat.terminal.command_runner import build_registry

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvchat.core.cost import Cost, KvPlaces, ReadRates
+from kvchat.core.stats import Cost, KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens, Tier
 from kvchat.terminal import warmth
 

@@ -20,10 +20,10 @@ from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.planner import from_tier
 from kvchat.cache.rates import RateMemory, known_prefill_rate
 from kvchat.core.config import CacheConfig
-from kvchat.core.cost import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady
 from kvchat.core.parameters import FEWER_BITS, KV_CODES
+from kvchat.core.stats import ASSUMED_BYTES_PER_S, KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens, Fact, Memory, MissReason, TokenIds
 
 # All in one fact, so that their order is known.
