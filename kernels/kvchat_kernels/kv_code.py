@@ -8,12 +8,11 @@ a whole head, such a channel would take the precision of the head's other number
 6.2322 with 16 bits (llama.cpp#7412). Scales are bfloat16: they have the range of float32, and the
 error of rounding them is in the numbers, which are divided by the rounded scale.
 
-Within its group such a channel still takes the precision of 31 others. So keys are turned first,
-but for those of plain `int8`, which a GPU's kernels write: a group is multiplied with a Hadamard
-matrix, which spreads every number over all (QuaRot, Ashkboos et al. 2024). The matrix is its own
-inverse but for a factor, and a query turned likewise has the same product with a turned key as both
-had before. Of Qwen2.5-Coder-0.5B that halves what keys of 8 bits change beside values of 4: KL to
-plain KV 0.0212 before, 0.0106 after.
+Within its group such a channel still takes the precision of 31 others. So keys are turned first: a
+group is multiplied with a Hadamard matrix, which spreads every number over all (QuaRot, Ashkboos et
+al. 2024). The matrix is its own inverse but for a factor, and a query turned likewise has the same
+product with a turned key as both had before. Of Qwen2.5-Coder-0.5B in 8 bits that makes the loss of
+perplexity 0.1 % instead of 1.8 %, and the KL to plain KV 0.0055 instead of 0.0185.
 """
 
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class NumberCode:
     8 bits   -127 to 127: a scale is the largest number of its group without its sign, over 127
     4 bits   -8 to 7, stored plus 8: the number farthest from zero is -8. The first half of a group
              is in the lower halves of its bytes, the second half in the upper ones
-    turned   whether a group is multiplied with a Hadamard matrix before it is rounded
+    turned   whether a group is multiplied with a Hadamard matrix before it is rounded; see `turns`
     """
 
     bits: int
@@ -55,11 +54,12 @@ class NumberCode:
         return 127 if self.bits == 8 else 8
 
     def takes(self, dim: int) -> bool:
-        """Whether heads of `dim` can be stored: a vector of 8 bytes is a half of a group of 4 bits,
-        and a Hadamard matrix has the order of a power of two.
-        """
-        multiple = 16 if self.bits == 4 else 8 if self.turned else 1
-        return dim % multiple == 0
+        """Whether heads of `dim` can be stored: a vector of 8 bytes is half a group of 4 bits."""
+        return self.bits == 8 or dim % 16 == 0
+
+    def turns(self, dim: int) -> bool:
+        """Whether heads of `dim` are turned: only a group of a power of two has such a matrix."""
+        return self.turned and dim % _GROUPS[-1] == 0
 
     def width(self, dim: int) -> int:
         """Return the bytes of the numbers of a head of `dim`."""
@@ -76,7 +76,7 @@ class NumberCode:
         right.
         """
         groups = values.float().unflatten(-1, (-1, group_size(values.shape[-1])))
-        if self.turned:
+        if self.turns(values.shape[-1]):
             groups = turned(groups)
         peaks = groups.abs().amax(dim=-1)
         signed = peaks
@@ -142,13 +142,15 @@ def turned_queries(query: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class KvCode:
     """How the KV of a layer is stored. `name` is that of the setting, `stored_name` is part of the
-    identity of stored KV: other bytes need another one.
+    identity of stored KV: other bytes need another one. Under `earlier_names` earlier versions
+    stored other bytes, which nothing reads any more.
     """
 
     name: str
     stored_name: str
     keys: NumberCode
     values: NumberCode
+    earlier_names: tuple[str, ...] = ()
 
     def takes(self, key_dim: int, value_dim: int) -> bool:
         """Whether heads of these dims can be stored."""
@@ -159,7 +161,13 @@ class KvCode:
         return self.keys.num_bytes(key_dim) + self.values.num_bytes(value_dim)
 
 
-INT8 = KvCode("int8", "int8, a bfloat16 scale for 32", NumberCode(8), NumberCode(8))
+INT8 = KvCode(
+    "int8",
+    "int8, turned keys",
+    NumberCode(8, turned=True),
+    NumberCode(8),
+    earlier_names=("int8, a bfloat16 scale for 32",),
+)
 K8V4 = KvCode("k8v4", "k8v4, turned keys", NumberCode(8, turned=True), NumberCode(4))
 INT4 = KvCode("int4", "int4, turned keys", NumberCode(4, turned=True), NumberCode(4))
 CODES = {code.name: code for code in (INT8, K8V4, INT4)}

@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.experts import block_experts
-from kvchat_kernels.kv_code import INT8
+from kvchat_kernels.kv_code import INT8, turned_queries
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
 from kvchat_kernels.one_row_linear import one_row_linear
@@ -167,7 +167,8 @@ def _attention(step: "_AttentionStep", name: str) -> KernelCase:
 def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
     """Return attention over the same KV in 8 bits; the twin has what that stores."""
     layers = [
-        CodedKv(*INT8.keys.quantised(key), *INT8.keys.quantised(value)) for key, value in step.pools
+        CodedKv(*INT8.keys.quantised(key), *INT8.values.quantised(value))
+        for key, value in step.pools
     ]
     step.pools.clear()
 
@@ -178,11 +179,10 @@ def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
     def twin() -> torch.Tensor:
         first, dtype = layers[0], step.query.dtype
         keys = INT8.keys.restored(first.keys, first.key_scales).to(dtype)
-        values = INT8.keys.restored(first.values, first.value_scales).to(dtype)
+        values = INT8.values.restored(first.values, first.value_scales).to(dtype)
         pools = keys, values
-        return paged_attention(
-            step.query, *pools, step.sequences, scale=step.scale, impl="reference"
-        )
+        query = turned_queries(step.query)  # as the keys are
+        return paged_attention(query, *pools, step.sequences, scale=step.scale, impl="reference")
 
     token_bytes = sum(tensor[0, 0].nbytes for tensor in layers[0].tensors)
     num_bytes = token_bytes * step.context * step.num_sequences

@@ -6,7 +6,7 @@ A tier stores packs of consecutive blocks. A pack is found by the chain keys of 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys
@@ -33,12 +33,14 @@ class BusyRecord(DamagedRecord):
 class Layout:
     """What all packs of one identity share: the identity (16 bytes) and the shape of a block.
 
-    `block_size` counts tokens; `block_bytes` is the size of a block's image.
+    `block_size` counts tokens; `block_bytes` is the size of a block's image. Under the identities
+    `earlier` other versions stored the same KV in a form that nothing reads any more.
     """
 
     identity: bytes
     block_size: int
     block_bytes: int
+    earlier: tuple[bytes, ...] = field(default=(), compare=False)
 
     @property
     def ids_bytes(self) -> int:

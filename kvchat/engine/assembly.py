@@ -41,6 +41,7 @@ from kvchat.engine.engine import Engine
 from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import (
     device_budget,
+    earlier_identities,
     host_budget,
     kv_geometry,
     kv_identity,
@@ -324,7 +325,8 @@ def new_chain(
                 loaded.asked_weights,
             ),
         )
-        return Layout(identity, geometry.block_size, geometry.block_bytes)
+        earlier = earlier_identities(loaded, geometry, digest)
+        return Layout(identity, geometry.block_size, geometry.block_bytes, earlier)
 
     rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
     planner = Planner(rate, rate_memory(loaded, memory))

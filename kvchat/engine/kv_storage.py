@@ -78,6 +78,17 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 
+def earlier_identities(
+    loaded: LoadedModel, geometry: KvGeometry, content_digest: str
+) -> tuple[bytes, ...]:
+    """Return the identities under which earlier versions stored this KV in other bytes."""
+    if not isinstance(geometry.format, CodedFormat):
+        return ()
+    code = geometry.format.code
+    formats = [CodedFormat(replace(code, stored_name=name)) for name in code.earlier_names]
+    return tuple(kv_identity(loaded, replace(geometry, format=x), content_digest) for x in formats)
+
+
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
     """Return the shape and format of the KV pools for a model computing in `dtype`."""
     code = CODES.get(config.kv_dtype)

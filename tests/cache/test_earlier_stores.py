@@ -1,6 +1,7 @@
 """Stores of other versions of kvchat: a miss that is said once, and files that go."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 from kvchat.cache.disk.admin import StoreAdmin
@@ -56,6 +57,21 @@ def test_what_earlier_versions_left_of_other_models_goes_and_is_said_once(tmp_pa
     again.drop_earlier()
     assert again.status().trouble == ""
     assert restored(again, IDS) == 3
+
+
+def test_what_this_model_stored_in_another_form_goes_too(tmp_path: Path) -> None:
+    """KV of 8 bits whose keys were not turned has another identity."""
+    other = open_tier(tmp_path, layout=OTHER)
+    assert save(other, IDS, OTHER)
+    other.close()
+    tier = open_tier(tmp_path, layout=replace(LAYOUT, earlier=(OTHER.identity,)))
+    assert save(tier, IDS)
+
+    tier.drop_earlier()
+
+    assert "earlier version" in tier.status().trouble
+    assert [path.name for path in find_model_dirs(tmp_path)] == [LAYOUT.identity.hex()]
+    assert restored(tier, IDS) == 3
 
 
 def test_a_later_version_and_this_one_stay(tmp_path: Path) -> None:

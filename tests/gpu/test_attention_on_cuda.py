@@ -22,7 +22,12 @@ from support.attention_kernel_checks import (
     check_strided_tensors,
     check_unused_table_entries,
 )
-from support.int8_kv_checks import check_int8_attention, check_int8_replay, check_int8_write
+from support.int8_kv_checks import (
+    check_int8_attention,
+    check_int8_replay,
+    check_int8_write,
+    check_turned_queries,
+)
 from support.plain_attention import AttentionCase
 from support.private_tables import check_private_table
 
@@ -137,3 +142,9 @@ def test_a_captured_step_over_kv_of_8_bits_is_right_at_other_lengths(new: int) -
 @pytest.mark.parametrize("dims", [(128, 128), (64, 256), (20, 40)], ids=str)
 def test_a_gpu_stores_the_same_8_bits_as_a_cpu(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check_int8_write(dims, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_a_gpu_turns_queries_as_a_cpu_does(dim: int, dtype: torch.dtype) -> None:
+    check_turned_queries(dim, dtype, DEVICE)

@@ -13,6 +13,7 @@ from support.int8_kv_checks import (
     check_int8_attention,
     check_int8_replay,
     check_int8_write,
+    check_turned_queries,
     zeroed_pools,
 )
 from support.matrix import spread
@@ -34,6 +35,14 @@ def test_the_write_stores_the_same_bytes_as_the_reference(
     interpreter: Interpreter, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     interpreter(check_int8_write, dims, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_queries_are_turned_as_the_reference_turns_them(
+    interpreter: Interpreter, dtype: torch.dtype
+) -> None:
+    for dim in (8, 16, 80, 96):
+        interpreter(check_turned_queries, dim, dtype)
 
 
 @pytest.mark.parametrize("name", spread(RULES, ["window 5", "chunk 48", "sinks, wide keys"]))
@@ -93,6 +102,7 @@ def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) 
 
     assert launched == [
         "int8_kv_write_kernel",
+        "turned_queries_kernel",
         "paged_attention_split_kernel",
         "merge_splits_kernel",
     ]

@@ -13,7 +13,7 @@ from compiling import HOPPER, GpuCode, compile_for
 
 from kvchat_kernels.block_copy import PoolTensors
 from kvchat_kernels.block_copy.kernel import copy_launch, image_launch
-from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
+from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch, turned_queries_launch
 from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.kv_write.kernel import kv_write_launch
 from kvchat_kernels.launch import Launch
@@ -85,6 +85,14 @@ def test_int8_kv_write(shape: tuple[int, int, int, int], dtype: torch.dtype) -> 
     code = compiled(int8_kv_write_launch(key, value, tuple(pools), step_kv.slot_mapping))
 
     assert code.ptx_count("div.full") == 0, "torch divides exactly"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_turned_queries(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    (query, _, _), _, _ = step(shape, dtype)
+
+    compiled(turned_queries_launch(query, torch.empty_like(query).contiguous()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.int8_kv_write import int8_kv_write
+from kvchat_kernels.int8_kv_write import int8_kv_write, turn_queries
 from kvchat_kernels.kv_code import INT8, group_size
 from kvchat_kernels.paged_attention import PagedSequences
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_int8_triton
@@ -28,7 +28,10 @@ def int8_problem(
     block_size: int = 16,
     is_private: bool = False,
 ) -> tuple[PagedProblem, Int8Parts]:
-    """Return a problem whose oracle has the stored numbers, and the pools; NaN beside sequences."""
+    """Return a problem whose oracle has the stored numbers, and the pools; NaN beside sequences.
+
+    Its query is one for turned keys.
+    """
     problem = paged_problem(case, lengths, block_size, torch.float32)
     if is_private:
         problem = with_private_tables(problem)
@@ -139,3 +142,16 @@ def check_int8_write(dims: tuple[int, int], dtype: torch.dtype, device: str = "c
             assert torch.equal(ours.isnan(), theirs.isnan())
             ours, theirs = ours.nan_to_num(7.0), theirs.nan_to_num(7.0)
         assert_same_bits(ours, theirs, "stored")
+
+
+def check_turned_queries(dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The kernel turns queries as the reference does, of any strides."""
+    torch.manual_seed(0)
+    query = torch.randn(7, 5, dim * 2).to(dtype)[:, 1:4, :dim]
+
+    ours, plain = (
+        turn_queries(query.to(place), impl=impl).cpu()
+        for impl, place in (("triton", device), ("reference", "cpu"))
+    )
+
+    assert torch.allclose(ours.float(), plain.float(), rtol=torch.finfo(dtype).eps, atol=0)

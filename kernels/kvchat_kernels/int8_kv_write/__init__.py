@@ -1,4 +1,5 @@
-"""Writes a step's keys and values to their slots in 8 bits, with a scale for each group.
+"""Writes a step's keys and values to their slots in 8 bits, with a scale for each group, and turns
+queries as keys are turned.
 
 The reference says what the stored bytes are; a GPU's kernel stores the same ones, so that KV kept
 by one device is read by another.
@@ -7,10 +8,10 @@ by one device is read by another.
 import torch
 
 from kvchat_kernels.int8_kv_write.reference import CodedPools, coded_write
-from kvchat_kernels.kv_code import INT8
+from kvchat_kernels.kv_code import INT8, turned_queries
 from kvchat_kernels.launch import dense, uses_triton
 
-__all__ = ["CodedPools", "coded_write", "int8_kv_write"]
+__all__ = ["CodedPools", "coded_write", "int8_kv_write", "turn_queries"]
 
 
 def int8_kv_write(
@@ -36,3 +37,17 @@ def int8_kv_write(
         int8_kv_write_launch(dense(key), dense(value), pools, slot_mapping).run()
     else:
         coded_write(key, value, pools, INT8, slot_mapping)
+
+
+def turn_queries(query: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
+    """Return queries [num_tokens, num_heads, dim] whose products with turned keys are those with
+    the keys, in new memory. `dim` is a multiple of 8; `impl` as of `int8_kv_write`.
+    """
+    if not uses_triton(query.device, impl):
+        return turned_queries(query)
+    from kvchat_kernels.int8_kv_write.kernel import turned_queries_launch
+
+    query = dense(query)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    turned_queries_launch(query, out).run()
+    return out

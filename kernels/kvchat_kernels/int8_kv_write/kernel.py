@@ -1,4 +1,4 @@
-"""The write in 8 bits as one Triton kernel for keys and values together.
+"""The write in 8 bits as one Triton kernel for keys and values together, and one for queries.
 
 Shapes: H heads of a tile, B groups of a head, G numbers of a group, both padded to powers of two.
 """
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvchat_kernels.int8_kv_write.reference import CodedPools
-from kvchat_kernels.kv_code import INT8, LEAST
+from kvchat_kernels.kv_code import INT8, LEAST, group_size
 from kvchat_kernels.launch import Launch, next_power_of_2
 
 _TILE = 1024
@@ -33,10 +33,25 @@ def _whole(x):
 
 
 @triton.jit
+def _turned(x, ROUNDS: tl.constexpr):
+    """Return groups [H, B, 2 ** ROUNDS] times the Hadamard matrix, added in the order of `turned`.
+
+    Each round takes neighbours and puts their sums before their differences. So the numbers that
+    were 1, 2, 4, ... apart are neighbours one round after another, and all are in place at the end.
+    """
+    for _ in tl.static_range(ROUNDS):
+        pairs = tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2] // 2, 2))
+        first, second = tl.split(pairs)
+        both = tl.permute(tl.join(first + second, first - second), (0, 2, 1))
+        x = tl.reshape(both, x.shape)
+    return x
+
+
+@triton.jit
 def _write_heads(
     source_ptr, head_stride, numbers_ptr, scales_ptr, slot, first_head, HEADS: tl.constexpr,
     DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     num_groups: tl.constexpr = DIM // GROUP
     head = first_head + tl.arange(0, BLOCK_H)[:, None]  # [H, 1]
@@ -47,6 +62,7 @@ def _write_heads(
     inside = is_group[:, :, None] & (number < GROUP)
     source = source_ptr + head.to(tl.int64)[:, :, None] * head_stride + dim
     x = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [H, B, G]
+    x = _turned(x, ROUNDS)
     peak = tl.max(tl.abs(x), axis=2)  # [H, B]
     is_nan = tl.max((x != x).to(tl.int32), axis=2) > 0
     # Divisions as torch's: `/` would be off in the last bits on a GPU.
@@ -70,6 +86,7 @@ def int8_kv_write_kernel(
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr, BLOCK_H: tl.constexpr, KEY_BLOCK_B: tl.constexpr,
     KEY_BLOCK_G: tl.constexpr, VALUE_BLOCK_B: tl.constexpr, VALUE_BLOCK_G: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile) rounds and stores BLOCK_H heads: first the keys' tiles, then the
     values'.
@@ -83,13 +100,13 @@ def int8_kv_write_kernel(
     if tile < tiles:
         _write_heads(
             key_ptr + token * key_token_stride, key_head_stride, keys_ptr, key_scales_ptr, slot,
-            tile * BLOCK_H, HEADS, KEY_DIM, KEY_GROUP, BLOCK_H, KEY_BLOCK_B, KEY_BLOCK_G,
+            tile * BLOCK_H, HEADS, KEY_DIM, KEY_GROUP, BLOCK_H, KEY_BLOCK_B, KEY_BLOCK_G, ROUNDS,
         )  # fmt: skip
     else:
         _write_heads(
             value_ptr + token * value_token_stride, value_head_stride, values_ptr,
             value_scales_ptr, slot, (tile - tiles) * BLOCK_H, HEADS, VALUE_DIM, VALUE_GROUP,
-            BLOCK_H, VALUE_BLOCK_B, VALUE_BLOCK_G,
+            BLOCK_H, VALUE_BLOCK_B, VALUE_BLOCK_G, 0,
         )  # fmt: skip
 
 
@@ -106,8 +123,7 @@ def int8_kv_write_launch(
     num_tokens, num_heads, key_dim = key.shape
     value_dim = value.shape[-1]
     key_group, value_group = key_dim // key_scales.shape[3], value_dim // value_scales.shape[3]
-    block_heads = max(1, _TILE // next_power_of_2(max(key_dim, value_dim)))
-    block_heads = min(block_heads, next_power_of_2(num_heads))
+    block_heads = _heads_of_tile(num_heads, max(key_dim, value_dim))
     operands = {
         "key_ptr": key,
         "value_ptr": value,
@@ -130,6 +146,51 @@ def int8_kv_write_launch(
         "KEY_BLOCK_G": next_power_of_2(key_group),
         "VALUE_BLOCK_B": next_power_of_2(value_dim // value_group),
         "VALUE_BLOCK_G": next_power_of_2(value_group),
+        "ROUNDS": key_group.bit_length() - 1 if INT8.keys.turns(key_dim) else 0,
     }
     grid = (num_tokens, 2 * triton.cdiv(num_heads, block_heads))
     return Launch(int8_kv_write_kernel, grid, operands, num_warps=4)
+
+
+def _heads_of_tile(num_heads: int, dim: int) -> int:
+    return min(max(1, _TILE // next_power_of_2(dim)), next_power_of_2(num_heads))
+
+
+@triton.jit
+def turned_queries_kernel(
+    query_ptr, out_ptr, token_stride, head_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile) turns BLOCK_H heads of a query."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None, None]  # [H, 1, 1]
+    group = tl.arange(0, BLOCK_B)[None, :, None]
+    dim = group * GROUP + tl.arange(0, GROUP)[None, None, :]  # [1, B, G]
+    inside = (head < HEADS) & (dim < DIM)
+    source = query_ptr + token * token_stride + head * head_stride + dim
+    x = _turned(tl.load(source, mask=inside, other=0.0).to(tl.float32), ROUNDS) * (1.0 / GROUP)
+    to = out_ptr + (token * HEADS + head) * DIM + dim
+    tl.store(to, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def turned_queries_launch(query: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Return the launch; `query` has a dense last dimension, `out` is contiguous."""
+    num_tokens, num_heads, dim = query.shape
+    assert query.stride(-1) == 1
+    assert out.is_contiguous()
+    assert out.shape == query.shape
+    group, block_heads = group_size(dim), _heads_of_tile(num_heads, dim)
+    operands = {
+        "query_ptr": query,
+        "out_ptr": out,
+        "token_stride": query.stride(0),
+        "head_stride": query.stride(1),
+        "HEADS": num_heads,
+        "DIM": dim,
+        "GROUP": group,
+        "BLOCK_H": block_heads,
+        "BLOCK_B": next_power_of_2(dim // group),
+        "ROUNDS": group.bit_length() - 1,
+    }
+    grid = (num_tokens, triton.cdiv(num_heads, block_heads))
+    return Launch(turned_queries_kernel, grid, operands, num_warps=4)

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,11 +198,16 @@ class DiskQuota:
             "some of it had to go."
         )
 
-    def drop_earlier(self) -> bool:
-        """Drop what earlier versions of kvchat have left of other models, pinned or not: no version
-        reads it any more. Return whether there was any.
+    def drop_earlier(self, identities: Sequence[bytes]) -> bool:
+        """Drop what earlier versions of kvchat have left of other models and under `identities`,
+        pinned or not: no version reads it any more. Return whether there was any.
         """
-        earlier = [path for path in self._others() if 0 < table_version(path) < SCHEMA_VERSION]
+        names = {identity.hex() for identity in identities}
+        earlier = [
+            path
+            for path in self._others()
+            if path.name in names or 0 < table_version(path) < SCHEMA_VERSION
+        ]
         for path in earlier:
             drop(path)
         self._sizes.forget()

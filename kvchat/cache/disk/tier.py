@@ -484,11 +484,13 @@ class DiskTier(Tier):
         self._attempt(collect, None)
 
     def drop_earlier(self) -> None:
-        """Remove what earlier versions of kvchat have left of other models, and say so."""
+        """Remove what earlier versions of kvchat have left, of other models or of this one under
+        an earlier identity, and say so.
+        """
 
         def drop() -> None:
             with self._db.changing():
-                if self._quota.drop_earlier():
+                if self._quota.drop_earlier(self._layout.earlier):
                     self._stats.say(
                         "KV of an earlier version of kvchat, now unreadable, was removed."
                     )
