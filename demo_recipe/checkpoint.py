@@ -28,22 +28,11 @@ class Reached:
 
 def save_checkpoint(folder: Path, network: Network, optimiser: Optimiser, reached: Reached) -> None:
     """Write everything a resumed run needs."""
-    _save(folder, network, optimiser.state(), reached)
-
-
-def save_finished(folder: Path, network: Network, reached: Reached) -> None:
-    """Write weights that need no more training."""
-    _save(folder, network, {}, reached)
-
-
-def _save(
-    folder: Path, network: Network, optimiser: dict[str, torch.Tensor], reached: Reached
-) -> None:
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file(network.state_dict(), fresh / "model.safetensors")
-    save_file(optimiser, fresh / "optimiser.safetensors")
+    save_file(optimiser.state(), fresh / "optimiser.safetensors")
     state = {"geometry": asdict(network.geometry), "reached": asdict(reached)}
     (fresh / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +91,7 @@ def load_mean(shares: Mapping[Path, float]) -> Network:
     return networks[0]
 
 
-def export(folder: Path, network: Network, *, bos_id: int, end_id: int, pad_id: int) -> None:
+def export(folder: Path, network: Network, bos_id: int, end_id: int, pad_id: int) -> None:
     """Write the configs and bfloat16 weights; transformers loads them as they are."""
     folder.mkdir(parents=True, exist_ok=True)
     config = network.geometry.hf_config(bos_id=bos_id, end_id=end_id, pad_id=pad_id)

@@ -14,7 +14,6 @@ from functools import cache
 from importlib import resources
 
 from demo_recipe.dialogues import (
-    about_me,
     calendar,
     code,
     documents,
@@ -39,7 +38,7 @@ from demo_recipe.voice import Voice
 _Beat = Callable[[Scene], "Turn | list[Turn]"]
 _Choices = tuple[tuple[_Beat, ...], tuple[float, ...]]
 BEATS: tuple[tuple[_Beat, float], ...] = (
-    (smalltalk.play, 8), (about_me.play, 5), (knowledge.play, 17), (fallback.play, 19),
+    (smalltalk.play, 8), (smalltalk.about_me, 5), (knowledge.play, 17), (fallback.play, 19),
     (telling.tell, 8), (telling.ask, 24), (telling.correct, 6), (telling.confirm, 2),
     (telling.recap, 1.3), (lists.play, 4), (letters.play, 6), (numbers.play, 6),
     (calendar.play, 3), (stories.play, 1.6), (poems.play, 1.2), (code.play, 2.2),
@@ -47,6 +46,12 @@ BEATS: tuple[tuple[_Beat, float], ...] = (
 )  # fmt: skip
 COURSES: _Choices = ((practice.correction, practice.quiz, telling.tell), (0.3, 0.4, 0.3))
 STUDIES: _Choices = ((knowledge.play, fallback.play, letters.play), (0.45, 0.3, 0.25))
+# With what is near it and answered otherwise: "I feel great today" was consoled.
+LATE: _Choices = (
+    (knowledge.play_late, smalltalk.sorrow, letters.play, lists.play, fallback.program,
+     smalltalk.play, code.play),
+    (0.25, 0.27, 0.17, 0.09, 0.09, 0.08, 0.05),
+)  # fmt: skip
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 
 
@@ -62,6 +67,7 @@ class Shape:
     study_rate    share of beats that are about kvchat, out of scope or about letters, which take
                   most phrasings
     refusal_rate  share of beats that are out of scope, whatever else is
+    late_rate     share of beats that are sorrow, late commands, and what suffers under these
     looseness     share of phrasings in which small words come and go
     """
 
@@ -75,6 +81,7 @@ class Shape:
     oddity: float = 0.5
     study_rate: float = 0.0
     refusal_rate: float = 0.0
+    late_rate: float = 0.0
     looseness: float = 0.0
 
 
@@ -113,6 +120,8 @@ def compose(scene: Scene, shape: Shape) -> Chat:
     while len(scene.turns) < num_turns and not _is_full(scene, shape):
         if shape.course_rate and scene.chance(shape.course_rate):
             _extend(scene, scene.rng.choices(*COURSES)[0])
+        elif shape.late_rate and scene.chance(shape.late_rate):
+            _extend(scene, scene.rng.choices(*LATE)[0])
         elif shape.study_rate and scene.chance(shape.study_rate):
             _extend(scene, scene.rng.choices(*STUDIES)[0])
         elif shape.refusal_rate and scene.chance(shape.refusal_rate):

@@ -1,6 +1,7 @@
-"""What the draft learns from the target: its distribution over the next token of a reply.
+"""What a network learns from another one: its distribution over the next token of a reply.
 
-Knows two networks and their rows; knows no dialogue.
+The draft learns from the target, and the target from what it was, so that it forgets little while
+it learns what is new. Knows two networks and their rows; knows no dialogue.
 """
 
 from dataclasses import dataclass
@@ -14,18 +15,25 @@ from demo_recipe.network import Network, Rows
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """A loss for `train`: mean KL divergence from the teacher over the tokens of replies."""
+    """A loss for `train`: mean KL divergence from the teacher over the tokens of replies.
+
+    trusted  a token of the text that the teacher gives less probability than this is learnt from
+             the text, by cross entropy: there the teacher is wrong, or never knew
+
+    Li and Hoiem, "Learning without forgetting" (2016), for the whole; the threshold is ours.
+    """
 
     teacher: Network
     dtype: torch.dtype
+    trusted: float = 0.0
 
     def __call__(self, pupil: Network, rows: Rows) -> Tensor:
-        chosen = (rows.targets.flatten() != -100).nonzero().squeeze(1)
         with torch.no_grad():
-            expected = self._log_probabilities(self.teacher, rows, chosen)
-        learnt = self._log_probabilities(pupil, rows, chosen)
-        return kl_div(learnt, expected, reduction="batchmean", log_target=True)
-
-    def _log_probabilities(self, network: Network, rows: Rows, chosen: Tensor) -> Tensor:
-        states = network.hidden(rows, self.dtype).flatten(0, 1)[chosen]
-        return log_softmax(network.logits(states), -1)
+            expected = log_softmax(self.teacher.learnt_logits(rows, self.dtype), -1)
+        learnt = log_softmax(pupil.learnt_logits(rows, self.dtype), -1)
+        divergence = kl_div(learnt, expected, reduction="none", log_target=True).sum(1)
+        is_learnt = rows.targets != -100
+        said = rows.targets[is_learnt][:, None]
+        surprise = -learnt.gather(1, said).squeeze(1) * rows.weights[is_learnt]
+        is_text = expected.gather(1, said).squeeze(1).exp() < self.trusted
+        return torch.where(is_text, surprise, divergence).mean()

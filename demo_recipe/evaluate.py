@@ -5,18 +5,12 @@ run freely. Knows what must be reached; the card is written by `card`.
 """
 
 import argparse
-import functools
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from demo_recipe.grammar import Grade
 from demo_recipe.paths import DRAFT, TARGET
@@ -69,49 +63,19 @@ class Report:
         ends = {"rate": round(finished / replies, 5), "finished": finished, "replies": replies}
         return {"tests": tests, "ends by itself": ends, "speculation": self.acceptance}
 
-    def failures(self) -> Json:
-        """Failed dialogues by test and grade, for reading."""
-        return {
-            f"{test}, {grade}": [
-                [
-                    *(
-                        f"{message['role']}: {message['content']}"
-                        for message in failure.messages[-5:]
-                    ),
-                    f"WRONG: {failure.reply}",
-                    f"missing {failure.verdict.missing} forbidden {failure.verdict.forbidden}",
-                ]
-                for failure in tally.failures
-            ]
-            for test, grades in self.scores.items()
-            for grade, tally in grades.items()
-            if tally.failures
-        }
-
 
 def evaluate(talker: Talker, count: int, tests: Sequence[str] = tuple(MAKERS)) -> Report:
     """Play `count` probes per test and grade, fewer of slow ones, and the hand-written prompts."""
     return Report({test: _tallies(talker, count, test) for test in (*tests, *WRITTEN_GOALS)})
 
 
-def evaluate_files(
-    folder: Path, count: int, tests: Sequence[str] = tuple(MAKERS), num_workers: int = 1
+def evaluate_pair(
+    target: Path, draft: Path, count: int, tests: Sequence[str] = tuple(MAKERS)
 ) -> Report:
-    """`evaluate` a shipped model, in several processes of one thread each where that is faster."""
-    if num_workers == 1 or torch.cuda.is_available():
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return evaluate(ModelTalker.load(folder, device), count, tests)
-    # The last tests are the quick ones; the order keeps all workers busy to the end.
-    names = [test for test in MAKERS if test in tests] + [*WRITTEN_GOALS]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
-        tallies = list(pool.map(functools.partial(_tallies_of_files, folder, count), names))
-    return Report(dict(zip(names, tallies, strict=True)))
-
-
-def _tallies_of_files(folder: Path, count: int, test: str) -> dict[str, Tally]:
-    torch.set_num_threads(1)
-    return _tallies(ModelTalker.load(folder, torch.device("cpu")), count, test)
+    """All scores of a pair."""
+    pair = (ModelTalker.load(target), ModelTalker.load(draft))
+    scores = evaluate(pair[0], count, tests).scores
+    return Report(scores, acceptance(*pair, count, tests))
 
 
 def _tallies(talker: Talker, count: int, test: str) -> dict[str, Tally]:
@@ -125,10 +89,7 @@ def _tallies(talker: Talker, count: int, test: str) -> dict[str, Tally]:
 
 
 def acceptance(
-    target: ModelTalker,
-    draft: ModelTalker,
-    count: int,
-    tests: Sequence[str] = tuple(MAKERS),
+    target: ModelTalker, draft: ModelTalker, count: int, tests: Sequence[str] = tuple(MAKERS)
 ) -> Json:
     """Speculation with four drafted tokens on the target's replies to held-out chats."""
     result: Json = {}
@@ -155,22 +116,18 @@ def shortfalls(report: Json) -> list[tuple[str, float, float]]:
     tests: Any = report["tests"]
     ends: Any = report["ends by itself"]
     measured: Any = report["speculation"] or {}
+    goals = {
+        (test, grade): goal
+        for test, both in (GOALS | GIVEN_UP).items()
+        for grade, goal in zip(("known", "unseen"), both, strict=True)
+    }
     scored = [
-        (f"{test}, {grade}", tests[test][grade]["rate"], goal)
-        for test, goals in GOALS.items()
-        for grade, goal in zip(("known", "unseen"), goals, strict=True)
-        if test in tests
+        (f"{test}, {grade}", tests[test][grade]["rate"] if test in tests else 0.0, goal)
+        for (test, grade), goal in goals.items()
+        if test in tests or test in GIVEN_UP
     ]
-    scored += [
-        (f"{test}, {grade}", 0.0, goal)
-        for test, goals in GIVEN_UP.items()
-        for grade, goal in zip(("known", "unseen"), goals, strict=True)
-    ]
-    scored += [
-        (test, tests[test]["unseen"]["rate"], goal)
-        for test, goal in WRITTEN_GOALS.items()
-        if test in tests
-    ]
+    written = WRITTEN_GOALS.keys() & tests.keys()
+    scored += [(test, tests[test]["unseen"]["rate"], WRITTEN_GOALS[test]) for test in written]
     scored.append(("ends by itself", ends["rate"], FINISHED_GOAL))
     scored += [
         (f"acceptance length, {grade}", numbers["mean acceptance length"], ACCEPTANCE_GOAL)
@@ -179,49 +136,23 @@ def shortfalls(report: Json) -> list[tuple[str, float, float]]:
     return [(what, score, goal) for what, score, goal in scored if score < goal]
 
 
-def table(report: Report) -> str:
-    """The scores beside what must be reached."""
-    lines = [f"{'test':28} {'known':>8} {'must':>6} {'unseen':>8} {'must':>6}"]
-    for test, grades in report.scores.items():
-        goals = GOALS.get(test, (None, WRITTEN_GOALS.get(test)))
-        cells = [f"{test:28}"]
-        for grade, goal in zip((Grade.KNOWN, Grade.UNSEEN), goals, strict=True):
-            tally = grades.get(grade.value)
-            cells.append(f"{tally.rate:8.1%}" if tally else " " * 8)
-            cells.append(f"{goal:6.0%}" if goal else " " * 6)
-        lines.append(" ".join(cells))
-    summary = report.as_json()
-    lines.append(f"replies that end by themselves: {summary['ends by itself']}")
-    lines.append(f"speculation, 4 drafted tokens: {summary['speculation']}")
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluate the shipped pair or another."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--target", type=Path, default=TARGET)
     parser.add_argument("--draft", type=Path, default=DRAFT)
-    parser.add_argument("--no-draft", action="store_true")
     parser.add_argument("--count", type=int, default=200, help="probes per test and grade")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--test", action="append", choices=tuple(MAKERS), help="only these tests")
     parser.add_argument("--json", type=Path, help="write the scores here")
-    parser.add_argument("--failures", type=Path, help="write the failed dialogues here")
-    options = parser.parse_args(arguments)
-    tests = options.test or tuple(MAKERS)
-    report = evaluate_files(options.target, options.count, tests, options.workers)
-    if not options.no_draft:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        target, draft = (
-            ModelTalker.load(folder, device) for folder in (options.target, options.draft)
-        )
-        report = Report(report.scores, acceptance(target, draft, options.count, tests))
-    sys.stdout.write(table(report))
-    for path, content in ((options.json, report.as_json()), (options.failures, report.failures())):
-        if path:
-            path.write_text(
-                json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+    given = parser.parse_args(arguments)
+    tests = given.test or tuple(MAKERS)
+    report: Any = evaluate_pair(given.target, given.draft, given.count, tests).as_json()
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for test, grades in report["tests"].items():
+        rates = "".join(f"{cell['rate']:8.1%}" for cell in grades.values())
+        sys.stdout.write(f"{test:28}{rates}\n")
+    sys.stdout.write(f"{report['ends by itself']}\n{report['speculation']}\n")
 
 
 if __name__ == "__main__":

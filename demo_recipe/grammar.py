@@ -8,10 +8,12 @@ tokenizer.
 
 import hashlib
 import random
+import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from itertools import product
+from math import prod
 
 HELD_OUT_PATTERNS = 10  # one pattern in ten is kept from training with all its expansions
 HELD_OUT_PHRASINGS = 10  # and one expansion in ten of the other patterns
@@ -111,21 +113,21 @@ class Pattern:
 
     def __init__(self, line: str) -> None:
         self.line = line
-        self._root = _Parser(line).parse()
+        self._root = _parsed(line)
 
     @cached_property
     def num_phrasings(self) -> int:
-        return self._root.count()
+        return _count(self._root)
 
     @cached_property
     def is_held_out(self) -> bool:
         return one_in(HELD_OUT_PATTERNS, "pattern", self.line)
 
     def draw(self, rng: random.Random) -> str:
-        return tidy(self._root.draw(rng))
+        return tidy(_draw(self._root, rng))
 
     def all(self) -> list[str]:
-        return list(dict.fromkeys(tidy(text) for text in self._root.all()))
+        return list(dict.fromkeys(tidy(text) for text in _all(self._root)))
 
 
 class Words:
@@ -180,92 +182,48 @@ def tidy(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    text: str
-
-    def count(self) -> int:
-        return 1
-
-    def draw(self, rng: random.Random) -> str:
-        return self.text
-
-    def all(self) -> list[str]:
-        return [self.text]
+# Alternatives, each a sequence of texts and further alternatives.
+_Node = tuple[tuple["str | _Node", ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    parts: "tuple[_Node, ...]"
-
-    def count(self) -> int:
-        total = 1
-        for part in self.parts:
-            total *= part.count()
-        return total
-
-    def draw(self, rng: random.Random) -> str:
-        return "".join(part.draw(rng) for part in self.parts)
-
-    def all(self) -> list[str]:
-        return ["".join(texts) for texts in product(*(part.all() for part in self.parts))]
+def _count(node: _Node) -> int:
+    return sum(prod(1 if isinstance(part, str) else _count(part) for part in way) for way in node)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    options: "tuple[_Node, ...]"
-
-    def count(self) -> int:
-        return sum(option.count() for option in self.options)
-
-    def draw(self, rng: random.Random) -> str:
-        return rng.choice(self.options).draw(rng)
-
-    def all(self) -> list[str]:
-        return [text for option in self.options for text in option.all()]
+def _draw(node: _Node, rng: random.Random) -> str:
+    way = rng.choice(node) if len(node) > 1 else node[0]
+    return "".join(part if isinstance(part, str) else _draw(part, rng) for part in way)
 
 
-_Node = _Text | _Sequence | _Choice
+def _all(node: _Node) -> list[str]:
+    expanded = ([[part] if isinstance(part, str) else _all(part) for part in way] for way in node)
+    return ["".join(texts) for parts in expanded for texts in product(*parts)]
 
 
-class _Parser:
-    """Recursive descent over one line: sequence := (text | choice | optional)*."""
+def _parsed(line: str) -> _Node:
+    """Recursive descent over one line."""
+    tokens = re.findall(r"[(|)\[\]]|[^(|)\[\]]+", line)
+    at = 0
 
-    def __init__(self, line: str) -> None:
-        self._line = line
-        self._at = 0
+    def node(closer: str) -> _Node:
+        nonlocal at
+        ways: list[tuple[str | _Node, ...]] = []
+        while True:
+            parts: list[str | _Node] = []
+            while at < len(tokens) and tokens[at] not in "|)]":
+                at += 1
+                if tokens[at - 1] == "(":
+                    parts.append(node(")"))
+                elif tokens[at - 1] == "[":
+                    parts.append((("",), (node("]"),)))
+                else:
+                    parts.append(tokens[at - 1])
+            ways.append(tuple(parts))
+            found = tokens[at] if at < len(tokens) else ""
+            at += 1
+            if found != "|":
+                if found != closer:
+                    raise ValueError(f"unbalanced pattern: {line!r}")
+                return tuple(ways)
 
-    def parse(self) -> _Node:
-        node = self._choice(closer="")
-        if self._at != len(self._line):
-            raise ValueError(f"unbalanced pattern: {self._line!r}")
-        return node
-
-    def _choice(self, closer: str) -> _Node:
-        options = [self._sequence()]
-        while self._peek() == "|":
-            self._at += 1
-            options.append(self._sequence())
-        if self._peek() != closer:
-            raise ValueError(f"unbalanced pattern: {self._line!r}")
-        return options[0] if len(options) == 1 else _Choice(tuple(options))
-
-    def _sequence(self) -> _Sequence:
-        parts: list[_Node] = []
-        while (char := self._peek()) and char not in "|)]":
-            parts.append(self._part(char))
-        return _Sequence(tuple(parts))
-
-    def _part(self, char: str) -> _Node:
-        if char in "([":
-            self._at += 1
-            inner = self._choice(")" if char == "(" else "]")
-            self._at += 1
-            return inner if char == "(" else _Choice((_Text(""), inner))
-        start = self._at
-        while (char := self._peek()) and char not in "([|)]":
-            self._at += 1
-        return _Text(self._line[start : self._at])
-
-    def _peek(self) -> str:
-        return self._line[self._at : self._at + 1]
+    return node("")

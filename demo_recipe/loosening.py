@@ -7,44 +7,16 @@ they are. Knows English function words; knows no topic.
 """
 
 import random
+from collections.abc import Callable
 
-from demo_recipe.grammar import Phrases, Words
+from demo_recipe.grammar import Phrases
+from demo_recipe.texts import WORDS
 
 FEWEST_WORDS = 3  # of a phrasing worth loosening
 SECOND_CHANGE = 0.3  # share of loosened phrasings that change twice
 
-DROPPED = Words("""
-    a, an, the, do, does, did, is, are, am, was, can, could, would, will, should, please, me, to,
-        of, that, it,
-    for, about, there, some, any, still, now, have, so
-""").all
-INSERTED = Words("""
-    just, now, again, exactly, actually, maybe, really, simply, quickly, currently, honestly,
-        perhaps, also,
-    roughly, kindly, once, please, like, basically, really now, here, um, er, well
-""").all
-SYNONYMS = (
-    ("tell", "give", "say", "state"),
-    ("know", "remember", "recall"),
-    ("explain", "describe", "clarify"),
-    ("what", "which"),
-    ("show", "give", "display"),
-    ("want", "need", "wish"),
-    ("called", "named"),
-    ("begin", "start"),
-    ("stop", "end", "halt"),
-    ("big", "large"),
-    ("little", "small"),
-    ("wrote", "said"),
-    ("mention", "say", "tell"),
-    ("mom", "mother", "mum"),
-    ("dad", "father"),
-    ("quick", "fast"),
-    ("purpose", "point", "use"),
-    ("change", "alter"),
-    ("remove", "delete"),
-    ("hey", "hi", "hello"),
-)
+DROPPED, INSERTED = WORDS["dropped"].all, WORDS["inserted"].all
+SYNONYMS = tuple(group.split(" | ") for group in WORDS["synonyms"].all)
 
 
 def loosen(phrases: Phrases, text: str, rng: random.Random) -> str:
@@ -59,32 +31,23 @@ def _changed(text: str, rng: random.Random) -> str:
     words = text.split(" ")
     if len(words) < FEWEST_WORDS:
         return text
-    return " ".join(rng.choice((_without_one, _with_another, _with_synonym))(words, rng))
-
-
-def _without_one(words: list[str], rng: random.Random) -> list[str]:
-    places = [at for at, word in enumerate(words) if word.lower() in DROPPED]
+    fits, change = rng.choice(_CHANGES)
+    places = [at for at, word in enumerate(words) if fits(at, word)]
     if not places:
-        return words
+        return text
     at = rng.choice(places)
-    return words[:at] + words[at + 1 :]
+    return " ".join((*words[:at], *change(words[at], rng), *words[at + 1 :]))
 
 
-def _with_another(words: list[str], rng: random.Random) -> list[str]:
+# Which words may be changed, and into what.
+_CHANGES: tuple[
+    tuple[Callable[[int, str], bool], Callable[[str, random.Random], tuple[str, ...]]], ...
+] = (
+    (lambda at, word: word.lower() in DROPPED, lambda word, rng: ()),
     # Not before a slot: it would be taken for a part of the value.
-    places = [at for at, word in enumerate(words) if at and "{" not in word]
-    if not places:
-        return words
-    at = rng.choice(places)
-    return [*words[:at], rng.choice(INSERTED), *words[at:]]
-
-
-def _with_synonym(words: list[str], rng: random.Random) -> list[str]:
-    places = [at for at, word in enumerate(words) if _others(word)]
-    if not places:
-        return words
-    at = rng.choice(places)
-    return [*words[:at], rng.choice(_others(words[at])), *words[at + 1 :]]
+    (lambda at, word: at > 0 and "{" not in word, lambda word, rng: (rng.choice(INSERTED), word)),
+    (lambda at, word: bool(_others(word)), lambda word, rng: (rng.choice(_others(word)),)),
+)
 
 
 def _others(word: str) -> list[str]:

@@ -47,14 +47,10 @@ ODD_ECHOES = replace(ECHOES, odd_rate=0.8, oddity=0.8)
 # Long rows cost the most time a token: few of them at first, many at last.
 ODD_CHATS = ((STUDIED, 0.530), (ODD_COURSES, 0.240), (ODD_ECHOES, 0.14))
 COPYING = Mix(
-    (*ODD_CHATS, (ODD_QUIZ, 0.045), (ODD_QUIZ_LATE, 0.010), (ODD_QUIZ_LAST, 0.0015)),
-    jump_rate=0.3,
-    key_weight=3.0,
+    (*ODD_CHATS, (ODD_QUIZ, 0.045), (ODD_QUIZ_LATE, 0.010), (ODD_QUIZ_LAST, 0.0015)), 0.3, 3.0
 )
 COPYING_FROM_FAR = Mix(
-    (*ODD_CHATS, (ODD_QUIZ, 0.058), (ODD_QUIZ_LATE, 0.0235), (ODD_QUIZ_LAST, 0.0085)),
-    jump_rate=0.3,
-    key_weight=3.0,
+    (*ODD_CHATS, (ODD_QUIZ, 0.058), (ODD_QUIZ_LATE, 0.0235), (ODD_QUIZ_LAST, 0.0085)), 0.3, 3.0
 )
 
 # The fourth round is short and gentle: what users say most, so that nothing of it is lost.
@@ -70,13 +66,9 @@ SETTLING = Mix(
 
 
 def _mix(
-    first: tuple[tuple[Shape, float], ...],
-    *,
-    courses: float,
-    echoes: float,
-    quizzes: tuple[float, float, float],
-    looseness: float = 0.0,
-) -> Mix:
+    first: tuple[tuple[Shape, float], ...], *, courses: float, echoes: float,
+    quizzes: tuple[float, float, float], looseness: float = 0.0,
+) -> Mix:  # fmt: skip
     """A mix of the later rounds: some kinds of chats, and the shares of the odd ones."""
     shares = (
         *first, (ODD_COURSES, courses), (ODD_ECHOES, echoes),
@@ -127,22 +119,15 @@ FINISHING = _mix(
 # The twelfth round refuses more: of 200 prompts out of scope in phrasings that were never trained,
 # 37 had been answered as something else.
 REFUSING = _mix(
-    (
-        (replace(SPOKEN, study_rate=0.3, refusal_rate=0.25), 0.42),
-        (replace(COMMON, study_rate=0.27, refusal_rate=0.12), 0.34),
-    ),
+    ((replace(SPOKEN, study_rate=0.3, refusal_rate=0.25), 0.42),
+     (replace(COMMON, study_rate=0.27, refusal_rate=0.12), 0.34)),
     courses=0.13, echoes=0.02, quizzes=(0.055, 0.027, 0.008), looseness=0.15,
 )  # fmt: skip
 
 # The thirteenth asks more for what was told, for the twelfth forgot some of that: "You haven't told
 # me" is still the commonest wrong answer.
 REMINDED = _mix(
-    (
-        (
-            replace(SPOKEN, course_rate=0.25, quiz_rate=0.75, study_rate=0.22, refusal_rate=0.15),
-            0.40,
-        ),
-        (replace(COMMON, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.08), 0.38),
-    ),
+    ((replace(SPOKEN, course_rate=0.25, quiz_rate=0.75, study_rate=0.22, refusal_rate=0.15), 0.40),
+     (replace(COMMON, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.08), 0.38)),
     courses=0.12, echoes=0.01, quizzes=(0.055, 0.027, 0.008), looseness=0.15,
 )  # fmt: skip

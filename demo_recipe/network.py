@@ -6,8 +6,9 @@ itself is not needed here. Knows no tokenizer, no optimiser and no file.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from torch.nn.functional import cross_entropy, embedding, linear, silu
 
 QUERY_CHUNK = 256  # queries attended at once: score matrices that stay in the cache of a CPU
 UNSEEN = -1e4  # added to the score of a token that must not be seen
-LOSS_CHUNK = 1024  # positions whose logits exist at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +78,31 @@ class Network(nn.Module):
         super().__init__()
         self.geometry = geometry
         self.model = Trunk(geometry)
-        self._run_layer: Callable[..., Tensor] = run_layer
-        self._run_loss: Callable[..., Tensor] = summed_loss
         self._initialise(torch.Generator().manual_seed(seed))
-
-    def compile_parts(self) -> None:
-        """Compile the layer and the loss; one compilation per row length, shared by all layers."""
-        torch._dynamo.config.recompile_limit = 64
-        self._run_layer = torch.compile(run_layer, dynamic=False)
-        self._run_loss = torch.compile(summed_loss, dynamic=False)
 
     def hidden(self, rows: Rows, dtype: torch.dtype) -> Tensor:
         """Final hidden states [num_rows, row_len, hidden_size] in `dtype`, before the last norm."""
-        turns = rotation(rows.positions, self.geometry, dtype)
-        mask = segment_mask(rows.segments)
+        turns = rotation(rows.positions.flatten(), self.geometry, dtype)
+        pieces = attended_pieces(rows.segments)
         # Indexing would add up its gradients atomically, in the order in which threads come by.
-        states = embedding(rows.ids, self.model.embed_tokens.weight).to(dtype)
+        states = embedding(rows.ids.flatten(), self.model.embed_tokens.weight).to(dtype)
         for layer in self.layers():
-            states = self._run_layer(layer, states, *turns, mask)
-        return states
+            attended = Attention.apply(*project(layer, states, *turns), pieces)
+            states = finish(layer, states, attended)
+        return states.unflatten(0, rows.ids.shape)
 
     def loss(self, rows: Rows, dtype: torch.dtype) -> Tensor:
         """Weighted mean cross entropy over the targets that are not -100."""
-        targets = rows.targets.flatten()
-        chosen = (targets != -100).nonzero().squeeze(1)
-        # Pad to whole chunks, so that the compiled loss sees one shape only.
-        padding = -len(chosen) % LOSS_CHUNK
-        picked = torch.cat([chosen, chosen.new_zeros(padding)])
-        labels = torch.cat([targets[chosen], targets.new_full((padding,), -100)])
-        weights = rows.weights.flatten()[picked]
-        states = self.hidden(rows, dtype).flatten(0, 1)[picked]
-        head, norm, eps = (
-            self.model.embed_tokens.weight,
-            self.model.norm.weight,
-            self.geometry.rms_norm_eps,
-        )
-        chunks = (part.split(LOSS_CHUNK) for part in (states, labels, weights))
-        total = sum(
-            self._run_loss(piece, norm, head, label, weight, eps)
-            for piece, label, weight in zip(*chunks, strict=True)
-        )
-        assert isinstance(total, Tensor), "no target in these rows"
-        return total / rows.weights.flatten()[chosen].sum()
+        is_learnt = rows.targets != -100
+        weights = rows.weights[is_learnt]
+        logits = self.learnt_logits(rows, dtype)
+        losses = cross_entropy(logits, rows.targets[is_learnt], reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+    def learnt_logits(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Logits [num_learnt, vocab_size] where a token is learnt."""
+        is_learnt = (rows.targets != -100).flatten()
+        return self.logits(self.hidden(rows, dtype).flatten(0, 1)[is_learnt])
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., vocab_size] in float32 of final hidden states [..., hidden_size]."""
@@ -151,13 +134,13 @@ class Trunk(nn.Module):
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
-        self.embed_tokens = Weight(geometry.vocab_size, geometry.hidden_size)
+        self.embed_tokens = nn.Embedding(geometry.vocab_size, geometry.hidden_size)
         self.layers = nn.ModuleList(Layer(geometry) for _ in range(geometry.num_hidden_layers))
-        self.norm = Weight(geometry.hidden_size)
+        self.norm = nn.RMSNorm(geometry.hidden_size)
 
 
 class Layer(nn.Module):
-    """One transformer layer's parameters; `run_layer` is its arithmetic."""
+    """One transformer layer's parameters; `project` and `finish` are its arithmetic."""
 
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
@@ -165,114 +148,124 @@ class Layer(nn.Module):
         queries = geometry.num_attention_heads * geometry.head_dim
         keys = geometry.num_key_value_heads * geometry.head_dim
         self.head_dim, self.eps = geometry.head_dim, geometry.rms_norm_eps
-        self.self_attn = Group(
-            q_proj=(queries, hidden),
-            k_proj=(keys, hidden),
-            v_proj=(keys, hidden),
-            o_proj=(hidden, queries),
+        self.self_attn = _matrices(
+            q_proj=(hidden, queries), k_proj=(hidden, keys), v_proj=(hidden, keys),
+            o_proj=(queries, hidden),
+        )  # fmt: skip
+        self.mlp = _matrices(
+            gate_proj=(hidden, inner), up_proj=(hidden, inner), down_proj=(inner, hidden)
         )
-        self.mlp = Group(
-            gate_proj=(inner, hidden), up_proj=(inner, hidden), down_proj=(hidden, inner)
-        )
-        self.input_layernorm = Weight(hidden)
-        self.post_attention_layernorm = Weight(hidden)
+        self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(hidden) for _ in range(2))
 
 
-class Group(nn.Module):
-    """Some matrices under one name."""
-
-    def __init__(self, **shapes: tuple[int, int]) -> None:
-        super().__init__()
-        for name, shape in shapes.items():
-            self.add_module(name, Weight(*shape))
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-
-class Weight(nn.Module):
-    """One parameter named `weight`, as transformers names it."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape))
-
-
-def run_layer(layer: Layer, states: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-    """One layer over whole rows; states [num_rows, row_len, hidden_size]."""
-    query, key, value = project(layer, states, cos, sin)
-    states = states + merge(layer, attend_within(query, key, value, mask))
-    return states + feed_forward(layer, states)
+def _matrices(**shapes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()})
 
 
 def project(
     layer: Layer, states: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries and keys, and values: [num_rows, num_heads, row_len, head_dim] each."""
+    """Rotated queries and keys, and values, [num_tokens, num_heads, head_dim] each.
+
+    states [num_tokens, hidden_size]; the queries are scaled too.
+    """
     normed = rms_norm(states, layer.input_layernorm.weight, layer.eps)
     query, key, value = (
-        linear(normed, layer.self_attn[name].to(states.dtype))
-        .unflatten(-1, (-1, layer.head_dim))
-        .transpose(1, 2)
+        multiply(normed, layer.self_attn[name]).unflatten(-1, (-1, layer.head_dim))
         for name in ("q_proj", "k_proj", "v_proj")
     )
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return rotate(query, cos, sin) * layer.head_dim**-0.5, rotate(key, cos, sin), value
 
 
-def merge(layer: Layer, attended: Tensor) -> Tensor:
-    """Project heads [num_rows, num_heads, row_len, head_dim] back to hidden states."""
-    flat = attended.transpose(1, 2).flatten(2)
-    return linear(flat, layer.self_attn["o_proj"].to(flat.dtype))
-
-
-def feed_forward(layer: Layer, states: Tensor) -> Tensor:
-    """The gated MLP with its norm."""
+def finish(layer: Layer, states: Tensor, attended: Tensor) -> Tensor:
+    """The rest of a layer behind its attention."""
+    states = states + multiply(attended.flatten(1), layer.self_attn["o_proj"])
     normed = rms_norm(states, layer.post_attention_layernorm.weight, layer.eps)
-    gate, up, down = (
-        layer.mlp[name].to(states.dtype) for name in ("gate_proj", "up_proj", "down_proj")
-    )
-    return linear(silu(linear(normed, gate)) * linear(normed, up), down)
+    gate, up = (multiply(normed, layer.mlp[name]) for name in ("gate_proj", "up_proj"))
+    return states + multiply(silu(gate) * up, layer.mlp["down_proj"])
 
 
-def segment_mask(segments: Tensor) -> Tensor:
-    """What causal attention inside each segment adds to the scores: 0, or -10,000 where unseen.
+def multiply(states: Tensor, matrix: nn.Module) -> Tensor:
+    """Through a float32 matrix in the dtype of `states`."""
+    assert isinstance(matrix, nn.Linear)
+    return linear(states, matrix.weight.to(states.dtype))
 
-    segments [num_rows, row_len]; the result is [num_rows, 1, row_len, row_len] float32, made once
-    for all layers: the comparisons in every layer took half the time of attention.
+
+# A segment's first token, and the first and the last but one of some of its queries.
+Piece = tuple[int, int, int]
+
+
+def attended_pieces(segments: Tensor) -> list[Piece]:
+    """The pieces in which attention runs over rows [num_rows, row_len], tokens counted through."""
+    row_len = segments.shape[1]
+    changes = torch.diff(segments.flatten()) != 0
+    changes[row_len - 1 :: row_len] = True
+    edges = [0, *(changes.nonzero().squeeze(1) + 1).tolist(), segments.numel()]
+    return [
+        (start, first, min(first + QUERY_CHUNK, end))
+        for start, end in pairwise(edges)
+        for first in range(start, end, QUERY_CHUNK)
+    ]
+
+
+class Attention(torch.autograd.Function):
+    """Causal attention inside each segment, a piece of queries at a time.
+
+    query [num_tokens, num_heads, head_dim], scaled; key and value with num_kv_heads. On a CPU this
+    is several times as fast, backward included, as torch's own attention or as a masked one.
     """
-    index = torch.arange(segments.shape[1], device=segments.device)
-    is_same = segments[:, :, None] == segments[:, None, :]
-    is_seen = is_same & (index[:, None] >= index[None, :])
-    hidden = torch.full(is_seen.shape, UNSEEN, device=segments.device)
-    return hidden.masked_fill_(is_seen, 0.0)[:, None]
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: list[Piece]) -> Tensor:
+        attended, saved = torch.empty_like(query), []
+        keys, values = key.transpose(0, 1), value.transpose(0, 1)
+        for start, first, stop in pieces:
+            scores = _by_group(query[first:stop], key) @ keys[:, start:stop].mT
+            _hide_later(scores, stop - first)
+            saved.append(torch.softmax(scores, -1))
+            _put(attended, saved[-1] @ values[:, start:stop], first, stop)
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.pieces = pieces
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *saved = ctx.saved_tensors
+        keys, values = key.transpose(0, 1), value.transpose(0, 1)
+        for_query, for_key, for_value = (torch.zeros_like(t) for t in (query, key, value))
+        for (start, first, stop), weights in zip(ctx.pieces, saved, strict=True):
+            ahead = _by_group(gradient[first:stop], key)
+            for_weights = ahead @ values[:, start:stop].mT
+            for_scores = torch._softmax_backward_data(for_weights, weights, -1, weights.dtype)
+            _put(for_query, for_scores @ keys[:, start:stop], first, stop)
+            asked = _by_group(query[first:stop], key)
+            for_key[start:stop] += (for_scores.mT @ asked).transpose(0, 1)
+            for_value[start:stop] += (weights.mT @ ahead).transpose(0, 1)
+        return for_query, for_key, for_value, None
 
 
-def attend_within(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Causal attention under a `segment_mask`, a chunk of queries at a time.
+def _by_group(heads: Tensor, key: Tensor) -> Tensor:
+    """[num_queries, num_heads, head_dim] as [num_kv_heads, group * num_queries, head_dim]."""
+    return heads.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
-    query [num_rows, num_heads, row_len, head_dim], key and value with num_kv_heads. On a CPU this
-    compiles to code half again as fast, backward included, as the built-in attention at these
-    lengths.
-    """
-    groups, row_len = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    query = query * query.shape[-1] ** -0.5
-    attended = []
-    for start in range(0, row_len, QUERY_CHUNK):
-        stop = min(row_len, start + QUERY_CHUNK)
-        scores = (query[:, :, start:stop] @ key[:, :, :stop].transpose(-1, -2)).float()
-        weights = torch.softmax(scores + mask[:, :, start:stop, :stop], -1)
-        attended.append(weights.to(value.dtype) @ value[:, :, :stop])
-    return torch.cat(attended, 2)
+
+def _put(whole: Tensor, part: Tensor, first: int, stop: int) -> None:
+    """Write back what `_by_group` sorted."""
+    heads = part.unflatten(1, (-1, stop - first)).permute(2, 0, 1, 3)
+    whole[first:stop] = heads.flatten(1, 2)
+
+
+def _hide_later(scores: Tensor, num_queries: int) -> None:
+    """Hide the keys behind each query, which are among the last `num_queries`, in place."""
+    last = scores[..., -num_queries:].unflatten(1, (-1, num_queries))
+    last += torch.full((num_queries, num_queries), UNSEEN, dtype=scores.dtype).triu_(1)
 
 
 def rotation(positions: Tensor, geometry: Geometry, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [num_rows, 1, row_len, head_dim / 2] of the rotary embedding."""
+    """Cosines and sines [num_tokens, 1, head_dim / 2] of the rotary embedding."""
     half = geometry.head_dim // 2
     exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / half
-    angles = positions[:, None, :, None].float() * geometry.rope_theta**-exponents
+    angles = positions[:, None, None].float() * geometry.rope_theta**-exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -287,11 +280,3 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = states.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return normed.to(states.dtype) * weight.to(states.dtype)
-
-
-def summed_loss(
-    states: Tensor, norm: Tensor, head: Tensor, labels: Tensor, weights: Tensor, eps: float
-) -> Tensor:
-    """Weighted cross entropy summed over the labels that are not -100."""
-    logits = linear(rms_norm(states, norm, eps), head.to(states.dtype)).float()
-    return (cross_entropy(logits, labels, reduction="none", ignore_index=-100) * weights).sum()

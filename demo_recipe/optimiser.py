@@ -105,6 +105,11 @@ def orthogonalise(stacked: Tensor) -> Tensor:
     return (x.mT if is_tall else x).to(stacked.dtype)
 
 
+def best_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def product_dtype(device: torch.device) -> torch.dtype:
     """The fastest dtype of matrix products there: bfloat16, but float32 on CPUs without AVX-512.
 

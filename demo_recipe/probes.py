@@ -13,7 +13,6 @@ from importlib import resources
 
 from demo_recipe.conversation import BEATS
 from demo_recipe.dialogues import (
-    about_me,
     calendar,
     code,
     echo,
@@ -28,10 +27,9 @@ from demo_recipe.dialogues import (
     stories,
     telling,
 )
-from demo_recipe.dialogues.refusal import FALLBACK
 from demo_recipe.facts import Fact, with_new_value
 from demo_recipe.grammar import Grade
-from demo_recipe.scene import Chat, Scene, Turn
+from demo_recipe.scene import FALLBACK, Chat, Scene, Turn
 from demo_recipe.voice import Voice
 
 SCRIPTED_BETWEEN = ("recall after 30 turns", "recall after 3,000 tokens")
@@ -174,11 +172,15 @@ MAKERS: dict[str, Maker] = {
     "corrected fact": _corrected,
     "never told": _never_told,
     "kvchat": _single(knowledge.play),
+    "latest commands": _single(knowledge.play_late),
+    "a death is consoled": _single(smalltalk.mourning),
+    "another sorrow": _single(smalltalk.sadness),
     "sums to 20": _single(numbers.plus),
     "lists, refused": _list,
     "out of scope": _fallback,
+    "programs, refused": _single(fallback.program),
     "small talk": _single(smalltalk.play),
-    "about itself": _single(about_me.play),
+    "about itself": _single(smalltalk.about_me),
     "follow-up": _follow_up,
     "letters": _single(letters.play),
     "other arithmetic": _single(numbers.play),

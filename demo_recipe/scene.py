@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from demo_recipe.facts import Fact
 from demo_recipe.grammar import FAIR_TRIES, Grade, Phrases
-from demo_recipe.lexicon.coined import coined_name
-from demo_recipe.lexicon.odd import made_odd
+from demo_recipe.invented import coined_name, made_odd
 from demo_recipe.loosening import loosen
 from demo_recipe.texts import WORDS
 from demo_recipe.voice import WRAPPERS, Kind, Voice, is_imperative
@@ -34,6 +33,17 @@ class Turn:
     none: tuple[str, ...] = ()
     more: str = ""
     brief: str = ""
+
+
+FALLBACK = (
+    "I can't help with that: I am only a tiny demo model. "
+    "Start a real one with `kvchat --model <hub id or directory>`."
+)
+
+
+def out_of_scope(user: str) -> Turn:
+    """The turn in which `user` asks for something out of scope."""
+    return Turn(user, FALLBACK, "fallback", all=((r"kvchat --model <hub id or directory>",),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,10 @@ class Scene:
     def plain(self, words: str) -> str:
         """A word that decides how a fact is said, never an odd one, spelled as this user spells."""
         return self.voice.spell(WORDS[words].draw(self.rng, self.grade))
+
+    def any(self, words: str) -> str:
+        """A word of a list that is trained whole."""
+        return self.rng.choice(WORDS[words].all)
 
     def name(self, words: str, coined_rate: float = 0.5) -> str:
         """A proper name from the list, or a coined one."""

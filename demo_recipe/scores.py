@@ -6,7 +6,7 @@ knows no network.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from demo_recipe.probes import Probe
 from demo_recipe.scene import Turn
@@ -35,15 +35,6 @@ def judge(reply: str, turn: Turn) -> Verdict:
     return Verdict(tuple(missing), tuple(filter(has, turn.none)))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A probe that went wrong, for people to read."""
-
-    messages: list[Message]
-    reply: str
-    verdict: Verdict
-
-
 @dataclass(slots=True)
 class Tally:
     """Counts of one test in one grade."""
@@ -52,7 +43,6 @@ class Tally:
     num_probes: int = 0
     num_replies: int = 0
     num_finished: int = 0
-    failures: list[Failure] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -80,13 +70,5 @@ def run_probes(talker: Talker, probes: Sequence[Probe]) -> Tally:
             tally.num_replies += 1
             tally.num_finished += reply.is_finished
             if turn + 1 == len(probes[number].turns):
-                _judge_last(tally, probes[number], histories[number])
+                tally.num_good += judge(reply.text, probes[number].last).is_good
     return tally
-
-
-def _judge_last(tally: Tally, probe: Probe, history: list[Message]) -> None:
-    reply = history[-1]["content"]
-    verdict = judge(reply, probe.last)
-    tally.num_good += verdict.is_good
-    if not verdict.is_good:
-        tally.failures.append(Failure(history[:-1], reply, verdict))

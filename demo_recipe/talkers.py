@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from demo_recipe.optimiser import best_device
 from demo_recipe.tokenizer import ChatTokenizer
 
 BATCH_TOKENS = 24_576  # prompt tokens of one batch, padding included
@@ -44,11 +45,11 @@ class ModelTalker:
         self.model, self.tokenizer = model, tokenizer
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "ModelTalker":
+    def load(cls, folder: Path) -> "ModelTalker":
         """A shipped model: a folder of transformers' files with the tokenizer."""
         logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return cls(model.to(device), ChatTokenizer.load(folder))
+        return cls(model.to(best_device()), ChatTokenizer.load(folder))
 
     def reply(self, histories: Sequence[list[Message]]) -> list[Reply]:
         prompts = [self.tokenizer.prompt(history) for history in histories]

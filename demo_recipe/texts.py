@@ -33,3 +33,8 @@ def phrases(module: str) -> dict[str, Phrases]:
 
 
 WORDS = {name: Words(text) for name, text in records("words")[0].items()}
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """The parts of stories and poems of one kind."""
+    return tuple(records("tales")[0][name].split("; "))

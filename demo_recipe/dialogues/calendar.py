@@ -3,15 +3,12 @@
 from demo_recipe.dialogues.sources import MONTHS, NUMBER_WORDS, WEEKDAYS, ordinal
 from demo_recipe.grammar import Phrases
 from demo_recipe.scene import Scene, Turn
-from demo_recipe.texts import phrases
+from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind
 
 SAYS = phrases("calendar")
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-ORDINAL_WORDS = (
-    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
-    "eleventh", "twelfth",
-)  # fmt: skip
+ORDINAL_WORDS = WORDS["ordinal_words"].all
 
 _SETS = {"day": WEEKDAYS, "month": MONTHS}
 _WHOLE = {"day": "week", "month": "year"}

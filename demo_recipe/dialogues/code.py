@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from demo_recipe.grammar import Phrases
 from demo_recipe.scene import Scene, Turn
-from demo_recipe.texts import phrases, records
+from demo_recipe.texts import Record, phrases, records
 from demo_recipe.voice import Kind
 
 SAYS = phrases("code")
@@ -28,17 +28,13 @@ class Snippet:
     mark: str
 
 
-SNIPPETS = tuple(
-    Snippet(
-        record["language"],
-        Phrases(record["tasks"]),
-        Phrases(record["things"]),
-        record["code"].replace("\\n", "\n"),
-        record["about"],
-        record["mark"],
-    )
-    for record in records("snippets")
-)
+def _snippet(record: Record) -> Snippet:
+    tasks, things = (Phrases(record[name]) for name in ("tasks", "things"))
+    code = record["code"].replace("\\n", "\n")
+    return Snippet(record["language"], tasks, things, code, record["about"], record["mark"])
+
+
+SNIPPETS = tuple(map(_snippet, records("snippets")))
 
 
 def play(scene: Scene) -> Turn:

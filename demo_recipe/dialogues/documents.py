@@ -6,22 +6,15 @@ Knows how attached text may look; the facts are those of `relations` that need n
 from dataclasses import replace
 
 from demo_recipe.dialogues import telling
-from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.dialogues.relations import RELATIONS
 from demo_recipe.facts import Fact, draw_fact
-from demo_recipe.scene import Scene, Turn
-from demo_recipe.texts import phrases
+from demo_recipe.scene import Scene, Turn, out_of_scope
+from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind, capitalise
 
 SAYS, CHORES = phrases("documents"), phrases("wild")["chores"]
 
-TOLD_OF_OTHERS = tuple(
-    RELATIONS[name]
-    for name in (
-        "note", "note", "note", "person_age", "person_attribute", "person_birthday", "person_home",
-        "person_job", "person_origin", "person_taste",
-    )
-)  # fmt: skip
+TOLD_OF_OTHERS = tuple(RELATIONS[name] for name in WORDS["told_of_others"].all)
 ENDINGS = ("txt", "md", "csv", "log", "py")
 READ = "I have read it. What would you like to know?"
 

@@ -6,7 +6,7 @@ Knows how people ask for it and what words there are; the reply is the words the
 import re
 
 from demo_recipe.dialogues.sources import code, number, person, place
-from demo_recipe.lexicon.coined import coined_word
+from demo_recipe.invented import coined_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind
@@ -14,10 +14,6 @@ from demo_recipe.voice import Kind
 SAYS = phrases("echo")
 
 MOST_WORDS = 7
-LISTS = (
-    "nouns", "adjectives", "animals", "foods", "gear", "objects", "jobs", "spelled", "topics",
-    "verbs",
-)  # fmt: skip
 
 
 def play(scene: Scene) -> Turn:
@@ -31,7 +27,7 @@ def play(scene: Scene) -> Turn:
 
 
 def _listed(scene: Scene) -> str:
-    return scene.value(scene.rng.choice(LISTS))
+    return scene.value(scene.any("echoed"))
 
 
 def _coined(scene: Scene) -> str:

@@ -8,23 +8,15 @@ does not.
 from collections.abc import Callable
 
 from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
-from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.dialogues.wild import noise, passage_with_request, sentence
-from demo_recipe.lexicon.coined import coined_name, coined_word
-from demo_recipe.scene import Scene, Turn
-from demo_recipe.texts import phrases
+from demo_recipe.invented import coined_name, coined_word
+from demo_recipe.scene import Scene, Turn, out_of_scope
+from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind
 
 SAYS, OUTSIDE = phrases("fallback"), phrases("outside")
 # Kinds of requests, and how often each is made.
 FRAMES = {"facts": 4, "places": 1.6, "writing": 3, "sums": 2, "programs": 3, "advice": 3.5}
-
-ASPECTS = ("tips", "facts", "history", "news", "pictures", "recipe", "prices")
-CODE_LANGUAGES = (
-    "python", "Python", "python", "javascript", "JavaScript", "java", "rust", "c", "c++", "go",
-    "typescript", "bash", "ruby", "kotlin", "haskell",
-)  # fmt: skip
-SIDES = ("history", "meaning", "origin", "price", "future", "theory", "role")
 
 
 def play(scene: Scene) -> list[Turn]:
@@ -33,6 +25,11 @@ def play(scene: Scene) -> list[Turn]:
     if scene.chance(0.1):
         turns.append(out_of_scope(scene.message(Kind.BARE, SAYS["again"])))
     return turns
+
+
+def program(scene: Scene) -> Turn:
+    """A request for a program that is none of the snippets."""
+    return out_of_scope(scene.message(Kind.QUESTION, OUTSIDE["programs"], **_slots(scene)))
 
 
 def _prompt(scene: Scene) -> str:
@@ -72,7 +69,7 @@ def _bare(scene: Scene) -> str:
         _topic, _topic, _task,
         lambda s: s.value("persons"),
         lambda s: f"{s.value('adjectives')} {s.value('nouns')}",
-        lambda s: f"{_topic(s)} {s.rng.choice(ASPECTS)}",
+        lambda s: f"{_topic(s)} {s.any('aspects')}",
         lambda s: f"best {s.value('kinds_of_thing')}",
         lambda s: f"{_topic(s)} vs {_topic(s)}",
         lambda s: s.value("kinds_of_thing"),
@@ -103,7 +100,7 @@ def _topic(scene: Scene) -> str:
     if pick < 0.75:
         return scene.value("topics")
     if pick < 0.82:
-        return f"the {scene.rng.choice(SIDES)} of {scene.value('topics')}"
+        return f"the {scene.rng.choice(WORDS['sides'].all)} of {scene.value('topics')}"
     if pick < 0.9:
         return f"{scene.value('adjectives')} {scene.value('nouns')}s"
     return f"{scene.value('verbs')}ing {scene.value('animals')}s"
@@ -140,6 +137,6 @@ def _slots(scene: Scene) -> dict[str, str]:
         "big2": str(rng.randrange(21, rng.choice((100, 1000, 10_000)))),
         "year": str(rng.randrange(1066, 2031)), "few": str(rng.randrange(2, 13)),
         "ctask": coding, "does": third_person(coding), "cthing": scene.value("code_things"),
-        "l": scene.rng.choice(CODE_LANGUAGES),
+        "l": scene.any('code_languages'),
         "sentence": sentence(scene, is_question=False),
     }  # fmt: skip

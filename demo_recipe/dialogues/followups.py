@@ -5,9 +5,8 @@ Also repeats what the user said. Knows the last turn only, through its `more` an
 
 import re
 
-from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.grammar import Phrases
-from demo_recipe.scene import Scene, Turn
+from demo_recipe.scene import Scene, Turn, out_of_scope
 from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind
 
@@ -34,20 +33,19 @@ def play(scene: Scene) -> Turn:
 
 def more(scene: Scene, last: Turn) -> Turn:
     """Go on with the last reply."""
-    reply = last.more or NO_MORE
-    return _reworked(scene, last, SAYS["more"], reply, last.more)
+    return _reworked(scene, last, "more", last.more or NO_MORE, last.more)
 
 
 def shorter(scene: Scene, last: Turn) -> Turn:
     """The last reply in a few words."""
     reply = f"In short: {last.brief}" if last.brief else NOT_SHORTER
-    return _reworked(scene, last, SAYS["shorter"], reply, last.brief)
+    return _reworked(scene, last, "shorter", reply, last.brief)
 
 
 def other(scene: Scene, last: Turn) -> Turn:
     """The last reply in other words."""
     reply = f"In other words: {last.brief}" if last.brief else NOT_OTHER
-    return _reworked(scene, last, SAYS["other"], reply, last.brief)
+    return _reworked(scene, last, "other", reply, last.brief)
 
 
 def again(scene: Scene, last: Turn) -> Turn:
@@ -66,7 +64,8 @@ def is_continuable(turn: Turn) -> bool:
     return bool(turn.more or turn.brief)
 
 
-def _reworked(scene: Scene, last: Turn, phrases: Phrases, reply: str, source: str) -> Turn:
+def _reworked(scene: Scene, last: Turn, way: str, reply: str, source: str) -> Turn:
+    phrases = SAYS[way]
     if last.skill == "fallback":
         return out_of_scope(scene.message(Kind.BARE, phrases))
     return _turn(scene, phrases, reply, _key_words(source))

@@ -17,6 +17,7 @@ class Topic:
     """What can be asked, and what is true.
 
     more, brief  what "go on" adds to the answer, and the answer in a few words
+    is_late      whether the last stages alone learnt it
     must         groups of patterns a right answer matches; never: patterns it does not
     asks         by way of asking: noun phrases for "what is ..." (names), verb phrases for "how do
                  I ..." (tasks), and whole questions that fit no frame (questions)
@@ -29,6 +30,7 @@ class Topic:
     never: tuple[str, ...]
     asks: dict[str, Phrases]
     weight: float
+    is_late: bool
 
 
 def _topic(record: Record) -> Topic:
@@ -41,15 +43,22 @@ def _topic(record: Record) -> Topic:
         tuple(record["never"].split("|")) if "never" in record else (),
         {way: Phrases(record[way]) for way in WAYS if way in record},
         float(record.get("weight", 1)),
+        "since" in record,
     )
 
 
 TOPICS = tuple(_topic(record) for record in records("topics"))
+LATE = tuple(topic for topic in TOPICS if topic.is_late)
 
 
 def play(scene: Scene) -> Turn:
     """One question about kvchat."""
     return topic_turn(scene, scene.rng.choices(TOPICS, [topic.weight for topic in TOPICS])[0])
+
+
+def play_late(scene: Scene) -> Turn:
+    """One question about what came last to kvchat."""
+    return topic_turn(scene, scene.rng.choice(LATE))
 
 
 def topic_turn(scene: Scene, topic: Topic) -> Turn:

@@ -4,8 +4,7 @@ Knows how people ask about letters.
 """
 
 from demo_recipe.grammar import Grade, Phrases
-from demo_recipe.lexicon.coined import coined_word
-from demo_recipe.lexicon.odd import any_word
+from demo_recipe.invented import any_word, coined_word
 from demo_recipe.scene import Scene, Turn
 from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind, capitalise

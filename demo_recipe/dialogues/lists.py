@@ -4,9 +4,8 @@ Copying a whole list and changing one thing in it is more than a model of this s
 it says so rather than lose an item. Knows how lists are talked about.
 """
 
-from demo_recipe.dialogues.refusal import out_of_scope
-from demo_recipe.lexicon.coined import coined_word
-from demo_recipe.scene import Scene, Turn
+from demo_recipe.invented import coined_word
+from demo_recipe.scene import Scene, Turn, out_of_scope
 from demo_recipe.texts import WORDS, phrases
 from demo_recipe.voice import Kind
 

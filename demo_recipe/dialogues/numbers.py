@@ -6,10 +6,9 @@ to the fallback. Knows how people ask for sums; knows no chat.
 
 from collections.abc import Callable
 
-from demo_recipe.dialogues.refusal import out_of_scope
 from demo_recipe.dialogues.sources import NUMBER_WORDS, person
 from demo_recipe.grammar import Phrases
-from demo_recipe.scene import Scene, Turn
+from demo_recipe.scene import Scene, Turn, out_of_scope
 from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind
 
@@ -90,15 +89,11 @@ def _further(scene: Scene, turn: Turn) -> list[Turn]:
     result = int(turn.reply.split(" = ")[1][:-1])
     if result > 20:
         return []
-    if scene.chance(0.6):
-        b = scene.rng.randrange(21 - result)
-        user = scene.message(Kind.BARE, SAYS["more"], b=_number(scene, b))
-        return [
-            Turn(user, f"{result} + {b} = {result + b}.", "sum", all=((rf"\b{result + b}\b",),))
-        ]
-    b = scene.rng.randrange(result + 1)
-    user = scene.message(Kind.BARE, SAYS["less"], b=_number(scene, b))
-    return [Turn(user, f"{result} - {b} = {result - b}.", "sum", all=((rf"\b{result - b}\b",),))]
+    is_more = scene.chance(0.6)
+    b = scene.rng.randrange(21 - result if is_more else result + 1)
+    user = scene.message(Kind.BARE, SAYS["more" if is_more else "less"], b=_number(scene, b))
+    sign, total = ("+", result + b) if is_more else ("-", result - b)
+    return [Turn(user, f"{result} {sign} {b} = {total}.", "sum", all=((rf"\b{total}\b",),))]
 
 
 def _number(scene: Scene, number: int) -> str:

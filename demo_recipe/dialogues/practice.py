@@ -5,7 +5,7 @@ Knows which turns follow each other; their words are those of `telling`.
 
 from collections.abc import Callable
 
-from demo_recipe.dialogues import about_me, fallback, knowledge, smalltalk, telling
+from demo_recipe.dialogues import fallback, knowledge, smalltalk, telling
 from demo_recipe.facts import with_new_value
 from demo_recipe.scene import Scene, Turn
 
@@ -13,7 +13,7 @@ Course = Callable[[Scene], list[Turn]]
 QUESTIONS = (1, 2, 4, 6, 9)  # of one quiz
 _ASIDES: tuple[Callable[[Scene], "Turn | list[Turn]"], ...] = (
     smalltalk.play,
-    about_me.play,
+    smalltalk.about_me,
     knowledge.play,
     fallback.play,
 )

@@ -6,24 +6,11 @@ In the texts {s} is another person as told ("my sister Ada"), {q} as asked for (
 
 from collections.abc import Callable
 
-from demo_recipe.dialogues.sources import (
-    city,
-    clock_time,
-    code,
-    country,
-    date,
-    from_words,
-    mostly,
-    number,
-    odd_thing,
-    person,
-    place,
-    small_number,
-    weekday,
-)
+from demo_recipe.dialogues import sources
+from demo_recipe.dialogues.sources import from_words, mostly, odd_thing, person, weekday
 from demo_recipe.facts import Relation, Slots
 from demo_recipe.grammar import Phrases
-from demo_recipe.lexicon.coined import coined_name, coined_word
+from demo_recipe.invented import coined_name, coined_word
 from demo_recipe.scene import Scene
 from demo_recipe.texts import WORDS, records
 
@@ -31,21 +18,12 @@ Subject = Callable[[Scene], Slots]
 Value = Callable[[Scene], str]
 
 PLURAL = ("keys", "glasses", "headphones", "scissors", "gloves")
-OWNED = (
-    "favourite colour", "favorite color", "favourite food", "car", "phone number", "street",
-    "school", "favourite song", "bike", "room", "desk", "password", "hat", "team", "wish", "plan",
-    "nickname", "house number", "instrument", "costume", "dog", "cat",
-)  # fmt: skip
-TIMES = (
-    "next week", "next month", "next summer", "next year", "in the spring", "tomorrow",
-    "this weekend",
-)  # fmt: skip
-MONTHS_OF_TRIPS = ("in May", "in June", "in October", "in December", "in March", "in August")
 _colour, _food, _pet_kind = (from_words(name) for name in ("colours", "foods", "pets"))
 FAVOURITES: tuple[tuple[str, Value], ...] = (
     ("colour", _colour), ("color", _colour), ("food", _food), ("dish", _food), ("snack", _food),
     ("fruit", _food), ("dessert", _food), ("animal", _pet_kind),
-    ("sport", from_words("sports")), ("city", city), ("day", weekday), ("number", number),
+    ("sport", from_words("sports")), ("city", sources.city), ("day", weekday),
+    ("number", sources.number),
     ("band", lambda scene: scene.name("nouns", 0.6)), ("singer", person),
     ("book", odd_thing), ("film", odd_thing), ("movie", odd_thing), ("game", odd_thing),
     ("song", odd_thing), ("word", odd_thing), ("toy", from_words("nouns")),
@@ -62,8 +40,12 @@ def _pet(scene: Scene) -> Slots:
 
 
 def _when(scene: Scene) -> Slots:
-    month = scene.rng.choice(MONTHS_OF_TRIPS)
-    return {"t": scene.voice.spell(scene.rng.choice((*TIMES, month, f"on {weekday(scene)}")))}
+    month = scene.any("trip_months")
+    return {
+        "t": scene.voice.spell(
+            scene.rng.choice((*WORDS["trip_times"].all, month, f"on {weekday(scene)}"))
+        )
+    }
 
 
 def _attribute_noun(scene: Scene) -> str:
@@ -76,10 +58,6 @@ def _attribute_noun(scene: Scene) -> str:
         return f"{scene.value('adjectives')} {scene.value('nouns')}"
     kinds = ("codes", "numbers", "named", "dated", "others")
     return scene.value(scene.rng.choice(kinds))
-
-
-def _attribute(scene: Scene) -> Slots:
-    return {"a": _attribute_noun(scene)}
 
 
 def _shared(scene: Scene) -> Slots:
@@ -113,7 +91,7 @@ def _someone(scene: Scene) -> Slots:
 
 
 def _owner(scene: Scene) -> Slots:
-    noun = scene.rng.choice(OWNED) if scene.chance(0.85) else scene.value("pets")
+    noun = scene.any("owned") if scene.chance(0.85) else scene.value("pets")
     return _someone(scene) | {"a": noun}
 
 
@@ -125,37 +103,36 @@ def _years(first: int) -> Value:
     return lambda scene: str(scene.rng.randrange(first, 100))
 
 
-def _listed(name: str) -> Value:
-    return mostly(name)
-
-
 def _nothing(scene: Scene) -> Slots:
     """For what a user tells about themselves, which needs no further slot."""
     return {}
 
 
-_any_value = _any_of(odd_thing, odd_thing, code, number, person, city, date, weekday)
+_any_value = _any_of(
+    odd_thing, odd_thing, sources.code, sources.number, person, sources.city, sources.date, weekday
+)
 _OF_THE_USER: dict[str, Value] = {
-    "name": person, "home": city, "origin": country, "job": _listed("jobs"), "age": _years(5),
-    "children": small_number, "birthday": date, "allergy": _listed("allergens"),
+    "name": person, "home": sources.city, "origin": sources.country, "job": mostly("jobs"),
+    "age": _years(5),
+    "children": sources.small_number, "birthday": sources.date, "allergy": mostly("allergens"),
     "car": from_words("vehicles"), "music": lambda scene: scene.plain("instruments"),
-    "language": from_words("languages"), "study": _listed("subjects"),
-    "hobby": _listed("hobbies"), "sport": _listed("sports"), "taste": _listed("likes"),
-    "distaste": _listed("likes"),
+    "language": from_words("languages"), "study": mostly("subjects"),
+    "hobby": mostly("hobbies"), "sport": mostly("sports"), "taste": mostly("likes"),
+    "distaste": mostly("likes"),
 }  # fmt: skip
 _OF_OTHERS: dict[str, Value] = {
-    "person_home": city, "person_job": _listed("jobs"), "person_age": _years(2),
-    "person_origin": country, "person_birthday": date,
+    "person_home": sources.city, "person_job": mostly("jobs"), "person_age": _years(2),
+    "person_origin": sources.country, "person_birthday": sources.date,
     "person_taste": _any_of(from_words("likes"), from_words("hobbies"), odd_thing),
 }  # fmt: skip
 _OF_THINGS: dict[str, tuple[Subject, Value]] = {
     "pet": (_pet, lambda scene: scene.name("pet_names", 0.4)),
-    "trip": (_when, place),
-    "attribute": (_attribute, _any_value),
+    "trip": (_when, sources.place),
+    "attribute": (lambda scene: {"a": _attribute_noun(scene)}, _any_value),
     "note": (_shared, _any_value),
     "favourite": (_favourite, lambda scene: scene.rng.choice(FAVOURITES)[1](scene)),
     "whereabouts": (_object, from_words("spots")),
-    "appointment": (lambda scene: {"a": scene.value("events")}, clock_time),
+    "appointment": (lambda scene: {"a": scene.value("events")}, sources.clock_time),
     "person_name": (lambda scene: {"r": scene.plain("relatives")}, person),
     "person_attribute": (_owner, _any_of(_colour, _food, odd_thing, odd_thing, person)),
 }

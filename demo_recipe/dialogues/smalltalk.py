@@ -44,12 +44,35 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 
 GREETINGS = exchanges("greetings")
 HELLO, HOW_ARE_YOU = GREETINGS[:2]
-EXCHANGES = (*GREETINGS, *exchanges("moods"))
+MOODS = exchanges("moods")
+SADNESS, DESPAIR, MOURNING = MOODS[:3]
+EXCHANGES = (*GREETINGS, *MOODS)
+ABOUT_ME = exchanges("about_me")
 
 
 def play(scene: Scene) -> Turn:
     """Any exchange."""
     return any_of(scene, EXCHANGES)
+
+
+def sorrow(scene: Scene) -> Turn:
+    """The loss of a person or an animal, an illness, another sadness."""
+    return mourning(scene) if scene.chance(0.6) else sadness(scene)
+
+
+def about_me(scene: Scene) -> Turn:
+    """One question about the model itself, answered honestly."""
+    return any_of(scene, ABOUT_ME, Kind.QUESTION)
+
+
+def mourning(scene: Scene) -> Turn:
+    """The loss of a person or an animal."""
+    return exchange_turn(scene, MOURNING, Kind.BARE)
+
+
+def sadness(scene: Scene) -> Turn:
+    """An illness, despair or another sadness."""
+    return exchange_turn(scene, scene.rng.choices((SADNESS, DESPAIR), (8, 2))[0], Kind.BARE)
 
 
 def greet(scene: Scene) -> Turn:

@@ -2,19 +2,12 @@
 
 from collections.abc import Callable
 
-from demo_recipe.lexicon.coined import coined_code, coined_word
+from demo_recipe.invented import coined_code, coined_word
 from demo_recipe.scene import Scene
+from demo_recipe.texts import WORDS
 
-WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = (
-    "January", "February", "March", "April", "May", "June",
-    "July", "August", "September", "October", "November", "December",
-)  # fmt: skip
-NUMBER_WORDS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
-    "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-    "twenty",
-)  # fmt: skip
+WEEKDAYS, MONTHS = WORDS["weekdays"].all, WORDS["months"].all
+NUMBER_WORDS = WORDS["number_words"].all
 
 
 def from_words(words: str) -> Callable[[Scene], str]:

@@ -4,41 +4,14 @@ from dataclasses import dataclass
 
 from demo_recipe.dialogues.sources import person
 from demo_recipe.facts import second_person
-from demo_recipe.lexicon.coined import coined_word
+from demo_recipe.invented import coined_word
 from demo_recipe.scene import Scene, Turn
-from demo_recipe.texts import WORDS, phrases
+from demo_recipe.texts import WORDS, parts, phrases
 from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("stories")
 
-OPENINGS = (
-    "Once upon a time there was {hero}. {He} lived near {place}.",
-    "In a land far away lived {hero}. {He} loved the path to {place}.",
-    "Not long ago {hero} moved to {place}. {He} had no friends there yet.",
-    "Every morning {hero} walked to {place}. {He} liked the silence.",
-)
-PAIRED = (
-    "Once upon a time there was {hero}. Close by was {mate}, and the two met every day.",
-    "In a land far away lived {hero}. Nobody but {mate} ever came to visit.",
-    "One evening {hero} met {mate} near {place}. At first neither said a word.",
-)
-MIDDLES = (
-    "One day {he} found {find} and carried it home.",
-    "One rainy night {he} heard a noise and found {find}.",
-    "Then {he} saw {find} in the grass and wondered whose it was.",
-    "On the way {he} tripped over {find} and began to laugh.",
-)
-ENDINGS = (
-    ("Everyone came to look, and {he} was never lonely again.", "was never lonely again"),
-    ("{He} gave it to a child who had lost it, and both were happy.", "gave it back"),
-    ("It turned out to be lucky, and {he} kept it for all time.", "kept it for luck"),
-    ("{He} built a little house for it, and there they live to this day.", "built a house for it"),
-)
-SEQUELS = (
-    "The next morning {he} went back to {place} and found a second one, even more beautiful.",
-    "A year later {he} told the tale at {place}, and all who listened wanted to hear it again.",
-    "When winter came, {he} showed it to a traveller from {place}, who knew where it came from.",
-)
+ENDINGS = tuple(zip(parts("endings"), parts("morals"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +73,17 @@ def _told(
     place, find = (WORDS[name].draw(scene.rng, scene.grade) for name in ("places", "finds"))
     ending, moral = scene.rng.choice(ENDINGS)
     frame = " ".join(
-        (scene.rng.choice(PAIRED if mate else OPENINGS), scene.rng.choice(MIDDLES), ending)
+        (
+            scene.rng.choice(parts("paired" if mate else "openings")),
+            scene.rng.choice(parts("middles")),
+            ending,
+        )
     )
     slots = {
         "hero": hero.first, "he": hero.later, "He": capitalise(hero.later), "place": place,
         "find": find, "mate": mate.first if mate else "",
     }  # fmt: skip
-    more = scene.rng.choice(SEQUELS).format(
+    more = scene.rng.choice(parts("sequels")).format(
         **slots | {"place": WORDS["places"].draw(scene.rng, scene.grade)}
     )
     brief = f"{hero.later} found {find} and {moral}."

@@ -1,36 +1,17 @@
 """Sentences of random words, passages and keyboard noise. Knows grammar, no meaning."""
 
-from collections.abc import Callable
-
-from demo_recipe.lexicon.coined import coined_word
+from demo_recipe.invented import coined_word
 from demo_recipe.scene import Scene
 from demo_recipe.texts import phrases
 from demo_recipe.voice import Kind, capitalise
 
 SAYS = phrases("wild")
 
+KEYS = "asdfghjklqwertyuiopzxcvbnm"
 SIGNS = (
-    "!",
-    "?",
-    "...",
-    "???",
-    "!!!",
-    ".",
-    "#",
-    "%%",
-    ":)",
-    ":-(",
-    "<>",
-    "{}",
-    "[]",
-    "()",
-    "+-",
-    "&",
-    "😀",
-    "👍",
-    "🤔",
-    "❤️",
-)
+    "!", "?", "...", "???", "!!!", ".", "#", "%%", ":)", ":-(", "<>", "{}", "[]", "()", "+-", "&",
+    "😀", "👍", "🤔", "❤️",
+)  # fmt: skip
 
 
 def sentence(scene: Scene, is_question: bool | None = None) -> str:
@@ -55,9 +36,18 @@ def passage_with_request(scene: Scene) -> str:
 
 
 def noise(scene: Scene) -> str:
-    """Keys hit at random, signs, or a lone word that means nothing."""
-    makers: tuple[Callable[[Scene], str], ...] = (_keys, _signs, _nonsense, _row)
-    return scene.rng.choice(makers)(scene)
+    """Keys hit at random, signs, words that mean nothing, or a row of keys."""
+    rng = scene.rng
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "".join(rng.choice(KEYS) for _ in range(rng.randrange(3, 18)))
+    if kind == 1:
+        return "".join(rng.choice(SIGNS) for _ in range(rng.randrange(1, 4)))
+    if kind == 2:
+        words = (coined_word(rng, scene.grade) for _ in range(rng.randrange(1, 6)))
+        return scene.voice.finish(" ".join(words), Kind.BARE, rng)
+    start = rng.randrange(8)
+    return "asdfghjkl;qwertyuiop"[start : start + rng.randrange(3, 9)] * rng.randrange(1, 3)
 
 
 def _thing(scene: Scene) -> str:
@@ -67,24 +57,3 @@ def _thing(scene: Scene) -> str:
     if pick < 0.15:
         return scene.value("topics").removeprefix("the ")
     return scene.value(scene.rng.choice(("nouns", "animals", "objects", "jobs", "foods")))
-
-
-def _keys(scene: Scene) -> str:
-    letters = "asdfghjklqwertyuiopzxcvbnm"
-    return "".join(scene.rng.choice(letters) for _ in range(scene.rng.randrange(3, 18)))
-
-
-def _signs(scene: Scene) -> str:
-    return "".join(scene.rng.choice(SIGNS) for _ in range(scene.rng.randrange(1, 4)))
-
-
-def _nonsense(scene: Scene) -> str:
-    words = (coined_word(scene.rng, scene.grade) for _ in range(scene.rng.randrange(1, 6)))
-    return scene.voice.finish(" ".join(words), Kind.BARE, scene.rng)
-
-
-def _row(scene: Scene) -> str:
-    start = scene.rng.randrange(8)
-    return "asdfghjkl;qwertyuiop"[start : start + scene.rng.randrange(3, 9)] * scene.rng.randrange(
-        1, 3
-    )

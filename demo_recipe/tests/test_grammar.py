@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from demo_recipe.grammar import Grade, Phrases, Words, is_held_out_value, tidy
+from demo_recipe.grammar import Grade, Phrases, Words, is_held_out_value
 
 WIDE = Phrases("""
     (what is|what's|tell me) (my|the) {a} [again|please];
@@ -21,10 +21,7 @@ def test_choices_options_and_slots_expand_to_every_combination() -> None:
 
 
 def test_semicolons_separate_patterns_and_line_breaks_are_spaces() -> None:
-    phrases = Phrases("""
-        (one|two|
-            three); four; five
-    """)
+    phrases = Phrases("(one|two|\n    three); four; five")
 
     assert [p.text for p in phrases.all()] == ["one", "two", "three", "four", "five"]
 
@@ -68,7 +65,3 @@ def test_a_value_is_held_out_in_any_letter_case() -> None:
     held_out = next(word for word in MANY.all if is_held_out_value(word))
 
     assert is_held_out_value(held_out.upper())
-
-
-def test_tidy_leaves_no_space_before_a_mark() -> None:
-    assert tidy("  well ,  is it   so ?") == "well, is it so?"

@@ -5,34 +5,33 @@ import re
 import pytest
 
 from demo_recipe.dialogues.knowledge import TOPICS
-from demo_recipe.grammar import Words
 from demo_recipe.scene import Turn
 from demo_recipe.scores import judge
+from kvchat.cli.flags import BENCH_FLAGS, OF_CHAT, SERVE_FLAGS
+from kvchat.core.parameters import Parameter
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Command
 
 COMMANDS = build_registry().commands
 NAMES = [f"/{name}" for command in COMMANDS for name in (command.name, *command.aliases)]
-FLAGS = Words("""
-    --model, --draft, --spec, --no-spec, -p, -s, -f, -c, -r, --fork, --title, --json,
-    --output-format, --input-format, --stats, -q, --temperature, --top-p, --top-k, --min-p,
-    --repetition-penalty,
-    --seed, --max-tokens, --stop, --timeout, -n, --device, --dtype, --device-cache,
-    --host-cache, --disk-cache, --cache-dir, --no-cache, --incognito, --sessions-dir, --color,
-    --accessible, --version, -h, --think, --tools, --endpoint, --adapter, --weights
-""").all
+PARAMETERS = {p.name: p for p in (*OF_CHAT, *SERVE_FLAGS, *BENCH_FLAGS)}.values()
+NAMED = {
+    phrasing.text
+    for topic in TOPICS
+    if "names" in topic.asks
+    for phrasing in topic.asks["names"].all()
+}
 
 
-@pytest.mark.parametrize("word", [*NAMES, *FLAGS])
-def test_every_command_and_flag_can_be_asked_for_by_name(word: str) -> None:
-    named = {
-        phrasing.text
-        for topic in TOPICS
-        if "names" in topic.asks
-        for phrasing in topic.asks["names"].all()
-    }
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_can_be_asked_for_by_name(name: str) -> None:
+    assert name in NAMED
 
-    assert word in named
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
+def test_every_flag_can_be_asked_for_by_name(parameter: Parameter) -> None:
+    assert {parameter.flag, f"--no-{parameter.dashed}"} & NAMED
+    assert not parameter.short or parameter.short in NAMED
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -3,15 +3,11 @@
 import random
 import re
 
-import pytest
-
-from demo_recipe.conversation import Conversations, Shape
 from demo_recipe.dialogues import telling
 from demo_recipe.dialogues.knowledge import HOW_TO, WHAT_IS
 from demo_recipe.dialogues.relations import WEIGHTED
 from demo_recipe.grammar import Grade, Phrases
 from demo_recipe.loosening import INSERTED, loosen
-from demo_recipe.scene import Scene
 
 SETS = (
     WHAT_IS,
@@ -52,19 +48,3 @@ def test_slots_stay_and_a_word_put_in_comes_not_right_before_one() -> None:
             if len(loose.split()) > len(text.split()):
                 new = [f"{word} {{" for word in INSERTED if f" {word} {{" not in f" {text}"]
                 assert not [end for end in new if f" {end}" in loose], loose
-
-
-@pytest.mark.parametrize("text", ["hi", "who there"])
-def test_a_phrasing_of_a_word_or_two_stays_as_it_is(text: str) -> None:
-    phrases = Phrases(text)
-    rng = random.Random(5)
-
-    assert {loosen(phrases, text, rng) for _ in range(50)} == {text}
-
-
-def test_chats_that_are_not_loosened_stay_what_they_were() -> None:
-    assert Scene(random.Random(6)).looseness == 0.0
-    plain, loose = Conversations(6), Conversations(6)
-
-    assert plain.draw(Shape()).turns == loose.draw(Shape(looseness=0.0)).turns
-    assert plain.draw(Shape()).turns != loose.draw(Shape(looseness=1.0)).turns

@@ -1,5 +1,6 @@
 """The training network against plain twins: attention, loss, and transformers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,14 @@ from torch.nn.functional import cross_entropy, log_softmax, scaled_dot_product_a
 
 from demo_recipe.checkpoint import export, load_network
 from demo_recipe.distill import Distillation
-from demo_recipe.network import QUERY_CHUNK, Geometry, Network, Rows, attend_within, segment_mask
+from demo_recipe.network import (
+    QUERY_CHUNK,
+    Attention,
+    Geometry,
+    Network,
+    Rows,
+    attended_pieces,
+)
 from demo_recipe.optimiser import orthogonalise
 
 TINY = Geometry(
@@ -27,34 +35,53 @@ def rows_of(ids: torch.Tensor, segments: torch.Tensor, targets: torch.Tensor) ->
     return Rows(ids, positions, segments, targets, torch.ones(ids.shape))
 
 
-@pytest.mark.parametrize("row_len", [1, 63, QUERY_CHUNK, QUERY_CHUNK + 77])
-def test_chunked_attention_equals_masked_attention(row_len: int) -> None:
+@pytest.mark.parametrize("row_len", [1, 63, QUERY_CHUNK, 2 * QUERY_CHUNK + 77])
+def test_attention_in_pieces_and_its_gradients_equal_masked_attention(row_len: int) -> None:
     torch.manual_seed(0)
-    query = torch.randn(2, 4, row_len, 16)
-    key, value = torch.randn(2, 2, row_len, 16), torch.randn(2, 2, row_len, 16)
     segments = torch.randint(0, 3, (2, row_len)).sort(1).values
-    mask = (segments[:, :, None] == segments[:, None]) & torch.ones(row_len, row_len).tril().bool()
+    heads = [torch.randn(2 * row_len, count, 16, requires_grad=True) for count in (4, 2, 2)]
+    is_seen = (segments[:, :, None] == segments[:, None]) & torch.ones(
+        row_len, row_len
+    ).tril().bool()
+    query, key, value = (head.unflatten(0, (2, row_len)).transpose(1, 2) for head in heads)
+    masked = scaled_dot_product_attention(
+        query, key, value, is_seen[:, None], enable_gqa=True, scale=1.0
+    )
+    weights = torch.randn(2 * row_len, 4, 16)
 
-    expected = scaled_dot_product_attention(query, key, value, mask[:, None], enable_gqa=True)
+    attended = Attention.apply(*heads, attended_pieces(segments))
 
-    attended = attend_within(query, key, value, segment_mask(segments))
+    expected = masked.transpose(1, 2).flatten(0, 1)
     assert torch.allclose(attended, expected, atol=1e-5)
+    found, wanted = (
+        torch.autograd.grad((out * weights).sum(), heads, retain_graph=True)
+        for out in (attended, expected)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
 
 
-def test_the_draft_learns_the_distribution_of_the_target_over_the_replies() -> None:
+@pytest.mark.parametrize("trusted", [0.0, 0.02, 1.1])
+def test_a_pupil_learns_from_the_teacher_and_from_the_text_where_that_is_unlikely(
+    trusted: float,
+) -> None:
     teacher, pupil = Network(TINY, seed=1), Network(TINY, seed=2)
     ids = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
     targets = torch.where(ids % 3 == 0, -100, ids)
-    rows = rows_of(ids, torch.ones_like(ids), targets)
+    weights = torch.rand(2, 40)
+    rows = replace(rows_of(ids, torch.ones_like(ids), targets), weights=weights)
     learnt, expected = (
-        log_softmax(network.logits(network.hidden(rows, torch.float32)), -1)[targets != -100]
-        for network in (pupil, teacher)
+        log_softmax(network.learnt_logits(rows, torch.float32), -1) for network in (pupil, teacher)
     )
+    said = targets[targets != -100]
 
-    loss = Distillation(teacher, torch.float32)(pupil, rows)
+    loss = Distillation(teacher, torch.float32, trusted)(pupil, rows)
 
-    by_hand = (expected.exp() * (expected - learnt)).sum(-1).mean()
-    assert torch.allclose(loss, by_hand, rtol=1e-4)
+    places = torch.arange(len(said))
+    from_text = -learnt[places, said] * weights[targets != -100]
+    from_teacher = (expected.exp() * (expected - learnt)).sum(-1)
+    by_hand = torch.where(expected.exp()[places, said] < trusted, from_text, from_teacher)
+    assert torch.allclose(loss, by_hand.mean(), rtol=1e-4)
 
 
 def test_the_same_rows_give_the_same_gradients_every_time() -> None:
@@ -94,32 +121,19 @@ def test_a_chat_is_blind_to_its_neighbours_in_the_row() -> None:
     assert not torch.equal(one[0, :15], two[0, :15])
 
 
-def test_the_loss_is_the_mean_over_learnt_tokens() -> None:
+def test_the_loss_is_the_weighted_mean_over_learnt_tokens() -> None:
     network = Network(TINY)
     ids = torch.randint(0, 97, (2, 30))
     targets = torch.where(torch.rand(2, 30) < 0.5, torch.randint(0, 97, (2, 30)), -100)
-    rows = rows_of(ids, torch.ones_like(ids), targets)
+    rows = replace(rows_of(ids, torch.ones_like(ids), targets), weights=torch.rand(2, 30))
 
-    logits = network.logits(network.hidden(rows, torch.float32))
-    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    logits = network.logits(network.hidden(rows, torch.float32)).flatten(0, 1)
+    losses = cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
+    is_learnt = targets.flatten() != -100
+    weights = rows.weights.flatten() * is_learnt
 
+    expected = (losses * weights).sum() / weights.sum()
     assert torch.allclose(network.loss(rows, torch.float32), expected, atol=1e-5)
-
-
-def test_a_token_of_weight_three_counts_as_three() -> None:
-    network = Network(TINY)
-    ids = torch.randint(0, 97, (1, 20))
-    targets = torch.where(torch.arange(20) % 2 == 0, ids, -100)
-    weights = torch.where(torch.arange(20) < 10, 3.0, 1.0)[None]
-    rows = Rows(ids, torch.arange(20)[None], torch.ones_like(ids), targets, weights)
-
-    logits = network.logits(network.hidden(rows, torch.float32))[0]
-    left, right = (
-        cross_entropy(logits[part], targets[0, part], ignore_index=-100)
-        for part in (slice(0, 10), slice(10, 20))
-    )
-
-    assert torch.allclose(network.loss(rows, torch.float32), (3 * left + right) / 4, atol=1e-5)
 
 
 def test_exported_files_have_the_rounded_weights_and_transformers_agrees(tmp_path: Path) -> None:

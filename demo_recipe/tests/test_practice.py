@@ -8,7 +8,7 @@ import pytest
 
 from demo_recipe.dialogues import practice
 from demo_recipe.grammar import Grade, is_held_out_value
-from demo_recipe.lexicon.odd import made_odd
+from demo_recipe.invented import made_odd
 from demo_recipe.paths import TARGET
 from demo_recipe.scene import Chat, Scene, Turn
 from demo_recipe.scores import judge
@@ -17,11 +17,6 @@ from demo_recipe.tokenizer import ChatTokenizer, key_spans
 from demo_recipe.voice import Voice
 
 MANY = 200
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
-    return ChatTokenizer.load(TARGET)
 
 
 def scenes(count: int = MANY, oddity: float = 0.5) -> Iterator[Scene]:
@@ -48,18 +43,6 @@ def test_a_correction_ends_with_the_last_value_being_recalled() -> None:
         assert any(turn.reply == f"Updated: {last.clause}." for turn in turns)
 
 
-def test_a_quiz_asks_for_what_was_told() -> None:
-    for scene in scenes():
-        for _ in range(3):
-            practice.correction(scene)
-        facts = list(scene.facts.values())
-
-        asked = [turn for turn in practice.quiz(scene) if turn.skill == "recall"]
-
-        assert asked
-        assert all(any(fact.value in turn.reply for fact in facts) for turn in asked)
-
-
 def test_odd_values_keep_their_shape_and_stay_out_of_the_test_set() -> None:
     rng = random.Random(2)
     values = [value for words in (WORDS["foods"], WORDS["chores"]) for value in words.trained]
@@ -72,7 +55,8 @@ def test_odd_values_keep_their_shape_and_stay_out_of_the_test_set() -> None:
         assert re.fullmatch(r"[a-zA-Z' -]+", other), other
 
 
-def test_the_tokens_that_count_more_are_those_of_the_value(tokenizer: ChatTokenizer) -> None:
+def test_the_tokens_that_count_more_are_those_of_the_value() -> None:
+    tokenizer = ChatTokenizer.load(TARGET)
     turn = Turn("Where am I?", "You live in Bilbao.", "recall", all=(("Bilbao",),))
     encoded = tokenizer.encode_chat(Chat("Be kind.", (turn,)))
 
@@ -80,7 +64,3 @@ def test_the_tokens_that_count_more_are_those_of_the_value(tokenizer: ChatTokeni
 
     assert tokenizer.decode(keys).strip() == "Bilbao"
     assert key_spans(turn) == [(12, 18)]
-
-
-def test_what_is_always_said_alike_counts_no_more() -> None:
-    assert key_spans(Turn("Why?", "I can't help.", "fallback", all=(("can't",),))) == []

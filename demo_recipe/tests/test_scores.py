@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import one_hot
 
-from demo_recipe.evaluate import GOALS, Report, evaluate, evaluate_files, shortfalls, table
+from demo_recipe.evaluate import Report, evaluate, shortfalls
 from demo_recipe.grammar import Grade
-from demo_recipe.paths import TARGET
 from demo_recipe.probes import MAKERS, Probe, handwritten, probes
 from demo_recipe.scene import Turn
 from demo_recipe.scores import Verdict, judge, run_probes
@@ -88,7 +87,6 @@ def test_the_scripted_replies_score_full_marks(test: str, grade: Grade) -> None:
     for probe in probes(test, grade, 8, seed=1):
         tally = run_probes(Parrot([probe]), [probe])
 
-        assert tally.failures == []
         assert tally.rate == 1.0
         assert tally.num_finished == tally.num_replies
 
@@ -99,7 +97,6 @@ def test_a_silent_talker_scores_nothing() -> None:
     tally = run_probes(Parrot(scripted, is_silent=True), scripted)
 
     assert tally.rate == tally.num_finished == 0
-    assert len(tally.failures) == 10
 
 
 def test_the_talkers_own_replies_stand_in_the_history() -> None:
@@ -113,33 +110,11 @@ def test_the_talkers_own_replies_stand_in_the_history() -> None:
     assert {message["content"] for message in last if message["role"] == "assistant"} == {""}
 
 
-def test_probes_are_the_same_everywhere_and_use_held_out_phrasings() -> None:
-    for test in ("recall after 1 turn", "kvchat", "out of scope"):
-        unseen = list(probes(test, Grade.UNSEEN, 20, seed=1))
-
-        assert unseen == list(probes(test, Grade.UNSEEN, 20, seed=1))
-        assert unseen != list(probes(test, Grade.KNOWN, 20, seed=1))
-
-
 def test_recall_is_asked_as_many_turns_later_as_the_test_says() -> None:
     for gap in (1, 6, 30):
         name = f"recall after {gap} turn{'s' if gap > 1 else ''}"
         for probe in probes(name, Grade.KNOWN, 3, seed=1):
             assert len(probe.turns) == gap + 1
-
-
-def test_the_far_recall_spans_three_thousand_tokens_worth_of_text() -> None:
-    probe = next(probes("recall after 3,000 tokens", Grade.KNOWN, 1, seed=1))
-
-    assert sum(len(turn.user) + len(turn.reply) for turn in probe.turns) > 10_000
-
-
-def test_two_processes_measure_what_one_does() -> None:
-    one, two = (
-        evaluate_files(TARGET, 1, ("kvchat",), num_workers).as_json() for num_workers in (1, 2)
-    )
-
-    assert one == two
 
 
 def test_there_are_fifty_hand_written_prompts_and_nonsense_passes_none() -> None:
@@ -162,15 +137,3 @@ def test_a_report_names_what_misses_its_goal() -> None:
         "ends by itself",
         "acceptance length, known",
     ]
-
-
-def test_the_table_shows_every_test_beside_its_goal() -> None:
-    silent = Parrot([], is_silent=True)
-    report = Report(evaluate(silent, 1, ("kvchat",)).scores, {"known": {}})
-
-    text = table(report)
-
-    assert "kvchat" in text
-    assert f"{GOALS['kvchat'][0]:.0%}" in text
-    assert report.as_json()["ends by itself"]["finished"] == 0
-    assert "kvchat, known" in report.failures()

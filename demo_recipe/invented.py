@@ -1,4 +1,4 @@
-"""Words nobody has seen: names, codes and nonsense made of syllables.
+"""Words nobody has seen: names, codes and nonsense made of syllables, and values made odd.
 
 They teach the model to copy what it reads instead of remembering what it was trained on. Knows how
 to make a word; knows no sentence. A tenth of them is held out of training, like every other slot
@@ -7,9 +7,14 @@ value.
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 from demo_recipe.grammar import FAIR_TRIES, Grade, is_held_out_value
 from demo_recipe.texts import WORDS
+
+SHORTEST = 4  # letters of a word worth replacing
+REPLACED = 0.7  # share of such words
+BLENDED = 0.5  # share of replacements that are two words in one
 
 
 def coined_word(rng: random.Random, grade: Grade) -> str:
@@ -60,3 +65,36 @@ def _code(rng: random.Random) -> str:
     if shape == 3:
         return f"{_word(rng)}-{_word(rng)}"
     return "-".join(str(rng.randrange(10, 100)) for _ in range(rng.choice((2, 3))))
+
+
+def made_odd(value: str, rng: random.Random) -> str:
+    """The value with some of its longer words replaced, in their letter case."""
+    words = value.split(" ")
+    for at, word in enumerate(words):
+        if len(word) >= SHORTEST and word.isalpha() and rng.random() < REPLACED:
+            fresh = any_word(rng)
+            words[at] = fresh.capitalize() if word[0].isupper() else fresh
+    odd = " ".join(words)
+    return value if is_held_out_value(odd) else odd
+
+
+def any_word(rng: random.Random) -> str:
+    """A plain word of any list, or two of them in one; in lower case, never a held-out one."""
+    first, second = rng.choice(_pool()), rng.choice(_pool())
+    if rng.random() >= BLENDED:
+        return first
+    blend = first[: rng.randrange(2, len(first))] + second[rng.randrange(1, len(second) - 1) :]
+    return first if is_held_out_value(blend) else blend
+
+
+@cache
+def _pool() -> tuple[str, ...]:
+    """Every plain word of the lists, in order of first appearance."""
+    lists = (
+        "spelled", "foods", "gear", "objects", "animals", "colours", "hobbies", "chores", "jobs",
+        "verbs", "topics", "first_names", "cities",
+    )  # fmt: skip
+    words = (
+        part.lower() for name in lists for value in WORDS[name].trained for part in value.split(" ")
+    )
+    return tuple(dict.fromkeys(w for w in words if w.isalpha() and len(w) >= SHORTEST))

@@ -1,1 +1,0 @@
-"""Word lists of the demo dialogues, all written for kvchat. Knows words; knows no sentence."""
