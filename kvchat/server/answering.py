@@ -31,8 +31,8 @@ from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import FinishReason
 from kvchat.server.api_errors import ApiError, as_api_error
+from kvchat.server.bodies import Worker
 from kvchat.server.metrics import Metrics
-from kvchat.server.worker import Worker
 
 T = TypeVar("T")
 # What is told of an answer while it is generated.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -380,27 +380,27 @@ class _TextForm:
         return echoed(first, scored, self.codec, is_added)
 
 
+@dataclass(eq=False)
 class _Chunks:
     """Writes the chunks that chat and plain completions have in common."""
 
-    kind: str | None = None
+    kind: ClassVar[str | None] = None
 
-    def __init__(self, answer: Answer, head: _Head, includes_usage: bool, num_samples: int) -> None:
-        self._answer = answer
-        self._head = head
-        self._includes_usage = includes_usage
-        self._num_samples = num_samples
-        self._answers: list[AnswerEnded] = []
-        self._frames: dict[tuple[int, str], TextFrame] = {}
+    answer: Answer
+    head: _Head
+    includes_usage: bool
+    num_samples: int
+    answers: list[AnswerEnded] = field(default_factory=list, init=False)
+    frames: dict[tuple[int, str], TextFrame] = field(default_factory=dict, init=False)
 
     def begin(self) -> str:
         return ""
 
     def _framed(self, sample: int, name: str, text: str, write: Callable[[str], str]) -> str:
         """Return what `write` does of a text, the same for all texts of a sample under a name."""
-        frame = self._frames.get((sample, name))
+        frame = self.frames.get((sample, name))
         if frame is None:
-            frame = self._frames[sample, name] = TextFrame(write)
+            frame = self.frames[sample, name] = TextFrame(write)
         return frame.around(text)
 
     def progress(self, event: ReadingPrompt) -> str:
@@ -415,13 +415,13 @@ class _Chunks:
         return _PING
 
     def _chunk(self, choices: list[dict[str, Any]], **others: Any) -> str:
-        extra = {"usage": None} if self._includes_usage else {}
-        return sse({**self._head.as_dict(self.kind), "choices": choices, **extra, **others})
+        extra = {"usage": None} if self.includes_usage else {}
+        return sse({**self.head.as_dict(self.kind), "choices": choices, **extra, **others})
 
     def finish(self) -> str:
         usage = (
-            self._chunk([], usage=usage_of(self._answers, self._answer.difference))
-            if self._includes_usage
+            self._chunk([], usage=usage_of(self.answers, self.answer.difference))
+            if self.includes_usage
             else ""
         )
         return usage + _DONE
@@ -430,24 +430,16 @@ class _Chunks:
         return sse(openai_form(error)) + _DONE
 
 
+@dataclass(eq=False)
 class _ChatChunks(_Chunks):
-    kind = "chat.completion.chunk"
+    kind: ClassVar[str | None] = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        answer: Answer,
-        head: _Head,
-        includes_usage: bool,
-        num_samples: int,
-        offered: OfferedTools,
-    ) -> None:
-        super().__init__(answer, head, includes_usage, num_samples)
-        self._offered = offered
-        self._num_calls: Counter[int] = Counter()
+    offered: OfferedTools
+    num_calls: Counter[int] = field(default_factory=Counter, init=False)
 
     def begin(self) -> str:
         role = {"role": "assistant", "content": ""}
-        return "".join(self._delta(sample, role) for sample in range(self._num_samples))
+        return "".join(self._delta(sample, role) for sample in range(self.num_samples))
 
     def text(self, event: AnswerText) -> str:
         name = "reasoning_content" if event.is_thinking else "content"
@@ -461,13 +453,13 @@ class _ChatChunks(_Chunks):
         return self._delta(sample, {name: text})
 
     def call(self, event: AnswerCall) -> str:
-        index = self._num_calls[event.sample]
-        self._num_calls[event.sample] += 1
-        call = {"index": index, **_call(event.call, self._offered)}
+        index = self.num_calls[event.sample]
+        self.num_calls[event.sample] += 1
+        call = {"index": index, **_call(event.call, self.offered)}
         return self._delta(event.sample, {"tool_calls": [call]})
 
     def ended(self, event: AnswerEnded) -> str:
-        self._answers.append(event)
+        self.answers.append(event)
         return self._delta(event.sample, {}, finish_word(event))
 
     def _delta(
@@ -482,34 +474,27 @@ class _ChatChunks(_Chunks):
         return self._chunk([choice])
 
 
+@dataclass(eq=False)
 class _TextChunks(_Chunks):
-    def __init__(
-        self,
-        answer: Answer,
-        head: _Head,
-        includes_usage: bool,
-        num_samples: int,
-        prompt: Prompt,
-        form: _TextForm,
-    ) -> None:
-        super().__init__(answer, head, includes_usage, num_samples)
-        self._prompt = prompt
-        self._form = form
-        self._echo = form.echo(prompt)
-        self._lengths = Counter(dict.fromkeys(range(num_samples), len(self._echo)))
+    prompt: Prompt
+    form: _TextForm
+
+    def __post_init__(self) -> None:
+        self._echo = self.form.echo(self.prompt)
+        self._lengths = Counter(dict.fromkeys(range(self.num_samples), len(self._echo)))
 
     def begin(self) -> str:
-        return "" if self._form.has_logprobs else self._prompt_said(None)
+        return "" if self.form.has_logprobs else self._prompt_said(None)
 
     def scored(self, event: ContextScored) -> str:
         """Return the prompt that is repeated, with the logprobs of its tokens, as vLLM does."""
-        columns = self._form.columns(self._prompt, event.context[0], event.logprobs)
+        columns = self.form.columns(self.prompt, event.context[0], event.logprobs)
         return self._prompt_said(columns)
 
     def _prompt_said(self, logprobs: dict[str, Any] | None) -> str:
         if not self._echo:
             return ""
-        pieces = (self._piece(n, self._echo, None, logprobs) for n in range(self._num_samples))
+        pieces = (self._piece(n, self._echo, None, logprobs) for n in range(self.num_samples))
         return "".join(pieces)
 
     def text(self, event: AnswerText) -> str:
@@ -522,7 +507,7 @@ class _TextChunks(_Chunks):
         return self._piece(event.sample, event.text, None, told, event.token_ids)
 
     def ended(self, event: AnswerEnded) -> str:
-        self._answers.append(event)
+        self.answers.append(event)
         return self._piece(event.sample, "", finish_word(event))
 
     def _piece(

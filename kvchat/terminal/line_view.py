@@ -6,10 +6,9 @@ have no escape sequences. Pickers are numbered lists.
 
 import asyncio
 import codecs
-import math
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TextIO
 
@@ -17,24 +16,23 @@ from kvchat.core.errors import ExitCode, UsageError
 from kvchat.terminal.key_parser import text_of_line
 from kvchat.terminal.keys import DoublePress
 from kvchat.terminal.multiline import InputBlocks, edit_text
-from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.pickers import pick_by_number
-from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions
+from kvchat.terminal.view import Choice, Listener, LiveState, PickerActions, PlainPage
 
 _TWICE_S = 2.0
 _READ_BYTES = 65536
 
 
-class LineView:
+class LineView(PlainPage):
     """Implements `View`. `columns` is the maximum width of lines."""
 
     def __init__(
         self, stdin: TextIO, stdout: TextIO, painter: Painter, columns: int, editor: str
     ) -> None:
-        self.painter = painter
+        super().__init__(painter, columns)
         self._stdin = stdin
         self._stdout = stdout
-        self._columns = columns
         self._editor = editor
         self._blocks = InputBlocks()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -52,23 +50,8 @@ class LineView:
         self._held: list[Row] = []  # rows that wait for the end of an answer
 
     @property
-    def render_context(self) -> RenderContext:
-        return RenderContext(self.painter, self._columns)
-
-    @property
     def max_tail_rows(self) -> int:
         return 0
-
-    @property
-    def num_rows(self) -> float:
-        return math.inf
-
-    def has_room(self, rows: Sequence[Row]) -> bool:
-        return True
-
-    @property
-    def prompt_text(self) -> str:
-        return ""
 
     def write(self, rows: Sequence[Row], state: LiveState | None = None) -> None:
         """Show rows permanently; they replace a waiting prompt."""
@@ -153,9 +136,6 @@ class LineView:
                 return order[picked]
             self.write([self.painter.text(f"A number from 1 to {len(choices)}, please.")])
 
-    def choices_changed(self) -> None:
-        """Do nothing: a printed list does not change."""
-
     async def _picked_line(self) -> str:
         """Return the next typed line; further lines are handled after it."""
         loop = asyncio.get_running_loop()
@@ -185,9 +165,6 @@ class LineView:
             assert self._listener is not None
             self._listener.accept(edited)
         return ""
-
-    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
-        """Do nothing: this view has no input history."""
 
     def copy(self, text: str) -> None:
         raise UsageError("This terminal cannot be asked to copy.", "/export writes a file.")

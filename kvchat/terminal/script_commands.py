@@ -5,8 +5,7 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 """
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,37 +21,21 @@ from kvchat.core.errors import UsageError
 from kvchat.core.stats import Cost
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import CommandContext, Invocation, Registry
-from kvchat.terminal.paint import Painter, RenderContext, Row
+from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.status import StatsLevel
-from kvchat.terminal.view import Choice, Page, PickerActions
+from kvchat.terminal.view import Choice, Page, PickerActions, PlainPage
 from kvchat.tools.toolbox import Toolbox
 
 T = TypeVar("T")
 
 
-class ScriptPage:
+class ScriptPage(PlainPage):
     """Implements `Page`. `write_text` takes whole lines of at most `columns` cells."""
 
     def __init__(self, write_text: Callable[[str], None], painter: Painter, columns: int) -> None:
         assert painter.look.is_plain, "a script's output has no escape sequences"
-        self.painter = painter
+        super().__init__(painter, columns)
         self._write_text = write_text
-        self._columns = columns
-
-    @property
-    def render_context(self) -> RenderContext:
-        return RenderContext(self.painter, self._columns)
-
-    @property
-    def num_rows(self) -> float:
-        return math.inf
-
-    def has_room(self, rows: Sequence[Row]) -> bool:
-        return True
-
-    @property
-    def prompt_text(self) -> str:
-        return ""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write rows without the empty rows around them, which only separate blocks on a screen."""
@@ -80,18 +63,12 @@ class ScriptPage:
             "In a script, name what you want after the command.",
         )
 
-    def choices_changed(self) -> None:
-        """Do nothing: a script has no picker."""
-
     @asynccontextmanager
     async def lent(self, takes_interrupts: bool = True) -> AsyncIterator[None]:
         yield
 
     async def edit(self, text: str) -> str:
         raise UsageError("An editor needs a terminal.", "In a script, a line is the message.")
-
-    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
-        """Do nothing: a script has no input history."""
 
     def copy(self, text: str) -> None:
         raise UsageError("A script has no clipboard.", "/export writes a file.")

@@ -5,6 +5,7 @@ readers and for terminals that cannot move the cursor. Commands use only the Pag
 scripts implement only that part (`script_commands.py`).
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -130,6 +131,30 @@ class Page(Protocol):
 
     def copy(self, text: str) -> None:
         """Ask the user's terminal to put a text on its clipboard; UsageError if not possible."""
+
+
+class PlainPage:
+    """The part that all pages of plain lines share: no prompt to fill, no picker, no history."""
+
+    num_rows = math.inf
+    prompt_text = ""
+
+    def __init__(self, painter: Painter, columns: int) -> None:
+        self.painter = painter
+        self._columns = columns
+
+    @property
+    def render_context(self) -> RenderContext:
+        return RenderContext(self.painter, self._columns)
+
+    def has_room(self, rows: Sequence[Row]) -> bool:
+        return True
+
+    def choices_changed(self) -> None:
+        """Do nothing: printed choices do not change."""
+
+    def unlearn(self, session_ids: Collection[str], texts: Collection[str]) -> None:
+        """Do nothing: plain lines have no input history."""
 
 
 class View(Page, Protocol):

@@ -16,8 +16,8 @@ from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.events import PrefillProgress, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import CachedTokens, FinishReason, Timing, Usage
 from kvchat.server.answering import Answer, Answering, Wakeups
+from kvchat.server.bodies import Worker
 from kvchat.server.metrics import Metrics
-from kvchat.server.worker import Worker
 from support.tokenizer_zoo import byte_level, text_files
 
 READ = PrefillProgress(1, CachedTokens(), 5, 5)
