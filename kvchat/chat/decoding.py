@@ -80,10 +80,7 @@ class AnswerParts:
     """
 
     def __init__(
-        self,
-        stops: Sequence[str],
-        starts_thinking: bool | None,
-        calls: CallSplitter | None = None,
+        self, stops: Sequence[str], starts_thinking: bool | None, calls: CallSplitter | None = None
     ) -> None:
         assert calls is None or starts_thinking is not None
         self._has_stops = bool(stops)

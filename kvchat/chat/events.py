@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import KvchatError
-from kvchat.core.types import (
-    CachedTokens,
-    FinishReason,
-    MissReason,
-    Timing,
-    TokenLogprobs,
-    Usage,
-)
+from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,10 +309,7 @@ class Place:
     """
 
     def __init__(
-        self,
-        session: ChatSession | None,
-        edited: Turn | None = None,
-        undone: tuple[int, ...] = (),
+        self, session: ChatSession | None, edited: Turn | None = None, undone: tuple[int, ...] = ()
     ) -> None:
         self.session = session
         self.edited = edited

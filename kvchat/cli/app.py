@@ -13,15 +13,7 @@ import typer
 
 from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup, HelpedCommand, HelpedGroup
-from kvchat.cli.flags import (
-    CHAT_FLAGS,
-    OF_BENCH,
-    OF_CHAT,
-    OF_SERVER,
-    SERVE_FLAGS,
-    takes,
-    values_of,
-)
+from kvchat.cli.flags import CHAT_FLAGS, OF_BENCH, OF_CHAT, OF_SERVER, SERVE_FLAGS, takes, values_of
 from kvchat.cli.settings import unknown_variables
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_KV
@@ -242,8 +234,7 @@ def sessions_rename(context: typer.Context, session: _SessionId, title: str) -> 
 
 @sessions_app.command("rm")
 def sessions_remove(
-    context: typer.Context,
-    session: Annotated[list[str], typer.Argument(metavar="ID|TITLE...")],
+    context: typer.Context, session: Annotated[list[str], typer.Argument(metavar="ID|TITLE...")]
 ) -> None:
     """Delete conversations permanently, with their KV and what was typed in them."""
     from kvchat.cli import sessions
@@ -337,8 +328,7 @@ def cache_collect(context: typer.Context) -> None:
 
 @cache_app.command("clear")
 def cache_clear(
-    context: typer.Context,
-    yes: Annotated[bool, typer.Option("--yes", help="ask nothing")] = False,
+    context: typer.Context, yes: Annotated[bool, typer.Option("--yes", help="ask nothing")] = False
 ) -> None:
     """Delete all KV on disk."""
     from kvchat.cli import cache

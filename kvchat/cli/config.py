@@ -12,14 +12,7 @@ from pathlib import Path
 
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cli.build import cache_directory, session_store, user_paths
-from kvchat.cli.settings import (
-    ENDPOINTS,
-    OTHER_VARIABLES,
-    Settings,
-    known,
-    read_config,
-    resolve,
-)
+from kvchat.cli.settings import ENDPOINTS, OTHER_VARIABLES, Settings, known, read_config, resolve
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.parameters import BY_NAME, Kind
 from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path

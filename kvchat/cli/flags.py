@@ -115,10 +115,7 @@ BENCH_FLAGS = grouped(
 # A server's clients have their own conversations, screens and tools.
 _NOT_SERVED = (Group.CONVERSATION, Group.TERMINAL, Group.TOOLS)
 OF_CHAT = (*CHAT_FLAGS, *PARAMETERS)
-OF_SERVER = (
-    *SERVE_FLAGS,
-    *(p for p in PARAMETERS if p.group not in _NOT_SERVED),
-)
+OF_SERVER = (*SERVE_FLAGS, *(p for p in PARAMETERS if p.group not in _NOT_SERVED))
 _BENCH_SETTINGS = (
     "model",
     "weights",

@@ -22,12 +22,7 @@ _log = logging.getLogger(__name__)
 # OSErrors of writing. Our own files raise StoreError, so these come from stdout.
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 # With these exit codes the reader of the output has gone, or kvchat does not wait for it.
-_NOT_WAITED_FOR = (
-    ExitCode.BROKEN_PIPE,
-    ExitCode.HANGUP,
-    ExitCode.INTERRUPT,
-    ExitCode.TERMINATED,
-)
+_NOT_WAITED_FOR = (ExitCode.BROKEN_PIPE, ExitCode.HANGUP, ExitCode.INTERRUPT, ExitCode.TERMINATED)
 _MAX_FAULT_CHARS = 200
 
 

@@ -197,11 +197,7 @@ class StreamJsonWriter:
             self._print("start", exchange, {"model": model_object(self._ready())})
 
     def _print(
-        self,
-        name: str,
-        exchange: Exchange,
-        content: dict[str, object],
-        sample: int | None = None,
+        self, name: str, exchange: Exchange, content: dict[str, object], sample: int | None = None
     ) -> None:
         print_json(self._stdout, {"event": name, **exchange.fields(sample), **content})
 

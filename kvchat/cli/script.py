@@ -466,10 +466,7 @@ class Script:
         self._follow(reply, self._controller.options.num_samples)
 
     def answer_lines(
-        self,
-        commands: "ScriptCommands",
-        lines: Iterable[tuple[int, str]],
-        last: str | None = None,
+        self, commands: "ScriptCommands", lines: Iterable[tuple[int, str]], last: str | None = None
     ) -> None:
         """Answer one turn a line, in one conversation; `last` is a message after the lines.
 

@@ -7,13 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import (
-    answers_path,
-    ask_options,
-    open_host,
-    saved_places,
-    user_paths,
-)
+from kvchat.cli.build import answers_path, ask_options, open_host, saved_places, user_paths
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve

@@ -78,11 +78,7 @@ class ContextTooLong(KvchatError):
     exit_code = ExitCode.CONTEXT
 
     def __init__(
-        self,
-        message: str,
-        hint: str = "",
-        num_tokens: int | None = None,
-        limit: int | None = None,
+        self, message: str, hint: str = "", num_tokens: int | None = None, limit: int | None = None
     ) -> None:
         super().__init__(message, hint)
         self.num_tokens = num_tokens

@@ -349,10 +349,7 @@ OF_CHATS = (
 )
 
 _OTHERS = (
-    *grouped(
-        Group.ANSWER,
-        new_text("system", "system prompt of new conversations", short="-s"),
-    ),
+    *grouped(Group.ANSWER, new_text("system", "system prompt of new conversations", short="-s")),
     *grouped(
         Group.SCRIPTS,
         # Thirty years at most: a wait for a lock counts nanoseconds in 64 bits.

@@ -128,10 +128,7 @@ class Client:
         requests that run will say themselves whether it has ended.
         """
         try:
-            async with (
-                asyncio.timeout(within_s),
-                self._client.stream("GET", "/health") as response,
-            ):
+            async with asyncio.timeout(within_s), self._client.stream("GET", "/health") as response:
                 told = _object(await _limited(response, _MOST_ERROR_BYTES))
         except (httpx2.TimeoutException, TimeoutError):
             return None

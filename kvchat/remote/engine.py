@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from kvchat.core.errors import (
-    ContextTooLong,
-    EngineEnded,
-    GenerationError,
-    KvchatError,
-    UsageError,
-)
+from kvchat.core.errors import ContextTooLong, EngineEnded, GenerationError, KvchatError, UsageError
 from kvchat.core.events import (
     PrefillProgress,
     RequestEvent,

@@ -216,11 +216,7 @@ class Asker:
             raise
 
     async def _asked(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None,
-        limit_s: float,
-        takes_errors: bool = False,
+        self, path: str, body: Mapping[str, Any] | None, limit_s: float, takes_errors: bool = False
     ) -> Any:
         method = "GET" if body is None else "POST"
         async with (
@@ -241,8 +237,7 @@ class Asker:
         """Raise ModelError if the server wants another key, or a request to another address."""
         if response.status_code in (401, 403):
             raise ModelError(
-                f"The server at {self._address.shown} refuses this key.",
-                "Set KVCHAT_ENDPOINT_KEY.",
+                f"The server at {self._address.shown} refuses this key.", "Set KVCHAT_ENDPOINT_KEY."
             )
         if response.is_redirect:
             raise ModelError(*redirect_words(response))

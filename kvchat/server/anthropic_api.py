@@ -138,11 +138,7 @@ def _outcome(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     if ended.text or not ended.calls:
         content.append({"type": "text", "text": ended.text})
     content += [{**_tool_use(call), "input": call.arguments} for call in ended.calls]
-    return {
-        "content": content,
-        **_ending(ended),
-        "usage": _usage(ended, answer),
-    }
+    return {"content": content, **_ending(ended), "usage": _usage(ended, answer)}
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

@@ -87,11 +87,7 @@ def _likeliest(token: ShownToken) -> dict[str, float]:
 
 
 def _entry(content: bytes, logprob: float) -> dict[str, Any]:
-    return {
-        "token": _spelled(content),
-        "logprob": max(logprob, _LEAST),
-        "bytes": list(content),
-    }
+    return {"token": _spelled(content), "logprob": max(logprob, _LEAST), "bytes": list(content)}
 
 
 def _spelled(content: bytes, mark: str = "") -> str:

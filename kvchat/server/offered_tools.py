@@ -19,11 +19,7 @@ from kvchat.core.errors import KvchatError
 from kvchat.server.api_errors import ApiError, as_api_error
 
 _MOST_TOOLS = 1024
-_CUSTOM_SCHEMA = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string"}},
-    "required": [INPUT],
-}
+_CUSTOM_SCHEMA = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 SEARCH = "tool_search"
 
 

@@ -358,11 +358,7 @@ def _items(ended: AnswerEnded, offered: OfferedTools, response_id: str) -> list[
 
 
 def _item(
-    is_thinking: bool,
-    text: str,
-    status: str,
-    token: str,
-    logprobs: Sequence[ShownToken] = (),
+    is_thinking: bool, text: str, status: str, token: str, logprobs: Sequence[ShownToken] = ()
 ) -> dict[str, Any]:
     if is_thinking:
         content = [{"type": "reasoning_text", "text": text}]

@@ -173,10 +173,7 @@ def _last_stats(context: "CommandContext") -> list[str]:
         return []
     glyphs = context.page.painter.look.glyphs
     why = context.controller.why_so_much(last)
-    lines = [
-        stats_line(last, ready.told_context_limit, glyphs),
-        detail_line(last, glyphs, why),
-    ]
+    lines = [stats_line(last, ready.told_context_limit, glyphs), detail_line(last, glyphs, why)]
     return [line for line in lines if line]
 
 

@@ -145,7 +145,7 @@ async def compact(context: "CommandContext", arguments: str) -> None:
     last = "the last one stays as it is" if kept == 1 else f"the last {kept} stay as they are"
     context.say(
         f"Summarising {plural(len(plan.messages), 'message')}, {some}{plan.num_tokens:,} of "
-        f"{before:,} tokens; {last if kept else 'none stays'}.",
+        f"{before:,} tokens; {last if kept else 'none stays'}."
     )
     try:
         ended = await context.show_summary(plan, arguments)

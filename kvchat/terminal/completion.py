@@ -43,11 +43,7 @@ class LineCompleter(Completer):
     """
 
     def __init__(
-        self,
-        registry: Registry,
-        sessions: Candidates,
-        turns: Candidates,
-        pins: Candidates = tuple,
+        self, registry: Registry, sessions: Candidates, turns: Candidates, pins: Candidates = tuple
     ) -> None:
         self._pins = pins
         self._registry = registry

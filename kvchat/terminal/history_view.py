@@ -8,13 +8,7 @@ from rich.text import Text
 from kvchat.chat.attachment import split_attached
 from kvchat.chat.compaction import LEFT_OUT, OPENING
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.chat.messages import (
-    MessageNumbers,
-    MessageTree,
-    TreeNode,
-    answer_place,
-    in_words,
-)
+from kvchat.chat.messages import MessageNumbers, MessageTree, TreeNode, answer_place, in_words
 from kvchat.chat.thinking import split_thinking, whole_passages
 from kvchat.core.text import one_line
 from kvchat.terminal.answer_view import AnswerRenderer

@@ -8,24 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from prompt_toolkit.application.current import get_app
-from prompt_toolkit.filters import (
-    Condition,
-    has_completions,
-    is_searching,
-    shift_selection_mode,
-)
+from prompt_toolkit.filters import Condition, has_completions, is_searching, shift_selection_mode
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
 from prompt_toolkit.key_binding.bindings.auto_suggest import load_auto_suggest_bindings
 from prompt_toolkit.key_binding.key_bindings import KeyBindingsBase
 from prompt_toolkit.keys import Keys
 
 from kvchat.core.errors import ExitCode
-from kvchat.terminal.multiline import (
-    continues,
-    is_block_open,
-    with_line_feeds,
-    without_block_marks,
-)
+from kvchat.terminal.multiline import continues, is_block_open, with_line_feeds, without_block_marks
 from kvchat.terminal.pickers import PAGE_ROWS, Picker
 
 if TYPE_CHECKING:

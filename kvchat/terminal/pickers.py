@@ -231,11 +231,7 @@ class Picker:
         detail = one_row(_fitting(choice.detail, room), room)
         detail = f"  {detail}" if detail else ""
         style = "class:picker.current" if is_current else ""
-        return [
-            ("", f"\n{mark} "),
-            (style, label),
-            ("class:picker.detail", detail),
-        ]
+        return [("", f"\n{mark} "), (style, label), ("class:picker.detail", detail)]
 
     def _below(self, max_rows: int, width: int, glyphs: Glyphs) -> Fragments:
         """Return the rows below the choices: the preview of the current one, and the keys."""

@@ -39,12 +39,7 @@ from kvchat.terminal.completion import LineCompleter, PrivateHistory
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.key_parser import parse_keys
 from kvchat.terminal.keys import build_keys
-from kvchat.terminal.layout import (
-    ROWS_BELOW_ANSWER,
-    LiveRegion,
-    build_layout,
-    num_below_answer,
-)
+from kvchat.terminal.layout import ROWS_BELOW_ANSWER, LiveRegion, build_layout, num_below_answer
 from kvchat.terminal.multiline import edit_text
 from kvchat.terminal.paint import Painter, RenderContext, Row, prefixed
 from kvchat.terminal.pickers import Picker

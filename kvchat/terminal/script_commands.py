@@ -59,8 +59,7 @@ class ScriptPage(PlainPage):
         actions: PickerActions | None = None,
     ) -> int | None:
         raise UsageError(
-            f"“{title}” needs a terminal.",
-            "In a script, name what you want after the command.",
+            f"“{title}” needs a terminal.", "In a script, name what you want after the command."
         )
 
     @asynccontextmanager

@@ -161,11 +161,7 @@ class Look:
 
     @classmethod
     def choose(
-        cls,
-        color: str,
-        accessible: bool,
-        environment: Mapping[str, str],
-        encoding: str = "utf-8",
+        cls, color: str, accessible: bool, environment: Mapping[str, str], encoding: str = "utf-8"
     ) -> "Look":
         """Return the look for an interactive terminal.
 

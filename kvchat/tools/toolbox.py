@@ -107,10 +107,7 @@ class Toolbox:
     """
 
     def __init__(
-        self,
-        tools: Sequence[Tool],
-        allowed: Collection[str] = (),
-        late: LateTools | None = None,
+        self, tools: Sequence[Tool], allowed: Collection[str] = (), late: LateTools | None = None
     ) -> None:
         self._by_name = {tool.name: tool for tool in tools}
         self.permissions = Permissions(set(allowed), set())
