@@ -1,4 +1,5 @@
-"""AnswerMemory: the token ids of generated answers, found again by their context and their text.
+"""AnswerMemory and ResponseMemory: ids of answers that were generated, and of responses that a
+client may continue, across restarts.
 
 Clients of the HTTP API send a conversation back as text. Encoding that text again may give other
 ids than those that were generated, and from the first other id on the KV would not match. So the
@@ -23,6 +24,9 @@ from kvchat.core.paths import private_database
 from kvchat.core.types import FinishReason
 
 _log = logging.getLogger(__name__)
+
+# SQLite from the standard library: the rows are small, several processes may write, and a row is
+# either there or not. A file that cannot be used is a loss of reuse, never of an answer.
 
 _PATIENCE_S = 1.0
 _IN_MEMORY = ":memory:"
@@ -197,6 +201,12 @@ class AnswerMemory:
     def close(self) -> None:
         self._db.close()
 
+
+# A record is JSON: what the client gave and what it got. It is kept as token ids, as the answers in
+# the same file are, so the file shows no words to a search; who has the tokenizer can decode them.
+# Beside a record stand the ids of the request's whole context: by them its KV is found when the
+# response is deleted, and KV that another stored response has too is known. They go with the
+# record. The records of a stabiliser are kept in the same way, in a table of their own.
 
 _RESPONSES = "responses"
 _COLUMNS = "(key BLOB PRIMARY KEY, ids BLOB, used_s REAL) WITHOUT ROWID"

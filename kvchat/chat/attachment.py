@@ -1,4 +1,4 @@
-"""Files attached to a message: finds them by @path, reads them, and splits them off again.
+"""Files attached to a message, and those of pins: finds them by @path, reads and splits them off.
 
 A file's text is put in a code fence below its name, so that a model sees its beginning and end.
 """
@@ -194,6 +194,10 @@ def attached_files(text: str) -> list[tuple[str, str]]:
         end = match.end()
     return files
 
+
+# A pin on disk has keys alone. The files' paths and digests are in the state directory, not with
+# the KV: after the KV is deleted, a name still attaches its files, which are then computed again.
+# No text of a file is written.
 
 _VERSION = 1
 _NAME = "pins"

@@ -334,6 +334,10 @@ def _one(name: str, arguments: dict[str, Any] | None) -> Reading:
     return Reading((ToolCall(name, arguments),)) if arguments is not None else NO_CALLS
 
 
+# Qwen2.5-Coder writes a call as a JSON object in its prose, mostly in a fence, without marks. It
+# counts if it names a tool that is offered, and the answer holds nothing
+# beside it but prose: no other fence, no call in the model's own form.
+
 # A fence and an object up to the name's opening quotation mark, as parts that follow each other.
 _FENCE = ("`", "`", "`", r"[\w-]*", r"[ \t]*", r"\n", r"\s*")
 _OBJECT = (r"\{", r"\s*", '"', "n", "a", "m", "e", '"', r"\s*", ":", r"\s*", '"')

@@ -1,7 +1,7 @@
 """ChatController: the open conversation, its model, and the operations on them.
 
-Slash commands and keys call it. `place.py` moves between the turns, and queries to the engine other
-than answers go through EngineQueries of `host.py`.
+Slash commands and keys call it. `Place` of `session.py` moves between the turns, and queries to the
+engine other than answers go through EngineQueries of `host.py`.
 """
 
 import asyncio

@@ -12,6 +12,9 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.events import TokensGenerated
 from kvchat.core.types import TokenLogprobs
 
+# A stop text ends what the user reads. Within thinking, and within a call, it is a text as any
+# other: a blank line there would end an answer that has not begun, or leave half a call.
+
 AnswerPart = Passage | ToolCall
 
 

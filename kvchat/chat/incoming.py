@@ -11,6 +11,9 @@ from kvchat.chat.resent_chat import KeptPart, Message, ResentChat, joined, resen
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, read_arguments
 from kvchat.core.errors import UsageError
 
+# What a user sends and the model cannot read is refused. What a tool returned stays in a
+# conversation for ever, so a note takes its place there.
+
 _TEXTS = ("text", "input_text", "output_text")
 # Answers have these too; their ids are known with the answer's, or another server ran them.
 THOUGHTS = ("thinking", "redacted_thinking")

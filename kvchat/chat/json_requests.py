@@ -1,4 +1,5 @@
-"""Requests of `--input-format jsonl`: a line is the body of a chat completion, or has a `prompt`.
+"""Conversations as JSON messages, and the requests of `--input-format jsonl`: a line is the body
+of a chat completion, or has a `prompt`.
 
 `cli/batch.py` answers the requests.
 """
@@ -17,6 +18,9 @@ from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS
 from kvchat.core.text import shown
+
+# A document is a list of messages, or an object with `messages` and perhaps `tools`. An answer that
+# calls tools has `tool_calls`; a message of the role "tool" holds what one of these calls returned.
 
 _TOOL = "tool"
 

@@ -1,4 +1,5 @@
-"""Makes room in a full context: functions on a ChatController, by its context policy.
+"""Compacts the open conversation, and makes room in a full context by its policy: functions on a
+ChatController.
 
 Room is made on a new branch, as /compact makes it: the old branch keeps all messages. What stays is
 read again once, exactly, so a good part of the context is freed at once.

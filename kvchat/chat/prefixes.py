@@ -1,4 +1,4 @@
-"""Prefixes: finds the context that a conversation which is sent as text continues.
+"""ResentChats: conversations that clients send as text. Prefixes finds the context they continue.
 
 The text alone does not give the ids: another encoding of the same answer is another context, and a
 template may show the date or how a message was asked. So a conversation is opened message by

@@ -1,7 +1,8 @@
 """Reply: one or more answers to a user turn, while they are generated.
 
 The engine's thread only puts events into a queue. The consumer takes them out, and its thread then
-decodes tokens (`decoding.py`). A ledger stores the answers while they arrive (`ledger.py`).
+decodes tokens (`decoding.py`). A ledger stores the answers in the
+conversation and its file while they arrive. `Asking` makes the request and the decoders.
 """
 
 import queue

@@ -300,6 +300,10 @@ class ChatSession(SavedConversation):
         return reply
 
 
+# The next message goes below the tip, or takes the place of the message that is being edited.
+# Moving deletes nothing: all turns stay in the tree.
+
+
 class Place:
     """The place in the tree of one session, which is None before the first message.
 

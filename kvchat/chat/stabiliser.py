@@ -17,6 +17,10 @@ from typing import Any, Protocol
 from kvchat.chat.conversation import Role
 from kvchat.chat.resent_chat import Message, ResentChat
 
+# Agents write lines that change from one session, day or directory to the next near the top of a
+# system prompt, so that all behind them would be new to the cache: the rest of the
+# prompt, and the tools, which most templates write behind the system prompt.
+
 # Claude Code's line for the billing of Anthropic's own servers, which do not show it to a model
 # either. Its numbers are others in every session. The text of the next block may follow directly.
 _BILLING = re.compile(

@@ -346,7 +346,7 @@ class ChatTemplate:
         is_open: bool = True,
     ) -> str:
         variables = {**self._variables, **self.switch.variables(think)}
-        formed = with_parts(messages, self._part_roles)
+        formed = with_parts(messages, self._part_roles) if self._part_roles else messages
         try:
             return self._process.render(formed, variables, clock, tools, is_open)
         except RenderingFailed as error:

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
+# The channels of gpt-oss: an answer consists of messages. Each has a header of control tokens,
+# which names its channel: `analysis` is thinking, all others are for the user.
+
 CHANNEL_TOKEN = "<|channel|>"
 CHANNEL_TOKENS = frozenset({CHANNEL_TOKEN, "<|start|>", "<|message|>", "<|end|>"})
 # With these a message begins, or ends; the first two may begin an answer.

@@ -21,6 +21,10 @@ from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.files.text_settings import TextFiles
 
+# A tokenizer.json is a stranger's program, and it runs in this process, millions of times. So what
+# it can make is bounded when it is read, from its steps. A search of its regular expressions ends
+# by itself: the library gives up after ten million tries.
+
 # Bounds of characters for one character. The first is refused when it may be; of a text that might
 # grow by the second, it is measured.
 _MOST_GROWTH, _PLAIN_GROWTH = 1024.0, 8.0

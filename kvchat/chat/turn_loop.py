@@ -14,6 +14,9 @@ from kvchat.core.errors import GenerationError
 from kvchat.core.events import LoadEvent
 from kvchat.core.types import FinishReason
 
+# The first event after a pause is shown at once, later ones in frames. The frame interval grows
+# with the cost of drawing, so that drawing takes a small share of the time.
+
 # Drawing may take this share of the time; the frame interval stays within 40 to 250 ms.
 _DRAWING_SHARE = 0.015
 _MIN_FRAME_S = 0.04

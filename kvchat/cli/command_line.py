@@ -1,4 +1,4 @@
-"""Reads the habits of other programs from the command line, before typer parses it.
+"""Help of commands, and the habits of other programs in command lines, before typer parses these.
 
 A prompt may stand where a subcommand could, and `-r` may stand without a conversation. Both are
 rewritten as flags that typer knows, so that all else has one meaning only.

@@ -1,4 +1,4 @@
-"""A chat uses the engine of a `kvchat serve` that runs with the same model and settings.
+"""The address and key of a `kvchat serve` that runs: a chat of the same model uses its engine.
 
 The server leaves its address and key in a private file of the state directory while it runs. Then
 the model is loaded once, and both share one cache.
@@ -151,6 +151,10 @@ def _is_alive(pid: int) -> bool:
         return False
     return True
 
+
+# On a machine that other people use, each of them may send requests to a loopback address: list
+# models, ask where text is cached, pin and forget. So there a key is needed by default. It is made
+# once, in a private file; the user's own chats find it with the server's address.
 
 _KEY_NAME = "serve.key"
 _REASON = "other people use this machine, so requests need a key"

@@ -1,4 +1,4 @@
-"""The script modes of one conversation: one prompt, or one turn a line.
+"""The script modes of one conversation: their input, answers, tools, time limits and notices.
 
 `batch.py` answers JSON requests, which are independent of each other.
 """
@@ -397,6 +397,9 @@ class ScriptOutput:
         line = stats_line(ended, limit, glyphs, load_s=load_s)
         details = detail_line(ended, glyphs, read_again)
         self._setup.notices.show("".join(f"{text}\n" for text in (line, details) if text))
+
+
+# A script has no user to ask: a tool runs if it is allowed by name.
 
 
 class ScriptTools:

@@ -1,4 +1,4 @@
-"""The table of parameters: the one place that names them, their ranges, defaults and help.
+"""Parameter and the table of all: the one place that names them, their ranges, defaults and help.
 
 Flags, `config.toml`, `KVCHAT_*` variables, `/set`, JSON lines and HTTP fields are read from it.
 `cli/flags.py` has the rows that are flags of one command and nothing else.
@@ -12,6 +12,9 @@ from typing import Any
 
 from kvchat.core.errors import UsageError
 from kvchat.core.text import parse_size, shown
+
+# Every place that takes a value of a parameter (a flag, the environment, config.toml, /set, a field
+# of JSON) checks it here, so a bad value is refused in the same words everywhere.
 
 # The largest signed 64-bit number.
 MOST = 2**63 - 1

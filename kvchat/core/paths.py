@@ -1,4 +1,4 @@
-"""Private directories and files: modes 0700 and 0600 with any umask, symbolic links refused.
+"""Files: private ones with modes 0700 and 0600, without links; locks; users' files up to a limit.
 
 A *state file* is a small JSON file of the state directory, replaced in one piece. One that is
 missing, damaged, of another version or another user's reads as empty. Several processes may write
@@ -301,6 +301,9 @@ def is_at(path: Path, descriptor: int) -> bool:
     except OSError:
         return False
 
+
+# Files of users and downloads: a named pipe, socket, device or directory is refused without
+# waiting. Symbolic links are followed, because the user chose the path.
 
 _PIECE_BYTES = 1 << 20
 _KINDS = (

@@ -1,4 +1,4 @@
-"""Makes untrusted text safe for a terminal, and reads the texts and whole numbers of users.
+"""Makes untrusted text safe for a terminal, and reads texts, numbers, sizes and JSON of users.
 
 Text of a model, a file, a title or metadata passes through `sanitize` before it is drawn or piped.
 It maps single characters and keeps no state, so an escape sequence always becomes visible text.

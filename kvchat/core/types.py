@@ -295,6 +295,11 @@ def rate(count: int, seconds: float) -> float:
     return count / seconds if count > 0 and seconds > 0 else 0.0
 
 
+# The memory has small facts that kvchat finds out once and may lose. A fact is whatever JSON can
+# hold, except null, which stands for no fact. It has a kind, such as "rates", and a key in its
+# kind. Every reader checks what it gets: the file is the user's, and an earlier version may have
+# written it.
+
 Fact = object
 
 

@@ -191,6 +191,11 @@ async def _refusal(response: httpx2.Response) -> KvchatError:
     return ContextTooLong(sentence, hint) if is_too_long else GenerationError(sentence)
 
 
+# llama.cpp's server writes the KV of a slot to a file when asked, if it was started with --slot-
+# save-path. It keeps one context in each of its slots. A file has the name of a conversation and a
+# digest of the model; the server checks the tokens in it. Files are the server's: nothing removes
+# them from here.
+
 # A file has the KV of the whole context, so it is not written again for a few tokens.
 _WORTH_SAVING = 256
 _NO_WORD = re.compile(r"[^A-Za-z0-9_-]")

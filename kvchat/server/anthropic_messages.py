@@ -81,6 +81,9 @@ class CacheMarks:
         self._chat.keep_so_far(ttl_s, text)
 
 
+# A tool that Anthropic's clients run has a type with a date and no schema, for Anthropic's models
+# know it. Here it is a function like any other.
+
 _DATED = re.compile(r"(.+)_\d{8}$")
 
 

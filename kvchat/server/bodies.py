@@ -1,4 +1,4 @@
-"""Bodies: parses the JSON of a request without stopping the streams of other clients for long.
+"""Bodies and their Worker: parses requests without stopping other clients' streams for long.
 
 Python's parser does not give the interpreter up until it ends. What it takes depends on the number
 of values, not of bytes: 5 million token ids take half a second, a text of as many bytes 20 ms, and

@@ -1,4 +1,4 @@
-"""Reads the fields of OpenAI's interfaces on tokens: penalties, biases, ends and logprobs."""
+"""Reads how a request wants its answer: sampling, format, thinking, penalties, ends, logprobs."""
 
 import json
 import sys
@@ -186,6 +186,10 @@ async def _compiled(service: Service, wanted: AnswerFormat) -> Grammar:
     except RecursionError:
         raise ApiError(400, f"{param} is nested too deeply.", param, "invalid_value") from None
 
+
+# A template without a switch for thinking, or without the effort that a request asks for, is asked
+# for what comes nearest; where there is nothing near, the field changes nothing: clients send it to
+# every model. Each interface has a field of its own; those of other servers say the same.
 
 Wanted = tuple[Think, ...]  # what to ask for, the best first
 

@@ -190,6 +190,10 @@ def is_loopback(address: str | None) -> bool:
         return False
 
 
+# Clients have equal shares of the engine, and all send one key. Behind one address of a network
+# there is one client; programs on this machine are told apart by the name that they send. A program
+# could send another name each time: that is for the machine's own user to know.
+
 _MOST_CHARS = 200
 
 

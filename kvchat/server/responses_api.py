@@ -60,6 +60,10 @@ from kvchat.server.stored_responses import (
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.tool_fields import openai_choice, with_calls
 
+# A summary for /v1/responses/compact is asked for below the conversation, which is cached then.
+# Where the context has no room for that, an excerpt is summarised. Without a summary the oldest
+# messages are left out.
+
 _TOO_LONG = "context_length_exceeded"
 
 

@@ -20,6 +20,10 @@ from kvchat.server.generation_fields import AnswerFormat, with_format
 from kvchat.server.offered_tools import SEARCH, ToolKind, ToolReader
 from kvchat.server.service import Service
 
+# How a model writes a call is read from its template: a call with placeholders is written, and cut
+# at them. Where arguments are JSON they follow the tool's schema; elsewhere only the beginning of
+# the call is fixed, up to the tool's name.
+
 _NAME, _KEY, _VALUE = "kv7_name_stands_here", "kv7_key_stands_here", "kv7_value_stands_here"
 _WRITTEN = re.compile(rf"(.*?){_NAME}(.*?){_KEY}.*?{_VALUE}(.*)", re.S)
 _JSON_BEGINS, _JSON_ENDS = re.compile(r"\{\s*\"$"), re.compile(r"^\"\s*\}")

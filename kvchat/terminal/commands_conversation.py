@@ -23,6 +23,10 @@ from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
 
+# The list says what the next message of each conversation costs. The KV of the highlighted one is
+# prefetched; the next one highlighted replaces it, and so does the open conversation if none is
+# picked.
+
 # A highlight that moves on sooner prefetches nothing.
 _PAUSE_S = 0.15
 # Costs are looked up for so many conversations at a time, the newest first.

@@ -19,6 +19,9 @@ from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyPress
 from prompt_toolkit.keys import Keys
 
+# The kitty protocol reports a key as `CSI code;modifiers:event;text u`, and xterm's modifyOtherKeys
+# as `CSI 27;modifiers;code ~`. kvchat asks for neither; a program that ended before may have.
+
 _SHIFT, _ALT, _CTRL, _LOCKS = 1, 2, 4, 64 | 128
 _RELEASE = 3
 _ESCAPE = "\x1b"

@@ -17,6 +17,9 @@ from kvchat.terminal.markdown_inline import Inline, parse_inline
 from kvchat.terminal.paint import RenderContext, Row
 from kvchat.terminal.theme import Role
 
+# Models write code without a fence, and formulas in TeX. As running text they lose the indentation,
+# and underscores and asterisks, which Markdown reads as emphasis.
+
 # So many characters tell what a line is. Only these are looked at, as the rest may still come.
 DECIDING_CHARS = 40
 

@@ -14,6 +14,10 @@ from kvchat.terminal import history_view
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import View
 
+# A message that is being edited keeps its place. While the first message is being edited, no
+# message is sent. Messages that an earlier process did not send are offered in the prompt one after
+# another: none of them is sent unless the user sends it.
+
 
 @dataclass(slots=True)
 class _Waiting:

@@ -17,6 +17,10 @@ from kvchat.tools.toolbox import MOST_RESULT_CHARS, ToolFailed, schema_of
 if TYPE_CHECKING:
     import subprocess
 
+# The environment of commands has no secrets, which keeps them out of what a command prints or
+# passes on. A command that looks for them finds them all the same: it runs as the user, who may
+# read the environment of all their processes.
+
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:PASS|PAT|AUTH|CREDS?|PWD)(?:_|$)|KEYS?(?:_|$)|TOKENS?(?:_|$)"
     r"|SECRET|PASSW(?:OR)?D|PASSPHRASE|CREDENTIAL|COOKIE"
@@ -68,6 +72,10 @@ class PipeReader:
         head, tail = (bytes(part).decode(errors="replace") for part in (self._head, self._tail))
         return head + gap + tail
 
+
+# On Linux the command is the reaper of its orphans: a process that leaves its session, or whose
+# parent has ended, stays below the command, where it is found. Elsewhere only the command's process
+# group is ended, and a process that made a session of its own goes on.
 
 # A program of its own: code between fork and exec could wait for another thread's lock for ever.
 # It undoes what Python changes at its start: signals that it ignores, and a locale that it sets.
