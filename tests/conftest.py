@@ -1,5 +1,6 @@
 """Settings of the whole test run."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in gone]
 
 
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make, not among a million objects of imports each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def memory() -> FactMemory:
     """A memory of facts, which all of a test shares."""
@@ -65,13 +72,15 @@ def memory() -> FactMemory:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _template_forks() -> Iterator[None]:
-    """Start the processes of chat templates as forks, and so in a tenth of the time."""
+def _cheap_starts() -> Iterator[None]:
+    """Start the processes of chat templates as forks, and compile one form of each kernel."""
+    from support import no_races
     from support.template_forks import TemplateForks
 
     forks = TemplateForks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvchat.chat.template_process.subprocess", forks)
+        patch.setattr("kvchat_kernels.cpu.races._race", no_races.choose)
         yield
     forks.close()
 

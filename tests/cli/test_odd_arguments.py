@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell, objects
+from support.fork_server import ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "4")
 
@@ -90,7 +92,7 @@ def test_a_batch_takes_the_system_prompt_of_the_flags_unless_a_request_has_one(
 
 @pytest.mark.parametrize("form", ["prompt", "lines", "batch"])
 def test_a_model_that_takes_too_long_to_load_ends_with_124(
-    form: str, shell: Shell, tiny: str
+    form: str, shell: ForkedShell, tiny: str
 ) -> None:
     """The limit was one on the answer alone: a script waited for a slow disk without end."""
     given = {
@@ -100,7 +102,7 @@ def test_a_model_that_takes_too_long_to_load_ends_with_124(
     }
     arguments, stdin = given[form]
     limited = ("--timeout", "0.05", "--json")
-    done = Shell(shell.home, module="support.slow_kvchat").run(
+    done = replace(shell, module="support.slow_kvchat").run(
         "-m", tiny, *GREEDY, *limited, *arguments, stdin=stdin
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.matrix import spread
 from support.specimens import PROMPT_LENGTHS, Specimen, complete, engine_on, make_specimen
 
 NAMES = (
@@ -25,7 +26,7 @@ def specimen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return make_specimen(request.param, directory)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", spread([4, 16], [4]))
 def test_what_was_demoted_and_promoted_gives_the_same_ids(
     specimen: Specimen, block_size: int
 ) -> None:

@@ -5,7 +5,7 @@ The model answers from what it reads back from its KV, so that an answer from wr
 answer; reference counts are re-derived after every step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,6 @@ NUM_KEPT = (len(HISTORY) + 5) // BLOCK  # the last token drawn was never compute
 @pytest.fixture
 def tier() -> MemoryTier:
     return MemoryTier(block_size=BLOCK, image_bytes=BLOCK * 8)
-
-
-@pytest.fixture
-def processes(tier: MemoryTier) -> Iterator[Processes]:
-    made = Processes(lambda: tier)
-    yield made
-    for process in made.started:
-        process.end()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from kvchat.model.files.checkpoint_files import mark
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.greedy_answer import greedy_answer
+from support.matrix import spread
 from support.specimens import random_ids
 
 MIB = 1 << 20
@@ -124,7 +125,10 @@ def homes(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 @pytest.mark.parametrize(
     ("tensor", "dtype"),
-    [*((tensor, "float32") for tensor in TENSORS), *((t, "bfloat16") for t in TENSORS[::5])],
+    spread(
+        [*((tensor, "float32") for tensor in TENSORS), *((t, "bfloat16") for t in TENSORS[::5])],
+        [*((tensor, "float32") for tensor in TENSORS[::4]), (TENSORS[5], "bfloat16")],
+    ),
 )
 def test_no_tensor_may_be_another(
     tensor: str, dtype: str, llama: Path, homes: dict[str, Path], tmp_path: Path

@@ -5,29 +5,13 @@ or not at all, shows in the text.
 """
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-
-import pytest
 
 from kvchat.core.types import FinishReason
 from support.chains import compute_at
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
 from support.restarts import HISTORY, Processes, alone, spec
-
-
-@pytest.fixture
-def tier() -> MemoryTier:
-    return MemoryTier(block_size=4, image_bytes=4 * 8)
-
-
-@pytest.fixture
-def processes(tier: MemoryTier) -> Iterator[Processes]:
-    made = Processes(lambda: tier)
-    yield made
-    for process in made.started:
-        process.end()
 
 
 def test_a_new_process_computes_only_what_is_new(processes: Processes) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import count
 from math import inf
@@ -15,19 +14,6 @@ from support.chains import compute_at, new_chain
 from support.engine_harness import EngineHarness
 from support.memory_tier import MemoryTier
 from support.restarts import GREEDY, HISTORY, Processes, alone, spec
-
-
-@pytest.fixture
-def tier() -> MemoryTier:
-    return MemoryTier(block_size=4, image_bytes=4 * 8)
-
-
-@pytest.fixture
-def processes(tier: MemoryTier) -> Iterator[Processes]:
-    made = Processes(lambda: tier)
-    yield made
-    for process in made.started:
-        process.end()
 
 
 def test_a_restore_that_is_over_holds_no_later_step_up(

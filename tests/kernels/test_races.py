@@ -11,6 +11,7 @@ from kvchat_kernels.cpu.object_cache import ObjectCache
 from kvchat_kernels.cpu.races import is_second_faster
 from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.linear.blocks import Layout
+from support.no_races import RACE
 
 
 class Runners:
@@ -43,6 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCache:
 
 
 def raced(runners: Runners, monkeypatch: pytest.MonkeyPatch, name: str = "product") -> bool:
+    monkeypatch.setattr(races, "_race", RACE)
     monkeypatch.setattr(races, "_Runner", runners)
     return is_second_faster(name, (4,), lambda code, is_second: None, (Task, {}))
 
@@ -70,6 +72,19 @@ def test_a_damaged_verdict_is_a_new_race(
     verdict.write_bytes(b"seconds")
 
     assert not raced(Runners(2.0, 1.0), monkeypatch)
+
+
+@pytest.mark.skipif(not races.has_512_bits(), reason="the processor has no vectors of 512 bits")
+def test_both_forms_of_a_kernel_are_compiled_and_run(
+    cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all other tests the form is chosen by its name."""
+    monkeypatch.setattr(races, "_race", RACE)
+
+    is_second = products.are_wide_floats_faster.__wrapped__(Stored.HALF)
+
+    [verdict] = cache.directory.iterdir()
+    assert verdict.read_bytes().endswith(b"second" if is_second else b"first")
 
 
 def test_without_vectors_of_512_bits_there_is_no_race(monkeypatch: pytest.MonkeyPatch) -> None:

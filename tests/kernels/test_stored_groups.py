@@ -11,6 +11,7 @@ from kvchat_kernels.linear import group_reading
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
+from support.matrix import spread
 from support.other_process import run_python
 
 # Rows and columns; groups have 32 columns, 96 or all of a row. Lines of 8 words and blocks in
@@ -126,7 +127,11 @@ def assert_same(found: BlockWeights | None, wanted: BlockWeights | None) -> None
         assert torch.equal(ours.view(torch.uint8), part.view(torch.uint8)), key
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# A format of each package in both bits; the other levels of zero run by turns.
+USUAL = ["awq, any", "mlx 4", "mlx 8", "gptq 4, any", "gptq 8, middle", "compressed-tensors 4, any"]
+
+
+@pytest.mark.parametrize("name", spread(FORMATS, USUAL))
 def test_compiled_code_reads_the_same_bytes(name: str) -> None:
     seen = set()
     for case in cases(name):
@@ -159,7 +164,7 @@ def assert_floats(case: Case, dtype: torch.dtype) -> None:
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", spread(FORMATS, USUAL))
 def test_compiled_code_unpacks_to_the_same_floats(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,10 @@ from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.tile_products import TILE_ROWS, has_tiles
 from kvchat_kernels.linear.blocks import BlockWeights, Layout, interleaved
 from kvchat_kernels.linear.cpu import BlockProduct
+from support.matrix import spread
 from support.other_process import run_python
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no AMX")
-# Every other kind; compiling all takes half a minute more.
-SOME_KINDS = [
-    kind if not number % 2 else pytest.param(kind, marks=pytest.mark.soak)
-    for number, kind in enumerate(KINDS)
-]
 # Outputs and inputs: one unit and several, full tiles and not, one run of groups and several.
 SHAPES = [(1, 256), (37, 1536), (300, 512), (17, 4864)]
 
@@ -42,7 +38,9 @@ def by_step(weights: BlockWeights, x: torch.Tensor, bias: torch.Tensor | None) -
 
 
 @needs_tiles
-@pytest.mark.parametrize("kind", SOME_KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", spread([(kind,) for kind in KINDS], [(KINDS[0],), (KINDS[4],), (KINDS[12],)]), ids=str
+)
 def test_many_rows_have_the_numbers_of_few(kind: Kind) -> None:
     """Else a prompt and the answer to it were two models, and a cache changed answers."""
     for shape in SHAPES:

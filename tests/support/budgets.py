@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 BUDGETS_S = {
-    "bench": 240,
+    "bench": 120,
     "cache": 120,
-    "chat": 240,
-    "cli": 320,
+    "chat": 160,
+    "cli": 260,
     "clients": 40,
     "core": 20,
-    "engine": 320,
+    "engine": 240,
     "floors": 60,
-    "kernels": 800,
-    "model": 760,
+    "kernels": 500,
+    "model": 600,
     "remote": 60,
     "server": 120,
-    "soak": 140,
-    "terminal": 260,
+    "soak": 100,
+    "terminal": 220,
     "tools": 40,
 }
 _NAME = "processor seconds"

@@ -41,6 +41,7 @@ from support.commands import PATIENT, TIMEOUT_S, Shell
 from support.failing_files import Faults
 from support.patient_kvchat import be_patient
 from support.scripted_repl import main as run_scripted
+from support.slow_kvchat import never_load
 from support.template_forks import TemplateForks
 
 # Beside kvchat's own modules: what a life imports only once it loads a model.
@@ -48,7 +49,7 @@ _IMPORTED = (
     *("torch", "pydantic", "platformdirs.unix"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
 )
-_SCRIPTED = "support.scripted_repl"
+_SCRIPTED, _SLOW = "support.scripted_repl", "support.slow_kvchat"
 _LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
 _MOST_BYTES = 1 << 20
 Streams = Mapping[int, int | None]
@@ -275,8 +276,13 @@ def _run_scripted() -> None:
     sys.exit(run_scripted())
 
 
+def _run_slow() -> None:
+    never_load(pytest.MonkeyPatch())
+    run()
+
+
 _MODULES: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {"kvchat": run, PATIENT: _run_patient, _SCRIPTED: _run_scripted}
+    {"kvchat": run, PATIENT: _run_patient, _SLOW: _run_slow, _SCRIPTED: _run_scripted}
 )
 
 
@@ -373,6 +379,9 @@ def serve() -> None:
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes number 0
     _import_everything()
+    from support import no_races  # imports torch
+
+    no_races.use()
     while True:
         message, ends, _, _ = socket.recv_fds(ours, _MOST_BYTES, 3)
         if not message:

@@ -189,7 +189,7 @@ STATEFUL = {
     name: each for name, each in _ALL.items() if each[0] in CONFIG_MAPPING or each[0] not in _KNOWN
 }
 
-# Each form of state once.
+# Each form of state once. The first six run with every commit, the others by turns.
 FORMS = [
     name
     for name in (

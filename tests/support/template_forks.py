@@ -96,6 +96,7 @@ class TemplateFork:
 
     def wait(self) -> int:
         if self.returncode is None:
-            self.returncode = int(self._news.recv(_MOST_BYTES))
+            ending = self._news.recv(_MOST_BYTES)  # none where the server has ended before
+            self.returncode = int(ending or -signal.SIGKILL)
             self._news.close()
         return self.returncode

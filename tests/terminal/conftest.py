@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.controller import ChatController
+from kvchat.chat.host import ChatHost
+from kvchat.chat.store import SessionStore
 from kvchat.terminal import code_lines
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
-from support.scripted_engine import text_model, write_text_checkpoint
+from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
 
 StartChat = Callable[..., PtyScreen]
 
@@ -23,6 +27,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> ChatModel:
     return text_model(checkpoint)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SessionStore:
+    return SessionStore(tmp_path / "sessions")
+
+
+@pytest.fixture
+def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController]:
+    build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
+    host = ChatHost(model, build, store)  # type: ignore[arg-type]
+    controller = ChatController(host, lambda *_: host, None, AskOptions())
+    yield controller
+    controller.close_session()
+    host.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import asyncio
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,21 +32,6 @@ from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
 
 SUPERSCRIPT, ABSURD = "²", "9" * 5000
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> SessionStore:
-    return SessionStore(tmp_path / "sessions")
-
-
-@pytest.fixture
-def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController]:
-    build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
-    host = ChatHost(model, build, store)  # type: ignore[arg-type]
-    controller = ChatController(host, lambda *_: host, None, AskOptions())
-    yield controller
-    controller.close_session()
-    host.close()
 
 
 class SureCommands(ScriptCommands):

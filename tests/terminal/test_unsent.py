@@ -5,17 +5,13 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
-from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.dialogue import Dialogue
@@ -25,7 +21,6 @@ from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Look
 from kvchat.terminal.unsent import MessageQueue, Unsent
 from kvchat.terminal.view import View
-from support.scripted_engine import Script, scripted_build
 from support.tiny_host import finish
 
 
@@ -40,20 +35,9 @@ class Prompt:
         self.prompt_text = text
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> SessionStore:
-    return SessionStore(tmp_path / "sessions")
-
-
-@pytest.fixture
-def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController]:
-    build = scripted_build(model, lambda question, _: Script(f"You said {question}."))
-    host = ChatHost(model, build, store)  # type: ignore[arg-type]
-    controller = ChatController(host, lambda *_: host, None, AskOptions())
+@pytest.fixture(autouse=True)
+def _one_answer(controller: ChatController) -> None:
     finish(controller.ask("hello"))
-    yield controller
-    controller.close_session()
-    host.close()
 
 
 def _id(controller: ChatController) -> str:
