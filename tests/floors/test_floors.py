@@ -1,4 +1,4 @@
-"""Checks the architecture: which package may import which, and which owns which library.
+"""Checks the architecture: which package may import which, and which owns or declares a library.
 
 Reads the sources only. Lazy and typing-only imports count too, so every cycle is found. A check
 goes over all files in one test, and names every file that is wrong.
@@ -7,15 +7,24 @@ goes over all files in one test, and names every file that is wrong.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("kvchat/**/*.py"), *ROOT.glob("kernels/**/*.py")])
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Packages of ours, and modules that lie beside a test.
+OURS = {"kvchat", "kvchat_kernels", "demo_recipe", *(path.stem for path in TESTS)}
+OURS |= {path.name for path in ROOT.glob("tests/*")}
 
 # What each first-party package may import, beside itself.
 ALLOWED = {
@@ -205,6 +214,72 @@ def test_the_recipe_of_the_demo_pair_is_not_part_of_the_product() -> None:
     for path in [*SOURCES, *TESTS]:
         imported = {module.split(".")[0] for _, module in imported_modules(path)}
         assert "demo_recipe" not in imported, path
+
+
+def names_of(requirements: Iterable[str]) -> set[str]:
+    """Return the packages that requirements name, where their markers hold here."""
+    parsed = [Requirement(text) for text in requirements]
+    return {
+        canonicalize_name(one.name)
+        for one in parsed
+        if one.marker is None or one.marker.evaluate({"extra": ""})
+    }
+
+
+def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
+    """Return the imports of other packages that no declaration has."""
+    package_of = packages_distributions() | {"flashinfer": ["flashinfer-python"]}
+    known = sys.stdlib_module_names | OURS
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files
+        for line, module in imported_modules(path)
+        if (top := module.split(".")[0]) not in known
+        and not declared & {canonicalize_name(name) for name in package_of.get(top, ())}
+    ]
+
+
+def test_every_imported_package_is_declared() -> None:
+    """A package that only another one brings is gone when that one drops it."""
+    declared = names_of([*PROJECT["dependencies"], *EXTRAS["flashinfer"]])
+    assert undeclared(SOURCES, declared) == []
+    assert undeclared(TESTS, declared | names_of(EXTRAS["dev"])) == []
+
+
+def subclassed(path: Path) -> set[str]:
+    """Return the packages of which a file extends classes."""
+    tree = tree_of(path)
+    package_of = {
+        alias.asname or alias.name.split(".")[0]: (getattr(node, "module", 0) or alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    names = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        for name in ast.walk(base)
+        if isinstance(name, ast.Name)
+    }
+    return {package_of[name].split(".")[0] for name in names & set(package_of)}
+
+
+def test_a_package_whose_classes_we_extend_has_an_upper_bound() -> None:
+    """No library documents which methods a class calls of itself: the next version may not."""
+    extended = set().union(*(subclassed(path) for path in SOURCES))
+    packages = packages_distributions()
+    unbounded = {
+        canonicalize_name(one.name)
+        for one in map(Requirement, PROJECT["dependencies"])
+        if "<" not in str(one.specifier)
+    }
+    assert {"uvicorn", "typer", "prompt_toolkit", "diskcache"} <= extended
+    assert (
+        unbounded & {canonicalize_name(n) for top in extended for n in packages.get(top, ())}
+        == set()
+    )
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:
