@@ -13,7 +13,7 @@ from typing import Any
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import UsageError
-from kvchat.core.parameters import OF_CHATS, SAMPLING, USUAL, Parameter
+from kvchat.core.parameters import OF_ANSWERS, SAMPLING, USUAL, Parameter
 from kvchat.core.types import SamplingParams
 
 
@@ -26,7 +26,7 @@ class ContextPolicy(StrEnum):
 
 
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING)
-_BY_DASHED = {parameter.dashed: parameter for parameter in OF_CHATS}
+_BY_DASHED = {parameter.dashed: parameter for parameter in OF_ANSWERS}
 NAMES = tuple(_BY_DASHED)
 
 
@@ -104,7 +104,7 @@ def with_values(options: AskOptions, values: Mapping[str, Any]) -> AskOptions:
 
 def describe(options: AskOptions) -> list[tuple[str, str]]:
     """Return every setting's name and its value as text for display."""
-    return [(parameter.dashed, _in_words(parameter, options)) for parameter in OF_CHATS]
+    return [(parameter.dashed, _in_words(parameter, options)) for parameter in OF_ANSWERS]
 
 
 def _in_words(parameter: Parameter, options: AskOptions) -> str:
@@ -125,7 +125,7 @@ def _value(parameter: Parameter, options: AskOptions) -> Any:
 
 def doubts(options: AskOptions) -> list[str]:
     """Return a sentence for each sampling parameter with an unusual value."""
-    return [said(options, p.dashed) for p in OF_CHATS if _doubt(options, p)]
+    return [said(options, p.dashed) for p in OF_ANSWERS if _doubt(options, p)]
 
 
 def said(options: AskOptions, name: str) -> str:

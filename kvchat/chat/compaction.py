@@ -169,13 +169,18 @@ def plan_compaction(
     return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]), is_excerpt)
 
 
+def is_cut(turn: Turn) -> bool:
+    """Whether a turn says that the messages before it were left out of the context."""
+    return turn.text.endswith(LEFT_OUT)
+
+
 def whole_path(conversation: Conversation) -> list[Turn]:
     """Return the path to the tip with the turns in it that were left out of the context.
 
     A summary stays in place of what it summarises: people read this path, not a model.
     """
     path = conversation.path()
-    while path and path[0].text.endswith(LEFT_OUT) and (last := path[0].summary_of) is not None:
+    while path and is_cut(path[0]) and (last := path[0].summary_of) is not None:
         if not conversation.has(last):
             return path
         path = [*conversation.path(last), *path[2:]]
@@ -206,6 +211,32 @@ def plan_dropping(
     fitting = (index for index in begins[1:] if _num_tokens(path[index:]) <= room)
     cut = next(fitting, begins[-1] if keeps_last and begins else len(path))
     return CompactionPlan(tuple(path[:cut]), tuple(path[cut:]))
+
+
+def num_left_out(
+    lengths: Sequence[int], begins: Sequence[int], num_opening: int, context_limit: int
+) -> int:
+    """Return how many of the oldest messages a client's conversation goes on without.
+
+    Walks along it from the beginning, and whenever a message leaves no room for an answer, frees
+    half of the context. So a longer conversation leaves out the same ones until it is full again,
+    and what stays is known.
+
+    lengths       the tokens of each message, without the opening of the first; the last is asked
+    begins        the messages that may stand first
+    num_opening   the tokens of the system prompt and of tools
+    """
+    most = context_limit - num_opening - max_summary_tokens(context_limit)
+    half = (context_limit - num_opening) // 2
+    ends = list(accumulate(lengths, initial=0))
+    first = 0
+    for last in range(len(lengths)):
+        if ends[last + 1] - ends[first] <= most:
+            continue
+        later = [begin for begin in begins if first < begin <= last]
+        fitting = (begin for begin in later if ends[last + 1] - ends[begin] <= half)
+        first = next(fitting, later[-1] if later else first)
+    return first
 
 
 def _begins(path: Sequence[Turn]) -> list[int]:

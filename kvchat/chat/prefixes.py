@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvchat.chat.answer_memory import AnswerMemory, ContextDigest, Fed, KnownAnswer
-from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.answer_settings import AskOptions, ContextPolicy
+from kvchat.chat.compaction import num_left_out
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
@@ -171,6 +172,9 @@ def _answer_text(text: str, calls: tuple[ToolCall, ...]) -> str:
 
 # A client that counts has to know how much is too much, but not of any number of messages.
 CONTEXTS_COUNTED = 2
+# Of a conversation whose oldest messages are left out, so many full contexts are looked at.
+_MOST_CONTEXTS = 32
+_NO_SUMMARY = "Send context_policy drop: only in kvchat's own chats a summary makes room."
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,8 @@ class Asked:
 
     `difference` says which earlier message the client changed, None if it changed none. `kept` are
     the beginnings of the context to keep on disk: their tokens and for how many seconds. `fed` is
-    what the request was, once its answer is remembered.
+    what the request was, once its answer is remembered. `num_left_out` of the oldest messages are
+    not in the context, which was full.
     """
 
     session: ChatSession
@@ -187,6 +192,7 @@ class Asked:
     difference: Difference | None = None
     kept: tuple[tuple[int, float], ...] = ()
     fed: Fed = field(default_factory=Fed)
+    num_left_out: int = 0
 
 
 class ResentChats:
@@ -207,13 +213,29 @@ class ResentChats:
     def ask(
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
     ) -> Asked:
-        """Begin to answer; errors as `ChatSession.ask`."""
+        """Begin to answer; errors as `ChatSession.ask`.
+
+        With the policy to drop, a conversation that is too long goes on without its oldest
+        messages, if the model is loaded. A summary cannot take their place: there is no answer to
+        wait for before this one.
+        """
+        try:
+            return self._ask(chat, options, notify)
+        except ContextTooLong as error:
+            if options.context_policy is ContextPolicy.COMPACT:
+                error.hint = _NO_SUMMARY
+            raise
+
+    def _ask(
+        self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None
+    ) -> Asked:
         if self._stabiliser is not None:
             chat = self._stabiliser.stabilised(chat)
-        session = self._prefixes.opened(chat, options.think)
+        session, num_without = self._opened(chat, options)
         difference = self._seen.note(chat.system, chat.messages, chat.tools, chat.moved)
         if difference is not None:
             difference = difference.as_sent(chat)
+        chat = chat.without_oldest(num_without)
         last = chat.messages[-1]
         if chat.is_continuation:
             reply = session.continue_answer(options, notify)
@@ -222,7 +244,38 @@ class ResentChats:
             # The engine would refuse it too, but perhaps after a step that takes a while.
             most_ids = ready.context_limit - 1 if ready is not None else None
             reply = session.ask(last.text, options, notify, last.results, most_ids=most_ids)
-        return Asked(session, reply, difference, tuple(self._kept_tokens(session, chat)))
+        kept = tuple(self._kept_tokens(session, chat))
+        return Asked(session, reply, difference, kept, num_left_out=num_without)
+
+    def _opened(self, chat: ResentChat, options: AskOptions) -> tuple[ChatSession, int]:
+        """Return a session with all messages of a chat but a last one of the user, or with those
+        that have room, and how many of the oldest it is without.
+        """
+        ready, think = self._host.ready, options.think
+        if options.context_policy is not ContextPolicy.DROP or ready is None:
+            return self._prefixes.opened(chat, think), 0
+        session = self._prefixes.opened(chat, think, _MOST_CONTEXTS)
+        conversation = session.conversation
+        lengths = [len(turn.token_ids) for turn in conversation.path()]
+        if not chat.is_continuation:
+            last, parent = chat.messages[-1], conversation.tip_id
+            system = None if lengths else conversation.system
+            asked = self._host.model.user_ids(
+                conversation, parent, last.text, system, think, results=last.results
+            )
+            lengths.append(len(asked))
+        num_opening = len(opening_ids(self._host.model, conversation))
+        lengths[0] -= num_opening
+        begins = [
+            number
+            for number, message in enumerate(chat.messages)
+            if message.role is Role.USER and not message.results
+        ]
+        count = num_left_out(lengths, begins, num_opening, ready.context_limit)
+        if not count:
+            return session, 0
+        session.close()
+        return self._prefixes.opened(chat.without_oldest(count), think), count
 
     def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:
         """Yield how many tokens each part to keep has, and for how many seconds."""

@@ -92,6 +92,15 @@ class ResentChat:
     def is_continuation(self) -> bool:
         return self.messages[-1].role is Role.ASSISTANT
 
+    def without_oldest(self, count: int) -> "ResentChat":
+        """Return the conversation without its first `count` messages; the next is the user's."""
+        kept = tuple(
+            replace(part, num_messages=max(0, part.num_messages - count))
+            for part in self.kept
+            if not 0 < part.num_messages <= count
+        )
+        return replace(self, messages=self.messages[count:], sent=self.sent[count:], kept=kept)
+
     @property
     def needs_tools(self) -> bool:
         """Whether the template has to write tools or calls."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvchat.chat.answer_memory import AnswerMemory
+from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.chat.prefixes import Asked, ResentChats
@@ -22,6 +23,7 @@ from kvchat.cli.output import Exchange
 from kvchat.cli.script import AnswerTime, ScriptOutput, ScriptSetup, ScriptTools
 from kvchat.cli.streams import Interruption
 from kvchat.core.errors import ExitCode, KvchatError, TimedOut
+from kvchat.terminal.status import plural
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ class Batch:
         notify = partial(self._inbox.put, take)
         try:
             options = request.options(controller.options)
+            if options.context_policy is ContextPolicy.DROP:  # the model tells how much has room
+                controller.host.wait_until_loaded(self._setup.timeout_s)
             if has_own_tools:
                 options = replace(options, max_calls=None)
             asked = self._chats.ask(chat, options, notify)
@@ -150,6 +154,10 @@ class Batch:
             AnswerTime(self._setup.timeout_s),
         )
         self._running.append(current)
+        if asked.num_left_out:
+            count = plural(asked.num_left_out, "message")
+            where = " ".join(f"{name} {value}" for name, value in request.label.items())
+            self._setup.notices.tell(f"{where}: left out the oldest {count}: the context is full")
         self._begin_timers()
 
     def _begin_timers(self) -> None:

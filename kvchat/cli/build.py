@@ -13,7 +13,7 @@ from kvchat.cli.settings import Settings
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
-from kvchat.core.parameters import OF_CHATS
+from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import user_path
 from kvchat.core.types import NO_MEMORY
 from kvchat_kernels.cpu.object_cache import save_nothing
@@ -110,7 +110,7 @@ def ask_options(settings: Settings, model_defaults: dict[str, float], samples: i
     """Return how answers are generated."""
     from kvchat.chat.answer_settings import AskOptions, with_values
 
-    chosen = {p.name: value for p in OF_CHATS if (value := settings[p.name]) is not None}
+    chosen = {p.name: value for p in OF_ANSWERS if (value := settings[p.name]) is not None}
     return with_values(AskOptions(num_samples=samples, chosen=frozenset()), chosen).for_model(
         model_defaults
     )

@@ -334,14 +334,6 @@ OF_ANSWERS = (
             ("auto", "on", "off", "low", "medium", "high"),
             "HOW",
         ),
-    ),
-)
-
-# The settings of `/set`: those of its answers, and of the conversation.
-OF_CHATS = (
-    *OF_ANSWERS,
-    *grouped(
-        Group.CONVERSATION,
         new_choice(
             "context_policy",
             "in a full context: refuse a message, drop the oldest, or let a summary replace them",
@@ -437,7 +429,7 @@ _SCREEN = (
 )
 
 # Everything that has a place in config.toml and a variable in the environment.
-PARAMETERS = (*_MODEL, *OF_CHATS, *_OTHERS, *_CACHE, *_SCREEN)
+PARAMETERS = (*_MODEL, *OF_ANSWERS, *_OTHERS, *_CACHE, *_SCREEN)
 BY_NAME = {parameter.name: parameter for parameter in PARAMETERS}
 # The parameters that KV on disk depends on, besides the model.
 OF_KV = ("kv_dtype", "dtype", "weights", "block_size")

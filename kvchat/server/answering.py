@@ -101,6 +101,7 @@ class Answer:
         self._began: asyncio.Future[Asked] | None = None  # until it is taken
         self._asked: Asked | None = None
         self._difference: Difference | None = None
+        self._num_left_out = 0
         self._kept: tuple[tuple[int, float], ...] = ()
         self._fed = Fed()
         self._first: list[ChatEvent] = []
@@ -132,6 +133,7 @@ class Answer:
         finally:
             self._began = None
         self._difference, self._kept, self._fed = asked.difference, asked.kept, asked.fed
+        self._num_left_out = asked.num_left_out
         self._metrics.num_running += 1
         if self._limit_s is not None:
             end = partial(asked.reply.cancel, FinishReason.TIMEOUT)
@@ -232,6 +234,11 @@ class Answer:
     def difference(self) -> Difference | None:
         """Which earlier message the client changed, None if it changed none."""
         return self._difference
+
+    @property
+    def num_left_out(self) -> int:
+        """How many of the oldest messages the context is without."""
+        return self._num_left_out
 
     @property
     def fed(self) -> Fed:

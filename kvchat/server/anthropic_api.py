@@ -168,7 +168,7 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     return {
         **_input_usage(ended.usage, answer.kept),
         "output_tokens": ended.usage.completion_tokens,
-        "kvchat": facts(ended, answer.difference),
+        "kvchat": facts(ended, answer.difference, answer.num_left_out),
     }
 
 

@@ -24,7 +24,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.fields import Fields
 from kvchat.chat.incoming import IncomingChat, add_messages
-from kvchat.chat.resent_chat import Difference, ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
@@ -121,7 +121,7 @@ class OpenAiApi:
             return self._left_out.tell(streamed, offered.left_out)
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         choices = [_chat_choice(ended, num_top is not None, offered) for ended in answers]
-        usage = usage_of(answers, answer.difference)
+        usage = usage_of(answers, answer)
         whole = {**head.as_dict(), "choices": choices, "usage": usage}
         if not options.scores_prompt:
             return self._left_out.tell(JSONResponse(whole), offered.left_out)
@@ -206,6 +206,8 @@ class OpenAiApi:
         options = sampling_options(fields, self._service.options)
         options = with_penalties(fields, options, self._service.host.model.vocab_size)
         options = with_endings(fields, options, self._service.host.model.vocab_size)
+        if chat is None and fields.text("context_policy", "stop") != "stop":
+            raise fields.fault("context_policy", "must be stop: a text has no oldest messages")
         least = 1 if chat is not None else 0
         limit = token_limit(fields, *limits, least=least)
         return replace(
@@ -217,8 +219,8 @@ class OpenAiApi:
         )
 
 
-def usage_of(answers: list[AnswerEnded], difference: Difference | None) -> dict[str, Any]:
-    """Return the usage object of a response with these samples."""
+def usage_of(answers: list[AnswerEnded], answer: Answer | None) -> dict[str, Any]:
+    """Return the usage object of a response with these samples of an answer."""
     usage = answers[0].usage
     prompt = usage.prompt_tokens
     generated = sum(ended.usage.completion_tokens for ended in answers)
@@ -230,7 +232,9 @@ def usage_of(answers: list[AnswerEnded], difference: Difference | None) -> dict[
         "completion_tokens_details": {
             "reasoning_tokens": sum(ended.num_thinking_tokens for ended in answers)
         },
-        "kvchat": facts(answers[0], difference),
+        "kvchat": facts(answers[0], answer.difference, answer.num_left_out)
+        if answer is not None
+        else facts(answers[0]),
     }
 
 
@@ -420,7 +424,7 @@ class _Chunks:
 
     def finish(self) -> str:
         usage = (
-            self._chunk([], usage=usage_of(self.answers, self.answer.difference))
+            self._chunk([], usage=usage_of(self.answers, self.answer))
             if self.includes_usage
             else ""
         )

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.answer_memory import Fed
-from kvchat.chat.answer_settings import AskOptions
+from kvchat.chat.answer_settings import AskOptions, ContextPolicy
 from kvchat.chat.compaction import (
     NoSummary,
     checked_summary,
@@ -230,6 +230,8 @@ class ResponsesApi:
         options = with_endings(fields, options, self._service.host.model.vocab_size)
         limit = token_limit(fields, "max_output_tokens")
         switch = self._service.host.model.format.switch
+        if fields.text("truncation") == "auto" and "context_policy" not in fields:
+            options = replace(options, context_policy=ContextPolicy.DROP)
         return replace(
             options,
             max_tokens=limit if limit is not None else options.max_tokens,
@@ -244,8 +246,7 @@ class ResponsesApi:
 def _check_others(fields: Fields) -> None:
     """Raise ApiError for a bad field that does not change what is answered here.
 
-    A conversation that is too long is refused with `auto` too: no item of it is dropped. Calls of
-    tools that the server runs are none, however few `max_tool_calls` allows.
+    Calls of tools that the server runs are none, however few `max_tool_calls` allows.
     """
     if fields.text("truncation", "disabled") not in _TRUNCATIONS:
         raise fields.fault("truncation", f"must be {' or '.join(_TRUNCATIONS)}")
@@ -282,6 +283,7 @@ class _Response:
         self.offered = offered
         self._given = given_items(fields)
         self._complete: dict[str, Any] | None = None
+        drops = options.context_policy is ContextPolicy.DROP
         self._fields: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -308,7 +310,7 @@ class _Response:
             "tools": fields.raw("tools") or [],
             "top_logprobs": options.num_top_logprobs or 0,
             "top_p": options.sampling.top_p,
-            "truncation": "disabled",
+            "truncation": "auto" if drops else "disabled",
             "service_tier": "default",
             "usage": None,
             "metadata": fields.nested("metadata").values,
@@ -391,7 +393,7 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": ended.num_thinking_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "kvchat": facts(ended, answer.difference),
+        "kvchat": facts(ended, answer.difference, answer.num_left_out),
     }
 
 

@@ -129,12 +129,15 @@ def finish_word(ended: AnswerEnded) -> str:
     return "tool_calls" if ended.calls else "stop"
 
 
-def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str, Any]:
+def facts(
+    ended: AnswerEnded, difference: Difference | None = None, num_left_out: int = 0
+) -> dict[str, Any]:
     """Return what kvchat tells beyond the interfaces: tokens by tier, and why no more were cached.
 
     `miss_reason` names a MissReason: why a slower tier did not have more; null if it was not asked.
     `changed` says which earlier message the client changed, so that all after it was computed; null
-    if it changed none. `ends_in_thinking` tells an answer that was never begun from one that was
+    if it changed none. `left_out` counts the oldest messages that the full context is without.
+    `ends_in_thinking` tells an answer that was never begun from one that was
     cut off.
     """
     return {
@@ -142,6 +145,7 @@ def facts(ended: AnswerEnded, difference: Difference | None = None) -> dict[str,
         "prefilled_tokens": ended.usage.prefilled_tokens,
         "miss_reason": ended.miss_reason.name.lower() if ended.miss_reason is not None else None,
         "changed": difference.as_dict() if difference is not None else None,
+        "left_out": num_left_out,
         "ends_in_thinking": ended.ends_in_thinking,
         "ttft_s": round(ended.timing.ttft_s, 4),
     }

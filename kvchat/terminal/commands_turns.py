@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from kvchat.chat import making_room
-from kvchat.chat.compaction import CompactionPlan, NoSummary
+from kvchat.chat.compaction import CompactionPlan, NoSummary, is_cut
 from kvchat.chat.conversation import Conversation, Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import turn_costs
@@ -30,7 +30,7 @@ async def undo(context: "CommandContext", arguments: str) -> None:
     if not undone:
         raise UsageError("This is the beginning: there is no message to undo.")
     turn = undone[-1]
-    what = "/compact" if turn.summary_of is not None else turn_summary(turn, 60)
+    what = what_stands_for_older(turn) if turn.summary_of is not None else turn_summary(turn, 60)
     place = "before the first message" if len(undone) < count else "before"
     context.say(f"Back {place}: {what}  (/redo returns)")
     context.conversation_changed()
@@ -48,10 +48,15 @@ async def redo(context: "CommandContext", arguments: str) -> None:
     context.conversation_changed()
 
 
+def what_stands_for_older(turn: Turn) -> str:
+    """Return what took the place of earlier messages, by the turn that stands for them."""
+    return "leaving out the oldest messages" if is_cut(turn) else "/compact"
+
+
 def _returned_in_words(turns: list[Turn]) -> str:
     """Return in one line what /redo brought back: a summary, an answer, or messages."""
     if turns[0].summary_of is not None:
-        return "/compact"
+        return what_stands_for_older(turns[0])
     messages = [turn for turn in turns if turn.is_message]
     if not messages:
         return f"the answer {turn_summary(turns[-1], 60)}"

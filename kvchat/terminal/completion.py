@@ -11,7 +11,7 @@ from prompt_toolkit.history import History
 
 from kvchat.chat.typed_lines import MAX_LINE_CHARS, Forgotten, TypedLine, TypedLines
 from kvchat.core.errors import UsageError
-from kvchat.core.parameters import OF_CHATS
+from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import user_path
 from kvchat.core.text import one_line
 from kvchat.terminal.commands import DAILY, Argument, Command, Registry
@@ -107,7 +107,7 @@ class LineCompleter(Completer):
         elif command.argument is Argument.PATH:
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:
-            yield from _matching(((p.dashed, p.help) for p in OF_CHATS), typed)
+            yield from _matching(((p.dashed, p.help) for p in OF_ANSWERS), typed)
         elif command.argument is Argument.PIN:
             yield from _matching(self._pins(), typed)
         elif command.argument is Argument.SESSION:

@@ -6,7 +6,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from kvchat.chat.attachment import split_attached
-from kvchat.chat.compaction import LEFT_OUT, OPENING
+from kvchat.chat.compaction import OPENING, is_cut
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.messages import MessageNumbers, MessageTree, TreeNode, answer_place, in_words
 from kvchat.chat.thinking import split_thinking, whole_passages
@@ -52,9 +52,9 @@ def show_turns(turns: list[Turn], page: Page) -> None:
             if turn.role is Role.USER:
                 names, words = split_attached(turn.text)
                 with_files = f"\nwith {', '.join(names)}" if names else ""
-                tell(
-                    page, f"Summary of earlier messages: {words.removeprefix(OPENING)}{with_files}"
-                )
+                is_summary = words.startswith(OPENING)
+                heading = "Summary of earlier messages: " if is_summary else ""
+                tell(page, f"{heading}{words.removeprefix(OPENING)}{with_files}")
         elif turn.role is Role.USER and not turn.is_message:
             for result in turn.results:
                 tell(page, result_in_words(result))
@@ -185,8 +185,7 @@ class _TreeRows:
         if summarised is None:
             return "system: "
         openings = (t for t in self._conversation.children(ROOT) if t.summary_of == summarised)
-        is_cut = any(turn.text.endswith(LEFT_OUT) for turn in openings)
-        return "without " if is_cut else "summary of "
+        return "without " if any(map(is_cut, openings)) else "summary of "
 
     def _label(self, node: TreeNode, room: int) -> str:
         summarised = node.opening.summary_of

@@ -95,6 +95,7 @@ BAD_FIELDS: dict[str, tuple[Any, str]] = {
     "repetition_limit": (5, "is 5, but must be 0 (off) or at least 128."),
     "stop": (5, "is 5, but must be a text or a list of texts."),
     "think": ("hard", "is 'hard', but must be one of auto, on, off, low, medium, high."),
+    "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
 }
 SWITCHES = ("--json", "--raw", "-c", "--continue", "--fork", "-q", "--quiet", "--stats")
 SWITCHES += ("--spec", "--no-spec", "--no-cache", "--incognito", "--accessible", "--debug")

@@ -40,6 +40,7 @@ GOOD: dict[str, Any] = {
     "repetition_limit": 256,
     "stop": ["zzz"],
     "think": "low",
+    "context_policy": "stop",
 }
 EFFORTS = "none, minimal, low, medium, high, xhigh, max, auto, on, off"
 BAD: dict[str, tuple[Any, str]] = {
@@ -53,6 +54,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "repetition_limit": (5, "is 5, but must be 0 (off) or at least 128."),
     "stop": (5, "is 5, but must be a text or a list of texts."),
     "think": ("hard", f"is 'hard', but must be one of {EFFORTS}."),
+    "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
 }
 
 

@@ -26,6 +26,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, UsageError
 from kvchat.core.types import FinishReason
+from kvchat.terminal.commands_turns import what_stands_for_older
 from kvchat.terminal.room import RoomMaker
 from support.scripted_engine import (
     Script,
@@ -198,6 +199,8 @@ def test_undo_goes_back_behind_what_made_room(open_chat: Open) -> None:
         before = list(chat.controller.context_ids)
         chat.say("fog " * 20)
     assert chat.controller.context_ids[: len(before)] != before
+    [opening, *_] = chat.controller.require_conversation().path()
+    assert what_stands_for_older(opening) == "leaving out the oldest messages"
     chat.controller.place.undo(2)
     assert chat.controller.context_ids == before
 
