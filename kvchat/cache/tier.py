@@ -200,6 +200,13 @@ class Tier(ABC):
         """Never return these blocks again, nor those that continue them: their KV is wrong."""
         self.forget(keys)
 
+    def tidy(self) -> bool:
+        """Do a little of what can wait, while nothing else is to do; return whether there is more.
+
+        It takes well below a second.
+        """
+        return False
+
     @abstractmethod
     def status(self) -> TierStatus:
         """Return what the tier holds and its totals; may be called from any thread."""

@@ -1,7 +1,8 @@
 """TransferThread: runs copies, reads and writes of one tier, so that the engine never waits.
 
 Copies to and from host memory run first, then quarantines, then restores, then saves; each kind in
-order of arrival. The queued saves have a limit in bytes.
+order of arrival. The queued saves have a limit in bytes. A tier that had nothing to do for a while
+tidies up, a little at a time.
 """
 
 import logging
@@ -20,6 +21,9 @@ Job = Callable[[Tier | None], object]
 TierJob = Callable[[Tier], object]
 
 _log = logging.getLogger(__name__)
+
+# A tier tidies up after so many seconds without a job, and rests so long between two tasks.
+_IDLE_S, _REST_S = 20.0, 0.2
 
 
 class _Kind(IntEnum):
@@ -41,20 +45,26 @@ class _Queued:
 
 class TransferThread:
     """Owns a tier: `tier` if it is open already, else what `open_tier` opens; if that returns None
-    or raises, there is no tier.
+    or raises, there is no tier. It tidies up after `idle_s` seconds without a job.
 
     Opening may take as long as reading the weights, so it has a thread of its own. Until then, jobs
     that need a tier wait and copies run. All public methods may be called from any thread.
     """
 
     def __init__(
-        self, open_tier: OpenTier, max_pending_bytes: int = 0, tier: Tier | None = None
+        self,
+        open_tier: OpenTier,
+        max_pending_bytes: int = 0,
+        tier: Tier | None = None,
+        idle_s: float = _IDLE_S,
     ) -> None:
         self._open_tier = open_tier
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         self._queues: dict[_Kind, deque[_Queued]] = {kind: deque() for kind in _Kind}
         self._pending_bytes = 0
+        self._idle_s = idle_s
+        self._tidies_after_s: float | None = idle_s  # None: there is nothing to tidy up
         self._is_busy = False
         self._is_ending = False  # to end when idle
         self._is_closing = False
@@ -198,7 +208,10 @@ class TransferThread:
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(self._goes_on)
+            if not self._changed.wait_for(self._goes_on, self._tidies_after_s):
+                self._is_busy = True
+                return self._tidy
+            self._tidies_after_s = self._idle_s
             kind = self._next_kind()
             self._is_closing = self._is_closing or kind is None
             if kind is None or self._is_closing:
@@ -207,6 +220,11 @@ class TransferThread:
             job = self._queues[kind].popleft()
             self._pending_bytes -= job.num_bytes
             return job.run
+
+    def _tidy(self, tier: Tier | None) -> None:
+        self._tidies_after_s = None
+        if tier is not None and tier.tidy():
+            self._tidies_after_s = min(_REST_S, self._idle_s)
 
     def _goes_on(self) -> bool:
         has_job = self._next_kind() is not None

@@ -108,6 +108,7 @@ def _object(status: StoreStatus) -> dict[str, object]:
     return {
         "directory": str(status.directory),
         "used_bytes": status.num_bytes,
+        "uncoded_bytes": status.num_bytes + status.saved_bytes,
         "limit_bytes": status.limit_bytes,
         "packed_weights_bytes": status.weights_bytes,
         "compiled_kernels_bytes": status.kernels_bytes,
@@ -135,6 +136,7 @@ def _object(status: StoreStatus) -> dict[str, object]:
                 "packs": model_dir.num_packs,
                 "tokens": model_dir.num_tokens,
                 "bytes": model_dir.num_bytes,
+                "uncoded_bytes": model_dir.num_bytes + model_dir.saved_bytes,
                 "last_used": model_dir.last_used_s,
                 "trouble": model_dir.trouble or None,
             }

@@ -119,6 +119,7 @@ class ModelDirStatus:
     """The KV that a store holds for one identity: a hex digest of a model and how it is run.
 
     last_used_s   seconds since the epoch, 0 if not known
+    saved_bytes   how much more it would take if no payload were coded in fewer bytes
     trouble       why it cannot be read, in a few words; empty if it can
     model         the name of the model, "" if it is not known here
     kv_dtype      the dtype of the KV, "" if it is the model's own or not known here
@@ -139,6 +140,7 @@ class ModelDirStatus:
     dtype: str = ""
     weights: str = ""
     block_size: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,10 @@ class StoreStatus:
     @property
     def num_bytes(self) -> int:
         return sum(model_dir.num_bytes for model_dir in self.model_dirs)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(model_dir.saved_bytes for model_dir in self.model_dirs)
 
     @property
     def num_packs(self) -> int:

@@ -181,7 +181,14 @@ def tier_lines(tier: TierStatus) -> list[str]:
 def used_of_limit(status: StoreStatus) -> str:
     """Return how full a store is."""
     limit = f" of {format_bytes(status.limit_bytes)}" if status.limit_bytes else ""
-    return f"{format_bytes(status.num_bytes)}{limit} used"
+    return f"{format_bytes(status.num_bytes)}{_uncoded(status)}{limit} used"
+
+
+def _uncoded(status: StoreStatus | ModelDirStatus) -> str:
+    """Return what KV would take without its code of fewer bytes; "" where it has none."""
+    if not status.saved_bytes:
+        return ""
+    return f" ({format_bytes(status.num_bytes + status.saved_bytes)} uncoded)"
 
 
 def _packs(status: StoreStatus) -> str:
@@ -193,7 +200,8 @@ def _packs(status: StoreStatus) -> str:
 def _model_dir(model_dir: ModelDirStatus, model_dirs: Sequence[ModelDirStatus]) -> str:
     """Return a line on one of a store's model directories."""
     size = f"{plural(model_dir.num_packs, 'pack')}, {plural(model_dir.num_tokens, 'token')}"
-    used = f"{format_bytes(model_dir.num_bytes)}, last used {_when(model_dir.last_used_s)}"
+    size_on_disk = f"{format_bytes(model_dir.num_bytes)}{_uncoded(model_dir)}"
+    used = f"{size_on_disk}, last used {_when(model_dir.last_used_s)}"
     name = model_dir.model
     if name.startswith("/"):  # a file: its directory takes a row of its own, and tells little
         name = name.rstrip("/").rpartition("/")[2]

@@ -179,3 +179,31 @@ def test_who_waits_for_what_was_to_be_written_hears_of_it_whatever_becomes_of_it
     thread.close(PATIENCE_S)
     thread.afterwards(done.append)
     assert done[-1] is None, "and at once when it has ended"
+
+
+class Untidy(MemoryTier):
+    """Has so many tasks to tidy up, and says when none is left."""
+
+    def __init__(self, num_tasks: int) -> None:
+        super().__init__(4, 32)
+        self.num_tasks = num_tasks
+        self.is_tidy = threading.Event()
+
+    def tidy(self) -> bool:
+        self.num_tasks -= 1
+        if self.num_tasks < 0:
+            self.is_tidy.set()
+        return self.num_tasks >= 0
+
+
+def test_a_tier_without_jobs_tidies_up_until_nothing_is_left() -> None:
+    tier = Untidy(3)
+    thread = TransferThread(lambda: tier, 1 << 20, tier, idle_s=0.001)
+    assert tier.is_tidy.wait(PATIENCE_S)
+
+    tier.is_tidy.clear()
+    thread.afterwards(lambda _: None)  # after a job there may be something again
+
+    assert tier.is_tidy.wait(PATIENCE_S)
+    thread.close(PATIENCE_S)
+    assert tier.num_tasks == -2

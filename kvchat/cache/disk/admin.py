@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreLock, StoreLocked
-from kvchat.cache.disk.inventory import ModelDir, pack_tree, read_model_dir, stored_model_dirs
+from kvchat.cache.disk.inventory import (
+    ModelDir,
+    pack_tree,
+    read_model_dir,
+    saved_bytes,
+    stored_model_dirs,
+)
 from kvchat.cache.disk.lookup import KnownModel, KnownModels, KvSettings, StoreLookup
 from kvchat.cache.disk.model_dirs import (
     DATABASE,
@@ -301,6 +307,7 @@ def _status_of(model_dir: ModelDir, known: Mapping[str, KnownModel]) -> ModelDir
         dtype=model.dtype if model is not None else "",
         weights=model.weights if model is not None else "",
         block_size=model.block_size if model is not None else 0,
+        saved_bytes=sum(saved_bytes(model_dir.path, row) for row in model_dir.packs),
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvchat.cache.disk import model_dirs
 from kvchat.cache.disk.model_dirs import DATABASE, file_bytes, last_used, list_model_dirs
 from kvchat.cache.disk.pack_rows import PackRow, PackRows, Pin
-from kvchat.cache.disk.payload_files import is_pack_file
+from kvchat.cache.disk.payload_files import is_coded, is_pack_file
 from kvchat.cache.disk.table import SCHEMA_VERSION, is_busy
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
 from kvchat.cache.tier import DamagedRecord, Layout
@@ -165,6 +165,14 @@ def pack_tree(model_dir: ModelDir, named: Sequence[tuple[str, TokenIds]] = ()) -
             )
         )
     return packs
+
+
+def saved_bytes(model_dir: Path, pack: PackRow) -> int:
+    """Return how much longer a pack's file would be if its payload were not coded."""
+    if not is_pack_file(pack.file) or not is_coded(str(pack.file)):
+        return 0
+    num_bytes = pack.head.num_blocks(pack.layout) * pack.layout.block_bytes
+    return max(0, num_bytes - file_bytes(model_dir / str(pack.file)))
 
 
 def _names_of_blocks(

@@ -22,7 +22,9 @@ DATABASE = "cache.db"
 MISS_LOG = "fates"
 # A directory with this file has pins: it is not deleted to make room for others.
 PIN_MARK = "pinned"
-PACK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
+# The name of a payload's file: `.kv` as it is, `.kvz` coded as of `pack_code.py`.
+PACK_FILE = re.compile(r"[0-9a-f]{32}\.kvz?")
+PLAIN, CODED = ".kv", ".kvz"
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
 # The directory of packed weights, beside those of models.
 WEIGHTS = "weights"

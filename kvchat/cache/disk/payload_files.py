@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from kvchat.cache.disk.model_dirs import PACK_FILE
+from kvchat.cache.disk.model_dirs import CODED, PACK_FILE, PLAIN
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class PayloadFiles:
         self._close()
         self.descriptor = -1
 
-    def write(self, payload: memoryview) -> str:
+    def write(self, payload: memoryview, ending: str = PLAIN) -> str:
         """Write a new file; return its name. If that fails, none is left."""
-        name = f"{os.urandom(16).hex()}.kv"
+        name = f"{os.urandom(16).hex()}{ending}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(name, flags, 0o600, dir_fd=self.descriptor)
         try:
@@ -70,6 +70,15 @@ class PayloadFiles:
         finally:
             os.close(descriptor)
 
+    def drop_pages(self, name: str) -> None:
+        """Have the next read of a file come from the disk, where the system can be asked to."""
+        with suppress(OSError, AttributeError):
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.descriptor)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
     def remove(self, name: object) -> None:
         """Remove a file; if that fails, there are leftovers. Another's file is left alone."""
         if not is_pack_file(name):
@@ -96,6 +105,11 @@ class PayloadFiles:
             info = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
             return info.st_size != known_bytes and not stat.S_ISDIR(info.st_mode)
         return False
+
+
+def is_coded(name: str) -> bool:
+    """Whether a file's payload is coded as of `pack_code.py`."""
+    return name.endswith(CODED)
 
 
 def is_pack_file(name: object) -> bool:

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.cache.disk.eviction import Use, used_again
-from kvchat.cache.disk.model_dirs import DATABASE, PIN_MARK
+from kvchat.cache.disk.model_dirs import CODED, DATABASE, PIN_MARK, PLAIN
 from kvchat.cache.disk.pack_rows import PackRow, PackRows, Pin, fingerprint_bytes, label_bytes
-from kvchat.cache.disk.payload_files import MAX_FILE_BYTES, PayloadFiles
+from kvchat.cache.disk.payload_files import MAX_FILE_BYTES, PayloadFiles, is_coded
 from kvchat.cache.page_memory import ReadBuffers
+from kvchat.cache.tier import DamagedRecord
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import open_private
 
@@ -189,9 +190,13 @@ class PackTable(PackRows):
     # Packs
 
     def image(self, row: PackRow, buffers: ReadBuffers) -> memoryview:
-        """Return a pack's payload, not checked; a file's in memory of `buffers`."""
+        """Return a pack's payload, not checked; a file's in memory of `buffers`.
+
+        Raises DamagedRecord where it is coded and its code is damaged.
+        """
         if row.file is not None:
-            return self.files.read(row.file, buffers.take)
+            payload = self.files.read(row.file, buffers.take)
+            return _decoded(row, payload, buffers) if is_coded(row.file) else payload
         query = "SELECT payload FROM Pack WHERE key = ?"
         for (data,) in self._execute(query, (row.key,)):
             return memoryview(data if isinstance(data, bytes) else b"")
@@ -221,6 +226,26 @@ class PackTable(PackRows):
             raise
         for (name,) in old:
             self.files.remove(name)
+
+    def used_least(self, before_s: float) -> bytes | None:
+        """Return the key of the pack used least recently before a time whose payload is in a file
+        and is not coded; None without one.
+        """
+        query = "SELECT key FROM Pack WHERE file GLOB ? AND last_s < ? ORDER BY last_s LIMIT 1"
+        for (key,) in self._execute(query, (f"*{PLAIN}", before_s)):
+            return key if isinstance(key, bytes) else None
+        return None
+
+    def replace_payload(self, row: PackRow, coded: memoryview) -> None:
+        """Put a coded payload in the place of a pack's file: all of it, or nothing."""
+        file = self.files.write(coded, CODED)
+        try:
+            change = "UPDATE Pack SET file = ?, size = ? WHERE key = ? AND file = ?"
+            self._execute(change, (file, len(coded), row.key, row.file))
+        except BaseException:
+            self.files.remove(file)
+            raise
+        self.files.remove(row.file)
 
     def remove(self, *keys: Any) -> None:
         """Forget packs, a few at a time: what one change adds to the log stays small."""
@@ -355,6 +380,18 @@ class PackTable(PackRows):
 
     def _drop_pin(self, label: str) -> None:
         self._execute("DELETE FROM Pin WHERE label = ?", (label_bytes(label),))
+
+
+def _decoded(row: PackRow, payload: memoryview, buffers: ReadBuffers) -> memoryview:
+    num_bytes = row.head.num_blocks(row.layout) * row.layout.block_bytes
+    if num_bytes > MAX_FILE_BYTES:
+        raise DamagedRecord("no geometry")
+    # numpy takes 0.1 s, and most packs are not coded.
+    from kvchat.cache.disk.pack_code import decode
+
+    image = buffers.take(num_bytes)
+    decode(payload, image)
+    return image
 
 
 def _columns(use: Use) -> tuple[float, float, int, int]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from kvchat.cache.disk.cold_coder import ColdCoder
 from kvchat.cache.disk.db import LOCK_NAME, PackDb, StoreBusy, StoreLock, is_locked
 from kvchat.cache.disk.eviction import KnownPack, Use, cuts, first_use, known_pack
 from kvchat.cache.disk.miss_log import MissReasonLog
@@ -229,6 +230,7 @@ class DiskTier(Tier):
             layout.block_bytes,
             clock,
         )
+        self._coder = ColdCoder(self._quota, clock)
         self._lock = StoreLock(directory / LOCK_NAME, _PATIENCE_S)
         self._used: dict[bytes, bool] = {}  # keys used: whether only by one-shot requests
         self._had_no_room = False  # for the pack of the last write
@@ -482,6 +484,16 @@ class DiskTier(Tier):
                 self._collect(table)
 
         self._attempt(collect, None)
+
+    def tidy(self) -> bool:
+        """Code one payload that was not read for long; return whether there may be another."""
+
+        def code() -> bool:
+            with self._db.changing() as table, suppress(DamagedRecord, OSError):
+                return self._coder.code_next(table)
+            return False  # the next read of the pack finds what is wrong with it
+
+        return self._attempt(code, False)
 
     def drop_earlier(self) -> None:
         """Remove what earlier versions of kvchat have left, of other models or of this one under
