@@ -21,7 +21,7 @@ from pyte.screens import Char
 from support.fork_server import ForkServer
 
 _DEADLINE_S = 60.0
-_BYTES_A_READ = 64  # a test that looks before what it looks for has come fails always, not at times
+_BYTES_A_READ = 16  # a test that looks before what it looks for has come fails always, not at times
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
