@@ -20,11 +20,11 @@ from kvchat_kernels.paged_attention import (
     DeviceSequences,
     LayerShape,
     PagedSequences,
+    Scoring,
     Sequences,
     implementation_for,
     paged_attention,
 )
-from kvchat_kernels.paged_attention.cpu import scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,7 @@ class CodedKv:
         shape = LayerShape(*num_heads, *self.dims, query.dtype, is_int8=True)
         return implementation_for(query.device, shape).name == "triton"
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        sequences: Sequences,
-        *,
-        span: AttentionSpan,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, sequences: Sequences, scoring: Scoring) -> torch.Tensor:
         """Attend in the query's dtype on a GPU, by kernels that restore a tile of keys at a time.
 
         Otherwise over a copy of the visible blocks, in float32 for float16. The copy is the size of
@@ -95,12 +86,11 @@ class CodedKv:
         if runs_kernels:
             from kvchat_kernels.paged_attention.triton_gpu import paged_attention_int8_triton
 
-            settings = span, scale, softcap, sinks
-            return paged_attention_int8_triton(query, *self.tensors, sequences, *settings)
+            return paged_attention_int8_triton(query, *self.tensors, sequences, scoring)
         if isinstance(sequences, DeviceSequences):
             sequences = sequences.read()
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-        blocks, copied = _visible(sequences, span)
+        blocks, copied = _visible(sequences, scoring.span)
         keys, values = (
             _copied(name, code, numbers, scales, blocks, copied, dtype)
             for name, code, numbers, scales in (
@@ -108,16 +98,7 @@ class CodedKv:
                 ("restored values", self.code.values, self.values, self.value_scales),
             )
         )
-        return paged_attention(
-            query.to(dtype),
-            keys,
-            values,
-            copied,
-            span=span,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        return paged_attention(query.to(dtype), keys, values, copied, scoring)
 
 
 def _copied(
@@ -131,7 +112,7 @@ def _copied(
 ) -> torch.Tensor:
     """Return blocks of keys or values as floats, [len(blocks), block_size, heads, dim]."""
     shape = (len(blocks), *numbers.shape[1:3], numbers.shape[3] * 8 // code.bits)
-    out = scratch(sequences.scratch, name, shape, dtype)
+    out = sequences.room(name, shape, dtype)
     return code.restored(numbers.index_select(0, blocks), scales.index_select(0, blocks), out)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from kvchat_kernels.kv_write import kv_write
-from kvchat_kernels.paged_attention import AttentionSpan, Sequences, paged_attention
+from kvchat_kernels.paged_attention import Scoring, Sequences, paged_attention
 
 
 class KvLayer(Protocol):
@@ -25,16 +25,7 @@ class KvLayer(Protocol):
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store new keys and values in their slots; shapes and slots as of `kv_write`."""
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        sequences: Sequences,
-        *,
-        span: AttentionSpan,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, sequences: Sequences, scoring: Scoring) -> torch.Tensor:
         """Attend every row of `query` to its sequence; arguments as of `paged_attention`.
 
         Returns [num_tokens, num_heads, value_dim], in a dtype of the layer's choice.
@@ -59,24 +50,7 @@ class PlainKv(NamedTuple):
         """Store new keys and values, cast to the tensors' dtype."""
         kv_write(key, value, self.keys, self.values, slot_mapping)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        sequences: Sequences,
-        *,
-        span: AttentionSpan,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, sequences: Sequences, scoring: Scoring) -> torch.Tensor:
         """Attend in the tensors' dtype."""
-        return paged_attention(
-            query.to(self.keys.dtype),
-            self.keys,
-            self.values,
-            sequences,
-            span=span,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        query = query.to(self.keys.dtype)
+        return paged_attention(query, self.keys, self.values, sequences, scoring)

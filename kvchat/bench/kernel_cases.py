@@ -21,7 +21,7 @@ from kvchat_kernels.kv_code import INT8, turned_queries
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
 from kvchat_kernels.one_row_linear import one_row_linear
-from kvchat_kernels.paged_attention import FULL, PagedSequences, paged_attention
+from kvchat_kernels.paged_attention import PagedSequences, Scoring, paged_attention
 from kvchat_kernels.rms_norm import add_rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
@@ -173,8 +173,7 @@ def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
     step.pools.clear()
 
     def run(index: int) -> torch.Tensor:
-        settings = {"scale": step.scale, "softcap": None, "sinks": None}
-        return layers[index].attend(step.query, step.sequences, span=FULL, **settings)
+        return layers[index].attend(step.query, step.sequences, Scoring(step.scale))
 
     def twin() -> torch.Tensor:
         first, dtype = layers[0], step.query.dtype
@@ -182,7 +181,7 @@ def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
         values = INT8.values.restored(first.values, first.value_scales).to(dtype)
         pools = keys, values
         query = turned_queries(step.query)  # as the keys are
-        return paged_attention(query, *pools, step.sequences, scale=step.scale, impl="reference")
+        return paged_attention(query, *pools, step.sequences, Scoring(step.scale), "reference")
 
     token_bytes = sum(tensor[0, 0].nbytes for tensor in layers[0].tensors)
     num_bytes = token_bytes * step.context * step.num_sequences
@@ -236,7 +235,7 @@ class _AttentionStep:
 
     def attend(self, index: int, impl: str = "auto") -> torch.Tensor:
         pools = self.pools[index]
-        return paged_attention(self.query, *pools, self.sequences, scale=self.scale, impl=impl)
+        return paged_attention(self.query, *pools, self.sequences, Scoring(self.scale), impl)
 
     def contiguous(self, index: int, is_causal: bool = False) -> torch.Tensor:
         """Return SDPA's result for the same data, [num_sequences * num_rows, num_heads, dim]."""

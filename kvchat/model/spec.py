@@ -113,7 +113,7 @@ class ModelSpec:
         return tuple(layer for layer in self.layers if layer.stores_kv)
 
 
-_NAMES = {"triton": "Triton kernels", "cpu": "torch, as is fastest on a CPU", "reference": "torch"}
+_NAMES = {"triton": "Triton kernels", "cpu": "compiled code", "reference": "torch"}
 
 
 def attention_in_words(

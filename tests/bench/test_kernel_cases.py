@@ -27,7 +27,7 @@ from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.checkpoint.source import find_model
 from kvchat_kernels.kv_code import group_size
-from kvchat_kernels.paged_attention import PagedSequences, paged_attention
+from kvchat_kernels.paged_attention import PagedSequences, Scoring, paged_attention
 
 SHAPE = KernelShape(32, 48, 4, 2, 16, 100, 3)
 PLACE = Place(torch.device("cpu"), torch.float32, 4096)
@@ -246,7 +246,7 @@ class PlainFlashInfer:
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         return paged_attention(
-            q, *paged_kv_cache, self._sequences, scale=self._scale, impl="reference"
+            q, *paged_kv_cache, self._sequences, Scoring(self._scale), "reference"
         )
 
 

@@ -29,7 +29,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.kv_code import CODES, INT8, KvCode
-from kvchat_kernels.paged_attention import FULL
+from kvchat_kernels.paged_attention import Scoring
 from support.cached_contexts import images_of
 from support.chains import new_chain
 from support.greedy_answer import greedy_answer
@@ -95,7 +95,7 @@ def test_attention_over_eight_bits_is_that_over_plain_kv_but_for_rounding() -> N
         geometry = KvGeometry((layer,), torch.float32, BLOCK, kv_format)
         [kv] = KvPool(geometry, 6, CPU).layers
         kv.write(key, value, slots)
-        results.append(kv.attend(query, sequences, span=FULL, scale=0.25, softcap=None, sinks=None))
+        results.append(kv.attend(query, sequences, Scoring(0.25)))
 
     off = (results[0] - results[1]).abs().max()
     # Half a step of the largest value, and scores that are off by as much of the largest key.

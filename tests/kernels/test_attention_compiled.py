@@ -25,10 +25,10 @@ from compiling import (
 from kvchat_kernels.kv_code import group_size
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import (
-    FULL,
     AttentionSpan,
     DeviceSequences,
     PagedSequences,
+    Scoring,
 )
 from kvchat_kernels.paged_attention.tiles import Card, LayerShape, tiles_of, unsupported
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, plan_launches
@@ -89,10 +89,9 @@ def attention_call(
         key_pool=meta(512, BLOCK_SIZE, KV_HEADS, dims[0]),
         value_pool=meta(512, BLOCK_SIZE, KV_HEADS, dims[1]),
         sequences=PagedSequences((query_len,), (CONTEXT,), tables, BLOCK_SIZE),
-        span=AttentionSpan(window=1000) if has_everything else FULL,
-        scale=0.1,
-        softcap=30.0 if has_everything else None,
-        sinks=meta(heads) if has_everything else None,
+        scoring=Scoring(0.1, AttentionSpan(window=1000), 30.0, meta(heads))
+        if has_everything
+        else Scoring(0.1),
         out=meta(query_len, heads, dims[1]),
     )
 

@@ -1,177 +1,92 @@
-"""Few rows of paged attention on a CPU: by torch's operator, by products, and as the reference."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Attention on a CPU: by compiled kernels, by torch in 16 bits, and by the reference."""
 
 import pytest
 import torch
 
-from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, paged_attention
-from kvchat_kernels.paged_attention.cpu import KernelChoice
-from kvchat_kernels.paged_attention.cpu_fused import attend_plainly
-from kvchat_kernels.paged_attention.sequences import FULL
+from kvchat_kernels.cpu.step import MAX_ROWS
+from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences, Scoring, paged_attention
+from kvchat_kernels.paged_attention import cpu as by_cpu
 
-BLOCK_SIZE = 8
-NUM_HEADS, NUM_KV_HEADS = 6, 2
-WINDOW = AttentionSpan(window=20)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A sequence's new tokens, and the blocks its context fills but for two slots of the last."""
-
-    num_rows: int
-    blocks: list[int]
-    span: AttentionSpan = FULL
-    dtype: torch.dtype = torch.bfloat16
-    value_dim: int = 16
-
-    @property
-    def sequences(self) -> PagedSequences:
-        end = len(self.blocks) * BLOCK_SIZE - 2
-        return PagedSequences(
-            (self.num_rows,), (end,), torch.tensor([self.blocks], dtype=torch.int32), BLOCK_SIZE
-        )
-
-    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        count = max(self.blocks) + 1
-        keys, values = (
-            torch.randn(count, BLOCK_SIZE, NUM_KV_HEADS, dim, generator=generator).to(self.dtype)
-            for dim in (16, self.value_dim)
-        )
-        return keys, values
-
-    def query(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(self.num_rows, NUM_HEADS, 16, generator=generator)
-        return rows.to(self.dtype)
+BLOCK_SIZE, HEADS, KV_HEADS, DIM = 8, 6, 2, 16
+# New tokens and slots of each sequence: decodes, a verification, a prompt beside them.
+LENGTHS = ((1, 22), (5, 30), (40, 70), (1, 1), (200, 333))
+SPANS = [AttentionSpan(), AttentionSpan(window=20), AttentionSpan(chunk=32)]
 
 
-LONG = list(range(1, 200))
-TAKEN = {
-    "one row in place": Case(1, [1, 2, 3]),
-    "two places": Case(1, [7, 8, 1, 2]),
-    "a window within one block": Case(1, [9, 1, 5, 3, 4], WINDOW),
-    "a verify": Case(5, [7, 8, 1, 2]),
-    "a verify with a window": Case(5, [9, 1, 5, 3, 4], WINDOW),
-    "many tokens": Case(1, LONG),
-    "float32": Case(1, [1, 2, 3], dtype=torch.float32),
-    "other dims of values": Case(2, [7, 8, 1, 2], value_dim=24),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_few_rows_are_attended_as_the_reference_does(name: str) -> None:
-    case = TAKEN[name]
-    keys, values = case.pools()
-
-    ours = paged_attention(case.query(), keys, values, case.sequences, span=case.span, scale=0.25)
-
-    exact = exactly(case)
-    assert (ours.float() - exact).abs().max() < (1e-5 if case.dtype == torch.float32 else 0.03)
-
-
-def exactly(case: Case) -> torch.Tensor:
-    pools = [pool.float() for pool in case.pools()]
-    return paged_attention(
-        case.query().float(),
-        *pools,
-        case.sequences,
-        span=case.span,
-        scale=0.25,
-        impl="reference",
-    )
-
-
-@pytest.mark.parametrize("name", TAKEN)
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_a_torch_without_the_fused_operator_computes_the_same(
-    name: str, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = TAKEN[name]
-    pools = case.pools()
-    sinks = torch.randn(NUM_HEADS) if has_sinks else None
-
-    def attend() -> torch.Tensor:
-        return paged_attention(
-            case.query(), *pools, case.sequences, span=case.span, scale=0.25, sinks=sinks
-        )
-
-    by_operator = attend()
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu_fused._attend_with_lse", attend_plainly)
-    plain = attend()
-
-    tolerance = 1e-5 if case.dtype == torch.float32 else 0.03
-    assert (plain.float() - by_operator.float()).abs().max() < tolerance
-
-
-# Two slots of the last block are free: sequences of one run, of two, of many, of a window.
-GATHERED = {
-    "in place": Case(1, [1, 2, 3, 4]),
-    "two places": Case(1, [7, 8, 1, 2]),
-    "scattered": Case(1, list(range(35, 1, -2))),
-    "a window": Case(1, [9, 1, 5, 3, 4], WINDOW),
-    "other dims of values": Case(1, [7, 8, 1, 2], value_dim=24),
-}
+def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedSequences]:
+    """Return queries, pools with NaN in all slots that hold no token, and the sequences."""
+    generator = torch.Generator().manual_seed(0)
+    counts, ends = zip(*LENGTHS, strict=True)
+    num_blocks = [-(-end // BLOCK_SIZE) for end in ends]
+    order = torch.randperm(sum(num_blocks), generator=generator).int() + 1
+    tables = torch.zeros(len(ends), max(num_blocks), dtype=torch.int32)
+    pool = torch.full((sum(num_blocks) + 1, BLOCK_SIZE, KV_HEADS, DIM), float("nan"))
+    pools = [pool.clone(), pool.clone()]
+    for row, (end, own) in enumerate(zip(ends, order.split(num_blocks), strict=True)):
+        tables[row, : len(own)] = own
+        for part in pools:
+            numbers = torch.randn(end, KV_HEADS, DIM, generator=generator)
+            slots = own.long()[torch.arange(end) // BLOCK_SIZE]
+            part[slots, torch.arange(end) % BLOCK_SIZE] = numbers
+    query = torch.randn(sum(counts), HEADS, DIM, generator=generator)
+    keys, values = (part.to(dtype) for part in pools)
+    return query.to(dtype), keys, values, PagedSequences(counts, ends, tables, BLOCK_SIZE)
 
 
 @pytest.fixture
-def long_from_the_first_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 0)
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
+def multiplies_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_cpu, "multiplies_in", lambda dtype: True)
 
 
-@pytest.mark.usefixtures("long_from_the_first_key")
-@pytest.mark.parametrize("name", GATHERED)
-def test_gathered_keys_are_those_that_paged_attention_attends(name: str) -> None:
-    """Slots that hold no token may hold anything, not a number too, and stay as they are."""
-    case = GATHERED[name]
-    sequences, (keys, values) = case.sequences, case.pools()
-    exact = exactly(case)
-    for pool in (keys, values):
-        pool[case.blocks[-1], -2:] = float("nan")
-        pool[0] = float("nan")
-    before = [pool.clone() for pool in (keys, values)]
-
-    ours = paged_attention(case.query(), keys, values, sequences, span=case.span, scale=0.25)
-
-    assert (ours.float() - exact).abs().max() < 0.03
-    for pool, was in zip((keys, values), before, strict=True):
-        assert torch.equal(pool.nan_to_num(7.0), was.nan_to_num(7.0))
-
-
-def test_single_rows_of_heads_that_share_no_keys_are_soon_long(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("multiplies_in_16_bits")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_a_step_of_all_kinds_of_rows_is_attended_as_the_reference_does(
+    span: AttentionSpan, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
-    one_row = PagedSequences((1,), (300,), torch.arange(1, 20, dtype=torch.int32)[None], 16)
-    shared = KernelChoice(32, 8, 64, torch.bfloat16, FULL)
-    single = KernelChoice(8, 8, 64, torch.bfloat16, FULL)
-    assert shared.prefers_fused(one_row, 0)
-    assert not single.prefers_fused(one_row, 0)
+    query, *pools, sequences = problem(dtype)
+    assert sequences.num_tokens > MAX_ROWS, "rows are computed in one group"
+
+    ours = paged_attention(query, *pools, sequences, Scoring(0.25, span))
+
+    exact = [x.float() for x in (query, *pools)]
+    expected = paged_attention(*exact, sequences, Scoring(0.25, span), "reference")
+    assert ours.dtype == dtype
+    assert (ours.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.03)
 
 
-@pytest.mark.parametrize("span", [FULL, WINDOW])
-def test_the_fused_kernel_meets_few_sizes_in_low_precision(
-    span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch compiled products for each length, and kept them: 25 MB more in a thousand turns."""
-    sizes = set()
+@pytest.mark.usefixtures("multiplies_in_16_bits")
+def test_torch_attends_many_rows_in_16_bits_and_no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, *pools, sequences = problem(torch.bfloat16)
+    calls = []
+    own = by_cpu.scaled_dot_product_attention
+    monkeypatch.setattr(
+        by_cpu,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: calls.append(args) or own(*args, **kwargs),
+    )
 
-    def attend(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        sizes.add((query.shape[2], key.shape[2]))
-        return attend_plainly(query, key, *rest)
+    paged_attention(query, *pools, sequences, Scoring(0.25, softcap=9.0))
+    few, _ = sequences.part(0, 6)
+    paged_attention(query[:6], *pools, few, Scoring(0.25))
+    assert not calls
+    paged_attention(query, *pools, sequences, Scoring(0.25))
+    assert len(calls) == len(LENGTHS)
 
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu_fused._attend_with_lse", attend)
-    pools = torch.randn(2, 30, 16, NUM_KV_HEADS, 16).bfloat16()
-    tables = torch.arange(1, 30, dtype=torch.int32)[None]
-    for count in range(17, 400):
-        rows = min(count, 7 * count % 100 + 1)
-        query = torch.randn(rows, NUM_HEADS, 16).bfloat16()
-        sequences = PagedSequences((rows,), (count,), tables, 16)
-        ours = paged_attention(query, *pools, sequences, span=span, scale=0.25)
-        exact = paged_attention(query, *pools, sequences, span=span, scale=0.25, impl="reference")
-        assert (ours.float() - exact.float()).abs().max() < 0.05
-    assert 1 < len(sizes) < 190
+
+def test_a_row_is_the_same_beside_others() -> None:
+    query, *pools, sequences = problem(torch.float32)
+    together = paged_attention(query, *pools, sequences, Scoring(0.25))
+
+    for row in (0, 3, 30, 100, 246):
+        alone, _ = sequences.part(row, row + 1)
+        own = paged_attention(query[row : row + 1], *pools, alone, Scoring(0.25))
+        assert torch.equal(own[0], together[row])
+
+
+def test_without_a_compiler_the_reference_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, *pools, sequences = problem(torch.float32)
+    expected = paged_attention(query, *pools, sequences, Scoring(0.25), "reference")
+    monkeypatch.setattr(by_cpu, "_kernels", lambda: None)
+
+    assert torch.equal(paged_attention(query, *pools, sequences, Scoring(0.25)), expected)

@@ -17,6 +17,7 @@ from kvchat_kernels.paged_attention import (
     DeviceSequences,
     Implementation,
     LayerShape,
+    Scoring,
     paged_attention,
 )
 from kvchat_kernels.paged_attention.adopted import ADOPTED, LayerRule, StepKind, adopt, step_kind
@@ -64,11 +65,9 @@ def test_a_kernel_that_is_off_is_found_out() -> None:
     """A window that is off by one token, as of a package that counts it otherwise."""
     kernels = FlashInfer(FakeFlashInfer, CPU)
 
-    def off_by_one(
-        query: Any, keys: Any, values: Any, sequences: Any, span: Any, *rest: Any
-    ) -> Any:
-        wider = AttentionSpan(window=span.window + 1)
-        return kernels.decode(query, keys, values, sequences, wider, *rest)
+    def off_by_one(query: Any, keys: Any, values: Any, sequences: Any, scoring: Any) -> Any:
+        wider = AttentionSpan(window=scoring.span.window + 1)
+        return kernels.decode(query, keys, values, sequences, replace(scoring, span=wider))
 
     found = difference(off_by_one, StepKind.DECODE, RULES[1], 16, CPU)
     assert found is not None
@@ -143,15 +142,13 @@ def test_a_decode_reads_lengths_on_the_device_only() -> None:
     sequences = DeviceSequences(
         count, 1, own.query_starts, own.context_lens_device, own.block_tables, 16
     )
-    arguments = (scene.queries[0], scene.key_pool, scene.value_pool, sequences, FULL, 0.1, None)
+    arguments = (scene.queries[0], scene.key_pool, scene.value_pool, sequences, Scoring(0.1))
 
     kernels.decode(*arguments)
     sequences.context_lens.copy_(torch.tensor([1, 5, 33, 690]))
     changed = kernels.decode(*arguments)
 
-    expected = paged_attention_reference(
-        scene.queries[0], scene.key_pool, scene.value_pool, sequences.read(), FULL, 0.1, None, None
-    )
+    expected = paged_attention_reference(*arguments[:3], sequences.read(), Scoring(0.1))
     assert torch.allclose(changed.float(), expected.float(), atol=0.02)
 
 
@@ -194,9 +191,8 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attend(scene: Any, **settings: Any) -> torch.Tensor:
-    return paged_attention(
-        scene.queries[0], scene.key_pool, scene.value_pool, scene.steps[0], scale=0.1, **settings
-    )
+    pools = scene.key_pool, scene.value_pool
+    return paged_attention(scene.queries[0], *pools, scene.steps[0], Scoring(0.1, **settings))
 
 
 def test_an_adopted_kernel_computes_its_layers_and_no_others(

@@ -19,7 +19,13 @@ from kvchat_kernels.kv_code import (
     turned,
     turned_queries,
 )
-from kvchat_kernels.paged_attention import FULL, AttentionSpan, DeviceSequences, PagedSequences
+from kvchat_kernels.paged_attention import (
+    FULL,
+    AttentionSpan,
+    DeviceSequences,
+    PagedSequences,
+    Scoring,
+)
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from support.attention_checks import CASES, assert_exact, span_of
 from support.cpu_tasks import attended, header
@@ -39,6 +45,10 @@ class Scene:
     softcap: float | None
     sinks: torch.Tensor | None
 
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring(0.125, self.span, self.softcap, self.sinks)
+
     def exact(self) -> torch.Tensor:
         """The plain twin: all of the pool as float32, and the formula over it."""
         code = self.kv.code
@@ -46,8 +56,7 @@ class Scene:
         if code.keys.turns(keys.shape[-1]):  # back: the matrix is its own inverse
             keys = turned_queries(keys)
         values = code.values.restored(self.kv.values, self.kv.value_scales)
-        settings = self.span, 0.125, self.softcap, self.sinks
-        return paged_attention_reference(self.query, keys, values, self.sequences, *settings)
+        return paged_attention_reference(self.query, keys, values, self.sequences, self.scoring)
 
     def compiled(self, num_threads: int = 1) -> torch.Tensor:
         num_heads, num_kv_heads = self.query.shape[1], self.kv.keys.shape[2]
@@ -73,14 +82,7 @@ class Scene:
 
     def by_torch(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         query = self.query.to(dtype)
-        return self.kv.attend(
-            query,
-            self.sequences,
-            span=self.span,
-            scale=0.125,
-            softcap=self.softcap,
-            sinks=self.sinks,
-        )
+        return self.kv.attend(query, self.sequences, self.scoring)
 
 
 def zeroed_kv(
@@ -181,14 +183,7 @@ def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
         own.block_size,
     )
 
-    again = found.kv.attend(
-        found.query,
-        on_device,
-        span=found.span,
-        scale=0.125,
-        softcap=found.softcap,
-        sinks=found.sinks,
-    )
+    again = found.kv.attend(found.query, on_device, found.scoring)
 
     assert torch.equal(again, found.by_torch())
 

@@ -7,7 +7,7 @@ from interpreter import Interpreter
 from kvchat.model.gpu.cuda_graph import trapping_host_reads
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.launch import Launch
-from kvchat_kernels.paged_attention import FULL, DeviceSequences
+from kvchat_kernels.paged_attention import DeviceSequences, Scoring
 from support.attention_checks import CASES
 from support.int8_kv_checks import (
     check_int8_attention,
@@ -98,7 +98,7 @@ def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) 
 
     with trapping_host_reads():
         kv.write(rows, rows, slots)
-        kv.attend(torch.zeros(3, 4, 64), sequences, span=FULL, scale=0.1, softcap=None, sinks=None)
+        kv.attend(torch.zeros(3, 4, 64), sequences, Scoring(0.1))
 
     assert launched == [
         "int8_kv_write_kernel",

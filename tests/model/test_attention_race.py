@@ -34,7 +34,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our kernels are chosen for, and the reference stands for them; timed steps are small."""
     monkeypatch.setattr(attention_race, "implementation_for", lambda *_: Implementation("triton"))
     race = "kvchat_kernels.paged_attention.race"
-    monkeypatch.setattr(f"{race}.implementation", lambda name: paged_attention_reference)
+    monkeypatch.setattr(attention_race, "implementation", lambda name: paged_attention_reference)
     monkeypatch.setattr(f"{race}._TIMED", {StepKind.DECODE: (1, 20), StepKind.PREFILL: (18, 20)})
     monkeypatch.setattr(f"{race}._PASS_BYTES", dict.fromkeys(StepKind, 0))
     ADOPTED.clear()

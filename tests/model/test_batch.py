@@ -70,20 +70,6 @@ def test_a_table_too_short_for_its_context_is_refused() -> None:
         build_batch([SequencePiece([1, 2], 3, [5], 1)], 4, CPU)
 
 
-def test_runs_of_neighbouring_blocks_are_found() -> None:
-    pieces = [
-        SequencePiece([1], start=11, blocks=[4, 5, 6], num_logit_rows=1),
-        SequencePiece([1], start=11, blocks=[4, 6, 7], num_logit_rows=1),
-    ]
-    sequences = build_batch(pieces, 4, CPU).sequences
-
-    assert sequences.runs(0, 0) == ((16, 28),)
-    assert sequences.runs(0, 9) == ((25, 28),)
-    assert sequences.runs(1, 0) == ((16, 20), (24, 32))
-    assert sequences.runs(1, 3) == ((19, 20), (24, 32))
-    assert sequences.runs(1, 4) == ((24, 32),)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_told() -> None:
     assert choose_device(ModelConfig(device="auto")) == CPU

@@ -24,8 +24,8 @@ BLOCK = 16
 NUM_BLOCKS = 64
 LENGTHS = range(1, 400, 9)
 # Products by name, and which of their arguments are multiplied.
-PRODUCTS = {"linear": 0, "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "baddbmm_": 1}
-SIZES = {few_sizes(count) for count in range(1, 1025)} | set(range(0, 1025, 64))
+PRODUCTS = {"linear": 0, "mm": 0, "addmm": 1}
+SIZES = {few_sizes(count) for count in range(1, 1025)}
 
 
 class Shapes(TorchDispatchMode):
@@ -41,11 +41,10 @@ class Shapes(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         if name in PRODUCTS and args[PRODUCTS[name]].dtype == torch.bfloat16:
-            one, other = args[PRODUCTS[name] :][:2]
-            if name.startswith("baddbmm"):
-                self.keys.add(other.shape[-1])
-            elif name != "bmm":
-                self.rows.add(one.shape[-2])
+            self.rows.add(args[PRODUCTS[name]].shape[-2])
+        if "scaled_dot_product" in name:
+            self.rows.add(args[0].shape[-2])
+            self.keys.add(args[1].shape[-2])
         return func(*args, **(kwargs or {}))
 
 
@@ -54,7 +53,6 @@ def on_a_processor_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvchat_kernels.paged_attention.cpu.multiplies_in", lambda dtype: True)
     for module in ("kvchat_kernels.linear.cpu", "kvchat.model.cpu.compiled_step"):
         monkeypatch.setattr(f"{module}.is_fast_by_torch", lambda dtype: True)
-    monkeypatch.setattr("kvchat_kernels.paged_attention.cpu._FEW_KEY_BYTES", 4096)
 
 
 def loaded(directory: Path, model_type: str) -> LoadedModel:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kvchat_kernels.paged_attention import AttentionSpan, paged_attention
+from kvchat_kernels.paged_attention import AttentionSpan, Scoring, paged_attention
 from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase, plain_attention
 from support.rounding import assert_as_exact, poisoned_memory
@@ -40,6 +40,10 @@ def span_of(case: AttentionCase) -> AttentionSpan:
     return AttentionSpan(case.window, case.chunk)
 
 
+def scoring_of(case: AttentionCase, sinks: torch.Tensor | None) -> Scoring:
+    return Scoring(case.scale, span_of(case), case.softcap, sinks)
+
+
 def attend(
     problem: PagedProblem, case: AttentionCase, impl: str, device: str = "cpu"
 ) -> torch.Tensor:
@@ -51,11 +55,8 @@ def attend(
             moved.key_pool,
             moved.value_pool,
             moved.sequences,
-            span=span_of(case),
-            scale=case.scale,
-            softcap=case.softcap,
-            sinks=moved.sinks,
-            impl=impl,
+            scoring_of(case, moved.sinks),
+            impl,
         )
     return out.cpu()
 

@@ -17,7 +17,7 @@ from kvchat_kernels.paged_attention.triton_gpu import (
     plan_launches,
     split_launches,
 )
-from support.attention_checks import assert_exact, attend, by_formula, span_of
+from support.attention_checks import assert_exact, attend, by_formula, scoring_of
 from support.paged_fixture import PagedProblem, paged_problem
 from support.plain_attention import AttentionCase
 from support.rounding import sparse_memory
@@ -53,10 +53,7 @@ def attention_call(problem: PagedProblem, case: AttentionCase) -> AttentionCall:
         problem.key_pool,
         problem.value_pool,
         problem.sequences,
-        span_of(case),
-        case.scale,
-        case.softcap,
-        problem.sinks,
+        scoring_of(case, problem.sinks),
         problem.query.new_full(shape, float("nan")),
     )
 

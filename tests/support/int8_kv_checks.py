@@ -12,7 +12,7 @@ from kvchat_kernels.int8_kv_write import int8_kv_write, turn_queries
 from kvchat_kernels.kv_code import INT8, group_size
 from kvchat_kernels.paged_attention import PagedSequences
 from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_int8_triton
-from support.attention_checks import assert_exact, span_of
+from support.attention_checks import assert_exact, scoring_of
 from support.attention_kernel_checks import captured
 from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase
@@ -61,10 +61,7 @@ def check_int8_attention(
             moved.query,
             *(part.to(device) for part in parts),
             moved.sequences,
-            span_of(case),
-            case.scale,
-            case.softcap,
-            moved.sinks,
+            scoring_of(case, moved.sinks),
         )
     assert_exact(out.cpu(), problem, case, device)
 
@@ -83,7 +80,7 @@ def check_int8_replay(
         problem.sequences.block_size,
     )
     out = moved.query.new_full((*moved.query.shape[:2], case.value_dim), float("nan"))
-    settings = planned, span_of(case), case.scale, case.softcap, moved.sinks
+    settings = planned, scoring_of(case, moved.sinks)
     replay = captured(
         AttentionCall(moved.query, keys, values, *settings, out, key_scales, value_scales)
     )

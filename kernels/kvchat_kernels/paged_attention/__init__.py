@@ -5,7 +5,7 @@ choice.py selects the implementation; README.md has the derivation.
 
 import torch
 
-from kvchat_kernels.paged_attention.adopted import ADOPTED, LayerRule, attend_adopted
+from kvchat_kernels.paged_attention.adopted import ADOPTED, attend_adopted
 from kvchat_kernels.paged_attention.choice import (
     READS_LENGTHS_ON_DEVICE,
     Implementation,
@@ -14,9 +14,11 @@ from kvchat_kernels.paged_attention.choice import (
 )
 from kvchat_kernels.paged_attention.sequences import (
     FULL,
+    AttentionFunction,
     AttentionSpan,
     DeviceSequences,
     PagedSequences,
+    Scoring,
     Sequences,
 )
 from kvchat_kernels.paged_attention.tiles import LayerShape
@@ -24,11 +26,13 @@ from kvchat_kernels.paged_attention.tiles import LayerShape
 __all__ = [
     "FULL",
     "READS_LENGTHS_ON_DEVICE",
+    "AttentionFunction",
     "AttentionSpan",
     "DeviceSequences",
     "Implementation",
     "LayerShape",
     "PagedSequences",
+    "Scoring",
     "Sequences",
     "implementation_for",
     "paged_attention",
@@ -40,11 +44,7 @@ def paged_attention(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     sequences: Sequences,
-    *,
-    span: AttentionSpan = FULL,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Attend each new token to its own sequence. The pools must already hold the new tokens' KV.
@@ -52,10 +52,6 @@ def paged_attention(
     query        [num_tokens, num_heads, key_dim], the new tokens of all sequences in order
     key_pool     [num_blocks, block_size, num_kv_heads, key_dim]
     value_pool   [num_blocks, block_size, num_kv_heads, value_dim]
-    span         which earlier tokens a token sees
-    scale        multiplies the scores, before `softcap`
-    softcap      bounds the scores: softcap * tanh(score / softcap); None for none
-    sinks        [num_heads], an extra logit per head in the softmax's denominator; None for none
     impl         auto, triton, cpu, reference or shapes; see `implementation_for`
 
     Returns [num_tokens, num_heads, value_dim] in the query's dtype, owned by the caller. Slots that
@@ -69,12 +65,10 @@ def paged_attention(
         heads, dims = key_pool.shape[2], (key_pool.shape[3], value_pool.shape[3])
         shape = LayerShape(query.shape[1], heads, *dims, query.dtype)
         impl = implementation_for(query.device, shape).name
-        if ADOPTED and impl == "triton" and sinks is None:
-            rule = LayerRule(shape, span, softcap is not None)
-            pools = key_pool, value_pool
-            out = attend_adopted(query, *pools, sequences, rule, scale, softcap)
+        if ADOPTED and impl == "triton":
+            out = attend_adopted(query, key_pool, value_pool, sequences, shape, scoring)
             if out is not None:
                 return out
     if isinstance(sequences, DeviceSequences) and impl not in READS_LENGTHS_ON_DEVICE:
         sequences = sequences.read()
-    return implementation(impl)(query, key_pool, value_pool, sequences, span, scale, softcap, sinks)
+    return implementation(impl)(query, key_pool, value_pool, sequences, scoring)

@@ -5,13 +5,18 @@ look at an empty table. An adopted kernel that raises is dropped, and ours run f
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, DeviceSequences, Sequences
+from kvchat_kernels.paged_attention.sequences import (
+    AttentionFunction,
+    AttentionSpan,
+    DeviceSequences,
+    Scoring,
+    Sequences,
+)
 from kvchat_kernels.paged_attention.tiles import LayerShape
 
 _log = logging.getLogger(__name__)
@@ -36,12 +41,6 @@ class LayerRule:
     has_softcap: bool
 
 
-# Called with query, key pool, value pool, sequences, span, scale and softcap; shapes and result as
-# of `paged_attention`.
-AttentionFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Sequences, AttentionSpan, float, float | None],
-    torch.Tensor,
-]
 _Key = tuple[torch.device, StepKind, LayerRule, int]
 ADOPTED: dict[_Key, AttentionFunction] = {}
 
@@ -90,27 +89,23 @@ def attend_adopted(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     sequences: Sequences,
-    rule: LayerRule,
-    scale: float,
-    softcap: float | None,
+    shape: LayerShape,
+    scoring: Scoring,
 ) -> torch.Tensor | None:
     """Attend by the adopted kernel; None if there is none for the layer and step, or it failed."""
     step = step_kind(sequences)
-    if step is None:
+    if step is None or scoring.sinks is not None:
         return None
+    rule = LayerRule(shape, scoring.span, scoring.softcap is not None)
     key = query.device, step, rule, sequences.block_size
     function = ADOPTED.get(key)
     if function is None:
         return None
     try:
-        return function(query, key_pool, value_pool, sequences, rule.span, scale, softcap)
+        return function(query, key_pool, value_pool, sequences, scoring)
     except Exception as error:  # another package's launcher and compiler raise any type
         drop(*key)
-        lines = str(error).strip().splitlines() or [""]
-        _log.warning(
-            "kvchat's own attention from now on, %s: %s: %s",
-            step,
-            type(error).__name__,
-            lines[0][:200],
-        )
+        line = (str(error).strip().splitlines() or [""])[0]
+        name = type(error).__name__
+        _log.warning("kvchat's own attention from now on, %s: %s: %s", step, name, line[:200])
         return None

@@ -3,7 +3,6 @@
 Imports Triton only if a layer runs with it, because the import is slow and Triton may be missing.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +11,7 @@ import torch
 from kvchat_kernels.launch import kernel_refusal
 from kvchat_kernels.paged_attention.cpu import paged_attention_cpu
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
+from kvchat_kernels.paged_attention.sequences import AttentionFunction
 from kvchat_kernels.paged_attention.tiles import LayerShape, unsupported
 
 # Implementations whose launches do not depend on the lengths, so that their steps can be captured.
@@ -32,7 +32,7 @@ class Implementation:
 
 @cache
 def implementation_for(device: torch.device, shape: LayerShape) -> Implementation:
-    """Choose by device: Triton on CUDA if it can run the layer, torch otherwise.
+    """Choose by device: Triton on CUDA if it can run the layer, compiled code on a CPU, or torch.
 
     On the meta device, `shapes` returns uninitialised rows of the right shape. The first call for a
     CUDA device and a shape runs every tile that the layer may need, and compiles it if necessary.
@@ -53,13 +53,13 @@ def _refusal_of_tiles(device: torch.device, shape: LayerShape) -> str | None:
     return refusal or trial_error(device, shape)
 
 
-def implementation(name: str) -> Callable[..., torch.Tensor]:
+def implementation(name: str) -> AttentionFunction:
     """Return the function of an implementation, with the parameters of `reference.py`'s."""
     if name == "triton":
         from kvchat_kernels.paged_attention.triton_gpu import paged_attention_triton
 
         return paged_attention_triton
-    functions: dict[str, Callable[..., torch.Tensor]] = {
+    functions: dict[str, AttentionFunction] = {
         "cpu": paged_attention_cpu,
         "reference": paged_attention_reference,
         "shapes": _rows_without_values,

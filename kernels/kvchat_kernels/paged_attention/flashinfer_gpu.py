@@ -23,8 +23,14 @@ from typing import Any
 
 import torch
 
-from kvchat_kernels.paged_attention.adopted import AttentionFunction, LayerRule, StepKind
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
+from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind
+from kvchat_kernels.paged_attention.sequences import (
+    AttentionFunction,
+    AttentionSpan,
+    PagedSequences,
+    Scoring,
+    Sequences,
+)
 
 # The sizes that its kernels are made for. It may accept others; they are not tested.
 _HEAD_DIMS = (64, 128, 256)
@@ -103,12 +109,10 @@ class FlashInfer:
         key_pool: torch.Tensor,
         value_pool: torch.Tensor,
         sequences: Sequences,
-        span: AttentionSpan,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Attend one token of every sequence; arguments as of `paged_attention`."""
-        assert softcap is None
+        assert scoring.softcap is None
         tables = sequences.block_tables
         if not tables.is_contiguous():
             raise ValueError("the rows of the block tables are not adjacent")
@@ -128,9 +132,9 @@ class FlashInfer:
             block_tables=tables,
             seq_lens=lengths.view(torch.uint32),
             max_seq_len=tables.shape[1] * sequences.block_size,
-            bmm1_scale=scale,
+            bmm1_scale=scoring.scale,
             bmm2_scale=1.0,
-            window_left=_window_left(span),
+            window_left=_window_left(scoring.span),
             out=out,
             kv_layout="NHD",
         )
@@ -142,17 +146,13 @@ class FlashInfer:
         key_pool: torch.Tensor,
         value_pool: torch.Tensor,
         sequences: Sequences,
-        span: AttentionSpan,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> torch.Tensor:
         """Attend sequences of any numbers of tokens; arguments as of `paged_attention`."""
         assert isinstance(sequences, PagedSequences)
         if query.stride(-1) != 1:
             query = query.contiguous()
-        key = _PlanKey(
-            query.shape[1], key_pool.shape[2], query.shape[2], query.dtype, span, scale, softcap
-        )
+        key = _PlanKey(query.shape[1], key_pool.shape[2], query.shape[2], query.dtype, scoring)
         out = query.new_empty(query.shape)
         with self._planning:
             plan = self._plans.get(key)
@@ -180,9 +180,7 @@ class _PlanKey:
     num_kv_heads: int
     dim: int
     dtype: torch.dtype
-    span: AttentionSpan
-    scale: float
-    softcap: float | None
+    scoring: Scoring
 
 
 class _Plan:
@@ -216,9 +214,9 @@ class _Plan:
             head_dim_qk=key.dim,
             page_size=sequences.block_size,
             causal=True,
-            sm_scale=key.scale,
-            window_left=_window_left(key.span),
-            logits_soft_cap=key.softcap,
+            sm_scale=key.scoring.scale,
+            window_left=_window_left(key.scoring.span),
+            logits_soft_cap=key.scoring.softcap,
             q_data_type=key.dtype,
             kv_data_type=key.dtype,
         )

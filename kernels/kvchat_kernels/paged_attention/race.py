@@ -10,10 +10,9 @@ from functools import partial
 
 import torch
 
-from kvchat_kernels.paged_attention.adopted import AttentionFunction, LayerRule, StepKind
-from kvchat_kernels.paged_attention.choice import implementation
+from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences, Sequences
+from kvchat_kernels.paged_attention.sequences import AttentionFunction, PagedSequences, Scoring
 
 # (new tokens, context) of the comparison: first tokens, a partial last block, several blocks.
 _CHECKED = {
@@ -41,30 +40,10 @@ class Scene:
 
     def attend(self, function: AttentionFunction, step: int) -> torch.Tensor:
         """Return what `function` computes of a step."""
-        return function(
-            self.queries[step],
-            self.key_pool,
-            self.value_pool,
-            self.steps[step],
-            self.rule.span,
-            self.rule.shape.key_dim**-0.5,
-            _SOFTCAP if self.rule.has_softcap else None,
-        )
-
-
-def ours(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    sequences: Sequences,
-    span: AttentionSpan,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attend by the Triton kernels, as an AttentionFunction."""
-    return implementation("triton")(
-        query, key_pool, value_pool, sequences, span, scale, softcap, None
-    )
+        softcap = _SOFTCAP if self.rule.has_softcap else None
+        scoring = Scoring(self.rule.shape.key_dim**-0.5, self.rule.span, softcap)
+        pools = self.key_pool, self.value_pool
+        return function(self.queries[step], *pools, self.steps[step], scoring)
 
 
 def difference(
@@ -79,7 +58,7 @@ def difference(
     Raises what it raises.
     """
     scene = checked_scene(step, rule, block_size, device)
-    expected = scene.attend(_reference, 0)
+    expected = scene.attend(paged_attention_reference, 0)
     for found in (scene.attend(function, 0), scene.attend(function, 0)):  # twice: it may keep state
         if found.shape != expected.shape or found.dtype != expected.dtype:
             return "its output has another shape"
@@ -88,21 +67,6 @@ def difference(
         if not bool((off <= tolerance).all()):  # NaN agrees with nothing
             return f"it differs by up to {float(off.max()):.3g}"
     return None
-
-
-def _reference(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    sequences: Sequences,
-    span: AttentionSpan,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    assert isinstance(sequences, PagedSequences)
-    return paged_attention_reference(
-        query, key_pool, value_pool, sequences, span, scale, softcap, None
-    )
 
 
 def checked_scene(step: StepKind, rule: LayerRule, block_size: int, device: torch.device) -> Scene:

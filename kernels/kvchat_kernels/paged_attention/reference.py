@@ -5,21 +5,22 @@ The tests compare every faster implementation with it.
 
 import torch
 
-from kvchat_kernels.paged_attention.sequences import AttentionSpan, PagedSequences
+from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring, Sequences
 from kvchat_kernels.slot_positions import EMPTY
+
+# Rows whose scores are there at once.
+_ROWS = 128
 
 
 def paged_attention_reference(
     query: torch.Tensor,
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
-    sequences: PagedSequences,
-    span: AttentionSpan,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    sequences: Sequences,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes."""
+    assert isinstance(sequences, PagedSequences)
     outputs = []
     start = 0
     for index, query_len in enumerate(sequences.query_lens):
@@ -31,9 +32,10 @@ def paged_attention_reference(
         if sequences.positions is not None:
             filled = positions != EMPTY
             key, value, positions = key[filled], value[filled], positions[filled]
-        visible = span.mask(positions[len(positions) - query_len :], positions)
-        rows = query[start : start + query_len]
-        outputs.append(_attend(rows, key, value, visible, scale, softcap, sinks))
+        visible = scoring.span.mask(positions[len(positions) - query_len :], positions)
+        rows = query[start : start + query_len].split(_ROWS)
+        for part, seen in zip(rows, visible.split(_ROWS), strict=True):
+            outputs.append(_attend(part, key, value, seen, scoring))
         start += query_len
     return torch.cat(outputs)
 
@@ -43,14 +45,12 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     visible: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
-    group = query.shape[1] // key.shape[1]
+    group, softcap, sinks = query.shape[1] // key.shape[1], scoring.softcap, scoring.sinks
     key = key.repeat_interleave(group, dim=1)
     value = value.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scoring.scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, float("-inf"))

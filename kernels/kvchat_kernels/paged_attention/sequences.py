@@ -5,7 +5,8 @@ PagedSequences belongs to one step and has its lengths on the host. DeviceSequen
 every step and has its lengths on the device only. All layers of a forward pass share them.
 """
 
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,6 +48,22 @@ class AttentionSpan:
 
 
 FULL = AttentionSpan()
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How scores are made of the products of a row with keys, and which keys it sees.
+
+    scale     multiplies products, before `softcap`
+    span      which earlier tokens a token sees
+    softcap   bounds the scores: softcap * tanh(score / softcap); None for none
+    sinks     [num_heads], an extra logit per head in the softmax's denominator; None for none
+    """
+
+    scale: float
+    span: AttentionSpan = FULL
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,57 +128,45 @@ class PagedSequences:
         return on_device(self.context_lens, torch.int32, self.block_tables.device)
 
     @cached_property
-    def masks(self) -> dict[Hashable, torch.Tensor]:
-        """A cache of masks that are equal in several layers of the step."""
-        return {}
-
-    @cached_property
     def plans(self) -> dict[Hashable, Any]:
         """A cache of decisions that are equal in several layers of the step."""
         return {}
 
     @cached_property
-    def scratch(self) -> dict[Hashable, torch.Tensor]:
-        """Buffers by name and dtype. A layer uses them only until the next layer starts.
-
-        Reused memory is in the processor's caches, and the system need not zero its pages.
-        """
+    def _rooms(self) -> dict[Hashable, torch.Tensor]:
         return {}
 
-    @cached_property
-    def _tables_on_host(self) -> list[list[int]]:
-        return self.block_tables.tolist()
+    def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory on the host by name and dtype, with undefined content.
 
-    @cached_property
-    def _runs(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
-        return {}
-
-    def runs(self, sequence: int, first_slot: int) -> tuple[tuple[int, int], ...]:
-        """Return a sequence's slots from `first_slot` on as runs of the pool's slots, in order.
-
-        A run is (first, after the last) of slots in adjacent blocks. The result is cached, because
-        every layer needs it.
+        A layer uses it only until the next layer starts. Reused memory is in the processor's
+        caches, and the system need not zero its pages.
         """
-        key = (sequence, first_slot)
-        runs = self._runs.get(key)
-        if runs is None:
-            runs = self._runs[key] = self._find_runs(sequence, first_slot)
-        return runs
+        num_elements = math.prod(shape)
+        memory = self._rooms.get((name, dtype))
+        if memory is None or memory.numel() < num_elements:
+            memory = self._rooms[name, dtype] = torch.empty(num_elements, dtype=dtype)
+        return memory[:num_elements].view(*shape)
 
-    def _find_runs(self, sequence: int, first_slot: int) -> tuple[tuple[int, int], ...]:
-        size, end = self.block_size, self.context_lens[sequence]
-        table = self._tables_on_host[sequence]
-        runs: list[tuple[int, int]] = []
-        slot = first_slot
-        while slot < end:
-            in_pool = table[slot // size] * size + slot % size
-            length = min(size - slot % size, end - slot)
-            if runs and runs[-1][1] == in_pool:
-                runs[-1] = (runs[-1][0], in_pool + length)
-            else:
-                runs.append((in_pool, in_pool + length))
-            slot += length
-        return tuple(runs)
+    def part(self, start: int, end: int) -> tuple["PagedSequences", slice]:
+        """Return the rows [`start`, `end`) as a batch, and which sequences it has.
+
+        The KV that these attend to, of earlier rows of their sequences, is to be written by then.
+        """
+        which, query_lens, context_lens, after = [], [], [], 0
+        lengths = zip(self.query_lens, self.context_lens, strict=True)
+        for index, (count, context_len) in enumerate(lengths):
+            before, after = after, after + count
+            first, last = max(before, start), min(after, end)
+            if first < last:
+                which.append(index)
+                query_lens.append(last - first)
+                context_lens.append(context_len - (after - last))
+        of_part = slice(which[0], which[-1] + 1)
+        positions = self.positions[of_part] if self.positions is not None else None
+        tables = self.block_tables[of_part]
+        lens = tuple(query_lens), tuple(context_lens)
+        return PagedSequences(*lens, tables, self.block_size, positions), of_part
 
     def blocks_of(self, sequence: int, first_slot: int) -> torch.Tensor:
         """Return the ids of the blocks from the one that has `first_slot` on.
@@ -226,3 +231,8 @@ class DeviceSequences:
 
 
 Sequences = PagedSequences | DeviceSequences
+
+# Attends queries over a key pool and a value pool; shapes and result as of `paged_attention`.
+AttentionFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Sequences, Scoring], torch.Tensor
+]

@@ -9,7 +9,7 @@ import torch
 from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
-from kvchat_kernels.paged_attention.sequences import FULL, PagedSequences
+from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring
 from kvchat_kernels.paged_attention.tiles import LayerShape
 from kvchat_kernels.paged_attention.triton_gpu import (
     AttentionCall,
@@ -76,10 +76,7 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
         key_pool=keys,
         value_pool=values,
         sequences=PagedSequences(_QUERY_LENS, _CONTEXT_LENS, tables, _BLOCK_SIZE),
-        span=FULL,
-        scale=shape.key_dim**-0.5,
-        softcap=None,
-        sinks=None,
+        scoring=Scoring(shape.key_dim**-0.5),
         out=query.new_empty(num_tokens, shape.num_heads, shape.value_dim),
         key_scales=key_scales,
         value_scales=value_scales,
@@ -87,15 +84,12 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
 
 
 def _expected(call: AttentionCall) -> torch.Tensor:
-    assert isinstance(call.sequences, PagedSequences)
     keys, values = call.key_pool, call.value_pool
     if call.key_scales is not None and call.value_scales is not None:
         # As the kernels restore them: rounded once to the query's dtype.
         keys = INT8.keys.restored(keys, call.key_scales).to(call.query.dtype)
         values = INT8.keys.restored(values, call.value_scales).to(call.query.dtype)
-    return paged_attention_reference(
-        call.query, keys, values, call.sequences, call.span, call.scale, call.softcap, call.sinks
-    )
+    return paged_attention_reference(call.query, keys, values, call.sequences, call.scoring)
 
 
 def _agree(out: torch.Tensor, expected: torch.Tensor) -> bool:

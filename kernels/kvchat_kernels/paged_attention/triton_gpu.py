@@ -20,6 +20,7 @@ from kvchat_kernels.paged_attention.sequences import (
     FULL,
     AttentionSpan,
     DeviceSequences,
+    Scoring,
     Sequences,
 )
 from kvchat_kernels.paged_attention.split_kernel import (
@@ -59,10 +60,7 @@ class AttentionCall:
     key_pool: torch.Tensor
     value_pool: torch.Tensor
     sequences: Sequences
-    span: AttentionSpan
-    scale: float
-    softcap: float | None
-    sinks: torch.Tensor | None
+    scoring: Scoring
     out: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
@@ -114,7 +112,7 @@ class AttentionCall:
     @property
     def walked_span(self) -> AttentionSpan:
         """The span that bounds which slots are read; of private tables all are."""
-        return self.span if self.positions is None else FULL
+        return self.scoring.span if self.positions is None else FULL
 
 
 def paged_attention_triton(
@@ -122,10 +120,7 @@ def paged_attention_triton(
     key_pool: torch.Tensor,
     value_pool: torch.Tensor,
     sequences: Sequences,
-    span: AttentionSpan,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend every row of `query` to its own sequence; see `paged_attention` for the shapes.
 
@@ -136,7 +131,7 @@ def paged_attention_triton(
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = query.new_empty(*query.shape[:2], value_pool.shape[3])
-    call = AttentionCall(query, key_pool, value_pool, sequences, span, scale, softcap, sinks, out)
+    call = AttentionCall(query, key_pool, value_pool, sequences, scoring, out)
     for launch in plan_launches(call, card_of(query.device)):
         launch.run()
     return out
@@ -149,10 +144,7 @@ def paged_attention_int8_triton(
     values: torch.Tensor,
     value_scales: torch.Tensor,
     sequences: Sequences,
-    span: AttentionSpan,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attend over KV of 8 bits with scales, the tensors of an `CodedKv`; otherwise as
     `paged_attention_triton`.
@@ -164,8 +156,7 @@ def paged_attention_int8_triton(
     if query.stride(-1) != 1:
         query = query.contiguous()
     out = query.new_empty(*query.shape[:2], values.shape[3])
-    settings = sequences, span, scale, softcap, sinks
-    call = AttentionCall(query, keys, values, *settings, out, key_scales, value_scales)
+    call = AttentionCall(query, keys, values, sequences, scoring, out, key_scales, value_scales)
     for launch in plan_launches(call, card_of(query.device)):
         launch.run()
     return out
@@ -297,14 +288,13 @@ def _shared(call: AttentionCall, span: AttentionSpan) -> dict[str, Any]:
 
 def _inputs(call: AttentionCall) -> dict[str, Any]:
     """The parameters of the kernels that read keys. Scores are in units of log2."""
-    if call.softcap is None:
-        scale, cap = call.scale * _LOG2_E, 0.0
-    else:
-        scale, cap = call.scale * 2 * _LOG2_E / call.softcap, call.softcap * _LOG2_E
+    scale, cap, softcap = call.scoring.scale * _LOG2_E, 0.0, call.scoring.softcap
+    if softcap is not None:
+        scale, cap = scale * 2 / softcap, softcap * _LOG2_E
     query_strides = call.query.stride()
     key_strides, value_strides = call.key_pool.stride(), call.value_pool.stride()
     return {
-        **_shared(call, call.span),
+        **_shared(call, call.scoring.span),
         "query_ptr": call.query,
         "key_ptr": call.key_pool,
         "value_ptr": call.value_pool,
@@ -326,7 +316,7 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
         "positions_stride": call.positions.stride(0) if call.positions is not None else 0,
         "KEY_DIM": call.dims[0],
         "BLOCK_SIZE": call.sequences.block_size,
-        "HAS_SOFTCAP": call.softcap is not None,
+        "HAS_SOFTCAP": softcap is not None,
         "PRECISION": "ieee" if call.query.dtype == torch.float32 else "tf32",
         "KEY_GROUP": call.groups[0],
         "VALUE_GROUP": call.groups[1],
@@ -342,9 +332,9 @@ def _bits(scales: torch.Tensor | None) -> torch.Tensor | None:
 def _output(call: AttentionCall) -> dict[str, Any]:
     """The parameters of the kernels that write rows."""
     return {
-        "sinks_ptr": call.sinks,
+        "sinks_ptr": call.scoring.sinks,
         "out_ptr": call.out,
         "out_stride_token": call.out.stride(0),
         "out_stride_head": call.out.stride(1),
-        "HAS_SINKS": call.sinks is not None,
+        "HAS_SINKS": call.scoring.sinks is not None,
     }

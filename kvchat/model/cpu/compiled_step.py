@@ -216,29 +216,14 @@ def _part(
 
     The KV that its rows attend to, of earlier rows of their sequences, is written by then.
     """
-    sequences = batch.sequences
-    assert isinstance(sequences, PagedSequences)
-    which, query_lens, context_lens, after = [], [], [], 0
-    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
-    for index, (count, context_len) in enumerate(lengths):
-        before, after = after, after + count
-        first, last = max(before, start), min(after, end)
-        if first < last:
-            which.append(index)
-            query_lens.append(last - first)
-            context_lens.append(context_len - (after - last))
-    rows, of_part = batch.logit_rows, slice(which[0], which[-1] + 1)
+    assert isinstance(batch.sequences, PagedSequences)
+    sequences, of_part = batch.sequences.part(start, end)
+    rows = batch.logit_rows
     part = ForwardBatch(
         batch.token_ids[start:end],
         batch.positions[start:end],
         batch.slot_mapping[start:end],
-        PagedSequences(
-            tuple(query_lens),
-            tuple(context_lens),
-            sequences.block_tables[of_part],
-            sequences.block_size,
-            sequences.positions[of_part] if sequences.positions is not None else None,
-        ),
+        sequences,
         rows[(rows >= start) & (rows < end)] - start,
     )
     return part, states[of_part]

@@ -21,13 +21,14 @@ from kvchat.model.gpu.stopwatch import CudaStopwatch, Stopwatch
 from kvchat.model.loader import LoadedModel, Progress
 from kvchat_kernels.paged_attention import implementation_for
 from kvchat_kernels.paged_attention.adopted import LayerRule, StepKind, adopt, drop, is_adopted
+from kvchat_kernels.paged_attention.choice import implementation
 from kvchat_kernels.paged_attention.flashinfer_gpu import (
     FlashInfer,
     flashinfer_on,
     installed_version,
     refusal,
 )
-from kvchat_kernels.paged_attention.race import difference, ours, timed_passes
+from kvchat_kernels.paged_attention.race import difference, timed_passes
 
 _log = logging.getLogger(__name__)
 
@@ -181,8 +182,9 @@ def _outcome(
             return None
         if known is not None:
             return known
+        rivals = implementation("triton"), function
         passes, num_calls = timed_passes(
-            (ours, function), contest.step, contest.rule, contest.block_size, device
+            rivals, contest.step, contest.rule, contest.block_size, device
         )
         own, theirs = stopwatch(device).times_s(passes, _NUM_REPEATS)
         return RaceTimes(median(own) / num_calls, median(theirs) / num_calls)

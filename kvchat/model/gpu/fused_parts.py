@@ -16,6 +16,7 @@ from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf.module_adapter import KvBinding, LayerBinding
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.one_row_linear import one_row_linear
+from kvchat_kernels.paged_attention import Scoring
 from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
 from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 
@@ -153,14 +154,13 @@ class FusedAttention:
     def _attended(
         self, query: torch.Tensor, binding: KvBinding, batch: ForwardBatch
     ) -> torch.Tensor:
-        return binding.kv.attend(
-            query,
-            batch.sequences,
-            span=binding.layer.span,
+        scoring = Scoring(
             scale=self.scale,
+            span=binding.layer.span,
             softcap=self.softcap if binding.layer.has_softcap else None,
             sinks=self.sinks if binding.layer.has_sinks else None,
         )
+        return binding.kv.attend(query, batch.sequences, scoring)
 
     def _write(
         self,

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvchat.model.batch import ForwardBatch, StepAbandoned
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
-from kvchat_kernels.paged_attention import AttentionSpan
+from kvchat_kernels.paged_attention import AttentionSpan, Scoring
 
 # Must not look like a kernel repository ("a/b") or contain sdpa, flash or flex: transformers treats
 # such names specially.
@@ -146,14 +146,13 @@ def paged_attention_function(
     assert batch is not None, "attention outside of a step"
     if layer.stores_kv:
         binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
-    out = binding.kv.attend(
-        query[0].transpose(0, 1),
-        batch.sequences,
-        span=layer.span,
+    scoring = Scoring(
         scale=layer.key_dim**-0.5 if scaling is None else float(scaling),
+        span=layer.span,
         softcap=kwargs.get("softcap") if layer.has_softcap else None,
         sinks=find_sinks(module, kwargs) if layer.has_sinks else None,
     )
+    out = binding.kv.attend(query[0].transpose(0, 1), batch.sequences, scoring)
     # Contiguous, because some models change its shape by `view`.
     return out.to(query.dtype)[None].contiguous(), None
 
