@@ -18,14 +18,12 @@ from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.experts import block_experts
 from kvchat_kernels.kv_code import INT8, turned_queries
+from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
-from kvchat_kernels.one_row_linear import one_row_linear
 from kvchat_kernels.paged_attention import PagedSequences, Scoring, paged_attention
-from kvchat_kernels.rms_norm import add_rms_norm
-from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
+from kvchat_kernels.row_operations import add_rms_norm, one_row_linear, silu_mul
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
-from kvchat_kernels.silu_mul import silu_mul
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ ALLOWED_IN_MODEL = {
     "hf": {"files"},
     "packed": {"hf"},
     "checkpoint": {"files", "gguf", "hf", "packed"},
-    "decoder": {"packed"},
+    "decoder": {"hf", "packed"},
     "cpu": {"decoder", "packed"},
     "gpu": {"decoder", "hf", "packed", "loader", "paged_model"},
 }

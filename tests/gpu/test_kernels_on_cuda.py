@@ -14,7 +14,7 @@ from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.checkpoint.source import find_model
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.kv_write import kv_write
-from kvchat_kernels.rms_norm import rms_norm
+from kvchat_kernels.row_operations import rms_norm
 from kvchat_kernels.sampler import SamplerRows, sample_tokens
 from support.block_linear_checks import (
     KINDS,

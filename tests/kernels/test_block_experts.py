@@ -9,7 +9,7 @@ from interpreter import Interpreter
 from test_block_linear import check_compiled, meta, meta_blocks
 
 from kvchat_kernels.experts import MAX_ROWS
-from kvchat_kernels.experts.kernel import Groups, add_up_launch, group_launch, product_launch
+from kvchat_kernels.experts_kernels import Groups, add_up_launch, group_launch, product_launch
 from support.block_linear_checks import KINDS, Kind
 from support.expert_checks import (
     Case,

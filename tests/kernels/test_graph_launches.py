@@ -12,24 +12,15 @@ import torch
 from interpreter import Interpreter
 
 import kvchat_kernels.kv_write
-import kvchat_kernels.one_row_linear
 import kvchat_kernels.paged_attention
-import kvchat_kernels.rms_norm
-import kvchat_kernels.rope_kv_write
-import kvchat_kernels.silu_mul
+import kvchat_kernels.row_operations
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation
 from support.graph_recorder import Recorder
 from support.paged_scene import Scene, load_tiny
 
 Log = list[tuple[Any, ...]]
-_WRAPPERS = (
-    kvchat_kernels.kv_write,
-    kvchat_kernels.one_row_linear,
-    kvchat_kernels.rms_norm,
-    kvchat_kernels.rope_kv_write,
-    kvchat_kernels.silu_mul,
-)
+_WRAPPERS = (kvchat_kernels.kv_write, kvchat_kernels.row_operations)
 
 
 def take_kernels_everywhere(

@@ -6,9 +6,13 @@ import pytest
 import torch
 from interpreter import Interpreter
 
-from kvchat_kernels.one_row_linear import one_row_linear
-from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
-from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.row_operations import (
+    add_rms_norm,
+    gelu_tanh_mul,
+    one_row_linear,
+    rms_norm,
+    silu_mul,
+)
 from support.row_kernel_checks import (
     check_distant_rows,
     check_gates,

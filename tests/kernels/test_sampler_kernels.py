@@ -6,8 +6,8 @@ from interpreter import Interpreter
 
 from kvchat.core.types import SamplingParams
 from kvchat.engine.sampler import SamplingRow, gumbel_noise, sample
+from kvchat_kernels.sampler import gumbel_noise as twin_noise
 from kvchat_kernels.sampler import sample_tokens
-from kvchat_kernels.sampler.reference import gumbel_noise as twin_noise
 from support.sampler_kernel_checks import (
     DRAWINGS,
     Drawing,

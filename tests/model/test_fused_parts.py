@@ -3,7 +3,6 @@
 tests/kernels checks what each kernel computes, `test_fuse.py` what models compute by them.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,12 @@ from transformers.activations import ACT2FN
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu import fused_parts
 from kvchat.model.gpu.fused_parts import MergedProduct, RmsNorm
-from kvchat.model.gpu.part_builder import _GATES
-from kvchat.model.hf.gates import gate_of
+from kvchat.model.hf.gates import GATES, activation_of
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels import kv_layer
 from kvchat_kernels.cpu.gates import Activation
-from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.row_operations import gelu_tanh_mul, silu_mul
 from support.fused_models import load_fused
 from support.specimens import random_ids
 
@@ -65,7 +63,7 @@ def test_a_layer_takes_the_kernels_and_nothing_beside_them(
         called.append("silu_mul")
         return silu_mul(*args)
 
-    monkeypatch.setitem(_GATES, Activation.SILU, gate)
+    monkeypatch.setitem(GATES, Activation.SILU, gate)
     loaded = load_fused(tmp_path, "llama", "float32")
     spy(fused_parts, "rope_kv_write")
     spy(kv_layer, "kv_write")
@@ -96,21 +94,15 @@ def test_one_row_takes_the_kernel_and_more_rows_are_torchs(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("name", "gate"),
-    [("silu", silu_mul), ("gelu_pytorch_tanh", gelu_tanh_mul), ("gelu", None), ("relu", None)],
+    [("silu", silu_mul), ("gelu_pytorch_tanh", gelu_tanh_mul), ("relu", None), ("relu2", None)],
 )
 def test_gates_are_known_by_their_activations(name: str, gate: object) -> None:
     act = ACT2FN[name]
 
-    assert gate_of(act) is gate
+    assert GATES.get(activation_of(act)) is gate
     if gate is not None:
         x, up = torch.randn(3, 8), torch.randn(3, 8)
         assert torch.allclose(gate(x, up), act(x) * up, atol=1e-6)  # type: ignore[operator]
-
-
-def test_an_activation_that_is_no_module_is_left_alone() -> None:
-    function: Callable[[torch.Tensor], torch.Tensor] = nn.functional.silu
-
-    assert gate_of(function) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,9 +10,8 @@ import torch
 from torch.nn.functional import linear, silu
 
 from kvchat.model.gpu.cuda_graph import trapping_host_reads
-from kvchat_kernels.experts import MAX_ROWS, block_experts
-from kvchat_kernels.experts.kernel import Groups, group_launch
-from kvchat_kernels.experts.reference import block_experts_reference
+from kvchat_kernels.experts import MAX_ROWS, block_experts, block_experts_reference
+from kvchat_kernels.experts_kernels import Groups, group_launch
 from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 from support.block_linear_checks import KINDS, Kind, random_blocks
 from support.rounding import assert_as_exact, poisoned_memory

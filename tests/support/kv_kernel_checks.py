@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
-from kvchat_kernels.kv_write import kv_write
-from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
+from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv, kv_write, rope_kv_write
 from support.rounding import assert_as_exact, assert_same_bits, poisoned_memory, sparse_memory
 
 BLOCK_SIZE = 4

@@ -7,9 +7,13 @@ own data from a seed and raises AssertionError.
 import torch
 from torch.nn import functional
 
-from kvchat_kernels.one_row_linear import one_row_linear
-from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
-from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.row_operations import (
+    add_rms_norm,
+    gelu_tanh_mul,
+    one_row_linear,
+    rms_norm,
+    silu_mul,
+)
 from support.rounding import assert_as_exact, assert_same_bits, poisoned_memory, sparse_memory
 
 EPS = 1e-6

@@ -25,13 +25,9 @@ from kvchat_kernels.paged_attention.tile_kernel import (
 
 @triton.jit
 def count_tiles(
-    query_starts_ptr,
-    num_sequences,
-    min_query_len,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    query_starts_ptr, num_sequences, min_query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_B: tl.constexpr,
-):
+):  # fmt: skip
     """Return [B] the number of row tiles of each sequence, 0 for those of few new tokens."""
     index = tl.arange(0, BLOCK_B)
     there = index < num_sequences
@@ -42,14 +38,9 @@ def count_tiles(
 
 @triton.jit
 def visible_slots(
-    start,
-    first_row,
-    num_rows,
-    span,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    start, first_row, num_rows, span, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Return the slots visible to some row of a tile, [begin, end), and those visible to all of its
     rows, [all_begin, all_end), in the order begin, all_begin, all_end, end.
 
@@ -88,50 +79,16 @@ def store_rows(out_ptr, offset, is_row, mean, VALUE_DIM: tl.constexpr):
     do_not_specialize=["num_sequences", "min_query_len", "tables_stride", "positions_stride"]
 )
 def paged_attention_prefill_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    sinks_ptr,
-    out_ptr,
-    tables_ptr,
-    positions_ptr,
-    query_starts_ptr,
-    context_lens_ptr,
-    scale,
-    cap,
-    num_sequences,
-    min_query_len,
-    query_stride_token,
-    query_stride_head,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    out_stride_token,
-    out_stride_head,
-    tables_stride,
-    positions_stride,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    query_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, sinks_ptr, out_ptr, tables_ptr,
+    positions_ptr, query_starts_ptr, context_lens_ptr, scale, cap, num_sequences, min_query_len,
+    query_stride_token, query_stride_head, key_stride_block, key_stride_slot, key_stride_head,
+    value_stride_block, value_stride_slot, value_stride_head, out_stride_token, out_stride_head,
+    tables_stride, positions_stride, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     """Attend one tile of rows of one KV head; skips sequences of under `min_query_len` new tokens.
 
     Grid: (KV heads, row tiles of all handled sequences). The last tiles of a sequence see the most
@@ -161,17 +118,9 @@ def paged_attention_prefill_kernel(
         positions_ptr += sequence.to(tl.int64) * positions_stride
         position = load_positions(positions_ptr, position, end)
     query = load_rows(
-        query_ptr,
-        row,
-        first_token,
-        num_rows,
-        kv_head,
-        query_stride_token,
-        query_stride_head,
-        GROUP,
-        KEY_DIM,
-        BLOCK_K,
-    )
+        query_ptr, row, first_token, num_rows, kv_head, query_stride_token, query_stride_head,
+        GROUP, KEY_DIM, BLOCK_K,
+    )  # fmt: skip
     table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
     key_ptr += kv_head * key_stride_head
     value_ptr += kv_head * value_stride_head
@@ -182,35 +131,19 @@ def paged_attention_prefill_kernel(
     # Three ranges: a window's start (masked), keys that every row sees, the diagonal (masked).
     for part in tl.static_range(FIRST_PART, 3):
         softmax = attend_keys(
-            softmax,
-            query,
-            position,
+            softmax, query, position,
             begin if part == 0 else (all_begin if part == 1 else all_end),
             all_begin if part == 0 else (all_end if part == 1 else end),
             Table(blocks_ptr=table_ptr, positions_ptr=positions_ptr, BLOCK_SIZE=BLOCK_SIZE),
-            Pool(
-                ptr=key_ptr,
-                scales_ptr=key_scales_ptr,
-                stride_block=key_stride_block,
-                stride_slot=key_stride_slot,
-                DIM=KEY_DIM,
-                GROUP=KEY_GROUP,
-                BLOCK_DIM=BLOCK_K,
-            ),
-            Pool(
-                ptr=value_ptr,
-                scales_ptr=value_scales_ptr,
-                stride_block=value_stride_block,
-                stride_slot=value_stride_slot,
-                DIM=VALUE_DIM,
-                GROUP=VALUE_GROUP,
-                BLOCK_DIM=BLOCK_V,
-            ),
+            Pool(ptr=key_ptr, scales_ptr=key_scales_ptr, stride_block=key_stride_block,
+                 stride_slot=key_stride_slot, DIM=KEY_DIM, GROUP=KEY_GROUP, BLOCK_DIM=BLOCK_K),
+            Pool(ptr=value_ptr, scales_ptr=value_scales_ptr, stride_block=value_stride_block,
+                 stride_slot=value_stride_slot, DIM=VALUE_DIM, GROUP=VALUE_GROUP,
+                 BLOCK_DIM=BLOCK_V),
             Span(WINDOW=WINDOW, CHUNK=CHUNK),
             Scoring(scale=scale, cap=cap, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION),
-            BLOCK_N,
-            MASKED=part != 1,
-        )
+            BLOCK_N, MASKED=part != 1,
+        )  # fmt: skip
     total, top, weight = softmax
     head = kv_head * GROUP + row % GROUP
     is_row = row < num_rows

@@ -25,17 +25,9 @@ from kvchat_kernels.paged_attention.tile_kernel import (
 
 @triton.jit
 def divide_keys(
-    query_starts_ptr,
-    context_lens_ptr,
-    num_sequences,
-    num_splits,
-    min_query_len,
-    max_query_len,
-    span,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-):
+    query_starts_ptr, context_lens_ptr, num_sequences, num_splits, min_query_len, max_query_len,
+    span, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Return [B] the number of splits of each sequence, and the scalar length of a split in slots.
 
     Sequences with fewer than `min_query_len` or more than `max_query_len` new tokens get none. All
@@ -87,60 +79,22 @@ def store_split(partial_ptr, lse_ptr, place, is_row, mean, top, weight, VALUE_DI
 # do_not_specialize: Triton would compile a new kernel when such a value is 1 or a multiple of 16.
 @triton.jit(
     do_not_specialize=[
-        "num_sequences",
-        "num_splits",
-        "min_query_len",
-        "max_query_len",
-        "tables_stride",
-        "positions_stride",
+        *("num_sequences", "num_splits", "min_query_len", "max_query_len"),
+        *("tables_stride", "positions_stride"),
     ]
 )
 def paged_attention_split_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    tables_ptr,
-    positions_ptr,
-    query_starts_ptr,
-    context_lens_ptr,
-    partial_ptr,
-    lse_ptr,
-    scale,
-    cap,
-    num_sequences,
-    num_splits,
-    min_query_len,
-    max_query_len,
-    query_stride_token,
-    query_stride_head,
-    key_stride_block,
-    key_stride_slot,
-    key_stride_head,
-    value_stride_block,
-    value_stride_slot,
-    value_stride_head,
-    tables_stride,
-    positions_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    query_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, tables_ptr, positions_ptr,
+    query_starts_ptr, context_lens_ptr, partial_ptr, lse_ptr, scale, cap, num_sequences, num_splits,
+    min_query_len, max_query_len, query_stride_token, query_stride_head, key_stride_block,
+    key_stride_slot, key_stride_head, value_stride_block, value_stride_slot, value_stride_head,
+    tables_stride, positions_stride, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Attend the rows of one KV head of one sequence to one split of its keys.
 
     Grid: (row tiles * KV heads, num_splits + handled sequences). Writes the rows' weighted mean of
@@ -154,17 +108,9 @@ def paged_attention_split_kernel(
     row_tile = tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
     counts, split_len = divide_keys(
-        query_starts_ptr,
-        context_lens_ptr,
-        num_sequences,
-        num_splits,
-        min_query_len,
-        max_query_len,
-        Span(WINDOW=WALKED_WINDOW, CHUNK=WALKED_CHUNK),
-        BLOCK_B,
-        BLOCK_N,
-        MIN_SPLIT,
-    )
+        query_starts_ptr, context_lens_ptr, num_sequences, num_splits, min_query_len, max_query_len,
+        Span(WINDOW=WALKED_WINDOW, CHUNK=WALKED_CHUNK), BLOCK_B, BLOCK_N, MIN_SPLIT,
+    )  # fmt: skip
     if split >= tl.sum(counts, 0):
         return
     sequence, nth = find_part(counts, split)
@@ -182,54 +128,26 @@ def paged_attention_split_kernel(
         positions_ptr += sequence.to(tl.int64) * positions_stride
         position = load_positions(positions_ptr, position, context_len)
     query = load_rows(
-        query_ptr,
-        row,
-        first_token,
-        num_rows,
-        kv_head,
-        query_stride_token,
-        query_stride_head,
-        GROUP,
-        KEY_DIM,
-        BLOCK_K,
-    )
+        query_ptr, row, first_token, num_rows, kv_head, query_stride_token, query_stride_head,
+        GROUP, KEY_DIM, BLOCK_K,
+    )  # fmt: skip
     if key_scales_ptr is not None:
         key_scales_ptr += kv_head * (key_stride_head // KEY_GROUP)
         value_scales_ptr += kv_head * (value_stride_head // VALUE_GROUP)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
+    key_ptr += kv_head * key_stride_head
+    value_ptr += kv_head * value_stride_head
     total, top, weight = attend_keys(
-        no_keys(BLOCK_M, BLOCK_V),
-        query,
-        position,
-        begin,
-        end,
-        Table(
-            blocks_ptr=tables_ptr + sequence.to(tl.int64) * tables_stride,
-            positions_ptr=positions_ptr,
-            BLOCK_SIZE=BLOCK_SIZE,
-        ),
-        Pool(
-            ptr=key_ptr + kv_head * key_stride_head,
-            scales_ptr=key_scales_ptr,
-            stride_block=key_stride_block,
-            stride_slot=key_stride_slot,
-            DIM=KEY_DIM,
-            GROUP=KEY_GROUP,
-            BLOCK_DIM=BLOCK_K,
-        ),
-        Pool(
-            ptr=value_ptr + kv_head * value_stride_head,
-            scales_ptr=value_scales_ptr,
-            stride_block=value_stride_block,
-            stride_slot=value_stride_slot,
-            DIM=VALUE_DIM,
-            GROUP=VALUE_GROUP,
-            BLOCK_DIM=BLOCK_V,
-        ),
+        no_keys(BLOCK_M, BLOCK_V), query, position, begin, end,
+        Table(blocks_ptr=table_ptr, positions_ptr=positions_ptr, BLOCK_SIZE=BLOCK_SIZE),
+        Pool(ptr=key_ptr, scales_ptr=key_scales_ptr, stride_block=key_stride_block,
+             stride_slot=key_stride_slot, DIM=KEY_DIM, GROUP=KEY_GROUP, BLOCK_DIM=BLOCK_K),
+        Pool(ptr=value_ptr, scales_ptr=value_scales_ptr, stride_block=value_stride_block,
+             stride_slot=value_stride_slot, DIM=VALUE_DIM, GROUP=VALUE_GROUP, BLOCK_DIM=BLOCK_V),
         Span(WINDOW=WINDOW, CHUNK=CHUNK),
         Scoring(scale=scale, cap=cap, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION),
-        BLOCK_N,
-        MASKED=True,
-    )
+        BLOCK_N, MASKED=True,
+    )  # fmt: skip
     mean = mean_of(total, weight)
     place = place_of_row(split, row, max_query_len, GROUP, NUM_KV_HEADS) + kv_head
     store_split(partial_ptr, lse_ptr, place, row < num_rows, mean, top, weight, VALUE_DIM)
@@ -280,30 +198,12 @@ def add_splits(total, top, weight, means, lse):
 
 @triton.jit(do_not_specialize=["num_sequences", "num_splits", "min_query_len", "max_query_len"])
 def merge_splits_kernel(
-    partial_ptr,
-    lse_ptr,
-    sinks_ptr,
-    out_ptr,
-    query_starts_ptr,
-    context_lens_ptr,
-    num_sequences,
-    num_splits,
-    min_query_len,
-    max_query_len,
-    out_stride_token,
-    out_stride_head,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-):
+    partial_ptr, lse_ptr, sinks_ptr, out_ptr, query_starts_ptr, context_lens_ptr, num_sequences,
+    num_splits, min_query_len, max_query_len, out_stride_token, out_stride_head,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_S: tl.constexpr, MIN_SPLIT: tl.constexpr,
+):  # fmt: skip
     """Merge one row's splits by their weights, including the sink's weight.
 
     Grid: (tokens of the step, query heads).
@@ -317,17 +217,9 @@ def merge_splits_kernel(
     if (query_len < min_query_len) | (query_len > max_query_len):
         return
     counts, _split_len = divide_keys(
-        query_starts_ptr,
-        context_lens_ptr,
-        num_sequences,
-        num_splits,
-        min_query_len,
-        max_query_len,
-        Span(WINDOW=WINDOW, CHUNK=CHUNK),
-        BLOCK_B,
-        BLOCK_N,
-        MIN_SPLIT,
-    )
+        query_starts_ptr, context_lens_ptr, num_sequences, num_splits, min_query_len, max_query_len,
+        Span(WINDOW=WINDOW, CHUNK=CHUNK), BLOCK_B, BLOCK_N, MIN_SPLIT,
+    )  # fmt: skip
     begin, end = splits_of(sequence, counts)
     dim = tl.arange(0, BLOCK_V)
     row = (token - first_token) * GROUP + head % GROUP

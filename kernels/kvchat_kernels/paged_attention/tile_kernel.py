@@ -106,17 +106,9 @@ def load_positions(positions_ptr, slot, end):
 
 @triton.jit
 def load_rows(
-    query_ptr,
-    row,
-    first_token,
-    num_rows,
-    kv_head,
-    query_stride_token,
-    query_stride_head,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    query_ptr, row, first_token, num_rows, kv_head, query_stride_token, query_stride_head,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Return the queries of a program's rows, zero for padding rows and dimensions."""
     dim = tl.arange(0, BLOCK_K)
     token = (first_token + row // GROUP).to(tl.int64)
@@ -243,19 +235,9 @@ def add_tile(total, top, weight, scores, value, PRECISION: tl.constexpr, MASKED:
 
 @triton.jit
 def attend_keys(
-    softmax,
-    query,
-    position,
-    begin,
-    end,
-    table,
-    keys,
-    values,
-    span,
-    scoring,
-    BLOCK_N: tl.constexpr,
+    softmax, query, position, begin, end, table, keys, values, span, scoring, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Add the keys of slots [begin, end) of a sequence to the running softmax of a program's rows.
 
     softmax    total [M, V], top [M], weight [M]: the weighted values, the highest score and the sum

@@ -35,6 +35,7 @@ from kvchat.model.decoder.matrices import (
     whole,
 )
 from kvchat.model.decoder.recurrent import Mamba, Recurrent
+from kvchat.model.hf.gates import activation_of
 from kvchat.model.packed.experts import ExpertPacks, are_plain_experts, expert_packs_of
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.gates import Activation
@@ -44,16 +45,6 @@ from kvchat_kernels.cpu.rotation import HeadNorm
 _CENTRED = "LayerNorm", "LayerNorm1P"
 # The same of norms whose weights are offsets from one, where others of the model's are not.
 _FROM_ONE = "CenteredRMSNorm"
-_ACTIVATIONS = {
-    "SiLU": Activation.SILU,
-    "SiLUActivation": Activation.SILU,
-    "GELUActivation": Activation.GELU,
-    "GELUTanh": Activation.GELU_TANH,
-    "NewGELUActivation": Activation.GELU_TANH,
-    "PytorchGELUTanh": Activation.GELU_TANH,
-    "ReLUSquaredActivation": Activation.SQUARED_RELU,
-    "XIELUActivation": Activation.XIELU,
-}
 
 
 _Part = TypeVar("_Part")
@@ -466,12 +457,10 @@ def _part(module: Any, *names: str, default: Any = _NO_DEFAULT) -> Any:
 
 def _activation(module: Any) -> Activation:
     found = _part(module, "act_fn", "activation_fn", "activation", "act", default=None)
-    if found is functional.silu:
-        return Activation.SILU
-    act = type(found).__name__
-    if act not in _ACTIVATIONS:
-        raise Unknown(f"has the activation {act}")
-    return _ACTIVATIONS[act]
+    activation = activation_of(found)
+    if activation is None:
+        raise Unknown(f"has the activation {type(found).__name__}")
+    return activation
 
 
 def _xielu(act: Any) -> dict[str, float]:

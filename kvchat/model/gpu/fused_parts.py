@@ -15,10 +15,9 @@ from torch.nn.functional import linear
 from kvchat.model.batch import ForwardBatch
 from kvchat.model.hf.module_adapter import KvBinding, LayerBinding
 from kvchat.model.spec import LayerSpec
-from kvchat_kernels.one_row_linear import one_row_linear
+from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.paged_attention import Scoring
-from kvchat_kernels.rms_norm import add_rms_norm, rms_norm
-from kvchat_kernels.rope_kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
+from kvchat_kernels.row_operations import add_rms_norm, one_row_linear, rms_norm
 
 
 class Product(Protocol):

@@ -6,31 +6,17 @@ A part of another form has none, and runs transformers' own code.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.functional import gelu
 
 from kvchat.model.decoder.decoder import Decoder, DecoderAttention, DecoderLayer, Mlp
 from kvchat.model.decoder.matrices import Matrix, Norm
 from kvchat.model.gpu.fused_parts import FusedAttention, FusedLayer, GatedMlp, Product, RmsNorm
-from kvchat_kernels.cpu.gates import Activation
+from kvchat.model.hf.gates import GATES
 from kvchat_kernels.cpu.rotation import HeadNorm
-from kvchat_kernels.rope_kv_write import HeadNorms
-from kvchat_kernels.silu_mul import gelu_tanh_mul, silu_mul
+from kvchat_kernels.kv_write import HeadNorms
 
 # Raises ValueError for layers that it can make no product of.
 MakeProduct = Callable[[Sequence[nn.Linear]], Product]
-
-
-def _gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return gelu(gate).mul_(up)
-
-
-_GATES = {
-    Activation.SILU: silu_mul,
-    Activation.GELU_TANH: gelu_tanh_mul,
-    Activation.GELU: _gelu_mul,
-}
 
 
 def rms_norm_of(norm: Norm) -> RmsNorm:
@@ -81,13 +67,13 @@ class PartBuilder:
 
     def mlp(self, part: Any) -> GatedMlp | None:
         """Return a gated MLP with a fused form."""
-        if not isinstance(part, Mlp) or not part.is_gated or part.activation not in _GATES:
+        if not isinstance(part, Mlp) or not part.is_gated or part.activation not in GATES:
             return None
         products = self._products(part.gate_up, (part.down,))
         if products is None:
             return None
         width = sum(matrix.num_out for matrix in part.gate_up) // 2
-        return GatedMlp(*products, _GATES[part.activation], width)
+        return GatedMlp(*products, GATES[part.activation], width)
 
     def layer(
         self, part: DecoderLayer, attention: FusedAttention | None, mlp: GatedMlp | None

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvchat.model.device import can_change_threads
-from kvchat.model.hf.gates import gate_of
+from kvchat.model.hf.gates import GATES, activation_of
 from kvchat_kernels.experts import block_experts
 from kvchat_kernels.linear.blocks import BlockWeights, fits, quantised_matrices
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct
@@ -95,7 +95,7 @@ class DeviceExpertPacks:
     def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights, act: Act) -> None:
         self.gate_up = tuple(gate_up)
         self.down = down
-        self._gate = gate_of(act) or (lambda gates, ups: act(gates) * ups)
+        self._gate = GATES.get(activation_of(act)) or (lambda gates, ups: act(gates) * ups)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

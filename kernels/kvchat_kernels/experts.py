@@ -1,19 +1,17 @@
 """The plain experts of a mixture whose weights are blocks of 8 or 4 bits, on a GPU.
 
-README.md describes the kernels. A CPU's are in `cpu/experts.py`.
+experts.md describes the kernels. A CPU's are in `cpu/experts.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvchat_kernels.experts.reference import Gate, block_experts_reference
 from kvchat_kernels.launch import uses_triton
 from kvchat_kernels.linear.block_linear import block_linear
-from kvchat_kernels.linear.blocks import BlockWeights
+from kvchat_kernels.linear.blocks import BlockWeights, dequantised
 
-__all__ = ["MAX_ROWS", "Gate", "block_experts"]
-
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Up to so many rows nothing is read by the host: steps of graphs have no more.
 MAX_ROWS = 64
 
@@ -66,7 +64,7 @@ def _by_kernels(
     down: BlockWeights,
     gate: Gate,
 ) -> torch.Tensor:
-    from kvchat_kernels.experts.kernel import Groups, add_up_launch, group_launch, product_launch
+    from kvchat_kernels.experts_kernels import Groups, add_up_launch, group_launch, product_launch
 
     num_pairs, num_experts = chosen.numel(), down.num_out // x.shape[1]
     chosen, groups = chosen.contiguous(), None
@@ -123,3 +121,29 @@ def _of(weights: BlockWeights, expert: int, num_experts: int) -> BlockWeights:
     """Return one expert's matrix, which shares memory with `weights`."""
     size = weights.num_out // num_experts
     return weights.rows(expert * size, (expert + 1) * size)
+
+
+def block_experts_reference(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    factors: torch.Tensor,
+    gate_up: Sequence[BlockWeights],
+    down: BlockWeights,
+    gate: Gate,
+) -> torch.Tensor:
+    """Return what `block_experts` returns, computed in float32 with unpacked weights."""
+    num_experts = down.num_out // x.shape[1]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for row, experts in enumerate(chosen.tolist()):
+        for place, expert in enumerate(experts):
+            inputs = x[row : row + 1].float()
+            both = [inputs @ _matrix(weights, expert, num_experts).T for weights in gate_up]
+            gated = gate(*torch.cat(both, dim=1).chunk(2, dim=1))
+            product = gated @ _matrix(down, expert, num_experts).T
+            out[row] += product[0] * factors[row, place].float()
+    return out.to(x.dtype)
+
+
+def _matrix(weights: BlockWeights, expert: int, num_experts: int) -> torch.Tensor:
+    size = weights.num_out // num_experts
+    return dequantised(weights.rows(expert * size, (expert + 1) * size))

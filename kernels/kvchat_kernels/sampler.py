@@ -1,11 +1,82 @@
-"""The torch reference of the sampler: sort, filter, add noise, take the largest.
+"""Draws token ids from logits on the device: temperature, top-k, top-p, min-p, hashed noise.
 
-The noise is a hash of seed, position and token id, with the same bits as the engine's sampler.
+sampler.md describes how the kernels filter without sorting.
 """
+
+from dataclasses import dataclass, fields
 
 import torch
 
-from kvchat_kernels.sampler.operands import SamplerRows
+from kvchat_kernels.launch import uses_triton
+
+
+@dataclass(frozen=True, slots=True)
+class RowDraw:
+    """The sampling parameters of one row, without its position; see SamplerRows.
+
+    `seed` must fit int64, `top_k` int32.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRows:
+    """Parameters of each row, all [num_rows] on the device of the logits.
+
+    temperature   float32; 0 takes the most likely token
+    top_k         int32, the number of tokens to draw from; 0 for all
+    top_p         float32, the share of the probability to draw from; 1 for all
+    min_p         float32, the smallest probability relative to the most likely token's; 0 for any
+    seeds         int64, the low 64 bits of each seed
+    positions     int64, the index in its sequence of the token to draw
+    """
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+
+    def __post_init__(self) -> None:
+        dtypes = [torch.float32, torch.int32, torch.float32, torch.float32]
+        dtypes += [torch.int64, torch.int64]
+        for field, dtype in zip(fields(self), dtypes, strict=True):
+            tensor = getattr(self, field.name)
+            assert tensor.dtype == dtype, (field.name, tensor.dtype)
+            assert tensor.shape == self.temperature.shape, (field.name, tensor.shape)
+            assert tensor.is_contiguous(), field.name
+
+
+def sample_tokens(logits: torch.Tensor, rows: SamplerRows, *, impl: str = "auto") -> torch.Tensor:
+    """Draw one token id per row.
+
+    logits   [num_rows, vocab_size] float32, bfloat16 or float16, last dimension dense; not changed
+    rows     each row's parameters
+    impl     auto, triton or reference
+
+    Returns [num_rows] int64 on the device, owned by the caller; -1 for a row with a NaN. A row's
+    token depends only on its own logits and parameters. The filters apply in the order top-k,
+    top-p, min-p, each to the probabilities that the previous one left. They always keep the most
+    likely token. Of equal logits the lower id counts as more likely.
+    """
+    assert logits.ndim == 2, logits.shape
+    assert logits.shape[0] == rows.temperature.shape[0]
+    assert logits.shape[1] < 2**31
+    if uses_triton(logits.device, impl):
+        from kvchat_kernels.sampler_kernels import sampler_launches
+
+        chosen = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        for launch in sampler_launches(logits, rows, chosen):
+            launch.run()
+        return chosen
+    return sample_tokens_reference(logits, rows)
+
 
 _MASK_32 = 0xFFFFFFFF
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvchat_kernels.launch import Launch, next_power_of_2
-from kvchat_kernels.sampler.operands import SamplerRows
+from kvchat_kernels.sampler import SamplerRows
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvchat_kernels.block_copy.reference import PoolTensors
+from kvchat_kernels.block_copy import PoolTensors
 from kvchat_kernels.launch import Launch
 
 _PART_BYTES = 8192
