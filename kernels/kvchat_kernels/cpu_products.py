@@ -4,10 +4,14 @@ oneDNN, torch's library for bfloat16 products on a CPU, compiles code for every 
 0.7 MB each. Therefore numbers of rows and keys are rounded up to few sizes.
 """
 
+import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.functional import linear, pad
+
+_log = logging.getLogger(__name__)
 
 # The processor features with multiplication instructions for a dtype.
 _INSTRUCTIONS = {
@@ -48,6 +52,19 @@ def multiplies_fast_in(dtype: torch.dtype) -> bool:
 def is_fast_by_torch(dtype: torch.dtype) -> bool:
     """Return whether torch multiplies many rows with weights in `dtype` faster than our kernels."""
     return dtype == torch.float32 or multiplies_fast_in(dtype)
+
+
+@cache
+def compiled_calls() -> Any:
+    """Return `cpu/calls.py`, which imports llvmlite; None, logged once, where nothing compiles."""
+    try:
+        from kvchat_kernels.cpu import calls
+
+        calls.check()
+    except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for its own faults
+        _log.warning("nothing is compiled here, and products are slower: %s", error)
+        return None
+    return calls
 
 
 def few_sizes(count: int) -> int:

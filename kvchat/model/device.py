@@ -63,6 +63,22 @@ def set_threads(config: ModelConfig) -> None:
         torch.set_num_threads(config.threads)
 
 
+# A step of a model needs a dozen compiled shapes; what chats need again and again is there for the
+# next. oneDNN itself keeps 1,024, and so grew by a gigabyte over a chat.
+_NUM_KEPT = "64"
+# oneDNN's own, and that of ideep, through which torch calls it. Both are read at the first product.
+_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
+def limit_kept_shapes() -> None:
+    """Let this process's libraries keep few compiled shapes; before the first product is computed.
+
+    What the user has set stays.
+    """
+    for name in _LIMITS:
+        os.environ.setdefault(name, _NUM_KEPT)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated on `device` without swapping.
 

@@ -27,9 +27,8 @@ from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.tensors import CheckpointTensors, read_tensors
 from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
-from kvchat.model.cpu.linear import limit_kept_shapes, use_cpu_products
 from kvchat.model.decoder.matrices import keep_precise
-from kvchat.model.device import choose_device, dtype_name, dtype_of, set_threads
+from kvchat.model.device import choose_device, dtype_name, dtype_of, limit_kept_shapes, set_threads
 from kvchat.model.files.checkpoint_files import read_json
 from kvchat.model.gguf.file import weight_header
 from kvchat.model.gpu.fuse import Fusing
@@ -60,7 +59,13 @@ from kvchat.model.hf.probe import (
 )
 from kvchat.model.packed.formats import packing_of
 from kvchat.model.packed.matrices import NOWHERE, Keeping, WeightStore
-from kvchat.model.packed.quantise import is_packed, quantise, round_activations, use_blocks
+from kvchat.model.packed.quantise import (
+    is_packed,
+    quantise,
+    round_activations,
+    use_blocks,
+    use_cpu_products,
+)
 from kvchat.model.rounding import Effect, effect_on
 from kvchat.model.spec import ModelSpec, slow_attention
 
@@ -398,7 +403,11 @@ def _place(
         effect = effect_of(weights)
         if effect is not None:
             notes, in_8 = (*notes, effect.sentence(weights)), effect.in_8
-        notes += quantise(module, spec, weights, device, _telling(progress), keeping, in_8)
+
+        def tick(share: float) -> None:
+            progress(LoadProgress("packing weights", share))
+
+        notes += quantise(module, spec, weights, device, tick, keeping, in_8)
     _move(module, device, progress)
     if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
@@ -430,10 +439,6 @@ def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
         f"--weights {config.weights} is not used: on a GPU only models whose layers are all paged "
         "attention have weights in fewer bits.",
     )
-
-
-def _telling(progress: Progress) -> Callable[[float], None]:
-    return lambda share: progress(LoadProgress("packing weights", share))
 
 
 def _read_weights(

@@ -87,6 +87,6 @@ def test_a_row_is_the_same_beside_others() -> None:
 def test_without_a_compiler_the_reference_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     query, *pools, sequences = problem(torch.float32)
     expected = paged_attention(query, *pools, sequences, Scoring(0.25), "reference")
-    monkeypatch.setattr(by_cpu, "_kernels", lambda: None)
+    monkeypatch.setattr(by_cpu, "compiled_calls", lambda: None)
 
     assert torch.equal(paged_attention(query, *pools, sequences, Scoring(0.25)), expected)

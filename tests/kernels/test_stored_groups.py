@@ -302,7 +302,7 @@ def test_no_byte_beyond_a_tensor_is_read() -> None:
 
 
 def test_nothing_is_read_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_reading, "_reader", lambda: None)
+    monkeypatch.setattr(group_reading, "compiled_calls", lambda: None)
     stored = packed(8, 64, 1, 4, "any", torch.float16).stored
     assert read_groups(stored) is None
     assert read_floats(stored, torch.float32) is None

@@ -247,7 +247,7 @@ def test_without_compiled_code_the_same_is_kept(
 ) -> None:
     source = checkpoint(tmp_path / "model", "odd rows")
     fresh = packed(load(source, None))
-    monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    monkeypatch.setattr(cpu, "compiled_calls", lambda: None)
 
     load(source, store)
 

@@ -5,17 +5,14 @@ rows with floats where it has instructions for them, and all rows where nothing 
 then blocks are unpacked tile by tile.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvchat_kernels.cpu_products import is_fast_by_torch, linear_of_few_sizes
+from kvchat_kernels.cpu_products import compiled_calls, is_fast_by_torch, linear_of_few_sizes
 from kvchat_kernels.linear.blocks import (
     COLUMNS,
     BlockWeights,
@@ -29,18 +26,12 @@ from kvchat_kernels.linear.blocks import (
 from kvchat_kernels.linear.gguf_blocks import block_weights, empty_weights
 from kvchat_kernels.linear.rows import Rows, empty_rows, rounded_plainly
 
-_log = logging.getLogger(__name__)
-
 # Few rows: a mixture's experts and a float matrix are multiplied with so many one by one.
 FEW_ROWS = 16
-# Below this many weights a thread more costs more than it saves.
-_WEIGHTS_PER_THREAD = 1 << 16
 # A tile of unpacked blocks that stays in a core's second cache.
 _TILE_BYTES = 1 << 20
 # Elements of a matrix that are copied at once to be rounded.
 _ROUNDED_AT_ONCE = 1 << 22
-# Rows of a unit where a matrix is unpacked.
-_UNPACKED_ROWS = 16
 
 
 class BlockProduct:
@@ -52,7 +43,7 @@ class BlockProduct:
 
     def __init__(self, weights: BlockWeights) -> None:
         self.weights = weights if weights.is_interleaved else interleaved(weights)
-        self._kernels = _kernels()
+        self._kernels = compiled_calls()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
         return self  # nothing changes it once it multiplies
@@ -84,7 +75,7 @@ class BlockProduct:
 def unpack(weights: BlockWeights, out: torch.Tensor) -> None:
     """Write a matrix that is not interleaved to `out` [out, in], of any floating dtype."""
     assert not weights.is_interleaved
-    for start, end, tile in _tiles(weights, _kernels()):
+    for start, end, tile in _tiles(weights, compiled_calls()):
         out[start:end] = tile
 
 
@@ -93,7 +84,7 @@ def read_blocks(data: torch.Tensor, name: str, is_interleaved: bool = False) -> 
 
     Compiled code reads them once, by torch's threads. `data` is uint8 [out, bytes of a row].
     """
-    kernels = _kernels()
+    kernels = compiled_calls()
     if kernels is not None and data.is_contiguous():
         out = empty_weights(len(data), data.shape[1], name)
         kernels.read_blocks(data, name, out, is_interleaved)
@@ -103,9 +94,7 @@ def read_blocks(data: torch.Tensor, name: str, is_interleaved: bool = False) -> 
     return interleaved(plain) if is_interleaved else plain
 
 
-def _tiles(
-    weights: BlockWeights, kernels: "_Kernels | None"
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _tiles(weights: BlockWeights, kernels: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield runs of rows, [start, end), and their weights in float32, valid until the next.
 
     Compiled code unpacks weights that are not interleaved.
@@ -134,8 +123,8 @@ def rounded(weight: torch.Tensor, bits: int, out: BlockWeights | None = None) ->
     if out is None:
         room = torch.empty(sum(part_bytes(num_out, num_in, bits)), dtype=torch.uint8)
         out = made_of_bytes(room, num_out, num_in, bits)
-    kernels = _kernels()
-    if kernels is None or not kernels.rounds(weight.dtype):
+    kernels = compiled_calls()
+    if kernels is None or not kernels.takes_floats(weight.dtype):
         padded = pad(weight, [0, missing])
         plain = interleaved(quantised_on(padded, bits, weight.device))
         for name, part in out.parts().items():
@@ -157,7 +146,7 @@ class FloatProduct:
         self._weight = weight
         self._bias = bias
         self._float_bias = None if bias is None else bias.float()
-        self._kernels = _kernels() if weight.is_contiguous() else None
+        self._kernels = compiled_calls() if weight.is_contiguous() else None
         self._multiplies = is_fast_by_torch(weight.dtype)
 
     def __deepcopy__(self, memo: object) -> "FloatProduct":
@@ -181,113 +170,9 @@ class FloatProduct:
 def rows_of(x: torch.Tensor, rounding: Rounding) -> Rows:
     """Round activation rows x [num_rows, in] float32; `in` is a multiple of 32."""
     x = x.contiguous()
-    kernels = _kernels()
+    kernels = compiled_calls()
     if kernels is None:
         return rounded_plainly(x, rounding)
     rows = empty_rows(len(x), x.shape[1], rounding)
     kernels.round_rows(x, rows)
     return rows
-
-
-@cache
-def _kernels() -> "_Kernels | None":
-    """Return what runs compiled kernels; None, logged once, where nothing can be compiled."""
-    try:
-        return _Kernels()
-    except (ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError for its own faults
-        _log.warning("weights are multiplied without compiled code: %s", error)
-        return None
-
-
-class _Kernels:
-    """Runs one kernel at a time; importing llvmlite waits until one is needed."""
-
-    def __init__(self) -> None:
-        from kvchat_kernels.cpu import block_reading, block_rounding, block_rows, matrix_products
-        from kvchat_kernels.cpu.maths import stored_as
-        from kvchat_kernels.cpu.products import unit_rows
-        from kvchat_kernels.cpu.program import Operation, run_units
-        from kvchat_kernels.cpu.step import NUM_HEADERS, Header
-
-        self._rows, self._products = block_rows, matrix_products
-        self._rounding, self._reading = block_rounding, block_reading
-        self._stored_as, self._unit_rows = stored_as, unit_rows
-        self._operation, self._run_units = Operation, run_units
-        self._header: Any = np.zeros(NUM_HEADERS, np.int64)
-        self._num_rows = Header.NUM_ROWS
-        block_rows.rounding_kernel(Rounding.SHORT)  # raises what compiling raises
-
-    def multiply_blocks(self, weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
-        product = self._products.block_product(weights, rows, out)
-        self._multiply(product, len(rows), weights.num_out * weights.num_in)
-
-    def multiply_floats(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        product = self._products.float_product(weight, x, out, bias=bias)
-        self._multiply(product, len(x), weight.numel())
-
-    def _multiply(self, product: Any, num_rows: int, num_weights: int) -> None:
-        self._run(product.kernel, product.task, product.num_units, num_rows * num_weights, num_rows)
-
-    def unpack_blocks(self, weights: BlockWeights, start: int, end: int, out: torch.Tensor) -> None:
-        task = self._rows.UnpackingTask(
-            num_out=end,
-            num_blocks=weights.num_in // COLUMNS,
-            **weights.parts(),
-            out=out,
-            first=start,
-            chunk=_UNPACKED_ROWS,
-        )
-        num_units = -(-(end - start) // _UNPACKED_ROWS)
-        kernel = self._rows.unpacking_kernel(weights.layout)
-        self._run(kernel, task, num_units, (end - start) * weights.num_in)
-
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether `round_blocks` takes matrices of this dtype."""
-        return self._stored_as(dtype) is not None
-
-    def round_blocks(self, weight: torch.Tensor, out: BlockWeights) -> None:
-        """Round a contiguous matrix of whole blocks, and write it to `out`, interleaved."""
-        num_out, num_in = weight.shape
-        stored = self._stored_as(weight.dtype)
-        assert stored is not None, weight.dtype
-        chunk = self._unit_rows(num_out, num_in * weight.itemsize)
-        task = self._rounding.WeightRoundingTask(
-            num_out=num_out,
-            num_blocks=num_in // COLUMNS,
-            floats=weight,
-            **out.parts(),
-            chunk=chunk,
-        )
-        kernel = self._rounding.weight_rounding_kernel(out.bits, stored)
-        self._run(kernel, task, -(-num_out // chunk), weight.numel())
-
-    def read_blocks(
-        self, data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool
-    ) -> None:
-        """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
-        chunk = self._unit_rows(out.num_out, data.shape[1])
-        task = self._reading.ReadingTask(
-            num_out=out.num_out,
-            num_blocks=out.num_in // COLUMNS,
-            stored=data,
-            **out.parts(),
-            chunk=chunk,
-        )
-        kernel = self._reading.block_reading_kernel(name, is_interleaved)
-        self._run(kernel, task, -(-out.num_out // chunk), out.num_out * out.num_in)
-
-    def round_rows(self, x: torch.Tensor, rows: Rows) -> None:
-        kernel, task = self._products.rounding(x, rows)
-        self._run(kernel, task, len(x), x.numel())
-
-    def _run(
-        self, kernel: Any, task: Any, num_units: int, num_weights: int, num_rows: int = 1
-    ) -> None:
-        """Run a kernel on as many threads as its work pays for."""
-        header = self._header.copy()
-        header[self._num_rows] = num_rows
-        worth = max(1, num_weights // _WEIGHTS_PER_THREAD)
-        operation = self._operation(kernel, task, header, None)
-        self._run_units(operation, num_units, min(torch.get_num_threads(), worth))

@@ -118,9 +118,13 @@ def read_gguf(path: Path) -> GgufModel:
 def is_gguf(path: Path) -> bool:
     """Return whether a regular file starts as a GGUF file does; False if it cannot be read."""
     try:
-        descriptor = open_regular(path)
+        return _starts_so(path)
     except OSError:
         return False
+
+
+def _starts_so(path: Path) -> bool:
+    descriptor = open_regular(path)
     try:
         return os.pread(descriptor, len(MAGIC), 0) == MAGIC
     finally:
@@ -129,20 +133,10 @@ def is_gguf(path: Path) -> bool:
 
 def weight_header(path: Path) -> WeightHeader:
     """Return the header of a GGUF or safetensors file; raises ModelError if it is invalid."""
-    return _as_weight_header(path) if _is_gguf(path) else read_header(path)
-
-
-def _is_gguf(path: Path) -> bool:
     try:
-        descriptor = open_regular(path)
+        return _as_weight_header(path) if _starts_so(path) else read_header(path)
     except OSError as error:
         raise unreadable(path, error.strerror) from error
-    try:
-        return os.pread(descriptor, len(MAGIC), 0) == MAGIC
-    except OSError as error:
-        raise unreadable(path, error.strerror) from error
-    finally:
-        os.close(descriptor)
 
 
 def _as_weight_header(path: Path) -> WeightHeader:

@@ -8,7 +8,7 @@ decoder.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,29 +46,29 @@ class Installer:
 
     def layer(self, module: Any, attention: nn.Module, fused: FusedLayer) -> None:
         """Replace a decoder layer's forward."""
-        own = module.forward
 
-        def forward(
-            hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
-        ) -> Any:
-            if not (self._applies() and _are_angles(position_embeddings)):
-                return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-            cos, sin = position_embeddings
-            return fused(hidden_states[0], cos, sin, binding_of(attention))[None]
+        def run(hidden: torch.Tensor, angles: Any) -> torch.Tensor:
+            return fused(hidden[0], *angles, binding_of(attention))[None]
 
-        module.forward = forward
+        self._replace(module, run)
 
     def attention(self, module: Any, fused: FusedAttention) -> None:
         """Replace an attention's forward."""
+
+        def run(hidden: torch.Tensor, angles: Any) -> tuple[torch.Tensor, None]:
+            return fused(hidden[0], *angles, binding_of(module))[None], None
+
+        self._replace(module, run)
+
+    def _replace(self, module: Any, run: Callable[[torch.Tensor, Any], Any]) -> None:
         own = module.forward
 
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
         ) -> Any:
-            if not (self._applies() and _are_angles(position_embeddings)):
-                return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-            cos, sin = position_embeddings
-            return fused(hidden_states[0], cos, sin, binding_of(module))[None], None
+            if self._applies() and _are_angles(position_embeddings):
+                return run(hidden_states, position_embeddings)
+            return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
         module.forward = forward
 

@@ -47,7 +47,7 @@ class Packing:
     def title(self) -> str:
         """The format as people write it, such as `4-bit GPTQ`."""
         bits = self.settings.get("bits")
-        name = _TITLES[self.method]
+        name, _ = _METHODS[self.method]
         return f"{bits}-bit {name}" if type(bits) is int and bits > 0 else name
 
 
@@ -118,7 +118,7 @@ def _packing(settings: Any, key: str, name: str) -> Packing:
     packing = settings.get("packing_format")
     if method == "auto-round" and packing in ("auto_round:auto_gptq", "auto_round:auto_awq"):
         method = str(packing).removeprefix("auto_round:auto_")
-    if method not in _READERS:
+    if method not in _METHODS:
         raise ModelUnsupported(
             f"The weights of {name} are quantised as {method[:40]!r}, which is not read.",
             _WHAT_IS_READ,
@@ -157,7 +157,8 @@ def unpacked(
     Raises ModelError if parts of a packed weight are missing, or do not fit each other.
     """
     table = _Table(dict(tensors), packing, dtype, name)
-    _READERS[packing.method](table)
+    _, read = _METHODS[packing.method]
+    read(table)
     return {**table.tensors, **table.found}
 
 
@@ -497,13 +498,7 @@ def _read_bitsandbytes_4(table: _Table, name: str, state_name: str) -> None:
     table.check(len(scales) == ceil(count / block), name)
     if scales.dtype is torch.uint8:
         scales = _nested_scales(table, name, state, scales)
-    table.add(name, shape, partial(_bitsandbytes_4, packed, codes, scales, block, count))
-
-
-def _bitsandbytes_4(
-    packed: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int, count: int
-) -> torch.Tensor:
-    return unpacking.blockwise_lookup(packed.flatten(), codes, scales, block)[:count]
+    table.add(name, shape, partial(unpacking.blockwise_lookup, packed, codes, scales, block, count))
 
 
 def _quant_state(table: _Table, name: str) -> dict[str, Any]:
@@ -566,25 +561,15 @@ def _mlx_own(settings: Mapping[str, Any], stem: str) -> dict[str, Any]:
     return next(others, {})
 
 
-_READERS: dict[str, Callable[[_Table], None]] = {
-    "gptq": _read_gptq,
-    "awq": _read_awq,
-    "fp8": _read_fp8,
-    "fbgemm_fp8": _read_fp8,
-    "mxfp4": _read_mxfp4,
-    "compressed-tensors": _read_compressed,
-    "modelopt": _read_modelopt,
-    "bitsandbytes": _read_bitsandbytes,
-    "mlx": _read_mlx,
-}
-_TITLES = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "mxfp4": "MXFP4",
-    "compressed-tensors": "compressed-tensors",
-    "modelopt": "ModelOpt",
-    "bitsandbytes": "bitsandbytes",
-    "mlx": "MLX",
+# Each method's name as people write it, and what reads it.
+_METHODS: dict[str, tuple[str, Callable[[_Table], None]]] = {
+    "gptq": ("GPTQ", _read_gptq),
+    "awq": ("AWQ", _read_awq),
+    "fp8": ("FP8", _read_fp8),
+    "fbgemm_fp8": ("FP8", _read_fp8),
+    "mxfp4": ("MXFP4", _read_mxfp4),
+    "compressed-tensors": ("compressed-tensors", _read_compressed),
+    "modelopt": ("ModelOpt", _read_modelopt),
+    "bitsandbytes": ("bitsandbytes", _read_bitsandbytes),
+    "mlx": ("MLX", _read_mlx),
 }

@@ -242,14 +242,14 @@ def mxfp4_experts(
 
 
 def blockwise_lookup(
-    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int
+    packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, count: int
 ) -> torch.Tensor:
-    """Return bitsandbytes' 4-bit values, flat: entries of a table of 16, a scale a block.
+    """Return `count` of bitsandbytes' 4-bit values: entries of a table of 16, a scale a block.
 
-    `packed` is flat uint8, two values a byte and the upper bits first.
+    `packed` is uint8, two values a byte and the upper bits first.
     """
-    values = _lookup(packed, table.float(), low_first=False)
-    return _scale_blocks(values, scales, block)
+    values = _lookup(packed.flatten(), table.float(), low_first=False)
+    return _scale_blocks(values, scales, block)[:count]
 
 
 def nested_scales(
