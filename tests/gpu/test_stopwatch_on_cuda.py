@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from kvchat.model.gpu.stopwatch import CudaStopwatch
+from kvchat.model.gpu.attention_race import CudaStopwatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,14 @@ import torch
 
 from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model.gpu import attention_race
-from kvchat.model.gpu.attention_race import Race, RaceMemory, RaceTimes, contests_of, race_attention
-from kvchat.model.gpu.stopwatch import Pass
+from kvchat.model.gpu.attention_race import (
+    Pass,
+    Race,
+    RaceMemory,
+    RaceTimes,
+    contests_of,
+    race_attention,
+)
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.paged_attention import FULL, AttentionSpan, Implementation
 from kvchat_kernels.paged_attention.adopted import ADOPTED, StepKind

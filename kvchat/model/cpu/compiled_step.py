@@ -7,7 +7,7 @@ in 16 bits. That both compute the same model is for the self-test to show.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from kvchat.model.batch import ForwardBatch
 from kvchat.model.cpu.recurrent_prefill import replace_recurrences
 from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
-from kvchat.model.decoder.decoder import Decoder, DecoderAttention, num_weights
+from kvchat.model.decoder.decoder import Decoder, num_weights
 from kvchat.model.decoder.reader import read_decoder
-from kvchat.model.decoder.recurrent import Recurrent
+from kvchat.model.decoder.recurrent import Mamba
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
 from kvchat_kernels.cpu_products import is_fast_by_torch
@@ -67,7 +67,11 @@ class CompiledStep:
         parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
         weights = next(parts).matrices[-1].weights
         self._most_rows, self._most_of_one = most_rows(decoder, weights)
-        self._takes_prompts = all(part.takes_prompts for part in _recurrent_parts(decoder))
+        self._takes_prompts = not any(
+            isinstance(part, Mamba) and part.limits_prompts
+            for layer in decoder.layers
+            for part in (layer.attention, layer.beside)
+        )
 
     def logits(
         self,
@@ -194,13 +198,6 @@ def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[i
     if isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype):
         return _MOST_ROWS_BESIDE_TORCH, _MOST_OF_ONE_BESIDE_TORCH
     return _ALL_ROWS, _ALL_ROWS
-
-
-def _recurrent_parts(decoder: Decoder) -> Iterator[Recurrent]:
-    for layer in decoder.layers:
-        for part in (layer.attention, layer.beside):
-            if part is not None and not isinstance(part, DecoderAttention):
-                yield part
 
 
 def _has_only_decodes(sequences: PagedSequences) -> bool:

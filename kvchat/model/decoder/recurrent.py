@@ -73,9 +73,10 @@ class Mamba:
         return self.inputs, self.out
 
     @property
-    def takes_prompts(self) -> bool:
+    def limits_prompts(self) -> bool:
+        """Whether a prompt's rows have other steps than single rows."""
         least, most = self.limits
-        return least <= 0.0 and math.isinf(most)  # a softplus is never below zero
+        return least > 0.0 or not math.isinf(most)  # a softplus is never below zero
 
 
 def read_mamba(mixer: Any, index: int) -> Mamba:
@@ -123,10 +124,6 @@ class ShortConvolution:
     def matrices(self) -> tuple[Matrix, ...]:
         return self.inputs, self.out
 
-    @property
-    def takes_prompts(self) -> bool:
-        return True
-
 
 def read_short_convolution(mixer: Any, index: int) -> ShortConvolution:
     """Return the short convolution of a layer; raises Unknown for what it does not know."""
@@ -161,10 +158,6 @@ class DeltaNet:
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         return (*self.inputs, self.out)
-
-    @property
-    def takes_prompts(self) -> bool:
-        return True
 
 
 def read_delta_net(mixer: Any, index: int) -> DeltaNet:

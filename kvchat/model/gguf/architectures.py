@@ -59,16 +59,15 @@ class Architecture:
     listed: dict[str, str] = field(default_factory=dict)
 
 
-_EXPERTS = {
-    "num_experts": "expert_count",
+_CHOSEN = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_EXPERTS = {"num_experts": "expert_count", **_CHOSEN}
 _MIXTURE = {**_EXPERTS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _ROUTED = {
     "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
+    **_CHOSEN,
     "n_shared_experts": "expert_shared_count",
     "first_k_dense_replace": "leading_dense_block_count",
     "routed_scaling_factor": "expert_weights_scale",
@@ -82,9 +81,9 @@ _CAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_MIXTRAL = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _GPT_OSS = {
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
+    **_MIXTRAL,
     "intermediate_size": "expert_feed_forward_length",
     **_WINDOW,
 }
@@ -103,13 +102,11 @@ _GRANITE = {
 }
 _GRANITE_MIXTURE = {
     **_GRANITE,
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
+    **_MIXTRAL,
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 _XIELU = {f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
 _CLAMP = {"clip_qkv": "attention.clamp_kqv"}
-_MIXTRAL = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _JAMBA = {
     **_EXPERTS,
     "mamba_d_state": "ssm.state_size",
@@ -185,8 +182,7 @@ _ERNIE_MIXTURE = {
 _LLAMA4 = {
     "intermediate_size_mlp": "feed_forward_length",
     "intermediate_size": "expert_feed_forward_length",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
+    **_MIXTRAL,
     "interleave_moe_layer_step": "interleave_moe_layer_step",
 }
 _PER_LAYER = {
@@ -262,8 +258,7 @@ ARCHITECTURES = {
         "minimax_m2",
         {},
         {
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+            **_MIXTRAL,
             "intermediate_size": "expert_feed_forward_length",
             "rotary_dim": "rope.dimension_count",
         },
