@@ -140,10 +140,3 @@ def begin_reading(tensor: torch.Tensor) -> Callable[[], list[int]]:
         return memory.tolist()
 
     return read
-
-
-def each_on_device(
-    lists: Sequence[Sequence[Any]], dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Return a tensor of each list, as `on_device` makes them."""
-    return [on_device(numbers, dtype, device) for numbers in lists]

@@ -21,6 +21,7 @@ from kvchat.bench.kernel_cases import (
 from kvchat.bench.measure import Bandwidth, Sample, measure_bandwidth, measure_products
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.core.errors import in_one_line
 from kvchat.model.device import choose_device
 
 _CONTEXTS = (1024, 8192, 32768)
@@ -80,7 +81,7 @@ def group_figures(
             missing += reasons
             del case  # its data, before the next case's are made
     except Exception as error:  # making the data may need more memory than there is
-        missing.append(f"{name}: the rest is not measured, {_in_short(error)}")
+        missing.append(f"{name}: the rest is not measured, {in_one_line(error)}")
     return figures, missing
 
 
@@ -92,12 +93,7 @@ def _figures_if_right(
             return case_figures(case, ceilings, measure)
         return [], [f"{case.name}: no figures, the result differs from plain torch's"]
     except Exception as error:  # kernels and drivers raise any type
-        return [], [f"{case.name}: no figures, {_in_short(error)}"]
-
-
-def _in_short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+        return [], [f"{case.name}: no figures, {in_one_line(error)}"]
 
 
 def case_figures(

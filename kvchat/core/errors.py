@@ -105,3 +105,9 @@ class TimedOut(KvchatError):
     """The time limit the user set ran out before the answer was complete."""
 
     exit_code = ExitCode.TIMEOUT
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error of any library as its type and the beginning of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from kvchat_kernels.launch import each_on_device, on_device
+from kvchat_kernels.launch import on_device
 from kvchat_kernels.paged_attention import PagedSequences, Sequences
 from kvchat_kernels.slot_positions import EMPTY, SlotPositions
 from kvchat_kernels.state_buffer import StateBuffer
@@ -87,20 +88,12 @@ def build_batch(
 ) -> ForwardBatch:
     """Concatenate the pieces into one batch without padding, with its tensors on `device`."""
     positions = [position for piece in pieces for position in range(piece.start, piece.end)]
-    rows: list[int] = []
-    start = 0
-    for piece in pieces:
-        end = start + len(piece.token_ids)
-        rows.extend(range(end - piece.num_logit_rows, end))
-        start = end
-
     token_ids = [token for piece in pieces for token in piece.token_ids]
     slots = [slot for piece in pieces for slot in piece.slots(block_size)]
-    tensors = each_on_device((token_ids, positions, slots, rows), torch.int64, device)
     return ForwardBatch(
-        token_ids=tensors[0],
-        positions=tensors[1],
-        slot_mapping=tensors[2],
+        token_ids=on_device(token_ids, torch.int64, device),
+        positions=on_device(positions, torch.int64, device),
+        slot_mapping=on_device(slots, torch.int64, device),
         sequences=PagedSequences(
             query_lens=tuple(len(piece.token_ids) for piece in pieces),
             context_lens=tuple(piece.num_slots for piece in pieces),
@@ -108,8 +101,15 @@ def build_batch(
             block_size=block_size,
             positions=_positions_of_slots(pieces, device),
         ),
-        logit_rows=tensors[3],
+        logit_rows=on_device(rows_of_logits(pieces), torch.int64, device),
     )
+
+
+def rows_of_logits(pieces: Sequence[SequencePiece]) -> list[int]:
+    """Return the rows of a batch of these pieces that they ask logits of, in order."""
+    ends = accumulate(len(piece.token_ids) for piece in pieces)
+    each = zip(pieces, ends, strict=True)
+    return [row for piece, end in each for row in range(end - piece.num_logit_rows, end)]
 
 
 def _block_tables(

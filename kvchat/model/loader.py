@@ -126,7 +126,9 @@ def read_config(source: ModelSource) -> Any:
 
     Raises ModelError if config.json is unreadable, ModelUnsupported if transformers rejects it.
     """
-    _keep_quiet()
+    # kvchat reports progress and warnings itself.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     content = _config_content(source)
     check_counts(content)
     packing_of(content, source.name)
@@ -260,23 +262,24 @@ def _load(
     set_threads(config)
     limit_kept_shapes()
     device = choose_device(config)
-    read = _read(source, config, device, progress, memory, check)
-    module, spec = read.module, read.spec
+    module, spec, marks, read_notes = _read(source, config, device, progress, memory, check)
     if source.adapter is not None:
         progress(LoadProgress("merging the adapter"))
         merge(module, source.adapter)
     limit = min(spec.max_context, max_context or spec.max_context)
     frozen_rope = freeze_rope(module, limit)
     identity = sample_digest(source)
-    keeping = _keeping(source, identity, read.marks, store)
+    keeping = _keeping(source, identity, marks, store)
     known = partial(effect_on, device, module, spec, source, identity, memory)
     weights, about_weights, in_8 = _place(
         module, spec, config, device, source.name, progress, keeping, known
     )
     weights, step, fusing, compiled = _ways_to_run(module, spec, device, weights)
-    _require_unchanged(source, read.marks)
+    _require_unchanged(source, marks)
     load_s = time.perf_counter() - start_s
-    _tell_log(spec, device, load_s)
+    path = "gathered" if spec.gathered is not None else "paged"
+    facts = spec.model_type, device, path, load_s
+    _log.info("loaded model=%s device=%s path=%s seconds=%.2f", *facts)
     slow = slow_attention(spec, device, module.dtype)
     return LoadedModel(
         source=source,
@@ -286,10 +289,10 @@ def _load(
         dtype=module.dtype,
         max_context=limit,
         identity=identity,
-        marks=read.marks,
+        marks=marks,
         load_s=load_s,
         frozen_rope=frozen_rope,
-        notes=(*source.notes, *read.notes, *about_weights, *slow),
+        notes=(*source.notes, *read_notes, *about_weights, *slow),
         step=step,
         fusing=fusing,
         compiled=compiled,
@@ -299,16 +302,6 @@ def _load(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A module with its weights as they were read, and the facts about it as in LoadedModel."""
-
-    module: Any
-    spec: ModelSpec
-    marks: Mapping[Path, str]
-    notes: tuple[str, ...]
-
-
 def _read(
     source: ModelSource,
     config: ModelConfig,
@@ -316,14 +309,20 @@ def _read(
     progress: Progress,
     memory: Memory,
     check: Check | None,
-) -> _Read:
-    """Inspect a checkpoint and read its weights; the check is made as early as it can be."""
+) -> tuple[Any, ModelSpec, Mapping[Path, str], tuple[str, ...]]:
+    """Inspect a checkpoint and read its weights; the check is made as early as it can be.
+
+    Returns the module, its spec, and marks and notes as in LoadedModel.
+    """
     with _LOADING:
         marks = source.marks()
         meta, spec = _inspect(source, memory)
         if check is not None and spec is not None:
             check(spec, device)
-        blocks_on = device if _keeps_blocks(source, config, spec, device) else None
+        # Linear layers may multiply with a file's blocks where nothing else is asked for.
+        is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
+        keeps_blocks = is_plain and spec is not None and _can_pack(spec, device)
+        blocks_on = device if keeps_blocks else None
         dtype = dtype_of(config.dtype)
         module, notes = _read_weights(source, meta, dtype, spec, progress, blocks_on)
         if spec is None:
@@ -332,7 +331,7 @@ def _read(
                 check(spec, device)
             if spec.gathered is None:
                 module.set_attn_implementation(PAGED)
-    return _Read(module, spec, marks, notes)
+    return module, spec, marks, notes
 
 
 def _keeping(
@@ -363,13 +362,6 @@ def _ways_to_run(
     return weights, step, fusing, None
 
 
-def _tell_log(spec: ModelSpec, device: torch.device, load_s: float) -> None:
-    path = "gathered" if spec.gathered is not None else "paged"
-    _log.info(
-        "loaded model=%s device=%s path=%s seconds=%.2f", spec.model_type, device, path, load_s
-    )
-
-
 def _can_pack(spec: ModelSpec, device: torch.device) -> bool:
     """Whether layers may multiply with weights in fewer bits."""
     return device.type == "cpu" or runs_fused(spec)
@@ -395,9 +387,12 @@ def _place(
     in_8: tuple[str, ...] = ()
     if device.type != "cpu":
         weights, notes = weights_on_gpu(module, spec, config, device, name)
-    if not _can_pack(spec, device):
-        notes += _own_weights_only(config)
-    elif weights != "auto":
+    if not _can_pack(spec, device) and config.weights != "auto":
+        notes += (
+            f"--weights {config.weights} is not used: on a GPU only models whose layers are all "
+            "paged attention have weights in fewer bits.",
+        )
+    elif _can_pack(spec, device) and weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
         progress(LoadProgress("measuring what rounding changes"))
         effect = effect_of(weights)
@@ -421,24 +416,6 @@ def _require_unchanged(source: ModelSource, marks: Mapping[Path, str]) -> None:
             f"The files of {source.name} changed while they were loaded.",
             "Start again when they are complete.",
         )
-
-
-def _keeps_blocks(
-    source: ModelSource, config: ModelConfig, spec: ModelSpec | None, device: torch.device
-) -> bool:
-    """Whether linear layers may multiply with a file's blocks: where nothing else is asked for."""
-    is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
-    return is_plain and spec is not None and _can_pack(spec, device)
-
-
-def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
-    """Return a note if weights in fewer bits were asked for and are not used."""
-    if config.weights == "auto":
-        return ()
-    return (
-        f"--weights {config.weights} is not used: on a GPU only models whose layers are all paged "
-        "attention have weights in fewer bits.",
-    )
 
 
 def _read_weights(
@@ -566,12 +543,6 @@ def _move(module: Any, device: torch.device, progress: Progress) -> None:
             done += tensor.nbytes
             progress(LoadProgress("loading weights", done / total))
     progress(LoadProgress("loading weights", 1.0))
-
-
-def _keep_quiet() -> None:
-    """Silence transformers' progress bars and warnings; kvchat reports both itself."""
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,10 +26,11 @@ from kvchat.model.packed.experts import (
     has_packed_experts,
 )
 from kvchat.model.packed.quantise import (
+    DeviceForward,
     DevicePack,
     DeviceProducts,
     pack_of,
-    use_packed_on_gpu,
+    use_instead,
     weight_bytes,
 )
 from kvchat.model.self_test import compare_with_own
@@ -160,7 +161,8 @@ def test_the_unfused_model_is_there_to_go_back_to(
 def some_layers(*widths: int, bits: int = 4) -> list[nn.Linear]:
     layers = [nn.Linear(64, width, bias=index > 0) for index, width in enumerate(widths)]
     for layer in layers:
-        use_packed_on_gpu(layer, quantised(layer.weight.detach(), bits))
+        weights = quantised(layer.weight.detach(), bits)
+        use_instead(layer, DeviceForward(layer, DevicePack(weights)))
     return layers
 
 

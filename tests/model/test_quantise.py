@@ -14,10 +14,10 @@ from kvchat.engine.kv_storage import kv_geometry, kv_identity
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.gpu.fused_parts import MergedProduct
 from kvchat.model.loader import LoadedModel, load_model
-from kvchat.model.packed.quantise import pack_of, use_packed
+from kvchat.model.packed.quantise import PackedForward, pack_of, use_instead
 from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.linear.blocks import quantised
-from kvchat_kernels.linear.cpu import FloatProduct
+from kvchat_kernels.linear.cpu import BlockProduct, FloatProduct
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.specimens import CPU, complete, engine_on, random_ids
@@ -150,7 +150,8 @@ def test_threads_share_out_the_experts_of_many_rows(weights: str, tmp_path: Path
 def test_a_product_of_any_number_of_rows_has_its_shape(bits: int, shape: tuple[int, ...]) -> None:
     """Of no rows it once had none: a step in the middle of a prompt asks the head for no row."""
     layer = nn.Linear(64, 48)
-    use_packed(layer, quantised(layer.weight.detach(), bits))
+    weights = quantised(layer.weight.detach(), bits)
+    use_instead(layer, PackedForward(layer, BlockProduct(weights)))
 
     assert layer(torch.randn(*shape)).shape == (*shape[:-1], 48)
 

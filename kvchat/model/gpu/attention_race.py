@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from kvchat.core.errors import in_one_line
 from kvchat.core.events import LoadProgress
 from kvchat.core.types import Fact, Memory
 from kvchat.model.device import dtype_name, machine_name
@@ -164,7 +165,7 @@ def race_attention(
     try:
         rival = race.rival(loaded.device)
     except Exception as error:  # an import of another package raises any type
-        _log.warning("FlashInfer is not used: %s", _line(error))
+        _log.warning("FlashInfer is not used: %s", in_one_line(error))
         return ()
     won, new = [], {}
     # Captured steps of a model that was loaded before may use the memory of these.
@@ -231,13 +232,8 @@ def _outcome(
         own, theirs = stopwatch(device).times_s(passes, _NUM_REPEATS)
         return RaceTimes(median(own) / num_calls, median(theirs) / num_calls)
     except Exception as error:  # compilers and drivers raise any type
-        _log.warning("FlashInfer is not used for %s: %s", contest, _line(error))
+        _log.warning("FlashInfer is not used for %s: %s", contest, in_one_line(error))
         return None
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 def rival_machine(machine: str, version: str) -> str:

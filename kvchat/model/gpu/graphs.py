@@ -16,8 +16,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from kvchat.core.errors import in_one_line
 from kvchat.core.stats import GraphStatus
-from kvchat.model.batch import SequencePiece
+from kvchat.model.batch import SequencePiece, rows_of_logits
 from kvchat.model.gpu.cuda_graph import NotGraphable, trapping_host_reads
 from kvchat.model.gpu.step_buffers import StepBuffers, StepShape
 from kvchat.model.paged_model import PagedModel
@@ -159,7 +160,7 @@ class GraphRunner:
             self._buffers.fill(pieces, shape, draws, fed)
             rows = _wanted_rows(take(self._replays[shape]()), pieces)
         except Exception as error:  # the eager pass may still succeed, or raises the real error
-            self._give_up(f"a replay failed: {_line(error)}")
+            self._give_up(f"a replay failed: {in_one_line(error)}")
             self._num_eager += 1
             return None
         self._num_replayed += 1
@@ -205,7 +206,7 @@ class GraphRunner:
             self._give_up(f"this model runs eagerly: {error}")
         except Exception as error:  # model code and drivers raise any type
             self._refused.add(shape)
-            self._trouble = f"no graph of {shape.num_tokens} rows: {_line(error)}"
+            self._trouble = f"no graph of {shape.num_tokens} rows: {in_one_line(error)}"
             _log.warning("capture failed shape=%s", shape, exc_info=error)
             if len(self._refused) >= _MAX_FAILURES:
                 self._num_wanted.clear()  # graphs captured earlier stay in use
@@ -251,12 +252,7 @@ class GraphRunner:
 
 def _wanted_rows(all_rows: torch.Tensor, pieces: Sequence[SequencePiece]) -> torch.Tensor:
     """Return a copy of the rows the pieces ask for, out of `all_rows` [num_tokens, ...]."""
-    rows: list[int] = []
-    start = 0
-    for piece in pieces:
-        end = start + len(piece.token_ids)
-        rows.extend(range(end - piece.num_logit_rows, end))
-        start = end
+    rows = rows_of_logits(pieces)
     if rows == list(range(len(rows))):
         return all_rows[: len(rows)].clone()
     return all_rows[on_device(rows, torch.int64, all_rows.device)]
@@ -268,8 +264,3 @@ def _require_equal(logits: torch.Tensor, expected: torch.Tensor) -> None:
     largest = float(expected.abs().max())
     if not difference <= _TOLERANCE * largest:  # `not <=`, so that NaN fails too
         raise RuntimeError(f"a replay differs by {difference:.3g} from logits of {largest:.3g}")
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvchat.core.errors import ModelUnsupported
+from kvchat.core.errors import ModelUnsupported, in_one_line
 from kvchat.model.hf.config_limits import ParameterLimit, TooLarge
 from kvchat.model.hf.gathered import cache_over
 from kvchat.model.hf.model_class import MetaModel, operators_on_meta
@@ -407,7 +407,7 @@ def _run(model: Any, **settings: Any) -> None:
         # error type that differs between classes.
         if MaskDescriptor.__name__ in str(error):
             raise Refusal("computes with the attention mask itself") from error
-        raise ProbeInconclusive(_line(error)) from error
+        raise ProbeInconclusive(in_one_line(error)) from error
 
 
 def _spec(recorder: _Recorder, model: Any, config: Any) -> ModelSpec:
@@ -525,7 +525,7 @@ def _build(meta: MetaModel, limit: ParameterLimit | None, implementation: str | 
             raise Refusal(_NO_INTERFACE) from error
         if "Unrecognized configuration class" in str(error):
             raise NotCausal("is not a causal language model") from error
-        _log.info("the model cannot be built: %s", _line(error))
+        _log.info("the model cannot be built: %s", in_one_line(error))
         raise NotCausal("cannot be built from its configuration") from error
     if own is not None and implementation is None:
         replace_own_attention(model, own, _attend)
@@ -540,8 +540,3 @@ def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
 
 def _describe_mask(*args: Any, **kwargs: Any) -> MaskDescriptor:
     return MaskDescriptor(kwargs["mask_function"])
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__

@@ -463,11 +463,11 @@ def _replace(
     if packed is not None:
         product = BlockProduct(packed.pack(name, weight))
         for layer in layers:
-            _multiply_with(layer, product)
+            use_instead(layer, PackedForward(layer, product))
         return
     weights = quantised_on(pad(weight, [0, -weight.shape[1] % COLUMNS]), bits, device)
     for layer in layers:
-        use_packed_on_gpu(layer, weights)
+        use_instead(layer, DeviceForward(layer, DevicePack(weights)))
 
 
 def use_blocks(
@@ -491,46 +491,22 @@ def use_blocks(
         name, (weights,) = blocks.popitem()
         layer = module.get_submodule(name.removesuffix(".weight"))
         if isinstance(layer, nn.Embedding):
-            use_packed_table(layer, weights)
+            use_instead(layer, TableForward(layer, weights))
         elif device.type == "cpu":
-            use_packed(layer, weights)
+            use_instead(layer, PackedForward(layer, BlockProduct(weights)))
         else:
-            use_packed_on_gpu(layer, weights.to(device))
+            use_instead(layer, DeviceForward(layer, DevicePack(weights.to(device))))
 
 
-def use_packed_on_gpu(layer: Any, weights: BlockWeights) -> None:
-    """Let a layer multiply with block weights on a GPU instead of its own, which are freed."""
-    layer.forward = DeviceForward(layer, DevicePack(weights))
-    _free(layer)
+def use_instead(layer: Any, forward: PackedForward | DeviceForward | TableForward) -> None:
+    """Let a layer, or a table, compute by `forward`, and free its own weights.
 
-
-def _free(layer: Any) -> None:
-    """Free a layer's own weights, unless another one has them too."""
+    They stay where another layer has them too.
+    """
+    layer.forward = forward
     dtype = layer.weight.dtype
     # A new parameter, for the old one may be an embedding's too.
     layer.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-
-
-def use_packed_table(table: nn.Embedding, weights: BlockWeights) -> None:
-    """Let a table of embeddings on a CPU unpack the rows asked for, and free its own weights.
-
-    `weights` may be interleaved: a head that multiplies with the table shares them.
-    """
-    table.forward = TableForward(table, weights)  # type: ignore[method-assign, assignment]
-    _free(table)
-
-
-def use_packed(layer: Any, weights: BlockWeights) -> None:
-    """Let a layer multiply with block weights on a CPU instead of its own, which are freed.
-
-    Columns beyond the layer's are zeros.
-    """
-    _multiply_with(layer, BlockProduct(weights))
-
-
-def _multiply_with(layer: Any, product: BlockProduct) -> None:
-    layer.forward = PackedForward(layer, product)
-    _free(layer)
 
 
 def use_cpu_products(module: Any) -> None:
