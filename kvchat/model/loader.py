@@ -137,7 +137,9 @@ def read_config(source: ModelSource) -> Any:
             f"config.json of {source.name} is not its only one: it names others by version.",
             "Rename the newest to config.json.",
         )
-    has_odd_names = "model_type" in content and not _are_names(content.get("architectures"))
+    names = content.get("architectures")
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    has_odd_names = "model_type" in content and not (are_names or names is None)
     if has_odd_names:  # transformers needs none, and some versions of it refuse others than names
         del content["architectures"]
     try:
@@ -156,13 +158,6 @@ def read_config(source: ModelSource) -> Any:
     for part in (config, config.get_text_config()):
         part.__dict__.pop("quantization_config", None)
     return config
-
-
-def _are_names(value: object) -> bool:
-    """Return whether a value is what a configuration may have as its `architectures`."""
-    if value is None:
-        return True
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _config_content(source: ModelSource) -> dict[str, Any]:

@@ -203,8 +203,4 @@ def _disable_padding_check(module: nn.Module) -> None:
     """
     for part in module.modules():
         if hasattr(part, _PADDING_WARNING):
-            part.__dict__[_PADDING_WARNING] = _do_nothing
-
-
-def _do_nothing(*args: object) -> None:
-    pass
+            part.__dict__[_PADDING_WARNING] = lambda *_: None

@@ -28,17 +28,11 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """Return all models on this machine, the demo first, then by name."""
-    found = [*_hub_models(), *_ollama_models()]
-    return [_demo(), *sorted(found, key=lambda model: model.name.lower())]
-
-
-def _demo() -> LocalModel:
     size = sum(path.stat().st_size for path in demo_directory().iterdir() if path.is_file())
-    return LocalModel(DEMO, size, "shipped with kvchat")
-
-
-def _hub_models() -> list[LocalModel]:
-    return [model for name, places in cached_models() for model in _of_hub(name, places)]
+    found = [model for name, places in cached_models() for model in _of_hub(name, places)]
+    found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
+    found.sort(key=lambda model: model.name.lower())
+    return [LocalModel(DEMO, size, "shipped with kvchat"), *found]
 
 
 def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
@@ -53,10 +47,6 @@ def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
     has_weights = any(file.endswith(".safetensors") for file in files)
     trouble = "" if has_weights else "no safetensors weights"
     return [LocalModel(name, sum(files.values()), "Hugging Face cache", trouble)]
-
-
-def _ollama_models() -> list[LocalModel]:
-    return [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
 
 
 def model_lines(models: list[LocalModel]) -> list[str]:

@@ -9,7 +9,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeGuard
+from typing import Any
 
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.parameters import SAMPLING
@@ -179,13 +179,9 @@ def _stop_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, 
 
 def _largest(config: dict[str, Any], *names: str) -> int | None:
     """Return the largest positive integer of these names in a config or its `text_config`."""
-    places = [place for place in (config, config.get("text_config")) if _is_object(place)]
-    values = [place.get(name) for place in places for name in names]
+    places = (config, config.get("text_config"))
+    values = [each.get(name) for each in places if isinstance(each, dict) for name in names]
     return max((value for value in values if type(value) is int and value > 0), default=None)
-
-
-def _is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

@@ -95,7 +95,8 @@ class CompiledStep:
         assert len(states) == (len(sequences.query_lens) if self._decoder.state else 0)
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
             return None
-        if not (self._takes_prompts or _has_only_decodes(sequences)):
+        lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
+        if not (self._takes_prompts or all(count == 1 < end for count, end in lengths)):
             return None
         size = self._rows_of_group(max(sequences.context_lens))
         if num_rows <= size:
@@ -198,12 +199,6 @@ def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[i
     if isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype):
         return _MOST_ROWS_BESIDE_TORCH, _MOST_OF_ONE_BESIDE_TORCH
     return _ALL_ROWS, _ALL_ROWS
-
-
-def _has_only_decodes(sequences: PagedSequences) -> bool:
-    """Return whether all sequences have a past, and one row each."""
-    lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
-    return all(count == 1 < context_len for count, context_len in lengths)
 
 
 def _part(

@@ -9,6 +9,7 @@ used.
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,20 +95,13 @@ def _keys_and_values(out: torch.Tensor, config: Any) -> Parts:
     return [keys.transpose(1, 2), values]
 
 
-def _halves(num_rows: int, heads: int) -> torch.Tensor:
+def _halves(kind: str, num_rows: int, config: Any) -> torch.Tensor:
     """llama.cpp rotates neighbours, transformers one half of a head with the other."""
+    heads = config.num_attention_heads if kind == "q" else config.num_key_value_heads
     if num_rows % (2 * heads):
         raise ModelError(f"The attention's {num_rows} rows do not divide into {heads} heads.")
     pairs = torch.arange(num_rows).view(heads, num_rows // heads // 2, 2)
     return pairs.transpose(1, 2).flatten()
-
-
-def _query_halves(num_rows: int, config: Any) -> torch.Tensor:
-    return _halves(num_rows, config.num_attention_heads)
-
-
-def _key_halves(num_rows: int, config: Any) -> torch.Tensor:
-    return _halves(num_rows, config.num_key_value_heads)
 
 
 def _falcon_groups(num_rows: int, config: Any) -> torch.Tensor:
@@ -208,9 +202,9 @@ HALVES = tuple(
     form(
         _LAYER + rf"self_attn\.{kind}_proj\.(weight|bias)",
         f"blk.{{0}}.attn_{kind}.{{1}}",
-        order=order,
+        order=partial(_halves, kind),
     )
-    for kind, order in (("q", _query_halves), ("k", _key_halves))
+    for kind in "qk"
 )
 GPT2 = tuple(
     form(rf"h\.(\d+)\.{part}\.weight", f"blk.{{0}}.{stored}.weight", is_turned=True)

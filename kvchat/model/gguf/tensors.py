@@ -368,7 +368,8 @@ class _Reader:
         spans = [slice(at, at + step) for at in range(0, len(rows), step)]
         if kind_name(tensor) in BLOCK_FORMATS:  # compiled code, on torch's threads
             for span in spans:
-                _unpack_compiled(rows[span], tensor, targets[span])
+                read = read_blocks(torch.from_numpy(rows[span]), kind_name(tensor))
+                unpack(read, targets[span])
             return out
         for _ in self._pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
@@ -379,10 +380,6 @@ class _Reader:
             # Copy on write: torch wants memory it may write to, and the file must not change.
             self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
         return self._maps[path]
-
-
-def _unpack_compiled(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:
-    unpack(read_blocks(torch.from_numpy(blocks), kind_name(tensor)), out)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

@@ -74,7 +74,7 @@ class _Trap(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         packet = func.overloadpacket
-        if packet in _READING or _repeats_by_values(func):
+        if packet in _READING or func is _aten.repeat_interleave.Tensor:
             raise NotGraphable(f"the host reads values by {packet.__name__}")
         if packet in _INDEXING:
             _check_indices(packet, args)
@@ -103,10 +103,6 @@ class _SendingTrap(TorchFunctionMode):
 def _is_there_already(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
     data = args[-1] if args else (kwargs or {}).get("data")
     return isinstance(data, torch.Tensor) and data.device.type != "cpu"
-
-
-def _repeats_by_values(func: Any) -> bool:
-    return func is _aten.repeat_interleave.Tensor
 
 
 def _check_indices(packet: Any, args: tuple[Any, ...]) -> None:

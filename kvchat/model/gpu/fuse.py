@@ -66,7 +66,9 @@ class Installer:
         def forward(
             hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any
         ) -> Any:
-            if self._applies() and _are_angles(position_embeddings):
+            # Cosines and sines; Llama 4 has one tensor of complex numbers.
+            are_angles = isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
+            if self._applies() and are_angles:
                 return run(hidden_states, position_embeddings)
             return own(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
 
@@ -84,11 +86,6 @@ class Installer:
 
     def _applies(self) -> bool:
         return not self.is_off and self._context.batch is not None
-
-
-def _are_angles(position_embeddings: Any) -> bool:
-    """Whether these are cosines and sines, and not one tensor of complex numbers (Llama 4)."""
-    return isinstance(position_embeddings, tuple) and len(position_embeddings) == 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,7 +349,9 @@ def _float32_product(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _bits_of(layer: Any, head: Any, spec: ModelSpec, bits: int) -> int:
-    return 8 if layer is head or (spec.state and _makes_few(layer)) else bits
+    num_out, num_in = _weight_of(layer).shape
+    makes_few = num_out * _FEW_OUTPUTS <= num_in
+    return 8 if layer is head or (spec.state and makes_few) else bits
 
 
 def _matrix(name: str, weight: torch.Tensor, bits: int) -> Matrix:
@@ -363,11 +365,6 @@ def _by_weight(layers: Sequence[Any]) -> list[list[Any]]:
     for layer in layers:
         groups.setdefault(id(layer.weight), []).append(layer)
     return list(groups.values())
-
-
-def _makes_few(layer: Any) -> bool:
-    num_out, num_in = _weight_of(layer).shape
-    return num_out * _FEW_OUTPUTS <= num_in
 
 
 @dataclass(frozen=True, slots=True)
