@@ -122,8 +122,7 @@ _Pairs = Sequence[Sequence[_Pair]]
 
 def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
     """Write all products of a unit."""
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_out)
+    start, end = code.chunk(code.task.num_out)
     has_many_registers = has_feature("avx512vl")
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:

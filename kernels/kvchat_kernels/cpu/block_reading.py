@@ -47,8 +47,7 @@ def block_reading_kernel(code: Code, name: str, is_interleaved: bool) -> None:
     """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
     form = _FORMS[name]
     count = code.task.num_blocks
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_out)
+    start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row:
         for index, size in _groups(code, count, form):
             first = row * count + index

@@ -38,8 +38,7 @@ def weight_rounding_kernel(code: Code, bits: int, stored: Stored) -> None:
     """Write the kernel that rounds floats stored so to 8 or 4 bits. Units: chunks of rows."""
     rounded = _round_to_8 if bits == 8 else _round_to_4
     count = code.task.num_blocks
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_out)
+    start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row:
         for index, size in each_group(code, count):
             first = row * count + index

@@ -43,6 +43,18 @@ _CONTRACT = ("contract",)
 _OF_HALVES = {"fpext": "_halves_as_floats", "fptrunc": "_floats_as_halves"}
 
 
+def _operator(for_ints: str, for_floats: str = "") -> Callable[["Value", "Value | float"], "Value"]:
+    """Return an operator of values that writes one of these instructions."""
+
+    def write(value: "Value", other: "Value | float") -> "Value":
+        builder, operands = value.code.builder, (value.raw, value._other(other))
+        if _is_float(value.type):
+            return Value(value.code, getattr(builder, for_floats)(*operands, flags=_CONTRACT))
+        return Value(value.code, getattr(builder, for_ints)(*operands))
+
+    return write
+
+
 class Value:
     """A number or a vector in code that is being written; operators write instructions.
 
@@ -63,48 +75,17 @@ class Value:
     def _other(self, other: "Value | float") -> Any:
         return other.raw if isinstance(other, Value) else constant(other, self.type)
 
-    def _write(self, for_ints: str, for_floats: str, other: "Value | float") -> "Value":
-        builder = self.code.builder
-        if _is_float(self.type):
-            return Value(
-                self.code,
-                getattr(builder, for_floats)(self.raw, self._other(other), flags=_CONTRACT),
-            )
-        return Value(self.code, getattr(builder, for_ints)(self.raw, self._other(other)))
-
-    def __add__(self, other: "Value | float") -> "Value":
-        return self._write("add", "fadd", other)
-
-    def __sub__(self, other: "Value | float") -> "Value":
-        return self._write("sub", "fsub", other)
-
-    def __mul__(self, other: "Value | float") -> "Value":
-        return self._write("mul", "fmul", other)
-
-    def __truediv__(self, other: "Value | float") -> "Value":
-        return self._write("", "fdiv", other)
-
-    def __floordiv__(self, other: "Value | float") -> "Value":
-        return self._write("sdiv", "", other)
-
-    def __mod__(self, other: "Value | float") -> "Value":
-        return self._write("srem", "", other)
-
-    def __and__(self, other: "Value | float") -> "Value":
-        return self._write("and_", "", other)
-
-    def __or__(self, other: "Value | float") -> "Value":
-        return self._write("or_", "", other)
-
-    def __xor__(self, other: "Value | float") -> "Value":
-        return self._write("xor", "", other)
-
-    def __lshift__(self, other: "Value | float") -> "Value":
-        return self._write("shl", "", other)
-
-    def __rshift__(self, other: "Value | float") -> "Value":
-        """Shift right and fill with zeros."""
-        return self._write("lshr", "", other)
+    __add__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("", "fdiv")
+    __floordiv__ = _operator("sdiv")
+    __mod__ = _operator("srem")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")  # fills with zeros
 
     def _compare(self, sign: str, other: "Value | float") -> "Value":
         builder = self.code.builder
@@ -407,6 +388,11 @@ class Code:
         index.add_incoming(builder.add(index, ir.Constant(I64, step)), builder.block)
         builder.branch(head)
         builder.position_at_end(after)
+
+    def chunk(self, count: Value) -> tuple[Value, Value]:
+        """Return the run of `count` rows, or lines, that the unit computes: `chunk` of the task."""
+        start = self.unit * self.task.chunk
+        return start, self.least(start + self.task.chunk, count)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:

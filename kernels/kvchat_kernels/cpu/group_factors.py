@@ -128,8 +128,7 @@ def plain_factors_kernel(code: Code, form: FactorForm) -> None:
 
 def _each(code: Code, body: Callable[[Value, Value], None]) -> None:
     """Write loops over the groups and the rows of a unit: rows may lie side by side."""
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_out)
+    start, end = code.chunk(code.task.num_out)
     with code.loop(0, code.task.num_groups) as group, code.loop(start, end) as row:
         body(row, group)
 

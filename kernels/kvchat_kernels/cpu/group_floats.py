@@ -66,8 +66,7 @@ class FloatForm:
 def group_floats_kernel(code: Code, form: FloatForm) -> None:
     """Write the kernel that writes floats. Units: chunks of rows."""
     count = code.task.num_blocks
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_out)
+    start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row, code.loop(0, count) as index:
         for half, levels in enumerate(_levels(code, form.bits, row * count + index)):
             column = index * COLUMNS + half * _LANES

@@ -44,8 +44,7 @@ class LevelsTask(Task):
 @kernel("group levels", LevelsTask)
 def group_levels_kernel(code: Code, order: WordOrder, bits: int, is_interleaved: bool) -> None:
     """Write the kernel that reads levels that are packed so. Units: chunks of lines."""
-    start = code.unit * code.task.chunk
-    end = code.least(start + code.task.chunk, code.task.num_lines)
+    start, end = code.chunk(code.task.num_lines)
     if order is WordOrder.ROWS:
         with code.loop(start, end) as row:
             for index, size in _groups(code, is_interleaved):
