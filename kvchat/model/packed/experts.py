@@ -40,13 +40,11 @@ class ExpertPacks:
     `gate_up` is one, gate above up in each expert, or two.
     """
 
-    def __init__(
-        self, gate_up: Sequence[BlockWeights], down: BlockWeights, num_experts: int, act: Act
-    ) -> None:
+    def __init__(self, module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
         self.gate_up = tuple(BlockProduct(weights) for weights in gate_up)
         self.down = BlockProduct(down)
-        self._num_experts = num_experts
-        self._act = act
+        self._num_experts: int = module.gate_up_proj.shape[0]
+        self._act: Act = module.act_fn
 
     def __deepcopy__(self, memo: object) -> "ExpertPacks":
         return self  # nothing ever changes it
@@ -92,7 +90,8 @@ class ExpertPacks:
 class DeviceExpertPacks:
     """The matrices of a layer's experts on a GPU, as those of `ExpertPacks`."""
 
-    def __init__(self, gate_up: Sequence[BlockWeights], down: BlockWeights, act: Act) -> None:
+    def __init__(self, module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
+        act: Act = module.act_fn
         self.gate_up = tuple(gate_up)
         self.down = down
         self._gate = GATES.get(activation_of(act)) or (lambda gates, ups: act(gates) * ups)
@@ -144,7 +143,7 @@ def expert_weights(module: Any) -> list[torch.Tensor]:
 def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
     """Return the names of the tensors, gate and up before down, of each plain experts in a model.
 
-    `use_packed_experts` takes both or none.
+    `use_blocks` of `quantise.py` takes both or none.
     """
     owners = [name for name, part in module.named_modules() if are_plain_experts(part)]
     return [tuple(f"{owner}.{name}" for name in EXPERT_TENSORS) for owner in owners]
@@ -165,7 +164,7 @@ def pack_experts(module: Any, pack: Callable[[str, torch.Tensor], BlockWeights],
     """
     named = zip(EXPERT_TENSORS, expert_weights(module), strict=True)
     gate_up, down = (pack(f"{name}.{part}", weight.flatten(0, 1)) for part, weight in named)
-    use_packed_experts(module, (gate_up,), down)
+    use_packs(module, ExpertPacks(module, (gate_up,), down))
 
 
 @torch.inference_mode()
@@ -175,26 +174,15 @@ def pack_experts_on_gpu(module: Any, bits: int, device: torch.device) -> None:
     An expert after another: no more of a layer is there in 16 bits.
     """
     gate_up, down = (quantised_matrices(part, bits, device) for part in expert_weights(module))
-    use_packed_experts_on_gpu(module, (gate_up,), down)
+    use_packs(module, DeviceExpertPacks(module, (gate_up,), down))
 
 
-def use_packed_experts_on_gpu(
-    module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights
-) -> None:
-    """Let a module of experts multiply with block weights on a GPU, and free its own."""
-    _take(module, DeviceExpertPacks(gate_up, down, module.act_fn))
-
-
-def _take(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
+def use_packs(module: Any, packs: ExpertPacks | DeviceExpertPacks) -> None:
+    """Let a module of experts multiply with block weights, and free its own."""
     dtype = module.gate_up_proj.dtype
     module.forward = packs
     for name in EXPERT_TENSORS:
         setattr(module, name, nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False))
-
-
-def use_packed_experts(module: Any, gate_up: Sequence[BlockWeights], down: BlockWeights) -> None:
-    """Let a module of experts multiply with block weights on a CPU, and free its own."""
-    _take(module, ExpertPacks(gate_up, down, module.gate_up_proj.shape[0], module.act_fn))
 
 
 def _mapped(

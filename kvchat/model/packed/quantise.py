@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from kvchat.core.errors import ModelError
 from kvchat.model.packed.experts import (
     EXPERT_TENSORS,
+    DeviceExpertPacks,
     ExpertPacks,
     can_pack_experts,
     expert_packs_of,
@@ -29,8 +30,7 @@ from kvchat.model.packed.experts import (
     expert_weights,
     pack_experts,
     pack_experts_on_gpu,
-    use_packed_experts,
-    use_packed_experts_on_gpu,
+    use_packs,
 )
 from kvchat.model.packed.matrices import NOWHERE, Keeping, Matrix, PackedMatrices
 from kvchat.model.spec import ModelSpec
@@ -479,11 +479,9 @@ def use_blocks(
         if gate_up in blocks:
             experts = module.get_submodule(gate_up.rpartition(".")[0])
             matrices = blocks.pop(gate_up)
-            if device.type == "cpu":
-                use_packed_experts(experts, matrices, blocks.pop(down)[0])
-            else:
-                on_device = [part.to(device) for part in (*matrices, *blocks.pop(down))]
-                use_packed_experts_on_gpu(experts, on_device[:-1], on_device[-1])
+            packs: Any = ExpertPacks if device.type == "cpu" else DeviceExpertPacks
+            *gate_and_up, last = (part.to(device) for part in (*matrices, *blocks.pop(down)))
+            use_packs(experts, packs(experts, gate_and_up, last))
     while blocks:
         name, (weights,) = blocks.popitem()
         layer = module.get_submodule(name.removesuffix(".weight"))
