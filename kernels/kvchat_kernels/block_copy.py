@@ -9,10 +9,12 @@ from math import gcd
 
 import torch
 
-from kvchat_kernels.launch import on_device, uses_triton
+from kvchat_kernels.launch import Launch, on_device, uses_triton
 
 # Ids on the host, or [num_blocks] int64 on the device of the pools.
 BlockIds = Sequence[int] | torch.Tensor
+# Bytes of a row that a program of the kernels copies.
+_PART_BYTES = 8192
 
 
 class PoolTensors:
@@ -106,8 +108,6 @@ def copy_blocks(
     if not len(sources):
         return
     if uses_triton(pools.device, impl):
-        from kvchat_kernels.block_copy_kernels import copy_launch
-
         copy_launch(pools, _on(pools, sources), _on(pools, targets)).run()
     else:
         copy_blocks_reference(pools, sources, targets)
@@ -126,8 +126,6 @@ def gather_blocks(
     if not len(blocks):
         return
     if uses_triton(pools.device, impl):
-        from kvchat_kernels.block_copy_kernels import image_launch
-
         image_launch(pools, _on(pools, blocks), images, is_gather=True).run()
     else:
         gather_blocks_reference(pools, blocks, images)
@@ -142,8 +140,6 @@ def scatter_blocks(
     if not len(blocks):
         return
     if uses_triton(pools.device, impl):
-        from kvchat_kernels.block_copy_kernels import image_launch
-
         image_launch(pools, _on(pools, blocks), images, is_gather=False).run()
     else:
         scatter_blocks_reference(pools, blocks, images)
@@ -168,3 +164,44 @@ def _check_images(pools: PoolTensors, blocks: BlockIds, images: torch.Tensor) ->
     assert images.dtype == torch.uint8
     assert images.device == pools.device
     assert images.is_contiguous()
+
+
+def copy_launch(pools: PoolTensors, sources: torch.Tensor, targets: torch.Tensor) -> Launch:
+    """Return the launch that copies blocks; ids are [num_copies] int64 on the device."""
+    from kvchat_kernels.block_copy_kernels import copy_kernel
+
+    values = {"table_ptr": pools.table, "sources_ptr": sources, "targets_ptr": targets}
+    words = _words(pools.alignment)
+    return Launch(copy_kernel, _grid(pools, len(sources)), {**values, **words})
+
+
+def image_launch(
+    pools: PoolTensors, blocks: torch.Tensor, images: torch.Tensor, *, is_gather: bool
+) -> Launch:
+    """Return the launch that fills images from blocks, or blocks from images.
+
+    blocks   [num_images] int64 on the device
+    images   [num_images, image_bytes] uint8 on the device, contiguous
+    """
+    from kvchat_kernels.block_copy_kernels import image_kernel
+
+    is_aligned = images.device.type == "meta" or images.data_ptr() % 16 == 0
+    values = {
+        "table_ptr": pools.table,
+        "blocks_ptr": blocks,
+        "images_ptr": images,
+        "image_bytes": pools.image_bytes,
+        "IS_GATHER": is_gather,
+    }
+    words = _words(pools.alignment if is_aligned else 1)
+    return Launch(image_kernel, _grid(pools, len(blocks)), {**values, **words})
+
+
+def _grid(pools: PoolTensors, num_blocks: int) -> tuple[int, int, int]:
+    return num_blocks, pools.num_tensors, -(-pools.largest_row // _PART_BYTES)
+
+
+def _words(alignment: int) -> dict[str, int]:
+    """Return a kernel's constants; `alignment` (bytes) divides all its addresses and lengths."""
+    word = min(alignment, 4)
+    return {"WORD": word, "ALIGNED": alignment // word, "BLOCK": _PART_BYTES // word}

@@ -4,14 +4,8 @@ Shapes: W words of a part of a row. A word has WORD bytes. Groups of ALIGNED wor
 start at a multiple of ALIGNED * WORD bytes, so that the compiler can use 16-byte loads.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-from kvchat_kernels.block_copy import PoolTensors
-from kvchat_kernels.launch import Launch
-
-_PART_BYTES = 8192
 
 
 @triton.jit
@@ -64,40 +58,3 @@ def image_kernel(
             _copy_part(in_pool, in_image, row_bytes, part, WORD, ALIGNED, BLOCK)
         else:
             _copy_part(in_image, in_pool, row_bytes, part, WORD, ALIGNED, BLOCK)
-
-
-def copy_launch(pools: PoolTensors, sources: torch.Tensor, targets: torch.Tensor) -> Launch:
-    """Return the launch that copies blocks; ids are [num_copies] int64 on the device."""
-    values = {"table_ptr": pools.table, "sources_ptr": sources, "targets_ptr": targets}
-    words = _words(pools.alignment)
-    return Launch(copy_kernel, _grid(pools, len(sources)), {**values, **words})
-
-
-def image_launch(
-    pools: PoolTensors, blocks: torch.Tensor, images: torch.Tensor, *, is_gather: bool
-) -> Launch:
-    """Return the launch that fills images from blocks, or blocks from images.
-
-    blocks   [num_images] int64 on the device
-    images   [num_images, image_bytes] uint8 on the device, contiguous
-    """
-    is_aligned = images.device.type == "meta" or images.data_ptr() % 16 == 0
-    values = {
-        "table_ptr": pools.table,
-        "blocks_ptr": blocks,
-        "images_ptr": images,
-        "image_bytes": pools.image_bytes,
-        "IS_GATHER": is_gather,
-    }
-    words = _words(pools.alignment if is_aligned else 1)
-    return Launch(image_kernel, _grid(pools, len(blocks)), {**values, **words})
-
-
-def _grid(pools: PoolTensors, num_blocks: int) -> tuple[int, int, int]:
-    return num_blocks, pools.num_tensors, triton.cdiv(pools.largest_row, _PART_BYTES)
-
-
-def _words(alignment: int) -> dict[str, int]:
-    """Return a kernel's constants; `alignment` (bytes) divides all its addresses and lengths."""
-    word = min(alignment, 4)
-    return {"WORD": word, "ALIGNED": alignment // word, "BLOCK": _PART_BYTES // word}

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.launch import dense, uses_triton
+from kvchat_kernels.launch import Launch, dense, next_power_of_2, uses_triton
 from kvchat_kernels.row_operations import rms_norm_reference
+
+# Elements of a token's keys that a program of the plain write copies.
+_BLOCK = 1024
+# Elements of a tile: with heads of 128 dimensions, 16 per thread, 8 in each half of the head.
+_TILE = 1024
+_NUM_WARPS = 2
 
 
 def kv_write(
@@ -35,8 +41,6 @@ def kv_write(
     impl           auto, triton or reference
     """
     if uses_triton(key.device, impl):
-        from kvchat_kernels.kv_write_kernels import kv_write_launch
-
         kv_write_launch(dense(key), dense(value), key_pool, value_pool, slot_mapping).run()
     else:
         kv_write_reference(key, value, key_pool, value_pool, slot_mapping)
@@ -164,8 +168,6 @@ def rope_kv_write(
     assert value.shape[1:] == destination.value_pool.shape[2:]
     assert key.shape[2] == key_dim
     if uses_triton(query.device, impl):
-        from kvchat_kernels.kv_write_kernels import rope_kv_write_launch
-
         rotated = query.new_empty(query.shape)
         query, key, value = dense(query), dense(key), dense(value)
         rope_kv_write_launch(query, key, value, rotation, destination, norms, rotated).run()
@@ -206,3 +208,100 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     else:
         turned = torch.cat(parts, dim=-1)
     return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+
+
+def kv_write_launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> Launch:
+    """Return the launch; see `kv_write` for the shapes."""
+    from kvchat_kernels.kv_write_kernels import kv_write_kernel
+
+    assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
+    assert key.shape[1:] == key_pool.shape[2:], (key.shape, key_pool.shape)
+    assert value.shape[1:] == value_pool.shape[2:], (value.shape, value_pool.shape)
+    assert key.stride(-1) == 1, key.stride()
+    assert value.stride(-1) == 1, value.stride()
+    assert key_pool.is_contiguous()
+    assert value_pool.is_contiguous()
+    assert slot_mapping.is_contiguous()
+    num_tokens, num_heads, key_dim = key.shape
+    value_dim = value.shape[-1]
+    num_parts = -(-num_heads * max(key_dim, value_dim) // _BLOCK)
+    values = {
+        "key_ptr": key,
+        "value_ptr": value,
+        "key_pool_ptr": key_pool,
+        "value_pool_ptr": value_pool,
+        "slot_ptr": slot_mapping,
+        "key_token_stride": key.stride(0),
+        "key_head_stride": key.stride(1),
+        "value_token_stride": value.stride(0),
+        "value_head_stride": value.stride(1),
+        "HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK": _BLOCK,
+    }
+    return Launch(kv_write_kernel, (num_tokens, num_parts), values, num_warps=4)
+
+
+def rope_kv_write_launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rotation: Rotation,
+    destination: StepKv,
+    norms: HeadNorms | None,
+    rotated: torch.Tensor,
+) -> Launch:
+    """Return the launch that fills `rotated` and the pools; see `rope_kv_write` for the shapes."""
+    from kvchat_kernels.kv_write_kernels import rope_kv_write_kernel
+
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert destination.key_pool.is_contiguous()
+    assert destination.value_pool.is_contiguous()
+    assert rotated.is_contiguous()
+    assert rotation.cos.stride() == rotation.sin.stride()
+    num_tokens, num_heads, key_dim = query.shape
+    num_kv_heads, value_dim = value.shape[1:]
+    block_heads = max(1, _TILE // next_power_of_2(max(key_dim, value_dim)))
+    block_heads = min(block_heads, next_power_of_2(num_heads))
+    num_tiles = -(-num_heads // block_heads) + 2 * -(-num_kv_heads // block_heads)
+    values = {
+        "query_ptr": query,
+        "key_ptr": key,
+        "value_ptr": value,
+        "rotated_ptr": rotated,
+        "key_pool_ptr": destination.key_pool,
+        "value_pool_ptr": destination.value_pool,
+        "slot_ptr": destination.slot_mapping,
+        "cos_ptr": rotation.cos,
+        "sin_ptr": rotation.sin,
+        "query_weight_ptr": norms.query_weight if norms is not None else None,
+        "key_weight_ptr": norms.key_weight if norms is not None else None,
+        "query_token_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "key_token_stride": key.stride(0),
+        "key_head_stride": key.stride(1),
+        "value_token_stride": value.stride(0),
+        "value_head_stride": value.stride(1),
+        "angle_token_stride": rotation.cos.stride(0),
+        "angle_stride": rotation.cos.stride(1),
+        "eps": norms.eps if norms is not None else 0.0,
+        "offset": norms.offset if norms is not None else 0.0,
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "PAIRS": rotation.rotary_dim // 2,
+        "IS_INTERLEAVED": rotation.is_interleaved,
+        "BLOCK_H": block_heads,
+        "BLOCK_P": next_power_of_2(rotation.rotary_dim // 2),
+        "BLOCK_R": next_power_of_2(key_dim - rotation.rotary_dim),
+        "BLOCK_D": next_power_of_2(value_dim),
+    }
+    return Launch(rope_kv_write_kernel, (num_tokens, num_tiles), values, num_warps=_NUM_WARPS)

@@ -5,14 +5,8 @@ a value. A head is held in three pieces: `first` and `second` of each pair, and 
 dimensions of a rotation are in the same thread.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv
-from kvchat_kernels.launch import Launch, next_power_of_2
-
-_BLOCK = 1024
 
 
 @triton.jit
@@ -49,48 +43,6 @@ def kv_write_kernel(
             value_ptr + token * value_token_stride, value_pool_ptr + slot * (HEADS * VALUE_DIM),
             value_head_stride, part, HEADS, VALUE_DIM, BLOCK,
         )  # fmt: skip
-
-
-def kv_write_launch(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> Launch:
-    """Return the launch; see `kv_write` for the shapes."""
-    assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
-    assert key.shape[1:] == key_pool.shape[2:], (key.shape, key_pool.shape)
-    assert value.shape[1:] == value_pool.shape[2:], (value.shape, value_pool.shape)
-    assert key.stride(-1) == 1, key.stride()
-    assert value.stride(-1) == 1, value.stride()
-    assert key_pool.is_contiguous()
-    assert value_pool.is_contiguous()
-    assert slot_mapping.is_contiguous()
-    num_tokens, num_heads, key_dim = key.shape
-    value_dim = value.shape[-1]
-    num_parts = triton.cdiv(num_heads * max(key_dim, value_dim), _BLOCK)
-    values = {
-        "key_ptr": key,
-        "value_ptr": value,
-        "key_pool_ptr": key_pool,
-        "value_pool_ptr": value_pool,
-        "slot_ptr": slot_mapping,
-        "key_token_stride": key.stride(0),
-        "key_head_stride": key.stride(1),
-        "value_token_stride": value.stride(0),
-        "value_head_stride": value.stride(1),
-        "HEADS": num_heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK": _BLOCK,
-    }
-    return Launch(kv_write_kernel, (num_tokens, num_parts), values, num_warps=4)
-
-
-# Elements of a tile: with heads of 128 dimensions, 16 per thread, 8 in each half of the head.
-_TILE = 1024
-_NUM_WARPS = 2
 
 
 @triton.jit
@@ -204,59 +156,3 @@ def rope_kv_write_kernel(
     target = value_pool_ptr + slot * (KV_HEADS * VALUE_DIM) + head * VALUE_DIM + dim
     value = tl.load(source, mask=inside, other=0.0)  # [H, D]
     tl.store(target, value.to(value_pool_ptr.dtype.element_ty), mask=inside)
-
-
-def rope_kv_write_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rotation: Rotation,
-    destination: StepKv,
-    norms: HeadNorms | None,
-    rotated: torch.Tensor,
-) -> Launch:
-    """Return the launch that fills `rotated` and the pools; see `rope_kv_write` for the shapes."""
-    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert destination.key_pool.is_contiguous()
-    assert destination.value_pool.is_contiguous()
-    assert rotated.is_contiguous()
-    assert rotation.cos.stride() == rotation.sin.stride()
-    num_tokens, num_heads, key_dim = query.shape
-    num_kv_heads, value_dim = value.shape[1:]
-    block_heads = max(1, _TILE // next_power_of_2(max(key_dim, value_dim)))
-    block_heads = min(block_heads, next_power_of_2(num_heads))
-    num_tiles = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
-    values = {
-        "query_ptr": query,
-        "key_ptr": key,
-        "value_ptr": value,
-        "rotated_ptr": rotated,
-        "key_pool_ptr": destination.key_pool,
-        "value_pool_ptr": destination.value_pool,
-        "slot_ptr": destination.slot_mapping,
-        "cos_ptr": rotation.cos,
-        "sin_ptr": rotation.sin,
-        "query_weight_ptr": norms.query_weight if norms is not None else None,
-        "key_weight_ptr": norms.key_weight if norms is not None else None,
-        "query_token_stride": query.stride(0),
-        "query_head_stride": query.stride(1),
-        "key_token_stride": key.stride(0),
-        "key_head_stride": key.stride(1),
-        "value_token_stride": value.stride(0),
-        "value_head_stride": value.stride(1),
-        "angle_token_stride": rotation.cos.stride(0),
-        "angle_stride": rotation.cos.stride(1),
-        "eps": norms.eps if norms is not None else 0.0,
-        "offset": norms.offset if norms is not None else 0.0,
-        "HEADS": num_heads,
-        "KV_HEADS": num_kv_heads,
-        "KEY_DIM": key_dim,
-        "VALUE_DIM": value_dim,
-        "PAIRS": rotation.rotary_dim // 2,
-        "IS_INTERLEAVED": rotation.is_interleaved,
-        "BLOCK_H": block_heads,
-        "BLOCK_P": next_power_of_2(rotation.rotary_dim // 2),
-        "BLOCK_R": next_power_of_2(key_dim - rotation.rotary_dim),
-        "BLOCK_D": next_power_of_2(value_dim),
-    }
-    return Launch(rope_kv_write_kernel, (num_tokens, num_tiles), values, num_warps=_NUM_WARPS)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kvchat_kernels.launch import uses_triton
+from kvchat_kernels.launch import Launch, next_power_of_2, uses_triton
+
+_CHUNK = 2048
+# The groups of a chunk whose largest logits are known. A top-k of up to as many tokens as a row has
+# groups gives a bound: 62 for 32,000 tokens.
+_GROUPS = 4
+_TILE = 4096
+# The most candidates that are sorted.
+_MAX_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,6 @@ def sample_tokens(logits: torch.Tensor, rows: SamplerRows, *, impl: str = "auto"
     assert logits.shape[0] == rows.temperature.shape[0]
     assert logits.shape[1] < 2**31
     if uses_triton(logits.device, impl):
-        from kvchat_kernels.sampler_kernels import sampler_launches
-
         chosen = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         for launch in sampler_launches(logits, rows, chosen):
             launch.run()
@@ -152,3 +158,61 @@ def _shifted(state: torch.Tensor, count: int) -> torch.Tensor:
 
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def sampler_launches(
+    logits: torch.Tensor, rows: SamplerRows, chosen: torch.Tensor
+) -> tuple[Launch, Launch, Launch]:
+    """Return the launches that fill `chosen`, [num_rows] int64, in their order."""
+    from kvchat_kernels.sampler_kernels import decide_kernel, draw_kernel, likeliest_kernel
+
+    assert logits.stride(1) == 1
+    num_rows, vocab = logits.shape
+    num_chunks = -(-vocab // _CHUNK)
+
+    def scratch(dtype: torch.dtype, width: int = num_chunks) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
+
+    shared = {
+        "logits_ptr": logits,
+        "peak_ptr": scratch(torch.float32, num_chunks * _GROUPS),
+        "count_ptr": scratch(torch.int32, 1),
+        "row_stride": logits.stride(0),
+        "num_chunks": num_chunks,
+        "VOCAB": vocab,
+        "GROUPS": _GROUPS,
+    }
+    likeliest = {
+        **shared,
+        "peak_id_ptr": scratch(torch.int32, num_chunks * _GROUPS),
+        "BLOCK_V": _CHUNK,
+    }
+    draw = {
+        **shared,
+        "temperature_ptr": rows.temperature,
+        "top_k_ptr": rows.top_k,
+        "min_p_ptr": rows.min_p,
+        "seed_ptr": rows.seeds,
+        "position_ptr": rows.positions,
+        "mass_ptr": scratch(torch.float32),
+        "score_ptr": scratch(torch.float32),
+        "drawn_ptr": scratch(torch.int32),
+        "key_ptr": scratch(torch.int64, _MAX_CANDIDATES),
+        "BLOCK_V": _CHUNK,
+        "BLOCK_G": next_power_of_2(num_chunks * _GROUPS),
+        "MOST": _MAX_CANDIDATES,
+    }
+    decide = {
+        **draw,
+        "top_p_ptr": rows.top_p,
+        "peak_id_ptr": likeliest["peak_id_ptr"],
+        "chosen_ptr": chosen,
+        "BLOCK_V": _TILE,
+        "BLOCK_C": next_power_of_2(num_chunks),
+    }
+    grid = (num_rows, num_chunks)
+    return (
+        Launch(likeliest_kernel, grid, likeliest),
+        Launch(draw_kernel, grid, draw, num_warps=8),
+        Launch(decide_kernel, (num_rows,), decide, num_warps=16),
+    )

@@ -8,12 +8,8 @@ Shapes: V elements of a chunk or tile of a row's logits, G groups of a chunk, C 
 a row, K candidates. `scaled` logits are divided by the temperature, and the largest of them is 0.
 """
 
-import torch
 import triton
 import triton.language as tl
-
-from kvchat_kernels.launch import Launch, next_power_of_2
-from kvchat_kernels.sampler import SamplerRows
 
 
 @triton.jit
@@ -203,15 +199,6 @@ def candidate_key(scaled, token):
     return (tl.abs(scaled).to(tl.int32, bitcast=True).to(tl.int64) << 32) | token
 
 
-_CHUNK = 2048
-# The groups of a chunk whose largest logits are known. A top-k of up to as many tokens as a row has
-# groups gives a bound: 62 for 32,000 tokens.
-_GROUPS = 4
-_TILE = 4096
-# The most candidates that are sorted.
-_MAX_CANDIDATES = 1024
-
-
 @triton.jit
 def likeliest_kernel(
     logits_ptr, peak_ptr, peak_id_ptr, count_ptr, row_stride, num_chunks, VOCAB: tl.constexpr,
@@ -335,59 +322,3 @@ def decide_kernel(
     else:
         likeliest = tl.min(tl.where(peaks == largest, peak_ids, 2147483647), axis=0)
         tl.store(chosen_ptr + row, likeliest.to(tl.int64))
-
-
-def sampler_launches(
-    logits: torch.Tensor, rows: SamplerRows, chosen: torch.Tensor
-) -> tuple[Launch, Launch, Launch]:
-    """Return the launches that fill `chosen`, [num_rows] int64, in their order."""
-    assert logits.stride(1) == 1
-    num_rows, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, _CHUNK)
-
-    def scratch(dtype: torch.dtype, width: int = num_chunks) -> torch.Tensor:
-        return torch.empty(num_rows, width, dtype=dtype, device=logits.device)
-
-    shared = {
-        "logits_ptr": logits,
-        "peak_ptr": scratch(torch.float32, num_chunks * _GROUPS),
-        "count_ptr": scratch(torch.int32, 1),
-        "row_stride": logits.stride(0),
-        "num_chunks": num_chunks,
-        "VOCAB": vocab,
-        "GROUPS": _GROUPS,
-    }
-    likeliest = {
-        **shared,
-        "peak_id_ptr": scratch(torch.int32, num_chunks * _GROUPS),
-        "BLOCK_V": _CHUNK,
-    }
-    draw = {
-        **shared,
-        "temperature_ptr": rows.temperature,
-        "top_k_ptr": rows.top_k,
-        "min_p_ptr": rows.min_p,
-        "seed_ptr": rows.seeds,
-        "position_ptr": rows.positions,
-        "mass_ptr": scratch(torch.float32),
-        "score_ptr": scratch(torch.float32),
-        "drawn_ptr": scratch(torch.int32),
-        "key_ptr": scratch(torch.int64, _MAX_CANDIDATES),
-        "BLOCK_V": _CHUNK,
-        "BLOCK_G": next_power_of_2(num_chunks * _GROUPS),
-        "MOST": _MAX_CANDIDATES,
-    }
-    decide = {
-        **draw,
-        "top_p_ptr": rows.top_p,
-        "peak_id_ptr": likeliest["peak_id_ptr"],
-        "chosen_ptr": chosen,
-        "BLOCK_V": _TILE,
-        "BLOCK_C": next_power_of_2(num_chunks),
-    }
-    grid = (num_rows, num_chunks)
-    return (
-        Launch(likeliest_kernel, grid, likeliest),
-        Launch(draw_kernel, grid, draw, num_warps=8),
-        Launch(decide_kernel, (num_rows,), decide, num_warps=16),
-    )

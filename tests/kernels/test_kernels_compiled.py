@@ -11,16 +11,19 @@ import pytest
 import torch
 from compiling import HOPPER, GpuCode, compile_for
 
-from kvchat_kernels.block_copy import PoolTensors
-from kvchat_kernels.block_copy_kernels import copy_launch, image_launch
+from kvchat_kernels.block_copy import PoolTensors, copy_launch, image_launch
 from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch, turned_queries_launch
 from kvchat_kernels.kv_code import group_size
-from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv
-from kvchat_kernels.kv_write_kernels import kv_write_launch, rope_kv_write_launch
+from kvchat_kernels.kv_write import (
+    HeadNorms,
+    Rotation,
+    StepKv,
+    kv_write_launch,
+    rope_kv_write_launch,
+)
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.row_kernels import gated_mul_launch, one_row_linear_launch, rms_norm_launch
-from kvchat_kernels.sampler import SamplerRows
-from kvchat_kernels.sampler_kernels import sampler_launches
+from kvchat_kernels.sampler import SamplerRows, sampler_launches
 
 
 def sweep(*values: object) -> list[object]:

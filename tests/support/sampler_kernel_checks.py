@@ -71,7 +71,7 @@ def _drawn(
 
     On a CPU that is few, because the interpreter takes ten times as long to sort 1,024.
     """
-    from kvchat_kernels import sampler_kernels as kernel
+    from kvchat_kernels import sampler as kernel
 
     usual = kernel._MAX_CANDIDATES
     kernel._MAX_CANDIDATES = max_candidates or (usual if logits.is_cuda else 32)

@@ -138,8 +138,12 @@ def _form_of(stored: StoredGroups) -> FactorForm:
 
 def _factor_operation(stored: StoredGroups, kernel: Any, **written: Any) -> Any:
     """Return the operation that reads the factors of groups; it writes some of its task."""
-    memory = {"scale": stored.scales, "offset": stored.offsets, "zero": stored.zeros}
-    steps: dict[str, int] = {}
+    memory: dict[str, Any] = {
+        "scale": stored.scales,
+        "offset": stored.offsets,
+        "zero": stored.zeros,
+    }
+    steps: dict[str, Any] = {}
     for name, part in memory.items():
         if part is not None:
             of_row, of_group = (step * part.itemsize for step in part.stride())

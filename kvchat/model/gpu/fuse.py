@@ -48,7 +48,8 @@ class Installer:
         """Replace a decoder layer's forward."""
 
         def run(hidden: torch.Tensor, angles: Any) -> torch.Tensor:
-            return fused(hidden[0], *angles, binding_of(attention))[None]
+            cos, sin = angles
+            return fused(hidden[0], cos, sin, binding_of(attention))[None]
 
         self._replace(module, run)
 
@@ -56,7 +57,8 @@ class Installer:
         """Replace an attention's forward."""
 
         def run(hidden: torch.Tensor, angles: Any) -> tuple[torch.Tensor, None]:
-            return fused(hidden[0], *angles, binding_of(module))[None], None
+            cos, sin = angles
+            return fused(hidden[0], cos, sin, binding_of(module))[None], None
 
         self._replace(module, run)
 
