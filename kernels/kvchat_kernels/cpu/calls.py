@@ -31,6 +31,8 @@ from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring
 
 # Below this many weights a thread more costs more than it saves.
 _WEIGHTS_PER_THREAD = 1 << 16
+# The same of attention: its threads wait for one that another program keeps from its core.
+_PRODUCTS_PER_THREAD = 1 << 20
 # Rows of a unit where a matrix is unpacked.
 _UNPACKED_ROWS = 16
 # Bytes of the results of parts of contexts that the rows of a group may have.
@@ -161,6 +163,7 @@ def attend(
     header: Any = np.zeros(NUM_HEADERS, np.int64)
     sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
     each = parts.result_bytes(max(sequences.context_lens))
+    each_slot = form.num_heads * (form.key_dim + form.value_dim)
     size = max(FEW_ROWS, min(MAX_ROWS, _RESULT_BYTES // each))
     for start in range(0, sequences.num_tokens, size):
         end = min(start + size, sequences.num_tokens)
@@ -178,4 +181,6 @@ def attend(
         )
         num_units = parts.set(group) * form.num_kv_heads
         attending = Operation(attention_kernel(form), task, header, num_units)
-        run([attending, Operation(joining_kernel(form), task, header, end - start)], num_units)
+        num_products = (end - start) * max(group.context_lens) * each_slot
+        num_threads = min(num_units, num_products // _PRODUCTS_PER_THREAD)
+        run([attending, Operation(joining_kernel(form), task, header, end - start)], num_threads)
