@@ -382,12 +382,9 @@ def _place(
     in_8: tuple[str, ...] = ()
     if device.type != "cpu":
         weights, notes = weights_on_gpu(module, spec, config, device, name)
-    if not _can_pack(spec, device) and config.weights != "auto":
-        notes += (
-            f"--weights {config.weights} is not used: on a GPU only models whose layers are all "
-            "paged attention have weights in fewer bits.",
-        )
-    elif _can_pack(spec, device) and weights != "auto":
+    if not _can_pack(spec, device):
+        notes += _own_weights_only(config)
+    elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
         progress(LoadProgress("measuring what rounding changes"))
         effect = effect_of(weights)
@@ -411,6 +408,16 @@ def _require_unchanged(source: ModelSource, marks: Mapping[Path, str]) -> None:
             f"The files of {source.name} changed while they were loaded.",
             "Start again when they are complete.",
         )
+
+
+def _own_weights_only(config: ModelConfig) -> tuple[str, ...]:
+    """Return a note if weights in fewer bits were asked for and are not used."""
+    if config.weights == "auto":
+        return ()
+    return (
+        f"--weights {config.weights} is not used: on a GPU only models whose layers are all paged "
+        "attention have weights in fewer bits.",
+    )
 
 
 def _read_weights(
