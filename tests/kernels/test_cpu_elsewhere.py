@@ -1,6 +1,7 @@
 """The CPU kernels on processors that this one may not be: ARM, and x86 with AVX-512 and VNNI."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -49,8 +50,14 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
         attention.AttentionTask,
         lambda code: attention._Part(code, FOUR, False).write(),
     ),
-    "KV of 4 bits": (rotation.RotationTask, lambda code: rotation._write(code, HEADS_OF_FOUR)),
-    "KV of 8 bits": (rotation.RotationTask, lambda code: rotation._write(code, HEADS)),
+    "KV of 4 bits": (
+        rotation.RotationTask,
+        lambda code: unwrap(rotation.rotation_kernel)(code, HEADS_OF_FOUR),
+    ),
+    "KV of 8 bits": (
+        rotation.RotationTask,
+        lambda code: unwrap(rotation.rotation_kernel)(code, HEADS),
+    ),
     "4 bits": (
         block_products.BlockProductTask,
         lambda code: block_products._write(code, NIBBLES, False, False),
@@ -73,31 +80,31 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "rounding of weights": (
         block_rounding.WeightRoundingTask,
-        lambda code: block_rounding._write(code, 4, Stored.BFLOAT),
+        lambda code: unwrap(block_rounding.weight_rounding_kernel)(code, 4, Stored.BFLOAT),
     ),
     "reading of 4 bits": (
         block_reading.ReadingTask,
-        lambda code: block_reading.write_reading(code, "Q4_K", True),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", True),
     ),
     "reading of 5 bits": (
         block_reading.ReadingTask,
-        lambda code: block_reading.write_reading(code, "Q5_0", False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", False),
     ),
     "levels of AWQ": (
         group_levels.LevelsTask,
-        lambda code: group_levels.write_levels(code, WordOrder.AWQ, 4, True),
+        lambda code: unwrap(group_levels.group_levels_kernel)(code, WordOrder.AWQ, 4, True),
     ),
     "factors looked at": (
         group_factors.FactorsTask,
-        lambda code: group_factors.write_looking(code, FACTORS),
+        lambda code: unwrap(group_factors.looking_kernel)(code, FACTORS),
     ),
     "factors": (
         group_factors.FactorsTask,
-        lambda code: group_factors.write_factors(code, FACTORS, True, True),
+        lambda code: unwrap(group_factors.factors_kernel)(code, FACTORS, True, True),
     ),
     "floats of groups": (
         group_floats.FloatsTask,
-        lambda code: group_floats.write_floats(code, FLOATS),
+        lambda code: unwrap(group_floats.group_floats_kernel)(code, FLOATS),
     ),
     "driver": (None, program._write),
 }

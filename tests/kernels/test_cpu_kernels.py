@@ -142,7 +142,7 @@ def test_xielu_is_that_of_transformers() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_product_is_the_same_beside_others_to_the_bit(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    kernels = linear_cpu._kernels()
+    kernels = linear_cpu.compiled_calls()
     assert kernels is not None
     for num_out, num_in in ((67, 96), (3, 32), (29, 1056)):
         weight, x = torch.randn(num_out, num_in).to(dtype), torch.randn(MAX_ROWS + 7, num_in)

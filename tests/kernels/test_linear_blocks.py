@@ -87,7 +87,7 @@ def outlying(rows: int, width: int) -> torch.Tensor:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The compiled kernels, and what runs where llvmlite is missing."""
     if request.param == "plain":
-        monkeypatch.setattr(cpu, "_kernels", lambda: None)
+        monkeypatch.setattr(cpu, "compiled_calls", lambda: None)
     return str(request.param)
 
 
@@ -161,7 +161,7 @@ def test_both_parts_of_a_level_fit_in_bytes() -> None:
 def test_both_ways_round_alike(rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     x = outlying(3, 640)
     compiled = rows_of(x, rounding)
-    monkeypatch.setattr(cpu, "_kernels", lambda: None)
+    monkeypatch.setattr(cpu, "compiled_calls", lambda: None)
     plain = rows_of(x, rounding)
 
     assert (compiled.whole_levels() - plain.whole_levels()).abs().max() <= 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvchat.model.packed import unpacking
-from kvchat_kernels.linear import group_reading
+from kvchat_kernels.cpu import group_calls
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
@@ -170,7 +170,7 @@ def test_compiled_code_unpacks_to_the_same_floats(
 ) -> None:
     """The whole at once, and by tiles of a few lines."""
     for number, case in enumerate(cases(name)):
-        monkeypatch.setattr(group_reading, "_LEVELS_AT_ONCE", 1 << 20 if number % 2 else 3000)
+        monkeypatch.setattr(group_calls, "_LEVELS_AT_ONCE", 1 << 20 if number % 2 else 3000)
         assert_floats(case, (torch.bfloat16, torch.float32, torch.float16)[number % 3])
 
 
@@ -219,7 +219,7 @@ def test_a_scale_that_is_no_number_makes_no_weight_zero(dtype: torch.dtype) -> N
 def test_any_number_of_threads_reads_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, bits, kind = FORMATS[name]
     case = make(1032, 512, 4, bits, kind, torch.float16)
-    monkeypatch.setattr(group_reading, "_WEIGHTS_PER_THREAD", 1)
+    monkeypatch.setattr(group_calls, "_WEIGHTS_PER_THREAD", 1)
     before = torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3):
@@ -302,7 +302,7 @@ def test_no_byte_beyond_a_tensor_is_read() -> None:
 
 
 def test_nothing_is_read_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_reading, "compiled_calls", lambda: None)
+    monkeypatch.setattr(group_calls, "compiled_calls", lambda: None)
     stored = packed(8, 64, 1, 4, "any", torch.float16).stored
     assert read_groups(stored) is None
     assert read_floats(stored, torch.float32) is None

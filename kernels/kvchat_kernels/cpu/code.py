@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -460,6 +460,7 @@ def kernel(
         write: Callable[Concatenate[Code, Forms], None],
     ) -> Callable[Forms, Kernel[OfTask]]:
         @cache
+        @wraps(write)
         def made(*forms: Forms.args, **named: Forms.kwargs) -> Kernel[OfTask]:
             all_forms = (*forms, *named.values())
             return Kernel(name, task, all_forms, lambda code: write(code, *forms, **named))
