@@ -26,8 +26,7 @@ _MOST_WINDOW_BYTES = 1 << 27
 def encode(image: memoryview) -> bytes:
     """Return the code of images of 16-bit numbers little-endian."""
     numbers = np.frombuffer(image, np.uint8).reshape(-1, 2)
-    upper = np.ascontiguousarray(numbers[:, 1])
-    compressed = zstandard.ZstdCompressor(level=_LEVEL).compress(memoryview(upper))
+    compressed = zstandard.ZstdCompressor(level=_LEVEL).compress(numbers[:, 1].tobytes())
     header = _HEADER.pack(_MAGIC, len(compressed))
     return b"".join((header, compressed, numbers[:, 0].tobytes()))
 
