@@ -22,13 +22,19 @@ from kvchat_kernels.slot_positions import SlotPositions
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """Blocks of the device tier by use, and totals of evicted and copied blocks."""
+    """Blocks of the device tier by use, and totals of evicted and copied blocks.
+
+    Of a model whose layers with a window keep only that, also the window blocks.
+    """
 
     num_blocks: int
     num_free: int
     num_cached: int
     num_evicted: int
     num_copied: int
+    num_window_blocks: int = 0
+    num_free_window_blocks: int = 0
+    window_block_bytes: int = 0
 
 
 class LowerTier(Protocol):
@@ -58,12 +64,15 @@ class CacheManager:
         self.kv_pool = kv_pool
         self.block_size = kv_pool.geometry.block_size
         self._reuse = reuse
-        self._pool = BlockPool(kv_pool.num_blocks)
+        self._pool = self._new_block_pool()
         self._tree = RadixTree(self.block_size)
         self._num_evicted = 0
         self._num_copied = 0
         self._lower_tier: LowerTier | None = None
         self._spare_block: int | None = None
+
+    def _new_block_pool(self) -> BlockPool:
+        return BlockPool(self.kv_pool.num_blocks)
 
     def attach(self, lower_tier: LowerTier) -> None:
         """From now on, demote evicted blocks to `lower_tier`."""
@@ -98,6 +107,11 @@ class CacheManager:
     def num_available(self) -> int:
         """Blocks that are free, or that eviction could free because no sequence locks them."""
         return self._pool.num_free + self._tree.num_blocks - self._tree.num_locked_blocks
+
+    def has_room(self, table: BlockTable, num_tokens: int, num_spare: int) -> bool:
+        """Whether a table can grow to `num_tokens` and leave `num_spare` blocks."""
+        num_new = -(-num_tokens // self.block_size) - len(table.blocks)
+        return num_new + num_spare <= self.num_available
 
     @property
     def reuse(self) -> bool:

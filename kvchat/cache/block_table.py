@@ -28,6 +28,18 @@ class TableState:
 
 
 @dataclass(slots=True)
+class TableWindow:
+    """Which of one table's blocks have the window blocks that its sequence may look at.
+
+    These are the blocks from number `first` on. `ends` are numbers of blocks after which another
+    sequence may begin: where the prompt left a known context, and where it ended.
+    """
+
+    first: int
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
 class BlockTable:
     """Blocks of one sequence, in slot order. Every block carries one reference of this table.
 
@@ -37,7 +49,7 @@ class BlockTable:
     A shared table holds position `s` in slot `s`. A private one has `positions` of its own, and
     nothing of it is entered in the tree: `num_committed` is 0. `cached_len` counts the tokens whose
     KV was cached when the table was made. `state` is the recurrent state of its sequence, None for
-    a model without any.
+    a model without any; `window` is None where layers with a window keep all that others do.
     """
 
     block_size: int
@@ -48,6 +60,7 @@ class BlockTable:
     is_released: bool = field(default=False)
     state: TableState | None = None
     positions: SlotPositions | None = None
+    window: TableWindow | None = None
 
     @property
     def capacity(self) -> int:

@@ -297,7 +297,7 @@ class KvPool:
         if blocks:
             rows = torch.frombuffer(image, dtype=torch.uint8).view(len(blocks), -1)
             if rows.device == self.device:
-                gather_blocks(self._tensors, blocks, rows)
+                self.stage(blocks, rows)
             else:
                 rows.copy_(self.stage(blocks))
         return memoryview(image)

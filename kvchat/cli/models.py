@@ -73,7 +73,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     """Return architecture and sizes; token counts are for the default cache budgets."""
     import torch
 
-    from kvchat.engine.kv_storage import device_budget, kv_geometry
+    from kvchat.engine.kv_storage import device_budget, kv_geometry, tokens_within
     from kvchat.model.device import choose_device, dtype_name
     from kvchat.model.files.checkpoint_files import read_json
     from kvchat.model.packed.formats import packing_of
@@ -83,6 +83,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     budget = device_budget(CacheConfig(), where)
+    num_tokens = tokens_within(spec, geometry, CacheConfig(), where, budget)
     weights = sum(path.stat().st_size for path in source.weight_files)
     packing = None
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
@@ -110,7 +111,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes if spec.layers else 0),
         **_state_facts(spec, geometry, dtype),
-        "fits_on_device": f"{budget // geometry.token_bytes:,} tokens in {format_bytes(budget)}",
+        "fits_on_device": f"{num_tokens:,} tokens in {format_bytes(budget)}",
     }
 
 

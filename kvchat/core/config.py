@@ -39,6 +39,8 @@ class CacheConfig:
     device_bytes   bounds the KV on the device; None takes the device's default share
     host_bytes     bounds the KV demoted to host memory; None takes the default share with a GPU,
                    and nothing if the device's memory is host memory
+    whole_windows  True keeps every position of layers with a window too, as the plain twin of
+                   keeping a window of them
     reuse          False computes every prompt from the start, for measurements and `--no-cache`
     disk_bytes     bounds the KV in `directory`; None takes the default share of the free space
     directory      holds KV that survives the process; None keeps nothing on disk
@@ -48,6 +50,7 @@ class CacheConfig:
     device_bytes: Size | None = None
     host_bytes: Size | None = None
     kv_dtype: str = "auto"
+    whole_windows: bool = False
     reuse: bool = True
     disk_bytes: Size | None = None
     directory: Path | None = None

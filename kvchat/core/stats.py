@@ -83,7 +83,9 @@ class EngineStatus:
 
     num_blocks    blocks that the budget allows; of these `num_free` are free and `num_cached` hold
                   KV that a later prompt may reuse (some of them are in use)
-    block_bytes   bytes of one block over all layers
+    block_bytes   bytes of one block over all layers that keep every position
+    num_window_blocks, num_free_window_blocks, window_block_bytes
+                  the same of window blocks: of layers with a window, if they keep only that
     kv_dtype      the dtype of KV as the settings spell it, "" if it is the model's own
     tiers         the slower tiers in order of speed: those that are open, or could not be opened
     graphs        None if steps are never captured
@@ -108,6 +110,15 @@ class EngineStatus:
     graphs: GraphStatus | None = None
     step_threads: tuple[int, int] | None = None
     kv_dtype: str = ""
+    num_window_blocks: int = 0
+    num_free_window_blocks: int = 0
+    window_block_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all blocks and window blocks."""
+        of_windows = self.num_window_blocks * self.window_block_bytes
+        return self.num_blocks * self.block_bytes + of_windows
 
     def tier(self, name: str) -> TierStatus | None:
         """Return the tier of a name; None if there is none, or it is not open yet."""

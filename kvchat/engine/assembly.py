@@ -23,11 +23,13 @@ from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.host_tier import HostTier
-from kvchat.cache.kv_pool import KvPool, PlainFormat
+from kvchat.cache.kv_pool import KvGeometry, KvPool, PlainFormat
 from kvchat.cache.planner import Planner
 from kvchat.cache.rates import PrefillRate, RateMemory
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.tier import Layout, TierOpener
+from kvchat.cache.windowed_manager import WindowedCacheManager
+from kvchat.cache.windowed_pool import WindowedKvPool, Windows
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.errors import KvchatError, ModelError, StoreError
 from kvchat.core.events import LoadProgress, ModelReady
@@ -45,7 +47,9 @@ from kvchat.engine.kv_storage import (
     host_budget,
     kv_geometry,
     kv_identity,
+    kv_windows,
     new_kv_pool,
+    new_windowed_pool,
     require_kv_dtype,
     small_kv,
 )
@@ -180,9 +184,7 @@ def engine_around(
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
-    geometry = kv_geometry(loaded.spec, cache_config, loaded.dtype)
-    kv_pool = new_kv_pool(geometry, cache_config, loaded.device)
-    cache, runner = _cache_and_runner(loaded, kv_pool, cache_config, engine_config)
+    cache, runner = _cache_and_runner(loaded, cache_config, engine_config)
     chain = new_chain(loaded, cache, cache_config, memory)
     rate = chain.planner.prefill
     short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
@@ -201,9 +203,14 @@ def engine_around(
 
 
 def _cache_and_runner(
-    loaded: LoadedModel, kv_pool: KvPool, config: CacheConfig, engine_config: EngineConfig
+    loaded: LoadedModel, config: CacheConfig, engine_config: EngineConfig
 ) -> tuple[CacheManager, Runner]:
     threads = new_threads(loaded.device)
+    geometry = kv_geometry(loaded.spec, config, loaded.dtype)
+    windows = kv_windows(loaded.spec, config, loaded.device)
+    if windows is not None:
+        return _windowed_cache_and_runner(loaded, geometry, windows, config, engine_config)
+    kv_pool = new_kv_pool(geometry, config, loaded.device)
     if loaded.spec.state:
         num_bytes = state_bytes(loaded.spec.state, loaded.dtype)
         states = StateCacheManager(kv_pool, num_bytes, config.reuse)
@@ -214,6 +221,25 @@ def _cache_and_runner(
     model = PagedModel(loaded, kv_pool.layers)
     graphs = new_graphs(model, cache, engine_config)
     return cache, Runner(model, cache.block_size, graphs, threads)
+
+
+def _windowed_cache_and_runner(
+    loaded: LoadedModel,
+    geometry: KvGeometry,
+    windows: Windows,
+    config: CacheConfig,
+    engine_config: EngineConfig,
+) -> tuple[CacheManager, Runner]:
+    """Return the cache of a model whose layers with a window have window blocks, on a CPU."""
+    short = step_tokens(loaded.spec, loaded.device)
+    most = engine_config.max_step_tokens or prefill_tokens(loaded, short)
+    kv_pool = new_windowed_pool(geometry, windows, config, loaded.max_context, most)
+    cache = WindowedCacheManager(kv_pool, most, config.reuse)
+    model = PagedModel(loaded, kv_pool.layers, windows.layers)
+    threads = new_threads(loaded.device)
+    return cache, Runner(
+        model, cache.block_size, threads=threads, window_blocks=kv_pool.blocks.of_block
+    )
 
 
 def _kv_of(loaded: LoadedModel, kv_pool: KvPool) -> Sequence[KvLayer]:
@@ -310,7 +336,9 @@ def new_chain(
                 f"The files of {loaded.source.name} changed after they were loaded.",
                 "Start kvchat again.",
             )
-        identity = kv_identity(loaded, geometry, digest)
+        kv_pool = cache.kv_pool
+        windows = kv_pool.windows if isinstance(kv_pool, WindowedKvPool) else None
+        identity = kv_identity(loaded, geometry, digest, windows)
         KnownModels(memory).note(
             identity.hex(),
             KnownModel(

@@ -128,7 +128,7 @@ class Engine:
             num_tokens_computed=self._num_tokens,
             num_preempted=self._scheduler.num_preempted,
             block_size=self.cache.block_size,
-            block_bytes=self.cache.kv_pool.geometry.block_bytes,
+            block_bytes=self.cache.kv_pool.geometry.block_bytes - cache.window_block_bytes,
             num_blocks=cache.num_blocks,
             num_free=cache.num_free,
             num_cached=cache.num_cached,
@@ -141,6 +141,9 @@ class Engine:
             graphs=self._runner.graph_status(),
             step_threads=self._runner.step_threads(),
             kv_dtype=self.cache.kv_pool.geometry.dtype_beside(self._runner.dtype),
+            num_window_blocks=cache.num_window_blocks,
+            num_free_window_blocks=cache.num_free_window_blocks,
+            window_block_bytes=cache.window_block_bytes,
         )
 
     def running(self) -> list[Request]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -19,6 +19,8 @@ from kvchat.cache.kv_pool import (
     LayerGeometry,
     PlainFormat,
 )
+from kvchat.cache.windowed_manager import most_in_use
+from kvchat.cache.windowed_pool import WindowedKvPool, Windows
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.text import Size, format_bytes
@@ -40,12 +42,23 @@ _DEFAULT_SHARE = {"cpu": Size(share=0.25), "cuda": Size(share=0.80)}
 # On a CPU, the device is host memory: there is no other memory to demote KV to.
 _DEFAULT_HOST_SHARE = {"cpu": Size(num_bytes=0), "cuda": Size(share=0.10)}
 _MAX_DEFAULT_HOST_BYTES = 16 << 30
+# Window blocks beside those of a window and a step: the scratch block, and that of the spare block.
+_SPARE_WINDOW_BLOCKS = 2
+# The most tokens of a sequence in a step, where a model is not loaded to ask.
+_USUAL_STEP_TOKENS = 256
 # Blocks for the snapshots of a model without attention layers, whose token blocks have no bytes.
 _CARRIER_BLOCKS = 256
 
 
-def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) -> bytes:
+def kv_identity(
+    loaded: LoadedModel,
+    geometry: KvGeometry,
+    content_digest: str,
+    windows: Windows | None = None,
+) -> bytes:
     """Return 16 bytes that name the KV a model computes, as this engine stores it.
+
+    With `windows`, images may lack layers with a window.
 
     With recurrent state they name the code that computes it too (`state_code`); without, KV is
     verified by tokens that are computed again, and outlives the code.
@@ -73,6 +86,8 @@ def kv_identity(loaded: LoadedModel, geometry: KvGeometry, content_digest: str) 
         facts["in_8"] = loaded.in_8
     if loaded.spec.gathered is not None:
         facts["path"] = "gathered"
+    if windows is not None:
+        facts["windows"] = [sorted(windows.layers), windows.num_tokens]
     if geometry.format.name != PlainFormat().name:  # plain KV has no format in its older stores
         facts["kv_format"] = geometry.format.name
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
@@ -152,22 +167,119 @@ def host_budget(config: CacheConfig, device: torch.device) -> int:
     return num_bytes if config.host_bytes else min(num_bytes, _MAX_DEFAULT_HOST_BYTES)
 
 
-def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
-    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
-    budget = device_budget(config, device)
-    num_blocks = budget // geometry.block_bytes
-    if num_blocks < 2:
+def kv_windows(spec: ModelSpec, config: CacheConfig, device: torch.device) -> Windows | None:
+    """Return the layers whose KV is in window blocks; None if there are none.
+
+    Kernels of a GPU, the gathered path and recurrent models read one table for all layers: there
+    layers with a window keep what the others do.
+    """
+    if config.whole_windows or device.type != "cpu" or spec.gathered is not None or spec.state:
+        return None
+    seen: dict[int, list[int | None]] = {}
+    for layer in spec.layers:
+        seen.setdefault(layer.pool_index, []).append(layer.span.num_visible)
+    longest = {
+        index: max(count for count in counts if count is not None)
+        for index, counts in seen.items()
+        if None not in counts
+    }
+    return Windows(frozenset(longest), max(longest.values())) if longest else None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks, and window blocks, scratch blocks included."""
+
+    num_blocks: int
+    num_window_blocks: int
+
+
+def tokens_within(
+    spec: ModelSpec, geometry: KvGeometry, config: CacheConfig, device: torch.device, budget: int
+) -> int:
+    """Return how many tokens of one context a budget in bytes has room for."""
+    windows = kv_windows(spec, config, device)
+    if windows is None:
+        return budget // geometry.token_bytes
+    counts = block_counts(geometry, windows, budget, spec.max_context, _USUAL_STEP_TOKENS)
+    return counts.num_blocks * geometry.block_size
+
+
+def block_counts(
+    geometry: KvGeometry, windows: Windows, budget: int, max_context: int, max_step_tokens: int
+) -> BlockCounts:
+    """Return how many blocks and window blocks a budget in bytes has.
+
+    Window blocks take a third of it, and what one sequence needs at least. With more than one whole
+    context takes, each further block has a window block. There are never more window blocks than
+    blocks: then all is as if layers had no window.
+    """
+    format_, size = geometry.format, geometry.block_size
+    window_bytes = sum(
+        format_.block_bytes(layer, geometry)
+        for index, layer in enumerate(geometry.layers)
+        if index in windows.layers
+    )
+    other_bytes = geometry.block_bytes - window_bytes
+    alike = budget // geometry.block_bytes
+    least = most_in_use(windows, max_step_tokens, size) + _SPARE_WINDOW_BLOCKS
+    num_windows = max(least, budget // 3 // window_bytes)
+    left, whole = budget - num_windows * window_bytes, -(-max_context // size) + 2
+    if not other_bytes:
+        num_blocks, num_windows = alike + whole, alike
+    elif left > whole * other_bytes:
+        more = (left - whole * other_bytes) // geometry.block_bytes
+        num_blocks, num_windows = whole + more, num_windows + more
+    else:
+        num_blocks = max(0, left) // other_bytes
+    if num_windows >= num_blocks or num_windows < least:
+        return BlockCounts(alike, alike)
+    return BlockCounts(num_blocks, num_windows)
+
+
+def new_windowed_pool(
+    geometry: KvGeometry,
+    windows: Windows,
+    config: CacheConfig,
+    max_context: int,
+    max_step_tokens: int,
+) -> WindowedKvPool:
+    """Allocate the blocks and window blocks that the budget allows; raises as `new_kv_pool`."""
+    budget = device_budget(config, torch.device("cpu"))
+    _require_two_blocks(geometry, budget)
+    counts = block_counts(geometry, windows, budget, max_context, max_step_tokens)
+    try:
+        return WindowedKvPool(geometry, windows, counts.num_blocks, counts.num_window_blocks)
+    except _OUT_OF_MEMORY as error:
+        raise _too_much(budget) from error
+
+
+def _require_two_blocks(geometry: KvGeometry, budget: int) -> None:
+    if budget < 2 * geometry.block_bytes:
         raise ModelError(
             f"--device-cache allows {format_bytes(budget)}, less than the two blocks of "
             f"{format_bytes(geometry.block_bytes)} a conversation needs.",
             "Raise it.",
         )
+
+
+_OUT_OF_MEMORY = (OSError, MemoryError, OverflowError, torch.OutOfMemoryError)
+
+
+def _too_much(budget: int) -> ModelError:
+    return ModelError(
+        f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
+    )
+
+
+def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
+    """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
+    budget = device_budget(config, device)
+    _require_two_blocks(geometry, budget)
     try:
-        kv_pool = KvPool(geometry, num_blocks, device)
-    except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
-        raise ModelError(
-            f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
-        ) from error
+        kv_pool = KvPool(geometry, budget // geometry.block_bytes, device)
+    except _OUT_OF_MEMORY as error:
+        raise _too_much(budget) from error
     if device.type != "cpu":
         kv_pool.warm_up()
     return kv_pool

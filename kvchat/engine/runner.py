@@ -51,7 +51,8 @@ class Runner:
     """Runs steps on one model whose pools have blocks of `block_size` tokens.
 
     A step runs by one of `graphs` if one fits, otherwise eagerly. On a CPU, `threads` chooses the
-    number of threads; if it is None, that number stays as it is.
+    number of threads; if it is None, that number stays as it is. `window_blocks` says which window
+    block each block has at the time of a step, as of `build_batch`; there are no graphs then.
     """
 
     def __init__(
@@ -60,8 +61,11 @@ class Runner:
         block_size: int,
         graphs: GraphRunner | None = None,
         threads: StepThreads | None = None,
+        window_blocks: torch.Tensor | None = None,
     ) -> None:
+        assert graphs is None or window_blocks is None
         self._model = model
+        self._window_blocks = window_blocks
         self._device = model.device
         self._block_size = block_size
         self._graphs = graphs
@@ -156,7 +160,7 @@ class Runner:
         return QueuedTokens(tokens, begin_reading(tokens)) if tokens is not None else None
 
     def _run_eagerly(self, pieces: Sequence[SequencePiece]) -> torch.Tensor:
-        batch = build_batch(pieces, self._block_size, self._device)
+        batch = build_batch(pieces, self._block_size, self._device, self._window_blocks)
         if self._threads is None:
             return self._model.forward(batch)
         return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))

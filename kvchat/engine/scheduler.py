@@ -376,8 +376,7 @@ class Scheduler:
         youngest, would soon be preempted.
         """
         table = self._cache.start(self._reusable(request))
-        num_blocks = -(-len(request.ids) // self._cache.block_size) - len(table.blocks)
-        has_room = num_blocks + len(self._running) <= self._cache.num_available
+        has_room = self._cache.has_room(table, len(request.ids), len(self._running))
         is_promoting = has_room and not request.is_to_be_scored and self._promote(request)
         self._is_full = not has_room
         if not has_room or is_promoting:

@@ -1,7 +1,7 @@
 """ForwardBatch: the inputs of one forward pass, built from the pieces of several sequences."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -17,6 +17,18 @@ class StepAbandoned(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSlots:
+    """Where layers with a window have their KV, if that is in window blocks of their own.
+
+    slot_mapping and sequences as of ForwardBatch, but over window blocks. The table of a sequence
+    has the scratch block for blocks that no row of the step sees.
+    """
+
+    slot_mapping: torch.Tensor
+    sequences: PagedSequences
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The new tokens of several sequences, one after another, without padding.
 
@@ -26,6 +38,7 @@ class ForwardBatch:
     sequences      lengths and block tables in slots; context lengths include the new tokens'.
                    DeviceSequences where the same tensors are refilled for every step
     logit_rows     [num_rows] int64, the rows of the batch to compute logits for
+    windowed       the slots of layers with a window; None if they have those of all layers
     """
 
     token_ids: torch.Tensor
@@ -33,6 +46,7 @@ class ForwardBatch:
     slot_mapping: torch.Tensor
     sequences: Sequences
     logit_rows: torch.Tensor
+    windowed: WindowSlots | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.shape == self.positions.shape == self.slot_mapping.shape
@@ -84,24 +98,37 @@ class SequencePiece:
 
 
 def build_batch(
-    pieces: Sequence[SequencePiece], block_size: int, device: torch.device
+    pieces: Sequence[SequencePiece],
+    block_size: int,
+    device: torch.device,
+    window_blocks: torch.Tensor | None = None,
 ) -> ForwardBatch:
-    """Concatenate the pieces into one batch without padding, with its tensors on `device`."""
+    """Concatenate the pieces into one batch without padding, with its tensors on `device`.
+
+    `window_blocks`, [num_blocks] int32 on `device`, says which window block each block has, where
+    layers with a window have window blocks.
+    """
     positions = [position for piece in pieces for position in range(piece.start, piece.end)]
     token_ids = [token for piece in pieces for token in piece.token_ids]
     slots = [slot for piece in pieces for slot in piece.slots(block_size)]
+    slot_mapping = on_device(slots, torch.int64, device)
+    sequences = PagedSequences(
+        query_lens=tuple(len(piece.token_ids) for piece in pieces),
+        context_lens=tuple(piece.num_slots for piece in pieces),
+        block_tables=_block_tables(pieces, block_size, device),
+        block_size=block_size,
+        positions=_positions_of_slots(pieces, device),
+    )
+    windowed = None
+    if window_blocks is not None:
+        windowed = _window_slots(slot_mapping, sequences, window_blocks)
     return ForwardBatch(
         token_ids=on_device(token_ids, torch.int64, device),
         positions=on_device(positions, torch.int64, device),
-        slot_mapping=on_device(slots, torch.int64, device),
-        sequences=PagedSequences(
-            query_lens=tuple(len(piece.token_ids) for piece in pieces),
-            context_lens=tuple(piece.num_slots for piece in pieces),
-            block_tables=_block_tables(pieces, block_size, device),
-            block_size=block_size,
-            positions=_positions_of_slots(pieces, device),
-        ),
+        slot_mapping=slot_mapping,
+        sequences=sequences,
         logit_rows=on_device(rows_of_logits(pieces), torch.int64, device),
+        windowed=windowed,
     )
 
 
@@ -110,6 +137,17 @@ def rows_of_logits(pieces: Sequence[SequencePiece]) -> list[int]:
     ends = accumulate(len(piece.token_ids) for piece in pieces)
     each = zip(pieces, ends, strict=True)
     return [row for piece, end in each for row in range(end - piece.num_logit_rows, end)]
+
+
+def _window_slots(
+    slots: torch.Tensor, sequences: PagedSequences, window_blocks: torch.Tensor
+) -> WindowSlots:
+    """Return the slots and tables of a batch in window blocks."""
+    size = sequences.block_size
+    blocks = window_blocks[slots // size].long()
+    assert bool(blocks.all()), "a token has no window block"
+    tables = window_blocks[sequences.block_tables.long()]
+    return WindowSlots(blocks * size + slots % size, replace(sequences, block_tables=tables))
 
 
 def _block_tables(

@@ -37,11 +37,17 @@ class PagedModel:
     over any KvLayer, the compiled step over plain KV and CodedKv. The binding is stored on the
     modules, so only the newest PagedModel of a LoadedModel may run.
 
+    `windowed` are the storing layers whose pools have window blocks: batches then say which. Steps
+    of fused layers and of the gathered path have none.
+
     `compiled` runs what steps it takes on a CPU; setting it to None leaves all to the modules.
     """
 
-    def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pools: KvLayers, windowed: frozenset[int] = frozenset()
+    ) -> None:
         assert len(pools) == len(loaded.spec.storing_layers)
+        assert not windowed or (loaded.device.type == "cpu" and loaded.spec.gathered is None)
         self.loaded = loaded
         self._module = loaded.module
         layers = [PlainKv(*pool) if isinstance(pool, tuple) else pool for pool in pools]
@@ -49,19 +55,24 @@ class PagedModel:
         if loaded.spec.gathered is not None:
             self._gathered = GatheredSteps(self._module, loaded.spec, layers)
         else:
-            self._bind(layers)
+            self._bind(layers, windowed)
         compiled = loaded.compiled
-        self.compiled = None if compiled is None else compiled.step_over(layers)
+        self.compiled = None if compiled is None else compiled.step_over(layers, windowed)
         _disable_padding_check(self._module)
         parameters = inspect.signature(self._module.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
 
-    def _bind(self, layers: Sequence[KvLayer]) -> None:
+    def _bind(self, layers: Sequence[KvLayer], windowed: frozenset[int]) -> None:
         """Bind every attention module to its layer's KV."""
         loaded, context = self.loaded, self.loaded.step
         for layer in loaded.spec.layers:
             module = self._module.get_submodule(layer.module_name)
-            bind(module, binding_to(layer, layers[layer.pool_index], context))
+            index = layer.pool_index
+            has_window_blocks = index in windowed
+            bind(
+                module,
+                binding_to(layer, layers[index], context, has_window_blocks=has_window_blocks),
+            )
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)

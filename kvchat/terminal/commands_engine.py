@@ -131,7 +131,7 @@ async def stats(context: "CommandContext", arguments: str) -> None:
     status = await context.controller.engine.status()
     if status is not None:
         reused = f"{status.num_cached:,} of {status.num_blocks:,} blocks hold KV for reuse"
-        total = format_bytes(status.num_blocks * status.block_bytes)
+        total = format_bytes(status.device_bytes)
         kv = f" in {status.kv_dtype}" if status.kv_dtype else ""
         best, most = status.step_threads or (1, 1)
         steps = f", small steps on {best} of {plural(most, 'thread')}" if most > 1 else ""
@@ -140,6 +140,11 @@ async def stats(context: "CommandContext", arguments: str) -> None:
             f"{plural(status.num_tokens_computed, 'token')} computed{steps}",
             f"cache:  {reused}, {status.num_free:,} are free; all are {total}{kv}",
         ]
+        if status.num_window_blocks:
+            lines.append(
+                f"        of the layers with a window, {status.num_free_window_blocks:,} of "
+                f"{status.num_window_blocks:,} blocks are free"
+            )
         if status.num_preempted or status.num_evicted:
             lines.append(
                 f"        {plural(status.num_evicted, 'block')} evicted, "

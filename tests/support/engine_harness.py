@@ -30,6 +30,7 @@ from support.remembering_model import (
     RememberingModel,
     complete_without_cache,
     new_cache,
+    new_windowed_cache,
 )
 
 
@@ -147,12 +148,20 @@ class EngineHarness(SteppedEngine):
         speculation: Speculation | None = None,
         num_host_blocks: int = 0,
         clock: Callable[[], float] | None = None,
+        window: int = 0,
+        num_window_blocks: int = 0,
     ) -> None:
-        cache = new_cache(num_blocks, block_size, reuse)
+        cache, window_blocks = new_cache(num_blocks, block_size, reuse), None
+        if window:
+            most = max(max_prefill_tokens, max_step_tokens)
+            cache = new_windowed_cache(
+                num_blocks, num_window_blocks, window, block_size, reuse, most
+            )
+            window_blocks = cache.kv_pool.blocks.of_block
         self.model = RememberingModel(cache, fails)
         ticks = count()
         engine = Engine(
-            Runner(self.model, block_size),  # type: ignore[arg-type]
+            Runner(self.model, block_size, window_blocks=window_blocks),  # type: ignore[arg-type]
             cache,
             max_context,
             max_step_tokens,

@@ -14,6 +14,8 @@ import torch
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.kv_pool import KvGeometry, KvPool, LayerGeometry
+from kvchat.cache.windowed_manager import WindowedCacheManager
+from kvchat.cache.windowed_pool import WindowedKvPool, Windows
 from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample, sample_seed
@@ -30,6 +32,21 @@ def new_cache(num_blocks: int, block_size: int = 4, reuse: bool = True) -> Cache
     return CacheManager(KvPool(geometry, num_blocks, CPU), reuse)
 
 
+def new_windowed_cache(
+    num_blocks: int,
+    num_window_blocks: int,
+    window: int,
+    block_size: int = 4,
+    reuse: bool = True,
+    max_step_tokens: int = 16,
+) -> WindowedCacheManager:
+    """Return a manager as `new_cache`, of a layer without a window and one with."""
+    geometry = KvGeometry((LayerGeometry(1, 1, 1),) * 2, torch.float32, block_size)
+    windows = Windows(frozenset({1}), window)
+    kv_pool = WindowedKvPool(geometry, windows, num_blocks, num_window_blocks)
+    return WindowedCacheManager(kv_pool, max_step_tokens, reuse)
+
+
 def logits_of(token_ids: Sequence[int], flatness: float = 1.0) -> torch.Tensor:
     """Return [VOCAB_SIZE] float32 logits that change with any token id or its place."""
     seed = zlib.crc32(bytes(token_ids))
@@ -44,9 +61,11 @@ class RememberingModel:
     dtype = torch.float32
 
     def __init__(self, cache: CacheManager, fails: Callable[[], None] = lambda: None) -> None:
-        [(token_pool, position_pool)] = cache.kv_pool.layers
+        (token_pool, position_pool), *windowed = cache.kv_pool.layers
         self._tokens = token_pool.view(-1)
         self._positions = position_pool.view(-1)
+        self._windowed = [pool.view(-1) for layer in windowed for pool in layer]
+        self._window = cache.kv_pool.windows.num_tokens if windowed else 0
         self._fails = fails
         self._step = StepContext()
         self.broken_promises: list[AssertionError] = []
@@ -70,18 +89,41 @@ class RememberingModel:
         self._step.check()
         self._fails()  # half way through: what was written so far is worthless
         self._positions[slots] = batch.positions.float()
+        self._write_window(batch)
         logits = torch.full((len(batch.token_ids), VOCAB_SIZE), float("nan"))
         start = 0
         for index, query_len in enumerate(batch.sequences.query_lens):
             context = self._read_back(batch, index)
             new = batch.token_ids[start : start + query_len].tolist()
             assert context[len(context) - query_len :] == new, "the step's tokens are elsewhere"
+            self._check_window(batch, index, context)
             for row in range(query_len):
                 end = len(context) - query_len + row + 1
                 if start + row in batch.logit_rows.tolist():
                     logits[start + row] = logits_of(context[:end])
             start += query_len
         return logits[batch.logit_rows]
+
+    def _write_window(self, batch: ForwardBatch) -> None:
+        if self._window:
+            slots = batch.windowed.slot_mapping
+            assert len(set(slots.tolist())) == len(slots), "two tokens share a slot of a window"
+            for pool, numbers in zip(
+                self._windowed, (batch.token_ids, batch.positions), strict=True
+            ):
+                pool[slots] = numbers.float()
+
+    def _check_window(self, batch: ForwardBatch, index: int, context: list[int]) -> None:
+        """Check what a layer with a window sees of a context from its first new token on."""
+        if self._window:
+            sequences = batch.windowed.sequences
+            size, table = sequences.block_size, sequences.block_tables[index].tolist()
+            first = max(0, len(context) - sequences.query_lens[index] - self._window + 1)
+            visible = range(first, len(context))
+            slots = torch.tensor([table[p // size] * size + p % size for p in visible])
+            tokens, positions = (pool[slots].tolist() for pool in self._windowed)
+            assert positions == [*visible], "a window is out of place"
+            assert tokens == context[first:], "a window has other tokens"
 
     def _read_back(self, batch: ForwardBatch, index: int) -> list[int]:
         size = batch.sequences.block_size

@@ -45,14 +45,20 @@ class Processes:
     """Starts processes one after another; `open_tier` gives each of them the tier."""
 
     def __init__(
-        self, open_tier: Callable[[], Tier] | None, behind: Sequence[TierOpener] = ()
+        self,
+        open_tier: Callable[[], Tier] | None,
+        behind: Sequence[TierOpener] = (),
+        **limits: int,
     ) -> None:
         self._open_tier = open_tier
         self._behind = behind
+        self._limits = limits
         self.started: list[Process] = []
 
     def start(self, num_blocks: int = 200) -> Process:
-        harness = EngineHarness(num_blocks, open_tier=self._open_tier, behind=self._behind)
+        harness = EngineHarness(
+            num_blocks, open_tier=self._open_tier, behind=self._behind, **self._limits
+        )
         be_patient(harness.engine.chain)
         process = Process(harness, harness.engine.chain)
         self.started.append(process)

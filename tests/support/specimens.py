@@ -15,13 +15,16 @@ from transformers import PreTrainedModel
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.kv_pool import KvPool
+from kvchat.cache.windowed_manager import WindowedCacheManager
+from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.events import RequestFailed, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
-from kvchat.engine.kv_storage import kv_geometry
+from kvchat.engine.kv_storage import kv_geometry, kv_windows
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
+from kvchat.engine.speculation import Speculation
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import compiled_model
 from kvchat.model.loader import LoadedModel, load_model
@@ -94,20 +97,39 @@ def engine_on(
     reuse: bool = True,
     num_blocks: int | None = None,
     num_host_blocks: int = 0,
+    num_window_blocks: int = 0,
+    speculation: Speculation | None = None,
 ) -> Engine:
-    """Return an engine on pools of its own; only the newest engine of a loaded model may run."""
+    """Return an engine on pools of its own; only the newest engine of a loaded model may run.
+
+    With `num_window_blocks`, layers with a window keep a window; otherwise they keep everything.
+    """
     count = num_blocks if num_blocks is not None else 2 + 1200 // block_size
-    geometry = kv_geometry(loaded.spec, CacheConfig(block_size=block_size), loaded.dtype)
-    pool = KvPool(geometry, count, CPU)
-    cache = CacheManager(pool, reuse)
+    config = CacheConfig(block_size=block_size)
+    geometry = kv_geometry(loaded.spec, config, loaded.dtype)
+    if num_window_blocks:
+        windows = kv_windows(loaded.spec, config, CPU)
+        assert windows is not None
+        pool: KvPool = WindowedKvPool(geometry, windows, count, num_window_blocks)
+        cache: CacheManager = WindowedCacheManager(pool, max_step_tokens, reuse)
+        runner = Runner(
+            PagedModel(loaded, pool.layers, windows.layers),
+            block_size,
+            window_blocks=pool.blocks.of_block,
+        )
+    else:
+        pool = KvPool(geometry, count, CPU)
+        cache = CacheManager(pool, reuse)
+        runner = Runner(PagedModel(loaded, pool.layers), block_size)
     return Engine(
-        runner=Runner(PagedModel(loaded, pool.layers), block_size),
+        runner=runner,
         cache=cache,
         max_context=loaded.max_context,
         max_step_tokens=max_step_tokens,
         max_running=8,
         vocab_size=loaded.spec.vocab_size,
         chain=new_chain(cache, num_host_blocks=num_host_blocks),
+        speculation=speculation,
     )
 
 

@@ -36,6 +36,11 @@ class AttentionSpan:
             first = max(first, position // self.chunk * self.chunk)
         return first
 
+    @property
+    def num_visible(self) -> int | None:
+        """The most tokens that a query sees, itself included; None for any number."""
+        return min((x for x in (self.window, self.chunk) if x is not None), default=None)
+
     def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return [num_queries, num_keys] bool, true where a query position sees a key position."""
         query, key = queries[:, None], keys[None, :]

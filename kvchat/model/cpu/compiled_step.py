@@ -8,11 +8,12 @@ in 16 bits. That both compute the same model is for the self-test to show.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvchat.model.batch import ForwardBatch
+from kvchat.model.batch import ForwardBatch, WindowSlots
 from kvchat.model.cpu.recurrent_prefill import replace_recurrences
 from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
@@ -55,10 +56,18 @@ class CompiledStep:
     which steps it takes. One step at a time.
     """
 
-    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
-        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Sequence[CompiledKv],
+        windowed: frozenset[int] = frozenset(),
+    ) -> None:
+        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises.
+
+        `windowed` are the pools of window blocks.
+        """
         self._decoder = decoder
-        self._parts = StepProgram(decoder, pools)
+        self._parts = StepProgram(decoder, pools, windowed)
         self._vocab_size = decoder.head.num_out
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
@@ -157,10 +166,18 @@ class CompiledStep:
         parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
         parts.header[Header.NUM_ROWS] = num_rows
         parts.header[Header.SLOTS] = batch.slot_mapping.data_ptr()
+        if parts.window_header is not None:
+            parts.window_header[:] = parts.header
+            assert batch.windowed is not None
+            parts.window_header[Header.SLOTS] = batch.windowed.slot_mapping.data_ptr()
         parts.head_header[Header.NUM_ROWS] = num_logits
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
-        num_jobs = [of_kind.set(sequences) for of_kind in parts.parts.values()]
+        windowed = batch.windowed.sequences if batch.windowed is not None else sequences
+        num_jobs = [
+            of_kind.set(windowed if kind.has_window_blocks else sequences)
+            for kind, of_kind in parts.parts.items()
+        ]
         num_sequences = len(sequences.query_lens)
         prepared = (num_rows, num_logits, num_sequences, *num_jobs)
         if self._prepared != prepared:
@@ -211,12 +228,18 @@ def _part(
     assert isinstance(batch.sequences, PagedSequences)
     sequences, of_part = batch.sequences.part(start, end)
     rows = batch.logit_rows
+    windowed = batch.windowed
+    if windowed is not None:
+        tables = windowed.sequences.block_tables[of_part]
+        slots = windowed.slot_mapping[start:end]
+        windowed = WindowSlots(slots, replace(sequences, block_tables=tables))
     part = ForwardBatch(
         batch.token_ids[start:end],
         batch.positions[start:end],
         batch.slot_mapping[start:end],
         sequences,
         rows[(rows >= start) & (rows < end)] - start,
+        windowed,
     )
     return part, states[of_part]
 
@@ -228,8 +251,10 @@ class CompiledModel:
         self._decoder = decoder
         self.is_off = False
 
-    def step_over(self, pools: Sequence[KvLayer]) -> CompiledStep | None:
-        """Return the compiled step over these pools.
+    def step_over(
+        self, pools: Sequence[KvLayer], windowed: frozenset[int] = frozenset()
+    ) -> CompiledStep | None:
+        """Return the compiled step over these pools, of which some have window blocks.
 
         If there is none, the reason is logged, and all steps are left to the modules.
         """
@@ -241,7 +266,7 @@ class CompiledModel:
             self.abandon()
             return None
         try:
-            return CompiledStep(self._decoder, layers)
+            return CompiledStep(self._decoder, layers, windowed)
         except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
             _log.info("no compiled step: it %s", error)
             self.abandon()

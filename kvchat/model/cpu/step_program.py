@@ -48,6 +48,7 @@ from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
 from kvchat_kernels.cpu.task import Numbers
 from kvchat_kernels.kv_code import KvCode
 from kvchat_kernels.kv_layer import PlainKv
+from kvchat_kernels.paged_attention import AttentionSpan
 
 # KV that the kernels write and read.
 CompiledKv = PlainKv | CodedKv
@@ -196,6 +197,20 @@ class QueryFactors:
 
 
 @dataclass(frozen=True, slots=True)
+class PartsKind:
+    """The layers whose rows see the same slots, in results of the same shape.
+
+    `has_window_blocks` says that their slots are those of window blocks.
+    """
+
+    span: AttentionSpan
+    num_heads: int
+    num_kv_heads: int
+    value_dim: int
+    has_window_blocks: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Output:
     """What a part of a layer adds to the stream: normed by `norm`, if it has one.
 
@@ -213,6 +228,7 @@ class StepProgram:
     stream               float32 [MAX_ROWS, hidden], the embedded tokens
     side                 float32 [MAX_ROWS, layers * width], the side inputs, of a model with them
     header, head_header  of the layers, and of the rows that logits are wanted of
+    window_header        as `header`, with the slots of window blocks; None without any
     angles, parts        by the kinds of layers that share them
     query_factors        of a model whose Q is scaled by position
     of_rows, of_picked, of_head, of_parts, of_sequences
@@ -223,21 +239,31 @@ class StepProgram:
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 
-    def __init__(self, decoder: Decoder, pools: Sequence[CompiledKv]) -> None:
-        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        pools: Sequence[CompiledKv],
+        windowed: frozenset[int] = frozenset(),
+    ) -> None:
+        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises.
+
+        `windowed` are the pools of window blocks.
+        """
         self._decoder = decoder
         self._pools = pools
+        self._windowed = windowed
         table: Any = decoder.embedding.weight
         self._dtype: torch.dtype = table.dtype
         self._operations = StepOperations()
-        self._of_parts: dict[Any, list[int]] = {}
+        self._of_parts: dict[PartsKind, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
         self.side = _side_memory(decoder)
         self.header, self.head_header = self._operations.header, self._operations.head_header
+        self.window_header = np.zeros_like(self.header) if windowed else None
         self.sequences = np.zeros((MAX_ROWS, NUM_OF_SEQUENCE), np.int64)
         self.header[Header.SEQUENCES] = self.sequences.ctypes.data
         self.angles: dict[str | None, Angles] = {}
-        self.parts: dict[Any, Parts] = {}
+        self.parts: dict[PartsKind, Parts] = {}
         scale = decoder.query_scale
         self.query_factors = QueryFactors(scale) if scale is not None else None
         self.logits_address = self._build()
@@ -406,7 +432,13 @@ class StepProgram:
             layer.softcap is not None,
             layer.sinks is not None,
         )
-        kind = (spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
+        kind = PartsKind(
+            spec.span,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.value_dim,
+            spec.pool_index in self._windowed,
+        )
         parts = self.parts.get(kind)
         if parts is None:
             parts = Parts(spec.span, spec.num_heads, spec.num_kv_heads, spec.value_dim)
@@ -510,7 +542,8 @@ class StepProgram:
             layer.norms_value,
             spec.stores_kv,
         )
-        self._operations.add(rotation.rotation_kernel(heads), task, None)
+        header = self.window_header if spec.pool_index in self._windowed else None
+        self._operations.add(rotation.rotation_kernel(heads), task, None, header=header)
 
     def _mlp(self, mlp: Mlp | Mixture, is_normed: bool, out: torch.Tensor) -> None:
         source, values = self._source(is_normed)

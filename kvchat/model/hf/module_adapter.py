@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvchat.model.batch import ForwardBatch, StepAbandoned
+from kvchat.model.batch import ForwardBatch, StepAbandoned, WindowSlots
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
 from kvchat_kernels.paged_attention import AttentionSpan, Scoring
@@ -81,11 +81,15 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class KvBinding:
-    """The data an attention module needs: its layer, its layer's KV and the running step."""
+    """The data an attention module needs: its layer, its layer's KV and the running step.
+
+    `has_window_blocks` says that the layer's KV is in window blocks.
+    """
 
     layer: LayerSpec
     kv: KvLayer
     context: StepContext
+    has_window_blocks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +100,13 @@ class LayerBinding(KvBinding):
     values: torch.Tensor
 
 
-def binding_to(layer: LayerSpec, kv: KvLayer, context: StepContext) -> KvBinding:
+def binding_to(
+    layer: LayerSpec, kv: KvLayer, context: StepContext, *, has_window_blocks: bool = False
+) -> KvBinding:
     """Return a layer's binding: a LayerBinding if its KV is plain."""
     if isinstance(kv, PlainKv):
-        return LayerBinding(layer, kv, context, kv.keys, kv.values)
-    return KvBinding(layer, kv, context)
+        return LayerBinding(layer, kv, context, has_window_blocks, kv.keys, kv.values)
+    return KvBinding(layer, kv, context, has_window_blocks)
 
 
 def bind(module: nn.Module, binding: KvBinding) -> None:
@@ -144,15 +150,19 @@ def paged_attention_function(
     binding: KvBinding = module.__dict__[_BINDING]
     batch, layer = binding.context.batch, binding.layer
     assert batch is not None, "attention outside of a step"
+    slots: ForwardBatch | WindowSlots = batch
+    if binding.has_window_blocks:
+        assert batch.windowed is not None
+        slots = batch.windowed
     if layer.stores_kv:
-        binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), batch.slot_mapping)
+        binding.kv.write(key[0].transpose(0, 1), value[0].transpose(0, 1), slots.slot_mapping)
     scoring = Scoring(
         scale=layer.key_dim**-0.5 if scaling is None else float(scaling),
         span=layer.span,
         softcap=kwargs.get("softcap") if layer.has_softcap else None,
         sinks=find_sinks(module, kwargs) if layer.has_sinks else None,
     )
-    out = binding.kv.attend(query[0].transpose(0, 1), batch.sequences, scoring)
+    out = binding.kv.attend(query[0].transpose(0, 1), slots.sequences, scoring)
     # Contiguous, because some models change its shape by `view`.
     return out.to(query.dtype)[None].contiguous(), None
 

@@ -1,0 +1,105 @@
+"""Real families whose layers with a window keep a window: tokens and logits of those that do not.
+
+Every chat passes the window of 8 tokens ten times, in chunks of 7, with a fork, in two turns.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.cache.kv_pool import KvGeometry, LayerGeometry
+from kvchat.cache.windowed_pool import Windows
+from kvchat.core.events import TokensGenerated
+from kvchat.core.types import SamplingParams
+from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import block_counts
+from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Speculation
+from support.fixed_drafts import FixedDraftPolicy
+from support.specimens import Specimen, complete, engine_on, make_specimen, random_ids
+
+FAMILIES = ["gemma3, mixed windows", "mistral, window", "gpt_oss, sinks", "gemma3n, shared KV"]
+GREEDY = SamplingParams(temperature=0.0)
+CHUNKS = {"block_size": 4, "max_step_tokens": 7, "num_blocks": 90}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Specimen:
+    return make_specimen(request.param, tmp_path_factory.mktemp("model"))
+
+
+def logits_of_a_chat(engine: Engine) -> list[torch.Tensor]:
+    """Return the logits of every step of a prompt, a forked answer, and the next turn."""
+    rows: list[torch.Tensor] = []
+    run = engine._runner.run_pieces
+
+    def watched(pieces: Any) -> torch.Tensor:
+        rows.append(run(pieces).clone())
+        return rows[-1]
+
+    engine._runner.run_pieces = watched  # type: ignore[method-assign]
+    prompt = tuple(random_ids(60, 1))
+    answer: list[int] = []
+    engine.submit(RequestSpec(prompt, GREEDY, max_tokens=12, num_samples=2))
+    for spec in (None, (5, 6, 7)):
+        if spec is not None:
+            engine.submit(RequestSpec((*prompt, *answer, *spec), GREEDY, max_tokens=12))
+        while engine.has_work:
+            for event in engine.step():
+                if isinstance(event, TokensGenerated) and not event.sample:
+                    answer.extend(event.token_ids)
+    return rows
+
+
+def test_logits_are_equal_to_the_bit_where_all_is_kept(made: Specimen) -> None:
+    whole = logits_of_a_chat(engine_on(made.loaded, **CHUNKS))
+
+    windowed = logits_of_a_chat(engine_on(made.loaded, **CHUNKS, num_window_blocks=14))
+
+    assert len(windowed) == len(whole) > 20
+    assert all(torch.equal(one, other) for one, other in zip(windowed, whole, strict=True))
+
+
+@pytest.mark.parametrize("has_drafts", [False, True], ids=["plain", "drafts"])
+def test_answers_are_transformers_own(made: Specimen, has_drafts: bool) -> None:
+    speculation = Speculation([NgramDrafter()], policy=FixedDraftPolicy(3)) if has_drafts else None
+    engine = engine_on(made.loaded, **CHUNKS, num_window_blocks=30, speculation=speculation)
+
+    assert complete(engine, made.prompts) == made.expected
+    assert complete(engine, made.prompts) == made.expected  # from what is cached
+
+
+# The budget
+
+
+def gemma(block_size: int = 16) -> KvGeometry:
+    """18 layers of Gemma-3-270M, of which every sixth has no window."""
+    return KvGeometry((LayerGeometry(1, 256, 256),) * 18, torch.bfloat16, block_size)
+
+
+OF_GEMMA = Windows(frozenset(i for i in range(18) if i % 6 != 5), 512)
+
+
+def test_8k_of_gemma_fit_in_little_more_than_its_architecture_needs() -> None:
+    geometry = gemma()
+    layer_bytes = geometry.block_bytes // 18 // 16
+    needed = layer_bytes * (3 * 8192 + 15 * 512)
+
+    counts = block_counts(geometry, OF_GEMMA, int(1.15 * needed), 1 << 15, 256)
+
+    assert (counts.num_blocks - 2) * 16 >= 8192
+    assert needed < 0.22 * geometry.token_bytes * 8192
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 24, 1 << 28, 1 << 32])
+def test_a_budget_is_used_and_not_exceeded(budget: int) -> None:
+    geometry = gemma()
+    counts = block_counts(geometry, OF_GEMMA, budget, 1 << 15, 256)
+    window_bytes = geometry.block_bytes // 18 * 15
+    other_bytes = geometry.block_bytes - window_bytes
+    taken = counts.num_blocks * other_bytes + counts.num_window_blocks * window_bytes
+
+    assert 0.98 * budget - geometry.block_bytes <= taken <= budget
+    assert counts.num_window_blocks <= counts.num_blocks
