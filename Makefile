@@ -25,8 +25,8 @@ GPU_TESTS := tests/gpu tests/model/test_spec.py
 TIMED := twice_the_work
 WHEELS := .gpu/wheels
 GPU_PACKAGES := platformdirs diskcache gguf httpx2 httpcore2 truststore prompt-toolkit wcwidth llguidance starlette uvicorn \
-	websockets
-GPU_PLATFORM := --python-version 3.12 --implementation cp $(foreach tag,2_28_x86_64 2_17_x86_64 2014_x86_64 \
+	websockets zstandard
+GPU_PLATFORM := --python-version 3.12 --implementation cp $(foreach tag,2_31_x86_64 2_28_x86_64 2_17_x86_64 2014_x86_64 \
 	1_x86_64,--platform manylinux$(if $(findstring 2_,$(tag)),_)$(tag))
 SITE := .gpu/site
 ifeq ($(VENV),)

@@ -58,7 +58,7 @@ def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -
 
     assert set(status) == {
         *("directory", "used_bytes", "limit_bytes", "packs", "tokens", "trouble", "pins"),
-        *("generations", "packed_weights_bytes", "compiled_kernels_bytes"),
+        *("uncoded_bytes", "generations", "packed_weights_bytes", "compiled_kernels_bytes"),
     }
     assert (status["packs"], status["tokens"]) == (4, 14)
     assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])

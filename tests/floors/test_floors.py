@@ -74,6 +74,7 @@ OWNERS = {
     "llguidance": {"chat/grammar.py"},
     "diskcache": {"cache/disk/json_disk.py", "cache/disk/memory.py"},
     "xxhash": {"cache"},
+    "zstandard": {"cache/disk/pack_code.py"},
     "rich": {"terminal"},
     "pygments": {"terminal"},
     "prompt_toolkit": {"terminal"},

@@ -8,6 +8,7 @@ import torch
 
 from kvchat.model.packed import unpacking
 from kvchat_kernels.cpu import group_calls
+from kvchat_kernels.linear import group_reading
 from kvchat_kernels.linear.blocks import BlockWeights, interleaved
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
@@ -302,7 +303,7 @@ def test_no_byte_beyond_a_tensor_is_read() -> None:
 
 
 def test_nothing_is_read_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_calls, "compiled_calls", lambda: None)
+    monkeypatch.setattr(group_reading, "compiled_calls", lambda: None)
     stored = packed(8, 64, 1, 4, "any", torch.float16).stored
     assert read_groups(stored) is None
     assert read_floats(stored, torch.float32) is None

@@ -90,7 +90,7 @@ def test_a_full_context_goes_on_without_a_summary_after_a_question(start_chat: S
     chat.wait_for("Nothing is changed.").enter("/compact a refusal")
     chat.wait_for_shown("Leave out the oldest message instead?")
     chat.type("yes\r").wait_for("700 tokens became").enter("two").wait_for("You said 'two' (0).")
-    chat.enter("/undo 2").wait_for("Back before: /compact")
+    chat.enter("/undo 2").wait_for("Back before: leaving out the oldest messages")
 
 
 @pytest.mark.parametrize("policy", ["drop", "compact"])
@@ -104,7 +104,8 @@ def test_a_full_context_goes_on_by_itself(start_chat: StartChat, policy: str) ->
     assert "dog called Rex" not in chat.text, "a summary is not shown as an answer"
     label = "without messages 1" if policy == "drop" else "summary of messages 1"
     chat.enter("/tree").wait_for(label)
-    chat.enter("/undo 3").wait_for("Back before: /compact")
+    undone = "leaving out the oldest messages" if policy == "drop" else "/compact"
+    chat.enter("/undo 3").wait_for(f"Back before: {undone}")
 
 
 def test_what_waits_for_a_summary_says_so(start_chat: StartChat) -> None:
