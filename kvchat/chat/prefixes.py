@@ -251,9 +251,10 @@ class ResentChats:
         """Return a session with all messages of a chat but a last one of the user, or with those
         that have room, and how many of the oldest it is without.
         """
-        ready, think = self._host.ready, options.think
-        if options.context_policy is not ContextPolicy.DROP or ready is None:
+        think = options.think
+        if options.context_policy is not ContextPolicy.DROP:
             return self._prefixes.opened(chat, think), 0
+        ready = self._host.wait_until_ready()  # until then nothing knows how much has room
         session = self._prefixes.opened(chat, think, _MOST_CONTEXTS)
         conversation = session.conversation
         lengths = [len(turn.token_ids) for turn in conversation.path()]

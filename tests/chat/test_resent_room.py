@@ -4,18 +4,21 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import ContextPolicy
+from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.compaction import max_summary_tokens, num_left_out
 from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import KeptPart, Message, resent_chat
 from kvchat.core.errors import ContextTooLong
-from support.tiny_host import answer_options, finish
+from kvchat.model.checkpoint.source import find_model
+from support.tiny_host import answer_options, finish, tiny_host
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
 
@@ -55,6 +58,24 @@ def test_a_chat_of_many_windows_goes_on_and_what_stays_is_cached(
     assert cuts == sorted(cuts)
     assert 3 <= len(set(cuts)) < len(cuts) / 3
     assert max(prefilled) <= 16, "a block, and the end of the answer before"
+
+
+def test_a_request_that_comes_while_the_model_loads_is_cut_too(checkpoint: Path) -> None:
+    """The first request to a server that had just started was refused: it knew of no limit."""
+    loading = tiny_host(checkpoint, None)
+    chats = ResentChats(loading, AnswerMemory(None))
+    limit = read_chat_model(find_model(str(checkpoint))).max_context
+    messages = [U("fog " * (limit // 8)), A("yes")] * 9 + [U("so")]
+
+    asked = chats.ask(
+        resent_chat(None, messages), answer_options(4, context_policy=ContextPolicy.DROP)
+    )
+
+    assert asked.num_left_out > 0
+    assert finish(asked.reply).usage.completion_tokens
+    asked.session.close()
+    chats.close()
+    loading.close()
 
 
 def test_a_longer_conversation_leaves_out_what_a_shorter_one_did() -> None:
