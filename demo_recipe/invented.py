@@ -1,8 +1,7 @@
-"""Words nobody has seen: names, codes and nonsense made of syllables, and values made odd.
+"""Words that no text has: names and codes made of syllables, and values that are changed.
 
-They teach the model to copy what it reads instead of remembering what it was trained on. Knows how
-to make a word; knows no sentence. A tenth of them is held out of training, like every other slot
-value.
+They teach the model to copy what it reads instead of remembering what it was trained on. A tenth of
+them is held out of training, as of every other slot's values.
 """
 
 import random

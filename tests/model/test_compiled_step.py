@@ -2,8 +2,6 @@
 
 import ast
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +15,23 @@ from kvchat.cache.kv_pool import KvPool
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.types import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
-from kvchat.model.batch import ForwardBatch, SequencePiece, StepAbandoned, build_batch
+from kvchat.model.batch import SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.step_operations import Activations, RoundedForm
 from kvchat.model.cpu.step_program import embedding_into
 from kvchat.model.decoder import decoder, families, reader
-from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.loader import load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.self_test import ensure_trusted
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS
 from kvchat_kernels.linear.blocks import Rounding
 from support.checkpoints import save_checkpoint, tiny_model
+from support.compiled_steps import BLOCK, CPU, batch_of, load, pools_of, run, threads
 from support.every_type import every_config, every_model
 from support.matrix import spread
 from support.specimens import random_ids
 from support.step_families import FAMILIES, ROUTED, STRUCTURES
 
-BLOCK = 16
-CPU = torch.device("cpu")
 # Families whose matrices are read as those of another here are, so that bits change nothing more.
 _IN_FLOATS = [
     "arcee",
@@ -71,71 +68,6 @@ STEPS = {
     "a long context": [(2, 600), (1, 257), (1, 256)],
     "as many rows as there may be": [(MAX_ROWS - 3, 190), (3, 9)],
 }
-
-
-def load(directory: Path, family: str, **config: Any) -> LoadedModel:
-    model_type = family.split(",")[0]
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    settings = {"max_position_embeddings": 2048, **FAMILIES[family]}
-    model = tiny_model(model_type, **settings)
-    _stir(model)
-    source = find_model(str(save_checkpoint(directory, model)))
-    return load_model(source, ModelConfig(**config), None, lambda _: None)
-
-
-def _stir(model: torch.nn.Module) -> None:
-    """Change what a new model has as ones and zeros: norms, biases, what routers choose by."""
-    generator = torch.Generator().manual_seed(1)
-    ends = "correction_bias", "layer_scalar"
-    buffers = (part for name, part in model.named_buffers() if name.endswith(ends))
-    with torch.no_grad():
-        for part in (*model.parameters(), *buffers):
-            if part.dim() == 1:
-                part += 0.1 * torch.randn(part.shape, generator=generator)
-
-
-def pools_of(loaded: LoadedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def random(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(128, BLOCK, heads, dim, generator=generator).to(loaded.dtype)
-
-    return [
-        (random(layer.num_kv_heads, layer.key_dim), random(layer.num_kv_heads, layer.value_dim))
-        for layer in loaded.spec.storing_layers
-    ]
-
-
-def batch_of(step: list[tuple[int, int]], num_logit_rows: int | None = None) -> ForwardBatch:
-    pieces = []
-    for index, (new, end) in enumerate(step):
-        blocks = range(1 + 40 * index, 1 + 40 * index + -(-end // BLOCK))
-        rows = new if num_logit_rows is None else num_logit_rows
-        pieces.append(SequencePiece(random_ids(new, seed=new), end - new, blocks, rows))
-    return build_batch(pieces, BLOCK, CPU)
-
-
-def run(
-    loaded: LoadedModel, batch: ForwardBatch, is_compiled: bool
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return a step's logits over random KV, and the pools after it."""
-    pools = pools_of(loaded)
-    model = PagedModel(loaded, pools)
-    assert model.compiled is not None
-    if not is_compiled:
-        model.compiled = None
-    return model.forward(batch), pools
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Scaled(torch.nn.Embedding):

@@ -17,7 +17,6 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import ROOT
 from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
-from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ContextTooLong, SessionNotFound, UsageError
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Invocation
@@ -42,13 +41,6 @@ class SureCommands(ScriptCommands):
     async def confirm(self, question: str) -> bool:
         self.asked = (*self.asked, question)
         return True
-
-
-class NoChoicePage(ScriptPage):
-    """A user who leaves every list with Esc."""
-
-    async def choose(self, *asked: object, **settings: object) -> int | None:
-        return None
 
 
 def do(controller: ChatController, line: str, page_class: type[ScriptPage] = ScriptPage) -> str:
@@ -434,63 +426,6 @@ def test_what_only_looks_like_a_number_is_refused_in_a_sentence(
 
     with pytest.raises((UsageError, SessionNotFound)):
         do(controller, f"{command} {number}")
-
-
-# Deleting
-
-
-def test_a_session_that_cannot_be_read_can_be_deleted(
-    controller: ChatController, store: SessionStore
-) -> None:
-    """/delete offered it, and then refused: it read its title first."""
-    ask(controller, "one")
-    damaged = "20250101-000000-abcd"
-    (store.directory / f"{damaged}.jsonl").write_text("no session\n")
-
-    said = do(controller, f"/delete {damaged}")
-
-    assert f"Delete “{damaged}” for good?" in said
-    assert f"Deleted: {damaged}" in said
-    assert store.ids() == [controller.require_session().session_id]
-
-
-def test_leaving_the_list_of_what_to_delete_is_no_error(
-    controller: ChatController, store: SessionStore
-) -> None:
-    """Esc said "There is nothing to delete.", of two conversations that were there."""
-    for text in ("my cat", "my dog"):
-        ask(controller, text)
-        do(controller, "/new")
-
-    assert do(controller, "/delete my", NoChoicePage) == "Nothing is deleted.\n"
-    assert len(store.ids()) == 2
-
-
-# Writing
-
-
-def test_a_second_export_finds_a_name_of_its_own(
-    controller: ChatController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After more turns, /export refused: the file exists already, choose another name."""
-    monkeypatch.chdir(tmp_path)
-    ask(controller, "one")
-    first = do(controller, "/export")
-    ask(controller, "two")
-    second = do(controller, "/export")
-
-    assert "-2.md" in second
-    assert "-2.md" not in first
-    assert sorted("two" in path.read_text() for path in tmp_path.glob("*.md")) == [False, True]
-
-
-def test_an_export_says_which_directory_is_missing(
-    controller: ChatController, tmp_path: Path
-) -> None:
-    """The help's own example failed with "No such file or directory" and the name of the file."""
-    ask(controller, "one")
-    with pytest.raises(UsageError, match=f"There is no directory {tmp_path}/notes"):
-        do(controller, f"/export json {tmp_path}/notes/chat.json")
 
 
 # Settings
