@@ -507,11 +507,19 @@ class LivePrompt:
 _DEFAULT_ROWS, _DEFAULT_COLUMNS = 24, 80
 
 
+def own_terminal() -> Terminal:
+    """Return the terminal of the standard streams."""
+    return Terminal(create_input(), sys.stdout, _terminal_size)
+
+
 def new_live_prompt(
-    painter: Painter, controller: ChatController, history_path: Path | None, editor: str
+    terminal: Terminal,
+    painter: Painter,
+    controller: ChatController,
+    history_path: Path | None,
+    editor: str,
 ) -> LivePrompt:
     """Return the prompt, with the history and the completions of this chat."""
-    terminal = Terminal(create_input(), sys.stdout, _terminal_size)
     lines = TypedLines(history_path) if history_path is not None else None
     history = PrivateHistory(lines, lambda: _open_session(controller))
     completer = LineCompleter(

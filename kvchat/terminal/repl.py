@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -38,6 +38,9 @@ from kvchat.terminal.view import View, tell
 from kvchat.terminal.wrap import told_rows
 from kvchat.tools.toolbox import Toolbox
 
+if TYPE_CHECKING:
+    from kvchat.terminal.prompt import Terminal
+
 
 @dataclass(frozen=True, slots=True)
 class ReplSetup:
@@ -51,6 +54,7 @@ class ReplSetup:
     picks_session  whether the chat begins with the picker of saved conversations
     toolbox        the tools that are offered to the model, None for none
     kv_dtype       the dtype of the KV as the settings spell it; the first line names all but "auto"
+    terminal       where the prompt reads and draws; None for the terminal of the standard streams
     """
 
     controller: ChatController
@@ -62,6 +66,7 @@ class ReplSetup:
     picks_session: bool = False
     toolbox: Toolbox | None = None
     kv_dtype: str = "auto"
+    terminal: "Terminal | None" = None
 
 
 def run(setup: ReplSetup) -> int:
@@ -120,9 +125,10 @@ def _new_view(setup: ReplSetup) -> View:
 
         columns = shutil.get_terminal_size().columns
         return LineView(sys.stdin, sys.stdout, painter, max(20, columns), setup.editor)
-    from kvchat.terminal.prompt import new_live_prompt
+    from kvchat.terminal.prompt import new_live_prompt, own_terminal
 
-    return new_live_prompt(painter, setup.controller, setup.history_path, setup.editor)
+    terminal = setup.terminal or own_terminal()
+    return new_live_prompt(terminal, painter, setup.controller, setup.history_path, setup.editor)
 
 
 def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:

@@ -36,6 +36,7 @@ from typing import IO, Any, NoReturn
 import pytest
 
 import kvchat
+import kvchat_kernels.cpu
 from kvchat.cli.main import run, set_library_environment
 from support.commands import PATIENT, TIMEOUT_S, Shell
 from support.failing_files import Faults
@@ -44,11 +45,12 @@ from support.scripted_repl import main as run_scripted
 from support.slow_kvchat import never_load
 from support.template_forks import TemplateForks
 
-# Beside kvchat's own modules: what a life imports only once it loads a model.
+# Beside kvchat's own modules: what a life imports only once it reads its flags or loads a model.
 _IMPORTED = (
-    *("torch", "pydantic", "platformdirs.unix"),
+    *("torch", "platformdirs.unix", "typer._adapters", "numpy.ctypeslib"),
     *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
 )
+_OWN = (kvchat, kvchat_kernels.cpu)
 _SCRIPTED, _SLOW = "support.scripted_repl", "support.slow_kvchat"
 _LEFT_OUT = ("kvchat.bench", "kvchat.demo", "kvchat.__main__", "kvchat.cli.bench")
 _MOST_BYTES = 1 << 20
@@ -354,7 +356,11 @@ def _take_streams(given: Mapping[int, int]) -> None:
 
 
 def _import_everything() -> None:
-    own = [module.name for module in pkgutil.walk_packages(kvchat.__path__, "kvchat.", _ignore)]
+    own = [
+        module.name
+        for package in _OWN
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.", _ignore)
+    ]
     for name in (*_IMPORTED, *own):
         if not name.startswith(_LEFT_OUT):
             importlib.import_module(name)

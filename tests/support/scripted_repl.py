@@ -1,4 +1,4 @@
-"""Runs the interactive chat with a scripted engine: what the pseudo-terminal tests start.
+"""The interactive chat with a scripted engine, in this process or in a pseudo-terminal.
 
 Usage: python -m support.scripted_repl CHECKPOINT [--sessions DIR] [--history FILE] [--plain]
        [--spoken] [--loading FILE [--silent]] [--fail] [--continue] [--reflows] [--log FILE]
@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import ModelError
 from kvchat.core.types import SamplingParams
 from kvchat.terminal import keys, line_view
+from kvchat.terminal.prompt import Terminal
 from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 from kvchat.tools.local_tools import local_tools
 from kvchat.tools.toolbox import Tool, Toolbox
@@ -166,41 +167,37 @@ class LateEcho:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--sessions", type=Path)
-    parser.add_argument("--history", type=Path)
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--spoken", action="store_true")
-    parser.add_argument("--reflows", action="store_true")
-    parser.add_argument("--continue", dest="continues", action="store_true")
-    parser.add_argument("--loading", type=Path)
-    parser.add_argument("--silent", action="store_true")
-    parser.add_argument("--fail", action="store_true")
-    parser.add_argument("--context", type=int, default=32768)
-    parser.add_argument("--editor", default="vi")
-    parser.add_argument("--log", type=Path)
-    parser.add_argument("--gate", type=Path)
-    parser.add_argument("--kept", type=Path)
-    parser.add_argument("--tools", type=Path)
-    parser.add_argument("--late", type=Path)
-    parser.add_argument("--reads-half", action="store_true")
-    parser.add_argument("--attach", type=Path, action="append", default=[])
-    arguments = parser.parse_args()
+    arguments = parsed(sys.argv[1:])
     keys._TWICE_S = keys._ESCAPE_TWICE_S = line_view._TWICE_S = 60.0
+    if arguments.reads_half:
+        ScriptedEngine.read_ahead = read_half  # type: ignore[method-assign]
     if arguments.log is not None:
         logging.basicConfig(filename=arguments.log, level=logging.INFO)
-    return run(_setup(arguments))
+    return run(chat_setup(arguments))
 
 
-def _read_half(engine: ScriptedEngine, token_ids: list[int]) -> None:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint", type=Path)
+    for name in ("--sessions", "--history", "--loading", "--log", "--gate", "--kept", "--tools"):
+        parser.add_argument(name, type=Path)
+    for name in ("--plain", "--spoken", "--reflows", "--silent", "--fail", "--reads-half"):
+        parser.add_argument(name, action="store_true")
+    parser.add_argument("--continue", dest="continues", action="store_true")
+    parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--editor", default="vi")
+    parser.add_argument("--late", type=Path)
+    parser.add_argument("--attach", type=Path, action="append", default=[])
+    return parser.parse_args(arguments)
+
+
+def read_half(engine: ScriptedEngine, token_ids: list[int]) -> None:
     """Read half of what is to be read ahead, and stay there."""
     engine.cache.add(token_ids[: len(token_ids) // 2])
 
 
-def _setup(arguments: argparse.Namespace) -> ReplSetup:
-    if arguments.reads_half:
-        ScriptedEngine.read_ahead = _read_half  # type: ignore[method-assign]
+def chat_setup(arguments: argparse.Namespace, terminal: Terminal | None = None) -> ReplSetup:
+    """Return the chat that the arguments ask for; it reads and draws at `terminal`."""
     failure = ModelError("The weights are broken.", "Download them again.")
     store = SessionStore(arguments.sessions) if arguments.sessions else None
 
@@ -249,6 +246,7 @@ def _setup(arguments: argparse.Namespace) -> ReplSetup:
             reflows=arguments.reflows,
         ),
         editor=arguments.editor,
+        terminal=terminal,
     )
 
 

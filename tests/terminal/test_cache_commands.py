@@ -9,10 +9,10 @@ from kvchat.chat.host import trouble_notice
 from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, TierStatus, Verified
 from kvchat.terminal import cache_lines
 from kvchat.terminal.theme import ASCII_GLYPHS
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 from support.stored_packs import stored_packs
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 _FAILED = "the disk cache failed: No space left on device."
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
 def _figures(count: int) -> Callable[[str], bool]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from prompt_toolkit.data_structures import Size
 
 from kvchat.terminal.terminal_io import HeldOutput
+from support.chat_screen import ChatScreen
 from support.pty_screen import PtyScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
+StartPty = Callable[..., PtyScreen]
 
 
 def test_the_toolbar_tells_of_the_loading_from_the_start(
@@ -85,9 +87,9 @@ def test_a_written_conversation_is_imported_and_gone_on_with(
     chat.enter("/import").wait_for("needs a file")
 
 
-def test_the_context_is_told_in_words_to_those_who_listen(start_chat: StartChat) -> None:
+def test_the_context_is_told_in_words_to_those_who_listen(start_pty: StartPty) -> None:
     """The bar was read out cell by cell, and the prompt was said before the command's answer."""
-    chat = start_chat("--spoken")
+    chat = start_pty("--spoken")
     chat.enter("hello").wait_for("End of answer.").wait_for("You: ")
     chat.enter("/context").wait_for("the next message is")
 
@@ -97,23 +99,23 @@ def test_the_context_is_told_in_words_to_those_who_listen(start_chat: StartChat)
     assert "You:\n" not in chat.text.partition("/context")[2].partition("cached")[0]
 
 
-def test_those_who_listen_hear_that_the_model_loads(start_chat: StartChat, tmp_path: Path) -> None:
-    chat = start_chat("--spoken", "--loading", str(tmp_path / "never"))
+def test_those_who_listen_hear_that_the_model_loads(start_pty: StartPty, tmp_path: Path) -> None:
+    chat = start_pty("--spoken", "--loading", str(tmp_path / "never"))
     chat.wait_for("The model is loading. What you type waits for it.")
 
 
-def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_chat: StartChat) -> None:
+def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_pty: StartPty) -> None:
     """The next message took the edited one's place all the same."""
-    chat = start_chat("--plain")
+    chat = start_pty("--plain")
     chat.enter("one").wait_for("tokens, ")
     chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
     chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
     assert "1 you: one · " in chat.text
 
 
-def test_an_interrupted_answer_begins_a_line_of_its_own(start_chat: StartChat) -> None:
+def test_an_interrupted_answer_begins_a_line_of_its_own(start_pty: StartPty) -> None:
     """The terminal shows the key as ^C, and the rest of the answer followed on the same line."""
-    chat = start_chat("--plain")
+    chat = start_pty("--plain")
     chat.enter("slow 3000").wait_for("line-0002").type("\x03").wait_for("\nstopped")
 
 

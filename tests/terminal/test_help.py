@@ -27,11 +27,11 @@ from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.theme import Glyphs, Look
 from kvchat.terminal.view import Choice
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 
 PLAIN = Look(has_colour=False, is_plain=True)
 SPOKEN = Look(has_colour=False, is_plain=True, is_spoken=True)
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
 def test_every_command_has_two_examples_that_are_typed_as_they_stand() -> None:

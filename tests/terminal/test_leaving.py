@@ -11,9 +11,11 @@ import pytest
 
 from kvchat.chat.store import SessionStore
 from kvchat.core.types import FinishReason
+from support.chat_screen import ChatScreen
 from support.pty_screen import PtyScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
+StartPty = Callable[..., PtyScreen]
 
 
 def _last_answer(sessions: Path) -> tuple[str, FinishReason | None]:
@@ -53,9 +55,9 @@ def _unused_settings() -> list[object]:
     ids=["/exit", "ctrl-d", "exit exit", "ctrl-c twice", "TERM", "HUP"],
 )
 def test_leaving_restores_the_terminal_and_says_how(
-    start_chat: StartChat, how: Callable[[PtyScreen], object], code: int
+    start_pty: StartPty, how: Callable[[PtyScreen], object], code: int
 ) -> None:
-    chat = start_chat(is_saved=False)
+    chat = start_pty(is_saved=False)
     before = _unused_settings()
     chat.enter("hello").wait_for("tokens, ")
     how(chat)
@@ -68,9 +70,9 @@ def test_leaving_restores_the_terminal_and_says_how(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["TERM", "HUP"]
 )
 def test_a_signal_in_the_middle_of_an_answer_keeps_what_there_is(
-    start_chat: StartChat, tmp_path: Path, number: signal.Signals, code: int
+    start_pty: StartPty, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    chat = start_chat()
+    chat = start_pty()
     before = _unused_settings()
     chat.enter("slow 3000").wait_for("line-0004")
     chat.kill(number)
@@ -94,17 +96,17 @@ def test_exit_in_the_middle_of_an_answer_stops_it_and_leaves(
     assert _last_answer(tmp_path / "sessions")[1] is FinishReason.CANCELLED
 
 
-def test_an_interrupt_from_outside_is_a_ctrl_c(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_an_interrupt_from_outside_is_a_ctrl_c(start_pty: StartPty) -> None:
+    chat = start_pty()
     chat.enter("slow 3000").wait_for("line-0002")
     chat.kill(signal.SIGINT)
     chat.wait_for("stopped").enter("go on").wait_for("You said 'go on' (0).")
 
 
 def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(
-    start_chat: StartChat, tmp_path: Path
+    start_pty: StartPty, tmp_path: Path
 ) -> None:
-    chat = start_chat()
+    chat = start_pty()
     chat.enter("slow 3000").wait_for("line-0004")
     chat.hang_up()
 
@@ -115,10 +117,10 @@ def test_a_terminal_that_goes_away_ends_the_chat_and_the_answer_is_kept(
 
 
 def test_a_model_that_cannot_be_loaded_is_told_in_a_sentence(
-    start_chat: StartChat, tmp_path: Path
+    start_pty: StartPty, tmp_path: Path
 ) -> None:
     loaded = tmp_path / "loaded"
-    chat = start_chat("--fail", "--loading", str(loaded), is_saved=False)
+    chat = start_pty("--fail", "--loading", str(loaded), is_saved=False)
     before = _unused_settings()
     loaded.touch()
 
@@ -153,8 +155,8 @@ def test_leaving_while_the_model_loads_does_not_wait_for_it(
     assert chat.finish() == 0
 
 
-def test_a_download_for_another_model_can_be_left_with_ctrl_c(start_chat: StartChat) -> None:
-    chat = start_chat(is_saved=False)
+def test_a_download_for_another_model_can_be_left_with_ctrl_c(start_pty: StartPty) -> None:
+    chat = start_pty(is_saved=False)
     before = _unused_settings()
     chat.enter("hello").wait_for("tokens, ")
     chat.enter("/model slow-download").wait_for("downloading")
@@ -197,17 +199,15 @@ def test_messages_that_were_waiting_are_told_of_and_kept(
     again.type("\x1b[A").wait_for_shown("❯ and another")
 
 
-def test_half_a_message_is_kept_when_the_chat_is_ended(
-    start_chat: StartChat, tmp_path: Path
-) -> None:
+def test_half_a_message_is_kept_when_the_chat_is_ended(start_pty: StartPty, tmp_path: Path) -> None:
     """SIGTERM, or the window closed, and what was being typed was gone."""
     history = tmp_path / "history"
-    chat = start_chat("--history", str(history))
+    chat = start_pty("--history", str(history))
     chat.type("half a thought").wait_for_shown("❯ half a thought").kill(signal.SIGTERM)
 
     assert chat.finish() == 143
     assert "1 message was not sent. In the next chat, Up brings it back." in chat.text
-    start_chat("--history", str(history)).type("\x1b[A").wait_for_shown("❯ half a thought")
+    start_pty("--history", str(history)).type("\x1b[A").wait_for_shown("❯ half a thought")
 
 
 def test_a_message_that_waits_behind_an_answer_is_told_of(start_chat: StartChat) -> None:

@@ -8,14 +8,14 @@ import pytest
 
 from support.pty_screen import PtyScreen
 
-StartChat = Callable[..., PtyScreen]
+StartPty = Callable[..., PtyScreen]
 
 
 @pytest.mark.parametrize("flag", ["--spoken", "--plain"])
 def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
-    start_chat: StartChat, flag: str
+    start_pty: StartPty, flag: str
 ) -> None:
-    chat = start_chat(flag)
+    chat = start_pty(flag)
     chat.enter("markdown").wait_for("The end.")
     chat.enter("think").wait_for("The answer is 42.")
     chat.enter("evil").wait_for("bell  end")
@@ -29,8 +29,10 @@ def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
     assert re.findall(r"^line-(\d{4})", chat.text, re.M) == [f"{n:04}" for n in range(30)]
 
 
-def test_what_boxes_and_colours_would_say_is_said_in_words(start_chat: StartChat) -> None:
-    chat = start_chat("--spoken")
+def test_what_boxes_and_colours_would_say_is_said_in_words(
+    start_pty: StartPty,
+) -> None:
+    chat = start_pty("--spoken")
     chat.enter("markdown").wait_for("End of answer.")
     for words in ("Code, python:", "End of code.", "a: 1; b: 2", "`code`"):
         assert words in chat.text
@@ -38,8 +40,8 @@ def test_what_boxes_and_colours_would_say_is_said_in_words(start_chat: StartChat
     chat.enter("/stats").wait_for("first token")
 
 
-def test_pickers_are_numbered_lists(start_chat: StartChat) -> None:
-    chat = start_chat("--spoken")
+def test_pickers_are_numbered_lists(start_pty: StartPty) -> None:
+    chat = start_pty("--spoken")
     chat.enter("one").wait_for("End of answer.")
     # Headings and the list have the numbers that /tree shows: the first answer is older.
     chat.enter("/retry -n 2").wait_for("Answer 2 of 3").wait_for("Answer 3 of 3")
@@ -48,8 +50,10 @@ def test_pickers_are_numbered_lists(start_chat: StartChat) -> None:
     chat.enter("/tree").wait_for("(here)")
 
 
-def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(start_chat: StartChat) -> None:
-    chat = start_chat("--spoken")
+def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(
+    start_pty: StartPty,
+) -> None:
+    chat = start_pty("--spoken")
     chat.enter("slow 3000").wait_for("line-0002")
     chat.enter("the next").wait_for("Queued.")
     chat.type("\x03").wait_for("Now: the next").wait_for("You said 'the next' (0).")
@@ -58,14 +62,14 @@ def test_messages_typed_meanwhile_are_queued_and_ctrl_c_stops(start_chat: StartC
     assert chat.finish() == 130
 
 
-def test_several_lines_make_one_message(start_chat: StartChat) -> None:
-    chat = start_chat("--plain")
+def test_several_lines_make_one_message(start_pty: StartPty) -> None:
+    chat = start_pty("--plain")
     chat.enter('"""').enter("one").enter('two"""').wait_for("You said 'one\\ntwo' (0).")
     chat.enter("three\\").enter("four").wait_for("You said 'three\\nfour' (0).")
 
 
-def test_a_refused_line_is_told_again(start_chat: StartChat) -> None:
-    chat = start_chat("--spoken")
+def test_a_refused_line_is_told_again(start_pty: StartPty) -> None:
+    chat = start_pty("--spoken")
     chat.enter("/hepl").wait_for("Did you mean /help?").wait_for("The text was: /hepl")
 
 
@@ -74,8 +78,8 @@ def test_a_refused_line_is_told_again(start_chat: StartChat) -> None:
     [(lambda chat: chat.type("\x04"), 0), (lambda chat: chat.kill(signal.SIGTERM), 143)],
     ids=["ctrl-d", "TERM"],
 )
-def test_leaving(start_chat: StartChat, how: Callable[[PtyScreen], object], code: int) -> None:
-    chat = start_chat("--spoken")
+def test_leaving(start_pty: StartPty, how: Callable[[PtyScreen], object], code: int) -> None:
+    chat = start_pty("--spoken")
     how(chat)
 
     assert chat.finish() == code

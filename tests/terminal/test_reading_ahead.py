@@ -1,17 +1,15 @@
-"""What is attached is read before Enter, at a pseudo-terminal."""
+"""What is attached is read before Enter."""
 
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 from support.scripted_engine import BLOCK_SIZE
 
-StartChat = Callable[..., PtyScreen]
-_DEADLINE_S = 60.0
+StartChat = Callable[..., ChatScreen]
 _NUM_TOKENS = 1600  # of the file: the tokenizer has one token per byte
 
 
@@ -22,14 +20,11 @@ def manual(tmp_path: Path) -> Path:
     return path
 
 
-def _wait_until_read(log: Path) -> None:
-    end_s = time.monotonic() + _DEADLINE_S
-    while not (log.exists() and "read ahead tokens=" in log.read_text()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+def _wait_until_read(chat: ChatScreen, log: Path) -> None:
+    chat.wait_for(lambda _: log.exists() and "read ahead tokens=" in log.read_text())
 
 
-def _num_computed(chat: PtyScreen) -> int:
+def _num_computed(chat: ChatScreen) -> int:
     chat.wait_for("first token")
     figures = re.search(r"cached ([\d,]+)/([\d,]+)", chat.text)
     assert figures is not None, chat.text
@@ -47,7 +42,7 @@ def test_a_file_given_by_f_is_read_once_the_model_is_loaded(
     chat = start_chat(*arguments, columns=100)
     chat.wait_for("Attached manual.txt").wait_for("reading weights")
     loaded.touch()
-    _wait_until_read(log)
+    _wait_until_read(chat, log)
 
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
 
@@ -77,7 +72,7 @@ def test_a_file_attached_by_a_command_is_read_without_another_key(
     log = tmp_path / "log"
     chat = start_chat("--log", str(log), columns=100)
     chat.enter(f"/file {manual}").wait_for("it goes with your next message")
-    _wait_until_read(log)
+    _wait_until_read(chat, log)
 
     assert _num_computed(chat.enter("How many?")) <= len("How many?") + 64 + BLOCK_SIZE
 

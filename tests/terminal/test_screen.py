@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.store import SessionStore
+from support.chat_screen import ChatScreen
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
+StartPty = Callable[..., PtyScreen]
 
 
 def _numbered(text: str) -> list[int]:
@@ -33,8 +35,8 @@ def _turns(sessions: Path) -> list[tuple[str, str]]:
     return [(turn.role.value, turn.text) for turn in conversation.turns()]
 
 
-def test_a_message_is_typed_sent_and_answered(start_chat: StartChat, tmp_path: Path) -> None:
-    chat = start_chat()
+def test_a_message_is_typed_sent_and_answered(start_pty: StartPty, tmp_path: Path) -> None:
+    chat = start_pty()
     chat.enter("hello there").wait_for("You said 'hello there' (0).").wait_for("tokens, ")
 
     assert "❯ hello there" in chat.text
@@ -111,8 +113,8 @@ def test_an_answer_is_stopped_and_what_there_is_of_it_kept(
     chat.enter("go on").wait_for("You said 'go on' (0).")
 
 
-def test_ctrl_c_at_any_moment_of_an_answer_never_ends_the_program(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_ctrl_c_at_any_moment_of_an_answer_never_ends_the_program(start_pty: StartPty) -> None:
+    chat = start_pty()
     for number in range(1, 7):
         chat.enter(f"slow {200 + number}").wait_for(_count_of("❯ slow", number))
         chat.wait_for(_lines_up_to(number - 1))
@@ -120,8 +122,8 @@ def test_ctrl_c_at_any_moment_of_an_answer_never_ends_the_program(start_chat: St
     chat.enter("still there").wait_for("You said 'still there' (0).")
 
 
-def test_resizing_while_an_answer_comes_loses_and_doubles_nothing(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_resizing_while_an_answer_comes_loses_and_doubles_nothing(start_pty: StartPty) -> None:
+    chat = start_pty()
     chat.enter("slow 45").wait_for("line-0002")
     for columns, rows in ((60, 24), (100, 24), (40, 30)):  # the emulator loses rows it takes away
         before = max(_numbered(chat.text), default=0)
@@ -140,8 +142,8 @@ def test_a_very_small_window_still_works(start_chat: StartChat) -> None:
     assert _numbered(chat.text) == list(range(30))
 
 
-def test_nothing_a_model_says_acts_on_the_terminal(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_nothing_a_model_says_acts_on_the_terminal(start_pty: StartPty) -> None:
+    chat = start_pty()
     before = len(chat.raw)
     chat.enter("evil").wait_for("end").wait_for("tokens, ")
 
@@ -155,8 +157,8 @@ def test_nothing_a_model_says_acts_on_the_terminal(start_chat: StartChat) -> Non
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", rest)
 
 
-def test_what_a_user_pastes_does_not_act_either(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_what_a_user_pastes_does_not_act_either(start_pty: StartPty) -> None:
+    chat = start_pty()
     chat.paste("a\x1b]0;mine\x07b \u202eabc\u202c\nsecond line").wait_for("second line")
     chat.type("\r").wait_for("You said")
 
@@ -214,8 +216,8 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
         chat.close()
 
 
-def test_nothing_moves_while_nothing_happens(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_nothing_moves_while_nothing_happens(start_pty: StartPty) -> None:
+    chat = start_pty()
     chat.enter("hello").wait_for("on device")
     chat.wait_until_quiet(1.0)
 
@@ -227,8 +229,8 @@ def test_a_long_prompt_shows_how_far_it_is_read_and_can_be_stopped(start_chat: S
     chat.enter("next").wait_for("You said 'next' (0).")
 
 
-def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_chat: StartChat) -> None:
-    chat = start_chat()
+def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_pty: StartPty) -> None:
+    chat = start_pty()
     chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens, ")
     chat.type("still typing").wait_for("❯ still typing")
 

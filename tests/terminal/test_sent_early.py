@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvchat.chat.store import SessionStore
+from support.chat_screen import ChatScreen
 from support.pty_screen import PtyScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
+StartPty = Callable[..., PtyScreen]
 
 
 def _saved_texts(sessions: Path) -> list[str]:
@@ -16,11 +18,11 @@ def _saved_texts(sessions: Path) -> list[str]:
 
 
 def test_a_message_is_saved_before_the_model_is_loaded(
-    start_chat: StartChat, tmp_path: Path
+    start_chat: StartChat, start_pty: StartPty, tmp_path: Path
 ) -> None:
     """It waited in memory: killed in that time, there was no conversation to continue."""
     never = tmp_path / "never"
-    chat = start_chat("--loading", str(never))
+    chat = start_pty("--loading", str(never))
     chat.wait_for("reading weights").enter("my name is Ada").wait_for("❯ my name is Ada")
     chat.wait_for("Esc stops").kill(signal.SIGKILL)
     chat.finish()
@@ -36,8 +38,7 @@ def test_a_message_typed_before_the_prompt_is_there_is_saved_too(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
     chat = start_chat("--loading", str(tmp_path / "never"))
-    chat.enter("typed ahead").wait_for("Esc stops").kill(signal.SIGKILL)
-    chat.finish()
+    chat.enter("typed ahead").wait_for("Esc stops").abandon()
 
     assert _saved_texts(tmp_path / "sessions") == ["typed ahead"]
 
@@ -105,8 +106,7 @@ def test_what_is_typed_ahead_of_an_answer_is_offered_after_a_kill(
     chat.enter("slow 3000").wait_for("line-0004")
     chat.enter("and then this").wait_for_shown("queued 1: and then this")
     chat.enter("and that").wait_for_shown("queued 2: and that")
-    chat.kill(signal.SIGKILL)
-    chat.finish()
+    chat.abandon()
 
     assert _saved_waiting(tmp_path / "sessions") == ("and then this", "and that")
     again = start_chat("--continue", columns=100)
@@ -142,8 +142,7 @@ def test_the_first_message_is_saved_while_tools_start(
     tools = ("--tools", str(tmp_path / "work"), "--late")
     chat = start_chat(*tools, str(tmp_path / "never"))
     chat.wait_for("starting MCP servers").enter("my name is Ada").wait_for("queued 1")
-    chat.kill(signal.SIGKILL)
-    chat.finish()
+    chat.abandon()
 
     assert _saved_waiting(tmp_path / "sessions") == ("my name is Ada",)
     started = tmp_path / "started"
@@ -166,24 +165,13 @@ def test_a_message_that_is_taken_back_leaves_no_conversation(
     assert not list((tmp_path / "sessions").glob("*.jsonl"))
 
 
-def test_plain_lines_show_what_was_not_sent(start_chat: StartChat) -> None:
-    chat = start_chat()
-    chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("queued 1")
-    chat.kill(signal.SIGKILL)
-    chat.finish()
-
-    again = start_chat("--plain", "--continue").wait_for("Not sent:")
-    again.wait_for(lambda text: "and then this" in text.partition("Not sent:")[2])
-
-
 def test_what_is_typed_ahead_of_an_answer_outlives_a_kill(
     start_chat: StartChat, tmp_path: Path
 ) -> None:
     history = tmp_path / "history"
     chat = start_chat("--history", str(history))
     chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("1 queued")
-    chat.kill(signal.SIGKILL)
-    chat.finish()
+    chat.abandon()
 
     again = start_chat("--history", str(history), "--continue")
     again.type("\x1b[A").wait_for_shown("❯ and then this")
@@ -200,17 +188,12 @@ def test_a_command_takes_the_place_of_a_message_that_cannot_be_saved(
     assert chat.finish() == 0
 
 
-def _kill(chat: PtyScreen) -> None:
-    chat.kill(signal.SIGKILL)
-    chat.finish()
-
-
 def test_what_waits_stays_with_its_conversation(start_chat: StartChat, tmp_path: Path) -> None:
     """It went over to the next one, and was offered in both."""
     chat = start_chat()
     chat.enter("slow 3000").wait_for("line-0004").enter("of the first").wait_for_shown("queued 1")
     chat.enter("of the first too").wait_for_shown("queued 2")
-    _kill(chat)
+    chat.abandon()
 
     again = start_chat("--continue").wait_for_shown("❯ of the first")
     again.enter("/new").wait_for("A new conversation.")
@@ -233,7 +216,7 @@ def test_a_refused_message_that_is_dropped_is_not_offered(
     chat.wait_for(lambda text: "line-" in text.partition("❯ slow 2999")[2])
     assert "can be attached." in " ".join(chat.text.split())
     assert _saved_waiting(tmp_path / "sessions") == ()
-    _kill(chat)
+    chat.abandon()
 
 
 def test_what_waits_behind_a_message_that_is_too_long_outlives_a_kill(
@@ -248,7 +231,7 @@ def test_what_waits_behind_a_message_that_is_too_long_outlives_a_kill(
     chat.enter("and this").wait_for_shown("queued 3")
     started.touch()
     chat.wait_for("the context holds 300").wait_for("line-0004")
-    _kill(chat)
+    chat.abandon()
     assert _saved_waiting(tmp_path / "sessions") == ("and this",)
 
 
@@ -256,26 +239,27 @@ def test_forgetting_keeps_what_waits(start_chat: StartChat, tmp_path: Path) -> N
     chat = start_chat()
     chat.enter("hello").wait_for("first token").enter("slow 3000").wait_for("line-0004")
     chat.enter("later").wait_for_shown("queued 1: later")
-    _kill(chat)
+    chat.abandon()
 
     again = start_chat("--continue").wait_for_shown("❯ later")
     again.enter("/forget last").wait_for("Forget the last").type("y").wait_for_shown("❯ yes")
     again.type("\r").wait_for("Forgotten: the last turn")
     again.wait_for_shown("❯ later")
-    _kill(again)
+    again.abandon()
     assert "slow 3000" not in _saved_texts(tmp_path / "sessions")
     assert _saved_waiting(tmp_path / "sessions") == ("later",)
 
 
 def test_plain_lines_show_what_was_not_sent_until_the_next_message(
-    start_chat: StartChat, tmp_path: Path
+    start_chat: StartChat, start_pty: StartPty, tmp_path: Path
 ) -> None:
     """Nothing can be dropped there: it was shown at the beginning of each later chat."""
     chat = start_chat()
     chat.enter("slow 3000").wait_for("line-0004").enter("and then this").wait_for("queued 1")
-    _kill(chat)
+    chat.abandon()
 
-    again = start_chat("--plain", "--continue").wait_for("Not sent:")
+    again = start_pty("--plain", "--continue").wait_for("Not sent:")
+    again.wait_for(lambda text: "and then this" in text.partition("Not sent:")[2])
     again.enter("something else").wait_for("You said 'something else' (0).").enter("/exit").finish()
     assert _saved_waiting(tmp_path / "sessions") == ()
 
@@ -289,8 +273,7 @@ def test_what_waits_behind_a_first_message_that_is_too_long_is_saved(
     chat.wait_for("reading weights").paste("x" * 33_000).enter("").wait_for("Esc stops")
     chat.enter("gated 60").wait_for("queued 1: gated 60").enter("third").wait_for("queued 2: third")
     loaded.touch()
-    chat.wait_for("word20").kill(signal.SIGKILL)
-    chat.finish()
+    chat.wait_for("word20").abandon()
 
     store = SessionStore(tmp_path / "sessions")
     [only] = store.ids()

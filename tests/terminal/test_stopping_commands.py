@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
 def test_esc_stops_a_pin_that_is_read(start_chat: StartChat, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_esc_stops_a_pin_that_waits_for_the_model(start_chat: StartChat, tmp_pat
 
 
 @pytest.fixture
-def loading(start_chat: StartChat, tmp_path: Path) -> tuple[PtyScreen, Path]:
+def loading(start_chat: StartChat, tmp_path: Path) -> tuple[ChatScreen, Path]:
     """A chat that loads another model, until the file is there."""
     loaded = tmp_path / "loaded"
     loaded.touch()
@@ -45,13 +45,13 @@ def loading(start_chat: StartChat, tmp_path: Path) -> tuple[PtyScreen, Path]:
     return chat.enter("/model another").wait_for("reading weights · Esc stops"), loaded
 
 
-def test_esc_stops_the_loading_of_another_model(loading: tuple[PtyScreen, Path]) -> None:
+def test_esc_stops_the_loading_of_another_model(loading: tuple[ChatScreen, Path]) -> None:
     chat, _ = loading
     chat.type("\x1b").wait_for("Stopped: scripted goes on.")
     chat.enter("again").wait_for("You said 'again' (0).")
 
 
-def test_a_load_that_was_stopped_shows_nothing_any_more(loading: tuple[PtyScreen, Path]) -> None:
+def test_a_load_that_was_stopped_shows_nothing_any_more(loading: tuple[ChatScreen, Path]) -> None:
     """It loaded on to the end of its step, and its stage stayed in the toolbar for good."""
     chat, loaded = loading
     chat.type("\x1b").wait_for("Stopped: scripted goes on.").wait_until_quiet(0.2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 from support.scripted_engine import write_tool_checkpoint
 
 READ = 'call read_file {"path": "a.txt"}'
@@ -17,13 +17,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chat(start_chat: Callable[..., PtyScreen], tmp_path: Path) -> PtyScreen:
+def chat(start_chat: Callable[..., ChatScreen], tmp_path: Path) -> ChatScreen:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("alpha\nbeta\n")
     return start_chat("--tools", str(tmp_path / "work"))
 
 
-def wait_for_answers(chat: PtyScreen, count: int) -> None:
+def wait_for_answers(chat: ChatScreen, count: int) -> None:
     """Wait until so many answers have ended: a command that comes before is kept waiting.
 
     A call and the answer to its result have a line of statistics each.
@@ -31,7 +31,7 @@ def wait_for_answers(chat: PtyScreen, count: int) -> None:
     chat.wait_for(lambda text: text.count("first token") >= count)
 
 
-def test_a_call_is_asked_for_run_and_answered(chat: PtyScreen) -> None:
+def test_a_call_is_asked_for_run_and_answered(chat: ChatScreen) -> None:
     chat.enter(READ)
     chat.wait_for('Run read_file(path="a.txt")?')
     assert "tool_call" not in chat.text
@@ -43,7 +43,7 @@ def test_a_call_is_asked_for_run_and_answered(chat: PtyScreen) -> None:
     chat.wait_for("alpha and 1 more line")
 
 
-def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen) -> None:
+def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: ChatScreen) -> None:
     chat.enter('call run_command {"command": "echo ran > b.txt"}')
     chat.wait_for("Run run_command")
 
@@ -57,7 +57,7 @@ def test_a_call_that_is_refused_is_not_run_and_the_model_is_told(chat: PtyScreen
 @pytest.mark.parametrize("columns", [80, 40])
 @pytest.mark.parametrize("words", ["ls", "echo one two three four five six seven && " * 3 + "ls"])
 def test_a_question_on_a_small_screen_shows_the_choice_that_enter_picks(
-    start_chat: Callable[..., PtyScreen], tmp_path: Path, rows: int, columns: int, words: str
+    start_chat: Callable[..., ChatScreen], tmp_path: Path, rows: int, columns: int, words: str
 ) -> None:
     """On four rows the question took all of them, and Enter picked a "yes" that was not seen."""
     chat = start_chat("--tools", str(tmp_path), rows=rows, columns=columns)
@@ -73,7 +73,7 @@ def test_a_question_on_a_small_screen_shows_the_choice_that_enter_picks(
     chat.type("never").wait_for_shown("❯ never").type("\r").wait_for("not run: run_command")
 
 
-def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: PtyScreen) -> None:
+def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: ChatScreen) -> None:
     """The question ended after 1,000 characters, with yes highlighted: the rest ran unseen."""
     chat.enter('call run_command {"command": "echo ' + "x" * 1200 + '; echo ran > b.txt"}')
 
@@ -83,7 +83,7 @@ def test_the_end_of_a_long_call_is_seen_before_it_is_allowed(chat: PtyScreen) ->
 
 
 def test_the_end_of_a_call_is_seen_on_a_small_screen(
-    start_chat: Callable[..., PtyScreen], tmp_path: Path
+    start_chat: Callable[..., ChatScreen], tmp_path: Path
 ) -> None:
     """Its length was counted in characters: at 40x12 wide ones filled the screen, and neither the
     end nor the choices were seen, of which Enter took yes.
@@ -96,7 +96,7 @@ def test_the_end_of_a_call_is_seen_on_a_small_screen(
     chat.type("no\r").wait_for("not run: run_command")
 
 
-def test_a_call_too_long_to_be_shown_is_not_allowed_by_enter(chat: PtyScreen) -> None:
+def test_a_call_too_long_to_be_shown_is_not_allowed_by_enter(chat: ChatScreen) -> None:
     chat.paste('call run_command {"command": "echo ' + "x" * 9000 + '; echo ran > b.txt"}')
     chat.type("\r").wait_for_shown("characters of it?")
 
@@ -105,7 +105,7 @@ def test_a_call_too_long_to_be_shown_is_not_allowed_by_enter(chat: PtyScreen) ->
     chat.wait_for("not run: run_command")
 
 
-def test_a_call_is_asked_for_with_what_a_terminal_does_not_show(chat: PtyScreen) -> None:
+def test_a_call_is_asked_for_with_what_a_terminal_does_not_show(chat: ChatScreen) -> None:
     """Marks that turn the direction of text, and spaces, were left out of the question."""
     chat.enter('call run_command {"command": "echo \u202ea"}')
     chat.wait_for('Run run_command(command="echo \\u202ea")?').type("no\r")
@@ -116,7 +116,7 @@ def test_a_call_is_asked_for_with_what_a_terminal_does_not_show(chat: PtyScreen)
     chat.wait_for('run_command(command="echo a   b")\n\nRun this call')
 
 
-def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: PtyScreen) -> None:
+def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: ChatScreen) -> None:
     """The question opened during typing, with yes highlighted, and the Enter ran the command."""
     chat.type('call run_command {"command": "echo ran > b.txt"}\rthen tell me')
     chat.wait_for("Run run_command").type("\r")
@@ -125,7 +125,7 @@ def test_enter_meant_for_a_half_typed_message_does_not_run_the_call(chat: PtyScr
     chat.wait_for_shown("then tell me")
 
 
-def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> None:
+def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: ChatScreen) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("always\r")
     wait_for_answers(chat, 2)
@@ -143,7 +143,7 @@ def test_a_tool_that_is_always_allowed_is_asked_for_once(chat: PtyScreen) -> Non
     chat.wait_for("not run: run_command")
 
 
-def test_a_command_that_is_always_allowed_is_listed(chat: PtyScreen) -> None:
+def test_a_command_that_is_always_allowed_is_listed(chat: ChatScreen) -> None:
     """The list said that run_command asks first, and nothing of the command that did not ask."""
     chat.enter('call run_command {"command": "true"}')
     chat.wait_for("Run run_command").type("always\r")
@@ -155,7 +155,7 @@ def test_a_command_that_is_always_allowed_is_listed(chat: PtyScreen) -> None:
     chat.enter("/tools").wait_for("run_command (asks first)")
 
 
-def test_escape_stops_a_command_and_gives_the_prompt_back(chat: PtyScreen) -> None:
+def test_escape_stops_a_command_and_gives_the_prompt_back(chat: ChatScreen) -> None:
     chat.enter('call run_command {"command": "sleep 1000"}')
     chat.wait_for("Run run_command").type("\r")
     chat.wait_for("running run_command")
@@ -167,7 +167,7 @@ def test_escape_stops_a_command_and_gives_the_prompt_back(chat: PtyScreen) -> No
     chat.wait_for("[stopped by the user]")
 
 
-def test_escape_at_the_question_runs_nothing(chat: PtyScreen) -> None:
+def test_escape_at_the_question_runs_nothing(chat: ChatScreen) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("\x1b")
 
@@ -176,7 +176,7 @@ def test_escape_at_the_question_runs_nothing(chat: PtyScreen) -> None:
 
 
 def test_calls_and_results_are_there_again_in_a_resumed_chat(
-    chat: PtyScreen, start_chat: Callable[..., PtyScreen], tmp_path: Path
+    chat: ChatScreen, start_chat: Callable[..., ChatScreen], tmp_path: Path
 ) -> None:
     chat.enter(READ)
     chat.wait_for("Run read_file").type("\r")
@@ -195,7 +195,7 @@ def test_calls_and_results_are_there_again_in_a_resumed_chat(
 
 
 def test_tools_are_offered_to_a_conversation_that_began_without(
-    start_chat: Callable[..., PtyScreen], tmp_path: Path
+    start_chat: Callable[..., ChatScreen], tmp_path: Path
 ) -> None:
     before = start_chat()
     before.enter("hello")
@@ -214,7 +214,7 @@ def test_tools_are_offered_to_a_conversation_that_began_without(
 
 
 def test_the_prompt_does_not_wait_for_tools_that_start_late(
-    start_chat: Callable[..., PtyScreen], tmp_path: Path
+    start_chat: Callable[..., ChatScreen], tmp_path: Path
 ) -> None:
     (tmp_path / "work").mkdir()
     started = tmp_path / "started"
@@ -237,7 +237,7 @@ def test_the_prompt_does_not_wait_for_tools_that_start_late(
 
 
 def test_tools_that_fill_the_context_are_named(
-    start_chat: Callable[..., PtyScreen], tmp_path: Path
+    start_chat: Callable[..., ChatScreen], tmp_path: Path
 ) -> None:
     """/compact and /new were named as the ways out, and neither helped."""
     chat = start_chat("--tools", str(tmp_path), "--context", "256")

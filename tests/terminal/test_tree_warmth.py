@@ -10,10 +10,10 @@ from kvchat.core.types import FinishReason
 from kvchat.terminal.history_view import tree_rows
 from kvchat.terminal.paint import Painter, RenderContext
 from kvchat.terminal.theme import Look
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 from support.saved_sessions import save_chat
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
 def test_every_turn_is_marked(start_chat: StartChat, tmp_path: Path) -> None:

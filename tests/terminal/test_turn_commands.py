@@ -5,9 +5,9 @@ from pathlib import Path
 
 from kvchat.chat.conversation import Role
 from kvchat.chat.store import SessionStore
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
 def _after(text: str, mark: str) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvchat.chat.store import SessionStore
-from support.pty_screen import PtyScreen
+from support.chat_screen import ChatScreen
 from support.saved_sessions import save_chat
 
-StartChat = Callable[..., PtyScreen]
+StartChat = Callable[..., ChatScreen]
 
 
-def _screen(chat: PtyScreen) -> list[str]:
+def _screen(chat: ChatScreen) -> list[str]:
     """The visible rows from the first command or message on, without the empty ones."""
     rows = [row for row in chat.shown.split("\n") if row and "/help" not in row]
     return [row for row in rows if not row.startswith("a model on this machine")]
@@ -145,7 +145,7 @@ NEARLY_FULL = {
 }
 
 
-def _whole(chat: PtyScreen) -> list[str]:
+def _whole(chat: ChatScreen) -> list[str]:
     return chat.shown.rstrip().split("\n")
 
 
