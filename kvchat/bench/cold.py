@@ -24,6 +24,7 @@ from kvchat.model.checkpoint.source import find_model
 _HISTORY = 3072
 _DEMO = "demo"
 _MESSAGE = "hi"
+_GO_ON = ("-c", "--last")  # the first process answers one prompt
 _COMPARED_TOKENS = 8
 # Sample lines from which the tokens per line are estimated.
 _SAMPLE_LINES = 32
@@ -75,11 +76,11 @@ class Chats:
         return self.ask(["--max-tokens", "1"], text)
 
     def go_on(self, max_tokens: int = 1) -> Answered:
-        return self.ask(["-c", "--max-tokens", str(max_tokens)], _MESSAGE)
+        return self.ask([*_GO_ON, "--max-tokens", str(max_tokens)], _MESSAGE)
 
     def compute_all(self, max_tokens: int) -> Answered:
         """Answer the message that `go_on` sends next, without the cache and without saving."""
-        arguments = ["-c", "--no-cache", "--incognito", "--max-tokens", str(max_tokens)]
+        arguments = [*_GO_ON, "--no-cache", "--incognito", "--max-tokens", str(max_tokens)]
         return self.ask(arguments, _MESSAGE)
 
     def begin_another(self) -> Answered:

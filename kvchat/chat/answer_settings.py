@@ -108,7 +108,7 @@ def describe(options: AskOptions) -> list[tuple[str, str]]:
 
 
 def _in_words(parameter: Parameter, options: AskOptions) -> str:
-    value = _value(parameter, options)
+    value = value_of(parameter, options)
     if value is None:
         return parameter.otherwise
     if parameter.name == "repetition_limit":
@@ -118,7 +118,8 @@ def _in_words(parameter: Parameter, options: AskOptions) -> str:
     return f"{value + 0.0:g}" if isinstance(value, float) else str(value)  # -0.0 is 0
 
 
-def _value(parameter: Parameter, options: AskOptions) -> Any:
+def value_of(parameter: Parameter, options: AskOptions) -> Any:
+    """Return the value that options have for a parameter of answers."""
     holder = options.sampling if parameter in SAMPLING else options
     return getattr(holder, "stops" if parameter.name == "stop" else parameter.name)
 
@@ -140,7 +141,7 @@ def _doubt(options: AskOptions, parameter: Parameter) -> str:
     if parameter.name not in USUAL:
         return ""
     least, most = USUAL[parameter.name]
-    if least <= _value(parameter, options) <= most:
+    if least <= value_of(parameter, options) <= most:
         return ""
     return f"outside the usual {least:g} to {most:g}: answers may be noise."
 

@@ -6,10 +6,11 @@ engine other than answers go through EngineQueries of `host.py`.
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvchat.chat import session_file
 from kvchat.chat.answer_settings import AskOptions
@@ -22,6 +23,7 @@ from kvchat.chat.attachment import (
 )
 from kvchat.chat.chat_model import readopt
 from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.conversation_settings import ConversationSettings
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
@@ -40,15 +42,16 @@ from kvchat.chat.why import (
     is_as_expected,
     reuse_of,
 )
-from kvchat.core.errors import KvchatError, SessionNotFound, StoreError, UsageError
+from kvchat.core.errors import KvchatError, StoreError, UsageError
 from kvchat.core.events import LoadEvent
 from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
-from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.local_models import model_lines
 
-# Starts loading a model by its name; load events go to the listener.
-NewHost = Callable[[str, Callable[[LoadEvent], None]], ChatHost]
+# Starts loading a model by its name; load events go to the listener. The last argument is what a
+# conversation with the model was saved with, None for the settings of this process.
+NewHost = Callable[[str, Callable[[LoadEvent], None], Mapping[str, Any] | None], ChatHost]
 
 
 class ChatController:
@@ -62,6 +65,8 @@ class ChatController:
     tools      the tools that new conversations offer to the model, None for none
     pins       the files of pins, which can be attached by the pin's name
     places     every place that has something of saved conversations, for deleting them
+    settings   what holds in every conversation: ConversationSettings explains the arguments
+    model_lines   returns a line for each model on this machine
     """
 
     def __init__(
@@ -77,14 +82,19 @@ class ChatController:
         tools: ToolSet | None = None,
         pins: PinFiles | None = None,
         places: SavedPlaces | None = None,
+        given: Mapping[str, Any] | None = None,
+        keeps_model: bool = False,
+        lines_of_models: Callable[[], list[str]] = model_lines,
     ) -> None:
+        self.model_lines = lines_of_models
         self.places = places if places is not None else SavedPlaces(host.store, kept)
         self.pins = pins if pins is not None else PinFiles(None)
         self.host = host
         self.engine = EngineQueries(host, kept)
         self.new_host = new_host
         self.place = Place(session)
-        self.options = options
+        self.settings = ConversationSettings(options, dict(given or {}), keeps_model)
+        self.options = self._options_in(session)
         self.system = system
         self.title = title
         self.attached = attached
@@ -132,6 +142,11 @@ class ChatController:
     def require_session(self) -> ChatSession:
         """Return the session; raises UsageError before the first message."""
         return self.place.require_session()
+
+    def _options_in(self, session: ChatSession | None) -> AskOptions:
+        """Return how answers are generated in a conversation that is opened."""
+        options = self.settings.options(session.conversation if session is not None else None)
+        return options.for_model(self.host.model.sampling_defaults)
 
     # Asking
 
@@ -197,6 +212,9 @@ class ChatController:
         session = self._ensure_session()
         if not len(session.conversation) and self._is_other(session.conversation.tools):
             session.set_tools(self.tools)  # it was begun before they had started
+        session.save_settings(
+            self.settings.to_save(session.conversation, self.options, self.host.settings)
+        )
         title = self._title_for(session, text)
         place, held = self.place.parent_id, self.held_results
         try:
@@ -252,23 +270,6 @@ class ChatController:
         elif self.session is not None:
             self._discard()
         return True
-
-    def keep_waiting_in(self, session_id: str, texts: Sequence[str]) -> None:
-        """Save the messages that wait in a conversation that is not open any more.
-
-        Without any, one in which nothing was said is removed. Raises StoreError.
-        """
-        if self.host.store is None:
-            return
-        with suppress(SessionNotFound):  # it was deleted
-            read, log = self.host.store.open(session_id)
-            try:
-                if texts or len(read.conversation):
-                    log.write(session_file.waiting_line(texts), durable=True)
-                else:
-                    log.discard()
-            finally:
-                log.close()
 
     def take_waiting(self) -> tuple[str, ...]:
         """Return, once, the messages that waited when the conversation was open before."""
@@ -457,10 +458,6 @@ class ChatController:
 
     # Conversations
 
-    def local_models(self) -> list[str]:
-        """Return one line per model on this machine: its name, size and place."""
-        return model_lines(local_models())
-
     def begin_new(self, title: str = "") -> str | None:
         """Close the conversation and drop attached files; the next message begins a new one.
 
@@ -485,8 +482,23 @@ class ChatController:
         if self.session is not None and self.session.session_id == session_id:
             return self.session
         session = self.host.open_session(session_id)
-        self._exchange(session)
+        self._enter(session)
         return session
+
+    def open_with(self, host: ChatHost, session_id: str) -> ChatHost:
+        """Open a saved conversation with another, loaded model; return the old host to close.
+
+        Raises SessionNotFound or StoreError, and changes nothing.
+        """
+        session, old = host.open_session(session_id), self.host
+        self._take(host)
+        self._enter(session)
+        return old
+
+    def _enter(self, session: ChatSession) -> None:
+        """Replace the open session by one that goes on with settings of its own."""
+        self._exchange(session)
+        self.options = replace(self._options_in(session), max_calls=self.options.max_calls)
 
     def fork(self, title: str = "") -> ChatSession:
         """Copy the conversation and make the copy the open one."""
@@ -529,7 +541,6 @@ class ChatController:
         model's defaults.
         """
         old, session = self.host, self.session
-        options = self.options.for_model(host.model.sampling_defaults)
         if session is not None:
             session.complete()
             session.close()
@@ -538,10 +549,13 @@ class ChatController:
             except KvchatError:
                 self.place = self.place.reopened(_reopened(old, session))
                 raise
-        self.host, self.options = host, options
+        self._take(host)
+        return old
+
+    def _take(self, host: ChatHost) -> None:
+        self.host, self.options = host, self.options.for_model(host.model.sampling_defaults)
         self.last = None  # its figures are the other model's
         self.engine.change_host(host)
-        return old
 
     def saving_problem(self) -> str | None:
         """Try again to save what is not saved; return None or a sentence on why it cannot be."""

@@ -7,6 +7,7 @@ path; changes to other branches do not affect it. This module does no I/O.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.text import one_line
@@ -88,7 +89,8 @@ class Conversation:
     Turns are removed only when the user asks to forget them. `tools` stand at the beginning of
     every context, as the system prompt does. `waiting` are messages that the user had typed ahead
     when the process that had the conversation open ended; they are no turns. `adopted` has the
-    turns whose ids of another tokenizer the file has too, with the tokenizer.
+    turns whose ids of another tokenizer the file has too, with the tokenizer. `settings` are the
+    values of parameters that the conversation goes on with, by their names; None if not known.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Conversation:
         self.title = ""
         self.waiting: tuple[str, ...] = ()
         self.adopted: set[tuple[int, str]] = set()
+        self.settings: dict[str, Any] | None = None
         self.tip_id = ROOT
         self._last_id = ROOT
         self._turns: dict[int, Turn] = {}

@@ -8,10 +8,10 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
@@ -52,6 +52,7 @@ class ChatHost:
     rebuild          builds another engine if one ends by itself, None where none can be built
     clock            returns seconds, to tell for how long the engine has given no sign of life
     began_s          since when the engine has computed KV, in seconds since the epoch; None is now
+    settings         what a conversation with this model is saved with, so that it runs so again
 
     places_at_opening   where the KV was of the conversation opened last, None if none was opened
 
@@ -68,8 +69,10 @@ class ChatHost:
         rebuild: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
         began_s: float | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
+        self.settings = dict(settings or {})
         self._prefetch_pages = prefetch_pages
         self.store = store
         self._on_load = on_load

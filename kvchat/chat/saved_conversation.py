@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 from kvchat.chat import session_file
 from kvchat.chat.chat_model import ChatModel, readopt
@@ -12,7 +13,7 @@ from kvchat.chat.store import SessionLog
 from kvchat.chat.thinking import Think
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, StoreError, UsageError
-from kvchat.core.paths import is_same_place
+from kvchat.core.paths import is_gone, is_same_place
 from kvchat.core.text import one_line
 from kvchat.core.types import FinishReason
 
@@ -48,6 +49,8 @@ class SavedConversation:
         # The name in the file; another name of the same model takes its place too.
         self._has_other_name = answered_by not in ("", model.name)
         is_taken_over = self._has_other_name and not is_same_place(answered_by, model.name)
+        if is_gone(answered_by):  # moved, or deleted: no name that the user could go on with
+            is_taken_over = False
         digest = model.tokenizer.digest
         is_odd = any(t.tokenizer == digest and model.is_stranger(t) for t in conversation.turns())
         readopt(conversation, model)
@@ -310,6 +313,12 @@ class SavedConversation:
         if self._has_other_name:
             self.save(session_file.model_line(self.model.name))
             self._has_other_name = False
+
+    def save_settings(self, settings: dict[str, Any]) -> None:
+        """Save the settings that the conversation goes on with, if they have changed."""
+        if settings != self.conversation.settings:
+            self.conversation.settings = settings
+            self.save(session_file.settings_line(settings))
 
     def _save_adopted(self, turn_id: int) -> None:
         """Save the ids of other models' turns that are about to be fed, once for each tokenizer."""

@@ -6,7 +6,7 @@ Writes a conversation's lines and reads them back, also after an incomplete last
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,10 +25,12 @@ _OPENING = b'{"type":"'
 _KINDS = frozenset(
     (
         *(b"turn", b"more", b"end", b"tip", b"title", b"system", b"tools", b"model", b"waiting"),
-        b"adopted",
+        *(b"adopted", b"settings"),
     )
 )
 _ANSWER = b'"role":"assistant"'
+# The most turns of a conversation that a script began and nothing has gone on with.
+_ONE_SHOT_TURNS = 2
 # The beginning of a turn's line, a key that only the turns of a summary have, and a tip's line.
 # `int` raises ValueError for thousands of digits: a longer number is for the parser of JSON.
 _NUMBER = rb"(\d{1,18})"
@@ -60,11 +62,14 @@ class Summary:
     """A session's entry in a list: its title or first words, and its number of turns.
 
     A turn is here a message of the user on the path to the tip, with its answer if it has one.
+    `model` and `is_one_shot` are as in ReadSession.
     """
 
     label: str
     num_turns: int
     has_answer: bool
+    model: str = ""
+    is_one_shot: bool = False
 
 
 def header_line(conversation: Conversation, model: str, is_one_shot: bool = False) -> str:
@@ -153,6 +158,11 @@ def model_line(name: str) -> str:
     return _line({"type": "model", "name": name})
 
 
+def settings_line(settings: Mapping[str, Any]) -> str:
+    """Return the line that says with which values of parameters the conversation goes on."""
+    return _line({"type": "settings", "values": dict(settings)})
+
+
 def tip_line(turn_id: int) -> str:
     """Return the line that moves the tip."""
     return _line({"type": "tip", "id": turn_id})
@@ -198,7 +208,8 @@ def read_session(data: bytes, name: str) -> ReadSession:
     notes = [_damage(damaged, name)] if damaged else []
     if torn:
         notes.append(f"The last line of {name} was torn and was dropped.")
-    is_one_shot = header is not None and header.get("one_shot") is True and len(conversation) <= 2
+    is_one_shot = header is not None and header.get("one_shot") is True
+    is_one_shot = is_one_shot and len(conversation) <= _ONE_SHOT_TURNS
     return ReadSession(conversation, model, tuple(notes), is_one_shot)
 
 
@@ -218,34 +229,36 @@ def read_summary(data: bytes, name: str) -> Summary:
     parsed: ten times as fast. If a line begins otherwise, the whole file is parsed.
     """
     lines = data.split(b"\n")[:-1]
-    first_turn = title = waiting = b""
-    path, has_answer = _PathCount(), False
+    first_turn = title = waiting = model = b""
+    path, has_answer, num_lines = _PathCount(), False, 0
     for line in lines[1:]:
         kind = line[len(_OPENING) : line.find(b'"', len(_OPENING))]
         if kind not in _KINDS or not line.startswith(_OPENING) or not line.endswith(b"}"):
-            return _whole_summary(read_session(data, name).conversation)
+            return _whole_summary(read_session(data, name))
         if not path.take(kind, line):
-            return _whole_summary(read_session(data, name).conversation)
+            return _whole_summary(read_session(data, name))
         if kind == b"turn":
             first_turn = first_turn or line
+            num_lines += 1
             has_answer = has_answer or _ANSWER in line
         elif kind == b"title":
             title = line
         elif kind == b"waiting":
             waiting = line
+        elif kind == b"model":
+            model = line
     # Parse only these lines, as if they were a whole file.
-    few = b"".join(line + b"\n" for line in (*lines[:1], first_turn or waiting, title) if line)
-    return replace(
-        _whole_summary(read_session(few, name).conversation),
-        num_turns=path.num_turns,
-        has_answer=has_answer,
-    )
+    wanted = (*lines[:1], first_turn or waiting, title, model)
+    few = _whole_summary(read_session(b"".join(line + b"\n" for line in wanted if line), name))
+    is_one_shot = few.is_one_shot and num_lines <= _ONE_SHOT_TURNS
+    return replace(few, num_turns=path.num_turns, has_answer=has_answer, is_one_shot=is_one_shot)
 
 
-def _whole_summary(conversation: Conversation) -> Summary:
+def _whole_summary(read: ReadSession) -> Summary:
+    conversation = read.conversation
     has_answer = any(turn.role is Role.ASSISTANT for turn in conversation.turns())
     num_turns = sum(turn.is_message for turn in conversation.path())
-    return Summary(conversation.label, num_turns, has_answer)
+    return Summary(conversation.label, num_turns, has_answer, read.model, read.is_one_shot)
 
 
 class _PathCount:
@@ -402,6 +415,8 @@ def _apply(conversation: Conversation, event: dict[str, Any]) -> None:
         conversation.tools = _tools(event)
     elif kind == "waiting":
         conversation.waiting = _texts(event)
+    elif kind == "settings":
+        conversation.settings = {str(name): value for name, value in dict(event["values"]).items()}
     elif kind == "adopted":
         conversation.adopted.add((_number(event["id"]), str(event["tokenizer"])))
     elif kind == "damaged":

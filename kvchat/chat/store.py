@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -44,7 +44,7 @@ _SESSION_ID = re.compile(r"^[0-9]{8}-[0-9]{6}-[0-9a-f]{4}$")
 class SessionSummary:
     """One line of a list of sessions. `is_readable` is false for a file that cannot be read.
 
-    `modified_s` is in seconds since the epoch.
+    `modified_s` is in seconds since the epoch, `model` the name of the model that answered last.
     """
 
     session_id: str
@@ -52,6 +52,7 @@ class SessionSummary:
     num_turns: int
     modified_s: float
     is_readable: bool = True
+    model: str = ""
 
 
 class SessionLog:
@@ -296,15 +297,28 @@ class SessionStore:
         changed_ns = {p.stem: _modified_ns(p) for p in paths if _SESSION_ID.match(p.stem)}
         return sorted(changed_ns, key=lambda session_id: -changed_ns[session_id])
 
-    def latest(self) -> str:
+    def latest(self, takes_one_shots: bool = False) -> str:
         """Return the id of the session changed last; raises SessionNotFound if there is none.
 
-        Skips a session all of whose messages were refused as too long.
+        Skips a session all of whose messages were refused as too long, and one that a script began
+        and nothing has gone on with, unless it `takes_one_shots`.
         """
         ids = self.ids()
         if not ids:
             raise SessionNotFound("There is no saved conversation yet.", "Start one with `kvchat`.")
+        if not takes_one_shots:
+            ids = [session_id for session_id in ids if not self._is_one_shot(session_id)]
+        if not ids:
+            raise SessionNotFound(
+                "There are only answers to single prompts yet.",
+                "`kvchat -c --last` goes on with the last of them.",
+            )
         return next((session_id for session_id in ids if self._can_go_on(session_id)), ids[0])
+
+    def _is_one_shot(self, session_id: str) -> bool:
+        with suppress(StoreError, SessionNotFound):
+            return self._read_summary(session_id).is_one_shot
+        return False
 
     def _can_go_on(self, session_id: str) -> bool:
         try:
@@ -321,6 +335,21 @@ class SessionStore:
         log.write(session_file.title_line(title), durable=True)
         if (problem := log.close()) is not None:
             raise StoreError(problem)
+
+    def keep_waiting(self, session_id: str, texts: Sequence[str]) -> None:
+        """Save the messages that wait to be sent in a conversation that is not open here.
+
+        Without any, one in which nothing was said is removed. Raises StoreError.
+        """
+        with suppress(SessionNotFound):  # it was deleted
+            read, log = self.open(session_id)
+            try:
+                if texts or len(read.conversation):
+                    log.write(session_file.waiting_line(texts), durable=True)
+                else:
+                    log.discard()
+            finally:
+                log.close()
 
     def find(self, text: str, anywhere: bool = False) -> str:
         """Return the session id that `text` names: an id, a title, or the beginning of one.
@@ -392,7 +421,7 @@ class SessionStore:
             read = self._read_summary(session_id)
         except (StoreError, SessionNotFound):
             return SessionSummary(session_id, "(cannot be read)", 0, modified_s, False)
-        return SessionSummary(session_id, read.label, read.num_turns, modified_s)
+        return SessionSummary(session_id, read.label, read.num_turns, modified_s, model=read.model)
 
     def _read_summary(self, session_id: str) -> session_file.Summary:
         return session_file.read_summary(self.read_bytes(session_id), f"{session_id}{_SUFFIX}")

@@ -94,6 +94,7 @@ def chat(
         prompt=given["prompt"],
         files=tuple(map(Path, given["file"])),
         is_continued=given["continue_"],
+        takes_one_shots=given["last"],
         resume=given["resume"],
         is_forked=given["fork"],
         title=given["title"],

@@ -4,17 +4,17 @@ torch is imported only on the engine's thread.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.settings import Settings
+from kvchat.cli.settings import NO_ENDPOINT, Settings
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.parameters import OF_ANSWERS
-from kvchat.core.paths import user_path
+from kvchat.core.paths import is_gone, user_path
 from kvchat.core.types import NO_MEMORY
 from kvchat_kernels.cpu.object_cache import save_nothing
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from kvchat.engine.engine import Engine
     from kvchat.model.checkpoint.source import ModelSource
     from kvchat.tools.toolbox import Toolbox
-
-
-NO_ENDPOINT = "none"
 
 
 def user_paths() -> Paths:
@@ -106,14 +103,46 @@ def history_path() -> Path:
     return user_paths().state / "history"
 
 
-def ask_options(settings: Settings, model_defaults: dict[str, float], samples: int) -> "AskOptions":
-    """Return how answers are generated."""
+def with_model_of(settings: Settings, model: str, saved: Mapping[str, Any] | None) -> Settings:
+    """Return the settings with which a conversation goes on; `Settings.in_conversation` explains.
+
+    A model whose file was moved is looked for. Raises ModelError if it is gone.
+    """
+    settings = settings.in_conversation(model, saved)
+    name = settings["model"]
+    is_here = has_endpoint(settings) or settings.names_model or name != model
+    if is_here or not is_gone(name):
+        return settings
+    from kvchat.model.checkpoint.used_models import UsedModels
+
+    if (path := UsedModels(_memory(settings)).moved_to(name)) is None:
+        raise ModelError(
+            f"The model of this conversation is not at {name} any more.",
+            "Name where it is, or another one: -m FILE",
+        )
+    return settings.with_model(path)
+
+
+def lines_of_models(settings: Settings) -> list[str]:
+    """Return a line for each model on this machine, the last used first."""
+    from kvchat.model.checkpoint.local_models import model_lines
+    from kvchat.model.checkpoint.used_models import UsedModels
+
+    return model_lines(UsedModels(_memory(settings)).read())
+
+
+def ask_options(
+    settings: Settings, samples: int = 1, leaves_out: Container[str] = ()
+) -> "AskOptions":
+    """Return how answers are generated, before a model's own defaults.
+
+    leaves_out   names of settings that keep their own defaults
+    """
     from kvchat.chat.answer_settings import AskOptions, with_values
 
-    chosen = {p.name: value for p in OF_ANSWERS if (value := settings[p.name]) is not None}
-    return with_values(AskOptions(num_samples=samples, chosen=frozenset()), chosen).for_model(
-        model_defaults
-    )
+    names = [parameter.name for parameter in OF_ANSWERS if parameter.name not in leaves_out]
+    chosen = {name: settings[name] for name in names if settings[name] is not None}
+    return with_values(AskOptions(num_samples=samples, chosen=frozenset()), chosen)
 
 
 def open_toolbox(settings: Settings) -> "Toolbox | None":
@@ -158,7 +187,7 @@ def open_host(
     store = None if settings["incognito"] else session_store(settings)
     build, ahead = _build(settings, source, _draft(settings, source)), _prefetch_pages(settings)
     model = read_chat_model(source, limit_s=settings["timeout"], child=child)
-    return ChatHost(model, build, store, on_load, ahead)
+    return ChatHost(model, build, store, on_load, ahead, settings=settings.of_model(name))
 
 
 def _remote_host(
@@ -269,6 +298,7 @@ def _build(
         with without_collection():
             import_transformers()
             from kvchat.engine.assembly import build_speculating_engine
+            from kvchat.model.checkpoint.used_models import UsedModels
 
         assembled = build_speculating_engine(
             source,
@@ -280,6 +310,7 @@ def _build(
             memory,
             progress,
         )
+        UsedModels(memory).note(source)
         return assembled.engine, assembled.ready
 
     return build

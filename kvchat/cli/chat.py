@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +16,24 @@ from kvchat.cli.build import (
     ask_options,
     has_endpoint,
     history_path,
+    lines_of_models,
     open_host,
     open_toolbox,
     saved_places,
     session_store,
     store_admin,
     user_paths,
+    with_model_of,
 )
 from kvchat.cli.log_file import close_log
-from kvchat.cli.settings import Settings, resolve
-from kvchat.core.errors import UsageError
-from kvchat.core.paths import from_anywhere, require_working_directory
-from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
+from kvchat.cli.settings import Settings, name_to_keep, resolve
+from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.parameters import OF_ANSWERS
+from kvchat.core.paths import require_working_directory
 from kvchat.model.hf.lean_import import load_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.chat.controller import ChatController
@@ -56,6 +59,7 @@ class ChatRequest:
     prompt: str | None = None
     files: tuple[Path, ...] = ()
     is_continued: bool = False
+    takes_one_shots: bool = False
     resume: str | None = None
     is_forked: bool = False
     title: str = ""
@@ -67,6 +71,8 @@ class ChatRequest:
     def __post_init__(self) -> None:
         if self.is_continued and self.resume is not None:
             raise UsageError("--continue and --resume exclude each other.")
+        if self.takes_one_shots and not self.is_continued:
+            raise UsageError("--last needs --continue.")
         if self.is_forked and not self.resumes:
             raise UsageError("--fork needs --continue or --resume.")
         if self.is_forked and self.picks:
@@ -134,11 +140,6 @@ def _load_library() -> None:
     load_library()
 
 
-def name_to_keep(model: str) -> str:
-    """Return a model's name as a conversation keeps it: it must hold in other directories too."""
-    return model if model in (DEMO, DEMO_DRAFT) else from_anywhere(model)
-
-
 def _is_terminal(stream: Any) -> bool:
     return stream is not None and not stream.closed and stream.isatty()
 
@@ -148,7 +149,23 @@ def _session_id(settings: Settings, request: ChatRequest) -> str | None:
     if not request.resumes or request.picks:
         return None
     store = session_store(settings)
-    return store.latest() if request.resume is None else store.find(request.resume, anywhere=True)
+    if request.resume is None:
+        return store.latest(request.takes_one_shots)
+    return store.find(request.resume, anywhere=True)
+
+
+def _settings_of(settings: Settings, session_id: str | None) -> Settings:
+    """Return the settings with which a conversation goes on.
+
+    One that cannot be read, which opening it says, has those of this process.
+    """
+    if session_id is None:
+        return settings
+    try:
+        read = session_store(settings).read(session_id)
+    except KvchatError:
+        return settings
+    return with_model_of(settings, read.model, read.conversation.settings)
 
 
 def _open_session(
@@ -169,12 +186,13 @@ def _open_controller(
     tell: "Callable[[str], None]",
     child: "RenderingChild",
     is_script: bool = False,
-) -> "tuple[ChatController, Toolbox | None]":
+) -> "tuple[ChatController, Toolbox | None, Settings]":
     """Read attached files, start loading the model, and open the conversation, if one is named.
 
     `tell` is told which pinned files have changed. Errors are raised in this order, the cheapest
     check first. `child` renders the chat template. A conversation that a script begins counts as
-    one-shot: it will probably not be continued.
+    one-shot: it will probably not be continued. The settings that are returned are those of the
+    conversation.
     """
     from kvchat.chat.attachment import PinFiles
     from kvchat.chat.controller import ChatController
@@ -185,15 +203,17 @@ def _open_controller(
     for note in (note for _, note in found if note):
         tell(note)
     session_id = _session_id(settings, request)
+    own, settings = settings, _settings_of(settings, session_id)
     host = open_host(settings, on_load, child=child)
     toolbox = _toolbox_for(host, settings)
     if toolbox is not None and is_script:
         toolbox.complete()
     session = _open_session(host, settings, request, session_id)
-    options = ask_options(settings, host.model.sampling_defaults, request.num_samples)
+    given = {p.name: settings[p.name] for p in OF_ANSWERS if settings.is_flag(p.name)}
+    options = ask_options(settings, request.num_samples, leaves_out=given)
     controller = ChatController(
         host,
-        lambda name, hear: open_host(settings, hear, name_to_keep(name)),
+        partial(_new_host, own),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
         settings["system"],
@@ -203,10 +223,25 @@ def _open_controller(
         toolbox.definitions if toolbox is not None else None,
         pins,
         saved_places(settings),
+        given,
+        own.names_model,
+        partial(lines_of_models, own),
     )
     if request.is_forked:
         controller.place.copied_from = session_id
-    return controller, toolbox
+    return controller, toolbox, settings
+
+
+def _new_host(
+    settings: Settings,
+    name: str,
+    hear: "Callable[[LoadEvent], None]",
+    saved: "Mapping[str, Any] | None",
+) -> "ChatHost":
+    """Start loading another model, as a conversation with it was `saved` if that is given."""
+    if saved is None:
+        return open_host(settings, hear, name_to_keep(name))
+    return open_host(with_model_of(settings, name, saved), hear)
 
 
 def _kept_kv(settings: Settings, host: "ChatHost") -> "StoreAdmin | None":
@@ -261,7 +296,7 @@ def _run_script(
     from kvchat.cli.script import ScriptSetup
 
     loading = LoadingLine(sys.stderr, settings["quiet"])
-    controller, toolbox = _open_controller(
+    controller, toolbox, settings = _open_controller(
         settings, request, loading.show, notices.tell, child, is_script=True
     )
     look = _stderr_look()
@@ -385,7 +420,9 @@ def _chat_interactively(settings: Settings, request: ChatRequest, child: "Render
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 
     relay, notices = LoadRelay(), Notices(settings["quiet"])
-    controller, toolbox = _open_controller(settings, request, relay.hear, notices.tell, child)
+    controller, toolbox, settings = _open_controller(
+        settings, request, relay.hear, notices.tell, child
+    )
     setup = ReplSetup(
         controller=controller,
         toolbox=toolbox,

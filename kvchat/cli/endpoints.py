@@ -116,7 +116,8 @@ def open_remote_host(
         from kvchat.chat.message_model import message_model
 
         model = message_model(server.model or server.kind, server.max_context)
-    return ChatHost(model, _build(server, spell), store, on_load)
+    of_model = settings.of_model(model.name)
+    return ChatHost(model, _build(server, spell), store, on_load, settings=of_model)
 
 
 def open_attached_host(
@@ -153,7 +154,10 @@ def open_attached_host(
 
     build = _build(server, spell, running.has_ended)
     began_s = running.began_s
-    return ChatHost(model, build, store, on_load, rebuild=rebuild, began_s=began_s)
+    of_model = settings.of_model(model.name)
+    return ChatHost(
+        model, build, store, on_load, rebuild=rebuild, began_s=began_s, settings=of_model
+    )
 
 
 def _answering_server(address: "Address", limit_s: float | None = None) -> "Server":

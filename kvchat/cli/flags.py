@@ -42,7 +42,8 @@ CHAT_FLAGS = (
         Group.CONVERSATION,
         new_text("prompt", "answer this and leave", short="-p"),
         new_texts("file", "attach a text file or a pin (repeat)", unit="PATH", short="-f"),
-        _switch("continue_", "go on with the last conversation", short="-c"),
+        _switch("continue_", "go on with the last conversation and its model", short="-c"),
+        _switch("last", "with -c: the answer to a single prompt too"),
         new_text(
             "resume",
             "go on with this conversation: an id or a title; alone: choose one",

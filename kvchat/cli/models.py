@@ -16,13 +16,14 @@ from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.parameters import FEWER_BITS
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import format_bytes, sanitize
-from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.local_models import model_lines
 from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
+from kvchat.model.checkpoint.used_models import UsedModels
 
 
 def list_models() -> None:
     """Print every model on this machine with its size, one a line."""
-    for line in model_lines(local_models()):
+    for line in model_lines(UsedModels(state_memory()).read()):
         _print(line)
 
 

@@ -101,7 +101,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     path = answers_path(settings) if is_kept else None
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path), _new_stabiliser(host, path, request.stabilises))
-    options = ask_options(settings, host.model.sampling_defaults, 1)
+    options = ask_options(settings).for_model(host.model.sampling_defaults)
     name = host.model.name
     return Service(
         host,

@@ -20,6 +20,7 @@ from kvchat.core.errors import UsageError
 from kvchat.core.stats import Cost
 from kvchat.core.text import one_line, sanitize, shown
 from kvchat.terminal import warmth
+from kvchat.terminal.status import model_label
 from kvchat.terminal.wrap import columns_of, has_room, one_row
 
 _HANGING = 4
@@ -55,6 +56,7 @@ def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
                 "title": summary.title,
                 "turns": summary.num_turns,
                 "modified": summary.modified_s,
+                "model": summary.model,
                 "next_message": _object(costs.get(summary.session_id)),
             }
             _print(json.dumps(line))
@@ -65,12 +67,14 @@ def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
 
 
 def _entry(summary: SessionSummary, cost: Cost | None) -> tuple[str, str, str]:
-    """Return a conversation's id, time and size; its title; what its next message costs."""
+    """Return a conversation's id, time and size; its title; its model and next message's cost."""
     when = f"{datetime.fromtimestamp(summary.modified_s):%Y-%m-%d %H:%M}"
     unit = "turn " if summary.num_turns == 1 else "turns"
     is_empty = not summary.title and not summary.num_turns
     title = "(no message)" if is_empty else one_line(summary.title)
-    warm = f"({warmth.for_list(cost)})" if cost is not None else ""
+    notes = [model_label(summary.model)] if summary.model else []
+    notes += [warmth.for_list(cost)] if cost is not None else []
+    warm = f"({', '.join(notes)})" if notes else ""
     return f"{summary.session_id}  {when}  {summary.num_turns:>3} {unit}", title, warm
 
 

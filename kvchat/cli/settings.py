@@ -6,6 +6,7 @@ Precedence: flags, `KVCHAT_*` environment, config.toml, defaults.
 import difflib
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.parameters import BY_NAME, PARAMETERS, Parameter
-from kvchat.core.paths import read_bounded
+from kvchat.core.paths import from_anywhere, read_bounded
 from kvchat.core.text import Size, encoding_of, one_line, parse_size, shown
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
@@ -32,6 +33,12 @@ ENDPOINTS = "endpoints"
 API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
 # Variables that are no settings, so no file sets them: docs/environment.md.
 OTHER_VARIABLES = (CPU_VARIABLE, KERNEL_CACHE_VARIABLE, ROUNDING_VARIABLE)
+# The value of `endpoint` for no server at all, and values of `draft` that are no models.
+NO_ENDPOINT, NO_DRAFT, NGRAM = "none", "none", "ngram"
+# What belongs to a model, and how it was asked to run: the first is saved with every conversation.
+_OF_MODEL = ("endpoint", "adapter", "draft")
+_RUNS_AS = ("spec", "dtype", "weights", "kv_dtype", "max_context")
+_CONVERSATION = "the conversation"
 _MAX_CONFIG_BYTES = 1 << 20
 _MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
@@ -50,6 +57,58 @@ class Settings:
     def with_model(self, name: str) -> "Settings":
         """Return the settings with another spelling of the model's name."""
         return Settings({**self.values, "model": name}, self.origins)
+
+    def is_flag(self, name: str) -> bool:
+        """Whether the value is of a flag."""
+        return self.origins.get(name) == BY_NAME[name].flag
+
+    @property
+    def names_model(self) -> bool:
+        """Whether a flag names the model, or the server that has it."""
+        return self.is_flag("model") or self.is_flag("endpoint")
+
+    def of_model(self, model: str) -> dict[str, Any]:
+        """Return how a model runs, as a conversation with it is saved: values for JSON by names."""
+        values = {name: self[name] for name in _OF_MODEL if self[name] is not None}
+        if model != self["model"]:
+            values.pop("adapter", None)
+        if values.get("endpoint") == NO_ENDPOINT:
+            del values["endpoint"]
+        for name in values.keys() & {"adapter", "draft"}:
+            if values[name] not in (NO_DRAFT, NGRAM):
+                values[name] = name_to_keep(values[name])
+        chosen = {name: self[name] for name in _RUNS_AS if self._is_chosen(name)}
+        return {**values, **chosen}
+
+    def _is_chosen(self, name: str) -> bool:
+        return self.is_flag(name) or self.origins.get(name) == _CONVERSATION
+
+    def in_conversation(self, model: str, saved: Mapping[str, Any] | None) -> "Settings":
+        """Return the settings with which a saved conversation goes on, but for what flags say.
+
+        model   the model that answered last
+        saved   what the conversation was saved with, by names; None if an earlier version saved it
+
+        A flag that names a model or a server leaves nothing of the conversation's model.
+        """
+        if not model or self.names_model:
+            return self
+        taken: dict[str, Any] = {"model": model}
+        if saved is not None:
+            taken |= {name: saved.get(name) for name in _OF_MODEL}
+            taken |= {name: saved[name] for name in _RUNS_AS if name in saved}
+            if taken["endpoint"] is None and self["endpoint"] is not None:
+                taken["endpoint"] = NO_ENDPOINT
+        elif model != self["model"]:
+            taken |= {"adapter": None, "draft": None}
+        values, origins = dict(self.values), dict(self.origins)
+        for name, value in taken.items():
+            if self.is_flag(name):
+                continue
+            with suppress(UsageError):  # a file that was changed by hand
+                whole = BY_NAME[name].checked(value, name) if value is not None else None
+                values[name], origins[name] = whole, _CONVERSATION
+        return Settings(values, origins)
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(
@@ -77,19 +136,24 @@ class Settings:
         is_wanted = self["spec"]
         if is_wanted is None:
             is_wanted = draft is not None or model_name == DEMO
-        if not is_wanted or draft == "none":
+        if not is_wanted or draft == NO_DRAFT:
             return SpeculationConfig("off")
-        return SpeculationConfig("ngram" if draft == "ngram" else "auto")
+        return SpeculationConfig("ngram" if draft == NGRAM else "auto")
 
     def draft_name(self, model_name: str) -> str | None:
         """Return the name of the draft model for `model_name`; None for none."""
-        if self["spec"] is False or self["draft"] in ("none", "ngram"):
+        if self["spec"] is False or self["draft"] in (NO_DRAFT, NGRAM):
             return None
         return self["draft"] or (DEMO_DRAFT if model_name == DEMO else None)
 
     def _size(self, name: str) -> Size | None:
         text = self[name]
         return parse_size(text, BY_NAME[name].flag) if text is not None else None
+
+
+def name_to_keep(model: str) -> str:
+    """Return a model's name as a conversation keeps it: it must hold in other directories too."""
+    return model if model in (DEMO, DEMO_DRAFT) else from_anywhere(model)
 
 
 def resolve(

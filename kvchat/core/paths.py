@@ -66,6 +66,11 @@ def is_same_place(one: str, other: str) -> bool:
     return False
 
 
+def is_gone(name: str) -> bool:
+    """Whether a name is a whole path at which nothing is."""
+    return os.path.isabs(name) and not os.path.lexists(name)
+
+
 def settle_home(environment: MutableMapping[str, str]) -> None:
     """Set HOME to a directory, if it names none: libraries and child processes read it too.
 

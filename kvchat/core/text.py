@@ -202,6 +202,18 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."
 
 
+def format_age(seconds: float) -> str:
+    """Return a phrase for a time this many seconds ago."""
+    minutes = int(max(0.0, seconds)) // 60
+    if minutes < 1:
+        return "just now"
+    if minutes < 60:
+        return f"{minutes} min ago"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h ago"
+    return f"{minutes // (24 * 60)} days ago"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Return a size for display: three or four digits and a binary unit."""
     value, unit = float(num_bytes), "B"

@@ -8,18 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvchat.chat import documents
+from kvchat.chat.controller import ChatController
 from kvchat.chat.documents import import_file
+from kvchat.chat.host import ChatHost, close_host
 from kvchat.chat.keeping import delete_conversation
 from kvchat.chat.saved_chats import SavedChat, read_chats
 from kvchat.chat.store import SessionStore, SessionSummary
-from kvchat.core.errors import ExitCode, KvchatError, SessionNotFound, StoreError, UsageError
-from kvchat.core.paths import user_path
-from kvchat.core.text import one_line, whole_number
+from kvchat.core.errors import (
+    ExitCode,
+    KvchatError,
+    ModelError,
+    SessionNotFound,
+    StoreError,
+    UsageError,
+)
+from kvchat.core.paths import is_same_place, user_path
+from kvchat.core.text import format_age, one_line, whole_number
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.commands_engine import load_host, say_model
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.pickers import SEPARATOR
-from kvchat.terminal.status import plural
+from kvchat.terminal.status import model_label, plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
 
@@ -155,27 +165,17 @@ class SessionPicker:
 
 def _choice(chat: SavedChat, hides_one_shots: bool, is_open_elsewhere: bool) -> Choice:
     age = format_age(time.time() - chat.summary.modified_s)
-    is_open = f"open elsewhere{SEPARATOR}" if is_open_elsewhere else ""
+    details = [*(["open elsewhere"] if is_open_elsewhere else []), age]
+    details += [plural(chat.summary.num_turns, "turn")]
+    details += [model_label(chat.model)] if chat.model else []
     return Choice(
         chat.label,
-        f"{is_open}{age}{SEPARATOR}{plural(chat.summary.num_turns, 'turn')}",
+        SEPARATOR.join(details),
         name=one_line(chat.summary.title),
         preview=chat.preview,
         searched=chat.text,
         is_hidden=chat.is_one_shot and hides_one_shots,
     )
-
-
-def format_age(seconds: float) -> str:
-    """Return a phrase for a time this many seconds ago."""
-    minutes = int(max(0.0, seconds)) // 60
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h ago"
-    return f"{minutes // (24 * 60)} days ago"
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
@@ -197,7 +197,7 @@ async def resume(context: "CommandContext", arguments: str) -> None:
     session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
         return
-    await _go_on_with(context, session_id)
+    await _go_on_with(context, session_id, takes_model=True)
 
 
 async def import_(context: "CommandContext", arguments: str) -> None:
@@ -210,7 +210,11 @@ async def import_(context: "CommandContext", arguments: str) -> None:
     await _go_on_with(context, session_id)
 
 
-async def _go_on_with(context: "CommandContext", session_id: str) -> None:
+async def _go_on_with(
+    context: "CommandContext", session_id: str, takes_model: bool = False
+) -> None:
+    """Open a conversation, with the model that it had if it `takes_model`."""
+    old = await _open_with_its_model(context, session_id) if takes_model else None
     session = context.controller.open(session_id)
     for note in session.notes:
         context.say(note)
@@ -219,6 +223,38 @@ async def _go_on_with(context: "CommandContext", session_id: str) -> None:
     if cost is not None:
         context.say(warmth.sentence(cost))
     context.conversation_changed()
+    if old is not None:
+        await close_host(old)
+
+
+async def _open_with_its_model(context: "CommandContext", session_id: str) -> ChatHost | None:
+    """Open a conversation whose model is not the one here; return the host to close.
+
+    None, and nothing is opened, if the model is the one here, a flag chose that, or the other
+    cannot be loaded, which is said.
+    """
+    controller = context.controller
+    try:
+        read = await asyncio.to_thread(_store(context).read, session_id)
+        name, here = read.model, controller.host.model.name
+        is_here = not name or is_same_place(name, here) or controller.settings.keeps_model
+        if is_here or _is_open(controller, session_id):
+            return None
+        host = await load_host(context, name, read.conversation.settings or {})
+    except (ModelError, UsageError) as error:
+        context.say(str(error), Role.WARNING)
+        return None
+    try:
+        old = controller.open_with(host, session_id)
+    except BaseException:
+        await close_host(host)
+        raise
+    say_model(context)
+    return old
+
+
+def _is_open(controller: ChatController, session_id: str) -> bool:
+    return controller.session is not None and controller.session.session_id == session_id
 
 
 async def rename(context: "CommandContext", arguments: str) -> None:

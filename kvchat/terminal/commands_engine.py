@@ -6,9 +6,10 @@ answers until the other is loaded, and stays if that cannot be loaded.
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
@@ -65,12 +66,37 @@ async def _in_thread(make: Callable[[], ChatHost]) -> ChatHost:
 
 async def change_model(context: "CommandContext", name: str) -> None:
     """Load a model, switch to it and close the old one; raises the error if that fails."""
+    host = await load_host(context, name)
+    try:
+        cost = await context.controller.cost_with(host)
+        if not await context.confirm_cost(cost, "/model", "reads"):
+            await close_host(host)
+            return
+        old = context.controller.change_host(host)
+    except BaseException:
+        await close_host(host)
+        raise
+    say_model(context)
+    session = context.controller.session
+    for note in session.notes if session is not None else ():
+        context.say(note)
+    context.conversation_changed()
+    await close_host(old)
+
+
+async def load_host(
+    context: "CommandContext", name: str, saved: Mapping[str, Any] | None = None
+) -> ChatHost:
+    """Return a host with another model, loaded; raises the error if that fails, or Stopped.
+
+    saved   what a conversation with it was saved with, None for the settings of this process
+    """
     controller = context.controller
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[ModelReady] = loop.create_future()
     relay = LoadRelay()
     async with context.page.lent(takes_interrupts=False):  # a download draws its own bars
-        host = await _in_thread(lambda: controller.new_host(name, relay.hear))
+        host = await _in_thread(lambda: controller.new_host(name, relay.hear, saved))
 
     def hear(event: LoadEvent) -> None:
         if outcome.done():
@@ -85,22 +111,20 @@ async def change_model(context: "CommandContext", name: str) -> None:
     relay.attach(loop, hear)
     try:
         stays = f"{model_label(controller.host.model.name)} goes on."
-        ready = await context.stoppable(outcome, "loading the model", stays)
-        context.show_stage("")
-        if not await context.confirm_cost(await controller.cost_with(host), "/model", "reads"):
-            await close_host(host)
-            return
-        old = controller.change_host(host)
+        await context.stoppable(outcome, "loading the model", stays)
     except BaseException:
         await close_host(host)
         raise
     finally:
         context.show_stage("")
-    context.say(f"Now with {one_line(ready.name)}, {_device_words(ready)}.")
-    for note in controller.session.notes if controller.session is not None else ():
-        context.say(note)
-    context.conversation_changed()
-    await close_host(old)
+    return host
+
+
+def say_model(context: "CommandContext") -> None:
+    """Say which model answers from now on."""
+    ready = context.controller.host.ready
+    if ready is not None:
+        context.say(f"Now with {one_line(ready.name)}, {_device_words(ready)}.")
 
 
 _BAR_CELLS, _MIN_BAR_CELLS = 30, 8
@@ -110,7 +134,7 @@ MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and spac
 async def model(context: "CommandContext", arguments: str) -> None:
     if arguments in ("", "list"):
         lines = [] if arguments else [describe_model(context.controller), ""]
-        found = await asyncio.to_thread(context.controller.local_models)
+        found = await asyncio.to_thread(context.controller.model_lines)
         lines += ["On this machine:", *(f"  {one_line(line, 200)}" for line in found)]
         lines.append("/model NAME goes on with another.")
         context.say("\n".join(lines), hanging=MODEL_COLUMNS)

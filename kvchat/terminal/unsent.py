@@ -247,7 +247,8 @@ class Unsent:
         if self._controller.saving_problem() is not None:
             return
         try:
-            self._controller.keep_waiting_in(left, stays)
+            if (store := self._controller.host.store) is not None:
+                store.keep_waiting(left, stays)
         except StoreError as error:
             _log.info("what waited is offered there too: %s", error)
 

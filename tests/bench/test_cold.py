@@ -69,7 +69,7 @@ def test_processes_that_go_on_are_compared_in_turn_with_such_that_begin() -> Non
     assert result.settings["history"] == 100
     begun, compared, warm_up, *turns = fake.asked
     assert "-c" not in begun
-    assert compared[:3] == ["-c", "--no-cache", "--incognito"]
+    assert compared[:4] == ["-c", "--last", "--no-cache", "--incognito"]
     assert compared[-1] == warm_up[-1] != "1"
     assert ["-c" in arguments for arguments in turns] == [False, True] * 3
     assert all(str(OTHERS) in arguments for arguments in turns[::2])

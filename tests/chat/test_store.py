@@ -258,6 +258,22 @@ def test_sessions_are_listed_with_the_last_changed_first(store: SessionStore) ->
     assert store.latest() == "20250101-000001-abcd"
 
 
+def test_an_answer_to_a_single_prompt_is_the_latest_only_on_request(store: SessionStore) -> None:
+    with pytest.raises(SessionNotFound, match="no saved conversation"):
+        store.latest()
+    log = store.create(numbered(2), "small", is_one_shot=True)
+    log.close()
+    with pytest.raises(SessionNotFound, match="--last"):
+        store.latest()
+    saved(store, numbered(1))
+    when = time.time() + 60
+    os.utime(store.directory / "20250101-000002-abcd.jsonl", (when, when))
+
+    assert store.latest() == "20250101-000001-abcd"
+    assert store.latest(takes_one_shots=True) == "20250101-000002-abcd"
+    assert [summary.model for summary in store.summaries()] == ["small", "demo"]
+
+
 def test_a_dangling_link_or_a_damaged_file_hides_no_session(store: SessionStore) -> None:
     """One file that could not be examined once made the whole directory look empty."""
     saved(store, numbered(1))

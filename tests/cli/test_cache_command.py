@@ -177,7 +177,9 @@ def test_a_chat_that_meets_damage_says_so_and_goes_on(shell: Shell, tiny: str) -
         connection.execute("UPDATE Pack SET payload = zeroblob(length(payload))")
     connection.close()
 
-    done = shell.patient.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "What is my name?")
+    done = shell.patient.run(
+        "-m", tiny, *GREEDY, "-c", "--last", "--json", "-p", "What is my name?"
+    )
 
     told = b"kvchat: the disk cache: a stored block was damaged (checksum); the chat goes on.\n"
     assert done.returncode == 0
@@ -326,7 +328,7 @@ def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: 
     listed = json.loads(shell.run(*blocks, "sessions", "list", "--json").stdout)
 
     assert listed["next_message"]["cached"] > 0
-    assert b"(ready in 0.1 s)" in shell.run(*blocks, "sessions", "list").stdout
+    assert b"(tiny0, ready in 0.1 s)" in shell.run(*blocks, "sessions", "list").stdout
     status = shell.run("cache").stdout.decode()
     assert f"{name}: " in status
     tree = shell.run("cache", "tree").stdout.decode()

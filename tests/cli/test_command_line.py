@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cli.chat import name_to_keep
 from kvchat.cli.command_line import spelled_out
+from kvchat.cli.settings import name_to_keep
 from kvchat.core.errors import UsageError
 from support.commands import Shell
 from support.fork_server import ForkServer
@@ -84,7 +84,7 @@ def test_a_conversation_without_a_message_is_named(shell: Shell, tiny: str) -> N
     kept.write_text(header)
 
     [row] = shell.run("sessions").stdout.splitlines()
-    assert row.endswith(b"0 turns  (no message)")
+    assert row.endswith(b"0 turns  (no message) (tiny0)")
 
 
 def test_a_title_names_a_conversation_and_several_are_listed(shell: Shell, tiny: str) -> None:

@@ -163,7 +163,7 @@ def test_nothing_is_left_of_an_incognito_server(tmp_path: Path) -> None:
 def test_a_script_is_answered_by_another_server(shell: Shell) -> None:
     with fake_server(lambda path, body: chunks("Hel", "lo \x1b[31m🙂")) as fake:
         done = shell.run("--endpoint", fake.url, "-p", "Hi", "--stats")
-        again = shell.run("--endpoint", fake.url, "-c", "-p", "And?", "--json")
+        again = shell.run("--endpoint", fake.url, "-c", "--last", "-p", "And?", "--json")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == "Hello ␛[31m🙂\n"

@@ -15,7 +15,7 @@ def test_incognito_changes_no_file_at_all(shell: Shell, tiny: str) -> None:
     lines = ("-m", tiny, *GREEDY, "--input-format", "lines")
     assert shell.run(*lines, stdin=b"I like ships.\n").returncode == 0
     before = snapshot(shell.home)
-    for flags in ((), ("-c",)):
+    for flags in ((), ("-c", "--last")):
         said = b"Grimstad.\n/retry\n/undo\n/pin\n/forget yes\n"
 
         done = shell.run(*lines, "--incognito", *flags, stdin=said)

@@ -97,7 +97,7 @@ BAD_FIELDS: dict[str, tuple[Any, str]] = {
     "think": ("hard", "is 'hard', but must be one of auto, on, off, low, medium, high."),
     "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
 }
-SWITCHES = ("--json", "--raw", "-c", "--continue", "--fork", "-q", "--quiet", "--stats")
+SWITCHES = ("--json", "--raw", "-c", "--continue", "--last", "--fork", "-q", "--quiet", "--stats")
 SWITCHES += ("--spec", "--no-spec", "--no-cache", "--incognito", "--accessible", "--debug")
 
 
@@ -178,7 +178,7 @@ def test_a_line_of_json_has_the_fields_of_the_flags(tmp_path: Path, name: str) -
     flags = resolve({name: text}, {}, tmp_path / "none")
     assert isinstance(good, JsonRequest)
     base = AskOptions(chosen=frozenset(), repetition_limit=2048)
-    assert good.options(base) == ask_options(flags, {}, 1)
+    assert good.options(base) == ask_options(flags).for_model({})
     assert isinstance(refused, BadRequest)
     assert str(refused.error) == f"{name} of line 2 {words}"
     assert isinstance(missing, JsonRequest)
@@ -188,11 +188,11 @@ def test_a_line_of_json_has_the_fields_of_the_flags(tmp_path: Path, name: str) -
 @pytest.mark.parametrize("name", BAD_FIELDS)
 def test_set_takes_what_the_flag_takes(tmp_path: Path, name: str) -> None:
     parameter, (text, bad, words) = BY_NAME[name], VALUES[name]
-    base = ask_options(resolve({}, {}, tmp_path / "none"), {}, 1)
+    base = ask_options(resolve({}, {}, tmp_path / "none")).for_model({})
 
     changed = answer_settings.changed(base, parameter.flag, text)
 
-    assert changed == ask_options(resolve({name: text}, {}, tmp_path / "none"), {}, 1)
+    assert changed == ask_options(resolve({name: text}, {}, tmp_path / "none")).for_model({})
     with pytest.raises(UsageError) as caught:
         answer_settings.changed(base, name, bad or '""')
     assert str(caught.value) == f"{parameter.dashed} {words}"
@@ -228,6 +228,7 @@ def test_the_rest_of_the_command_line_is_as_before() -> None:
     assert given == {
         "prompt": "Hi",
         "file": ("a", "b"),
+        "last": False,
         "continue_": False,
         "resume": "12",
         "fork": False,

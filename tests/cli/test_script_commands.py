@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +97,26 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         last: str = "",
         kept: KeptKv | None = None,
         max_context: int = 32768,
+        here: str = "",
     ) -> Ran:
         store = SessionStore(tmp_path / "sessions")
 
-        def new_host(name: str, hear: Any) -> ChatHost:
+        def new_host(name: str, hear: Any, saved: Any = None) -> ChatHost:
             if name == "missing":
                 raise ModelError("There is no model missing.")
             if name == "endless":
                 return ChatHost(model, interrupted_while_loading, store, hear)
-            build = scripted_build(model, _author, max_context=max_context)
-            return ChatHost(model, build, store, hear)  # type: ignore[arg-type]
+            named = model if name == "scripted" else replace(model, name=name)
+            build = scripted_build(named, _author, max_context=max_context)
+            return ChatHost(named, build, store, hear)  # type: ignore[arg-type]
 
         controller = ChatController(
-            new_host("scripted", None), new_host, None, AskOptions(), kept=kept
+            new_host(here or "scripted", None),
+            new_host,
+            None,
+            AskOptions(),
+            kept=kept,
+            keeps_model=bool(here),
         )
         controllers.append(controller)
         stdout, stderr = io.StringIO(), io.StringIO()
@@ -123,6 +130,7 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         with Interruption() as interruption:
             script = Script(setup, interruption)
             script.answer_lines(commands, enumerate(lines, start=1), last or None)
+        controller.close_session()
         return Ran(script.exit_code, stdout.getvalue(), stderr.getvalue(), store)
 
     yield run
@@ -425,3 +433,34 @@ def test_what_commands_say_into_a_file_is_not_broken(shell: Shell) -> None:
 
     assert done.returncode == 0, done.stderr
     assert any(line.endswith(wide) and len(line) > 100 for line in done.stderr.splitlines())
+
+
+def test_a_conversation_is_resumed_with_the_model_that_it_had(run_lines: RunLines) -> None:
+    """/resume handed a chat of one model to the model that was loaded."""
+    first = run_lines("one", here="/models/coder.gguf")
+    ran = run_lines("two", f"/resume {first.store.latest()}", "three")
+
+    assert "Now with scripted, cpu" in ran.stderr
+    assert ran.store.read(first.store.latest()).model == "/models/coder.gguf"
+
+
+def test_a_conversation_goes_on_with_the_model_here_where_its_own_fails(
+    run_lines: RunLines,
+) -> None:
+    first = run_lines("one", here="missing-later")
+    session_id = first.store.latest()
+    path = first.store.directory / f"{session_id}.jsonl"
+    path.write_text(path.read_text().replace("missing-later", "missing"))
+    ran = run_lines("two", f"/resume {session_id}", "three")
+
+    assert "There is no model missing." in ran.stderr
+    assert ran.stdout.endswith("You said 'three' (0).\n")
+    assert ran.store.read(session_id).model.endswith("scripted")
+
+
+def test_a_model_that_a_flag_named_stays(run_lines: RunLines) -> None:
+    session_id = run_lines("one").store.latest()
+    ran = run_lines(f"/resume {session_id}", "two", here="/models/coder.gguf")
+
+    assert "Now with" not in ran.stderr
+    assert ran.store.read(session_id).model == "/models/coder.gguf"

@@ -58,7 +58,7 @@ def test_continuing_takes_up_the_conversation_where_it_was_left(shell: Shell, ti
     [saved] = shell.sessions
     before = saved.read_bytes()
 
-    done = shell.run("-m", tiny, *GREEDY, "-c", "--json", "-p", "More")
+    done = shell.run("-m", tiny, *GREEDY, "-c", "--last", "--json", "-p", "More")
 
     [answer] = objects(done.stdout)
     assert shell.sessions == [saved]
@@ -126,12 +126,12 @@ def test_samples_differ_and_share_their_prompt(shell: Shell, tiny: str) -> None:
 def test_a_prompt_longer_than_the_context_loses_nothing(shell: Shell, tiny: str) -> None:
     shell.run("-m", tiny, *GREEDY, "-p", "Hello")
 
-    done = shell.run("-m", tiny, *GREEDY, "-c", stdin=b"word " * 200)
+    done = shell.run("-m", tiny, *GREEDY, "-c", "--last", stdin=b"word " * 200)
 
     assert done.returncode == 4
     assert b"The prompt has" in done.stderr
     assert b"word word" in shell.sessions[0].read_bytes()
-    assert shell.run("-m", tiny, *GREEDY, "-c", "-p", "short").returncode == 0
+    assert shell.run("-m", tiny, *GREEDY, "-c", "--last", "-p", "short").returncode == 0
 
 
 def test_invalid_bytes_on_input_are_replaced_and_reported_once(shell: Shell, tiny: str) -> None:
@@ -256,7 +256,7 @@ def test_a_closed_pipe_ends_quietly(shell: ForkedShell, endless: str) -> None:
 def test_two_processes_do_not_write_to_one_session(shell: ForkedShell, endless: str) -> None:
     process = _started_answering(shell, endless)
     try:
-        done = shell.run("-m", endless, "-c", "-p", "me too")
+        done = shell.run("-m", endless, "-c", "--last", "-p", "me too")
     finally:
         process.kill()
         process.wait(60)
@@ -339,7 +339,7 @@ def test_a_script_is_told_why_something_was_read_again(shell: Shell, tiny: str) 
     shell.run("-m", tiny, *GREEDY, "-p", "Tell me of ships. " * 20)
 
     elsewhere = ("--cache-dir", str(shell.home / "elsewhere"))
-    asked = ("-c", *elsewhere, "--json", "--stats", "-p", "And then?")
+    asked = ("-c", "--last", *elsewhere, "--json", "--stats", "-p", "And then?")
     done = shell.patient.run("-m", tiny, *GREEDY, *asked)
 
     [answer] = objects(done.stdout)

@@ -172,7 +172,7 @@ class CaseMaker:
             ["-p", "hi"],
             ["--json", "-p", "hi"],
             ["-f", name, "-p", "hi"],
-            ["-c", "-p", "hi"],
+            ["-c", "--last", "-p", "hi"],
             ["-r", text, "-p", "hi"],
             ["--input-format", "lines"],
             ["--input-format", "jsonl"],

@@ -201,7 +201,7 @@ def chat_setup(arguments: argparse.Namespace, terminal: Terminal | None = None) 
     failure = ModelError("The weights are broken.", "Download them again.")
     store = SessionStore(arguments.sessions) if arguments.sessions else None
 
-    def new_host(name: str, hear) -> ChatHost:  # type: ignore[no-untyped-def]
+    def new_host(name: str, hear, saved=None) -> ChatHost:  # type: ignore[no-untyped-def]
         if name == "missing":
             raise ModelError(f"There is no model {name}.", "Check the spelling.")
         if name == "slow-download":

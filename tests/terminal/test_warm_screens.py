@@ -64,9 +64,9 @@ PICKER = {
     (100, 30): [
         "❯ /resume",
         "Go on with  type to search, Enter picks, Esc cancels",
-        "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns",
-        "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns",
-        "  Summarise the minutes of the meeting in Bergen  cold, about 3.9 s · 9 h ago · 1 turn",
+        "  hello · what is a radix tree  cold, about 0.1 s · 3 h ago · 2 turns · some model",
+        "❯ hello · my cat is Mia  cold, about 0.1 s · 6 h ago · 2 turns · some model",
+        "  Summarise the minutes of the meeting in Ber…  cold, about 3.9 s · 9 h ago · 1 turn · some model",  # noqa: E501
         "  ┊ my cat is Mia",
         "  ┊ A cat named Mia.",
         "Ctrl-R renames · Ctrl-X deletes · Ctrl-O shows 1 one-shot",

@@ -1,13 +1,19 @@
-"""Lists the models on this machine: the shipped demo, the Hugging Face cache, ollama's store.
+"""Lists the models on this machine: the shipped demo, files, the Hugging Face cache, ollama's.
 
-Reads directories only. A further place is one more function in `local_models`.
+Reads directories only, and what is known of the models that were used. A further place is one more
+function in `local_models`.
 """
 
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvchat.core.text import format_bytes
+from kvchat.core.text import format_age, format_bytes
 from kvchat.model.checkpoint.source import DEMO, demo_directory
+from kvchat.model.checkpoint.used_models import UsedModel
 from kvchat.model.files.hub_cache import cached_models, file_sizes
 from kvchat.model.gguf.source import label, model_sizes, ollama_models
 
@@ -18,21 +24,55 @@ class LocalModel:
 
     place     where it is, in a few words
     trouble   why kvchat cannot run it, in a few words; empty if nothing is known against it
+    used_s    when it was loaded last, in seconds since the epoch; 0 if that is not known
     """
 
     name: str
     num_bytes: int
     place: str
     trouble: str = ""
+    used_s: float = 0.0
 
 
-def local_models() -> list[LocalModel]:
-    """Return all models on this machine, the demo first, then by name."""
+def local_models(
+    used: Mapping[str, UsedModel] | None = None, home: Path | None = None
+) -> list[LocalModel]:
+    """Return the models on this machine: those used last first, then the demo, then by name.
+
+    used   the models that were loaded, by their names: files of them are listed wherever they are
+    home   the user's directory, whose `models` is searched
+    """
+    used = used or {}
     size = sum(path.stat().st_size for path in demo_directory().iterdir() if path.is_file())
     found = [model for name, places in cached_models() for model in _of_hub(name, places)]
     found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
+    found += _of_files(used, (home if home is not None else Path.home()) / "models")
     found.sort(key=lambda model: model.name.lower())
-    return [LocalModel(DEMO, size, "shipped with kvchat"), *found]
+    found = [LocalModel(DEMO, size, "shipped with kvchat"), *found]
+    found = [
+        replace(model, used_s=used[model.name].used_s) if model.name in used else model
+        for model in found
+    ]
+    return sorted(found, key=lambda model: -model.used_s)
+
+
+def _of_files(used: Mapping[str, UsedModel], directory: Path) -> list[LocalModel]:
+    """Return the models that were used from a path, and those of a directory."""
+    sizes = {
+        name: model.num_bytes
+        for name, model in used.items()
+        if os.path.isabs(name) and os.path.exists(name)
+    }
+    with suppress(OSError):
+        for path in (*directory.glob("*.gguf"), *directory.glob("*/*.gguf")):
+            sizes.setdefault(str(path), path.stat().st_size)
+        for path in directory.glob("*/config.json"):
+            weights = path.parent.glob("*.safetensors")
+            sizes.setdefault(str(path.parent), sum(file.stat().st_size for file in weights))
+    return [
+        LocalModel(name, size, "directory" if os.path.isdir(name) else "file")
+        for name, size in sizes.items()
+    ]
 
 
 def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
@@ -49,11 +89,13 @@ def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
     return [LocalModel(name, sum(files.values()), "Hugging Face cache", trouble)]
 
 
-def model_lines(models: list[LocalModel]) -> list[str]:
-    """Return one line per model: its name, size, place and trouble."""
+def model_lines(used: Mapping[str, UsedModel] | None = None, home: Path | None = None) -> list[str]:
+    """Return a line for each of the `local_models`: its name, size, place, last use and trouble."""
+    models = local_models(used, home)
     width = max((len(model.name) for model in models), default=0)
     return [
         f"{model.name:{width}}  {format_bytes(model.num_bytes):>9}  {model.place}"
+        + (f", used {format_age(time.time() - model.used_s)}" if model.used_s else "")
         + (f", {model.trouble}" if model.trouble else "")
         for model in models
     ]

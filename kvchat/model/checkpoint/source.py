@@ -116,6 +116,8 @@ def find_model(name: str, adapter: str | None = None) -> ModelSource:
         return ModelSource(name, path.parent, gguf=gguf_file(name, path))
     if (chosen := _chosen(name)) is not None:
         return chosen
+    if name.endswith(".gguf"):
+        raise ModelError(f"There is no file {name}.", "Give another, or a hub id like org/name.")
     if name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
         raise ModelError(
             f"There is no model directory {name}.",

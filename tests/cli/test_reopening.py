@@ -1,0 +1,93 @@
+"""`kvchat -c` goes on with the conversation's own model; flags say otherwise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvchat.cli.build import with_model_of
+from kvchat.cli.settings import Settings, resolve
+from kvchat.core.errors import ModelError
+from support.commands import Shell
+
+SAVED = {"draft": "/models/small.gguf", "kv_dtype": "int8"}
+
+
+def _settings(config: str = "", tmp_path: Path | None = None, **flags: Any) -> Settings:
+    path = (tmp_path or Path("/nonexistent")) / "config.toml"
+    if config:
+        path.write_text(config)
+    return resolve(flags, {}, path)
+
+
+def test_a_conversation_brings_its_model_and_how_that_ran(tmp_path: Path) -> None:
+    """A coding chat was handed to the demo model by `kvchat -c`."""
+    configured = _settings('model = "demo"\ndraft = "ngram"\nadapter = "/a"\n', tmp_path)
+
+    chosen = configured.in_conversation("/models/coder.gguf", SAVED)
+
+    names = ("model", "draft", "adapter", "kv_dtype", "endpoint")
+    wanted = ["/models/coder.gguf", "/models/small.gguf", None, "int8", None]
+    assert [chosen[name] for name in names] == wanted
+    assert chosen.of_model("/models/coder.gguf") == SAVED
+
+
+@pytest.mark.parametrize("flags", [{"model": "other"}, {"endpoint": "http://localhost:1"}])
+def test_a_flag_for_the_model_or_a_server_wins(flags: dict[str, str]) -> None:
+    given = _settings(**flags)
+    assert given.in_conversation("/models/coder.gguf", SAVED) == given
+
+
+def test_another_flag_wins_for_itself_alone() -> None:
+    chosen = _settings(kv_dtype="k8v4").in_conversation("/models/coder.gguf", SAVED)
+    assert (chosen["kv_dtype"], chosen["draft"]) == ("k8v4", "/models/small.gguf")
+
+
+def test_the_server_of_a_conversation_is_asked_again_and_no_other(tmp_path: Path) -> None:
+    configured = _settings('endpoint = "http://elsewhere:1"\n', tmp_path)
+
+    remote = configured.in_conversation("qwen3-32b", {"endpoint": "work"})
+    local = configured.in_conversation("/models/coder.gguf", SAVED)
+
+    assert (remote["endpoint"], remote["model"]) == ("work", "qwen3-32b")
+    assert local["endpoint"] == "none"
+    assert remote.of_model("qwen3-32b") == {"endpoint": "work"}
+    assert "endpoint" not in local.of_model("/models/coder.gguf")
+
+
+def test_a_conversation_of_an_earlier_version_takes_no_draft_of_another_model(
+    tmp_path: Path,
+) -> None:
+    configured = _settings('draft = "small"\n', tmp_path)
+    assert configured.in_conversation("/models/coder.gguf", None)["draft"] is None
+    assert configured.in_conversation("demo", None)["draft"] == "small"
+
+
+def test_values_that_a_hand_broke_are_those_of_this_process() -> None:
+    chosen = _settings().in_conversation("demo", {"kv_dtype": "int9", "max_context": -3})
+    assert (chosen["kv_dtype"], chosen["max_context"]) == ("auto", None)
+
+
+def test_a_model_that_is_gone_is_asked_for(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.gguf")
+    with pytest.raises(ModelError, match=r"not at .*gone.gguf any more. Name where it is"):
+        with_model_of(_settings(incognito=True), gone, {})
+
+
+def test_a_single_prompt_is_no_conversation_to_go_on_with(shell: Shell, tiny: str) -> None:
+    """After a script had run, `kvchat -c` went on with the script's answer."""
+    brief = ("--temperature", "0", "--max-tokens", "2")
+    assert shell.run("-m", tiny, *brief, "-p", "Hi").returncode == 0
+
+    refused = shell.run("-c", *brief, "-p", "More")
+    assert b"`kvchat -c --last` goes on with the last of them." in refused.stderr
+    assert shell.run("-c", "--last", *brief, "-p", "More").returncode == 0
+    answered = shell.run("-c", *brief, "-p", "And more", "--json")  # with the tiny model again
+
+    assert answered.returncode == 0, answered.stderr
+    [session] = [
+        json.loads(line) for line in shell.run("sessions", "list", "--json").stdout.splitlines()
+    ]
+    assert (session["model"], session["turns"]) == (tiny, 3)
+    assert shell.run("--last", "-p", "x").returncode == 2

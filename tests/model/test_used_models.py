@@ -1,0 +1,76 @@
+"""A model that was used before is known by its path, and found again where it was moved to."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.used_models import UsedModels
+from support.checkpoints import save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> UsedModels:
+    return UsedModels(FactMemory(), tmp_path / "home")
+
+
+def _used(models: UsedModels, directory: Path, seed: int = 0) -> str:
+    save_checkpoint(directory, tiny_model("llama", seed))
+    models.note(find_model(str(directory)))
+    return str(directory)
+
+
+def test_the_model_used_last_is_listed_last(models: UsedModels, tmp_path: Path) -> None:
+    first, second = _used(models, tmp_path / "a"), _used(models, tmp_path / "b", seed=1)
+    models.note(find_model(first))
+
+    known = models.read()
+    assert list(known) == [second, first]
+    assert known[first].num_bytes == (tmp_path / "a" / "model.safetensors").stat().st_size
+    assert known[first].digest != known[second].digest
+
+
+def test_a_moved_model_is_found_by_what_it_holds(models: UsedModels, tmp_path: Path) -> None:
+    gone = _used(models, tmp_path / "old" / "m")
+    _used(models, tmp_path / "others" / "n", seed=1)
+    decoy = tmp_path / "home" / "models" / "m"
+    save_checkpoint(decoy, tiny_model("llama", seed=2))
+    assert models.moved_to(gone) == gone
+
+    shutil.move(gone, tmp_path / "others" / "m")
+
+    assert models.moved_to(gone) == str(tmp_path / "others" / "m")
+    shutil.rmtree(tmp_path / "others" / "m")
+    assert models.moved_to(gone) is None
+    assert models.moved_to(str(tmp_path / "never")) is None
+
+
+def test_used_files_are_listed_where_they_are_and_the_last_used_first(
+    models: UsedModels, tmp_path: Path
+) -> None:
+    """A model that was given as a file was forgotten by `kvchat models`."""
+    models.note(find_model("demo"))
+    used, gone = _used(models, tmp_path / "a"), _used(models, tmp_path / "b", seed=1)
+    shutil.rmtree(gone)
+    own = tmp_path / "home" / "models"
+    save_checkpoint(own / "c", tiny_model("llama", seed=2))
+    (own / "d.gguf").write_bytes(b"GGUF")
+
+    listed = local_models(models.read(), tmp_path / "home")
+
+    names = [model.name for model in listed]
+    assert names[:2] == [used, "demo"]
+    assert {str(own / "c"), str(own / "d.gguf")} <= set(names)
+    assert gone not in names
+    line = model_lines(models.read(), tmp_path / "home")[0]
+    assert line.startswith(used)
+    assert line.endswith("directory, used just now")
+
+
+def test_a_foreign_fact_counts_as_none(tmp_path: Path) -> None:
+    memory = FactMemory()
+    memory.set("used models", "all", {"/a": {"digest": 3}, "/b": "x"})
+    assert UsedModels(memory, tmp_path).read() == {}
