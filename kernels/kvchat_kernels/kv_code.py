@@ -24,6 +24,8 @@ _GROUPS = (32, 16, 8)
 # A group with smaller numbers is stored as zeros: its scale has too few bits.
 LEAST = 1e-30
 SCALE_BYTES = 2
+# Added to a small float32, it leaves no place for what is behind the point.
+_TO_WHOLE = 1.5 * 2**23
 
 
 def group_size(dim: int) -> int:
@@ -85,7 +87,8 @@ class NumberCode:
         scales = torch.where(peaks < LEAST, 0.0, signed / self.most).to(torch.bfloat16)
         divisors = scales.float()[..., None]
         is_usable = (divisors != 0) & divisors.isfinite()
-        levels = torch.where(is_usable, groups / divisors, 0.0).round()
+        # Rounded to even. `torch.round` takes a second thread for a few numbers, and waits for it.
+        levels = torch.where(is_usable, groups / divisors, 0.0) + _TO_WHOLE - _TO_WHOLE
         if self.bits == 8:
             return levels.clamp(-127, 127).to(torch.int8).flatten(-2), scales
         lower, upper = (levels.clamp(-8, 7) + 8).to(torch.uint8).chunk(2, dim=-1)

@@ -50,6 +50,7 @@ class KvChain:
         known_layout = _once(layout)
         self.links = [Link(each, known_layout, manager, self._memo, clock) for each in openers]
         self.slow = [link for link in self.links if not link.is_quick]
+        self._written = [link for link in self.slow if not link.is_only_read]
         self.arrivals = Arrivals(manager, self.links, self.planner, self._memo, clock)
         self.demoter = self._new_demoter(clock)
 
@@ -64,7 +65,7 @@ class KvChain:
     @property
     def has_slow(self) -> bool:
         """Whether contexts can be kept beyond this process, or were meant to be."""
-        return bool(self.slow)
+        return bool(self._written)
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return the status of each tier that is open or could not be opened."""
@@ -116,7 +117,7 @@ class KvChain:
         tokens_per_byte = self._manager.block_size / self._manager.kv_pool.geometry.block_bytes
         known = self.planner.rates
         quick = [known.get(x.read_rate, math.inf) for x in self.links if x.is_quick]
-        slow = [known.get(x.read_rate, ASSUMED_BYTES_PER_S) for x in self.slow]
+        slow = [known.get(x.read_rate, ASSUMED_BYTES_PER_S) for x in self._written]
         return ReadRates(
             self.planner.prefill.tokens_per_s,
             min(slow, default=math.inf) * tokens_per_byte,
@@ -129,11 +130,11 @@ class KvChain:
     @property
     def pack_tokens(self) -> int:
         """Tokens of a whole pack."""
-        return self.slow[0].writer.pack_tokens
+        return self._written[0].writer.pack_tokens
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether a tier lacks full blocks of a context, and may be offered them now."""
-        lacking = [link for link in self.slow if link.writer.lacks(ids)]  # each tells its tier
+        lacking = [link for link in self._written if link.writer.lacks(ids)]  # each tells its tier
         return bool(lacking)
 
     def save(
@@ -144,12 +145,12 @@ class KvChain:
         `fingerprint` is that of the last block's last token; `is_one_shot`: the context will hardly
         be continued.
         """
-        for link in self.slow:
+        for link in self._written:
             link.writer.save(ids, fingerprint, is_one_shot)
 
     def save_packs(self, ids: TokenIds, is_one_shot: bool = False) -> None:
         """Write only whole packs: for a context that is still growing."""
-        for link in self.slow:
+        for link in self._written:
             link.writer.save_packs(ids, is_one_shot)
 
     @property

@@ -129,7 +129,7 @@ class CodedFormat:
         return self.code.name
 
     def precision(self, geometry: "KvGeometry") -> torch.dtype:
-        return torch.int8
+        return self.code.values.dtype  # never more bits than keys have
 
     def block_bytes(self, layer: LayerGeometry, geometry: "KvGeometry") -> int:
         token_bytes = self.code.num_bytes(layer.key_dim, layer.value_dim) * layer.num_kv_heads

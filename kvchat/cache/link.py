@@ -16,7 +16,8 @@ _MAX_PENDING_BYTES = 256 << 20
 class Link:
     """Opens a tier on a thread of its own, or at once if it is quick. The engine's thread owns it.
 
-    A quick tier gets what the device evicts (`demotion.py`); nothing is written behind to it.
+    A quick tier gets what the device evicts (`demotion.py`); nothing is written behind to it, nor
+    to one that is only read.
     `read_s` counts the seconds that reading took.
     """
 
@@ -30,6 +31,7 @@ class Link:
     ) -> None:
         self.name = opener.name
         self.is_quick = opener.is_quick
+        self.is_only_read = opener.is_only_read
         self.read_rate = from_tier(opener.name)
         self.read_s = 0.0
         tier = opener.open(layout) if opener.is_quick else None

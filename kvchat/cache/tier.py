@@ -34,13 +34,15 @@ class Layout:
     """What all packs of one identity share: the identity (16 bytes) and the shape of a block.
 
     `block_size` counts tokens; `block_bytes` is the size of a block's image. Under the identities
-    `earlier` other versions stored the same KV in a form that nothing reads any more.
+    `earlier` other versions stored the same KV in a form that nothing reads any more. `finer` are
+    the layouts of the same KV in more bits.
     """
 
     identity: bytes
     block_size: int
     block_bytes: int
     earlier: tuple[bytes, ...] = field(default=(), compare=False)
+    finer: tuple["Layout", ...] = field(default=(), compare=False)
 
     @property
     def ids_bytes(self) -> int:
@@ -221,11 +223,13 @@ class TierOpener:
 
     The layout is a function, because it takes as long as reading the weights; each may call it. A
     quick tier is opened at once and must not call it; others are opened on threads of their own.
+    `open` may return None for no tier. Nothing is written to a tier that is only read.
     """
 
     name: str
-    open: Callable[[Callable[[], Layout]], Tier]
+    open: Callable[[Callable[[], Layout]], Tier | None]
     is_quick: bool = False
+    is_only_read: bool = False
 
 
 def trouble_of(error: Exception, tier: str = "disk") -> str:

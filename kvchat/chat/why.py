@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.core.types import CachedTokens, MissReason, Usage
+from kvchat.core.types import CONVERTED_FROM, CachedTokens, MissReason, Usage
 
 # Fewer tokens than this are a partial block, which is never cached.
 NOT_WORTH_MENTIONING = 32
@@ -285,6 +285,12 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
     if reuse.miss_reason is MissReason.NOT_TOLD:
         return [f"{total:,} tokens were sent. The server does not tell how many it had cached."]
     lines = [f"{reuse.cached.total:,} of {total:,} tokens were there{_places(reuse.cached)}."]
+    for name, count in reuse.cached.others:
+        if name.startswith(CONVERTED_FROM):
+            was = name.removeprefix(CONVERTED_FROM)
+            lines.append(
+                f"{count:,} were kept in {was}; converted, they are kept in fewer bits too."
+            )
     num_read = total - reuse.cached.total - reuse.num_unread
     were = "was" if num_read == 1 else "were"
     if reuse.num_lost:

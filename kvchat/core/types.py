@@ -149,6 +149,10 @@ class SamplingParams:
         return self.penalises or bool(self.logit_bias)
 
 
+# What the names of tiers begin with that convert what the disk has in more bits.
+CONVERTED_FROM = "disk as "
+
+
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
     """Prompt tokens that were not computed again, by the tier their KV came from.

@@ -19,10 +19,12 @@ from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.chain import KvChain
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KnownModel, KnownModels
+from kvchat.cache.disk.model_dirs import is_ours
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.host_tier import HostTier
+from kvchat.cache.kv_conversion import ConvertingTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool, PlainFormat
 from kvchat.cache.planner import Planner
 from kvchat.cache.rates import PrefillRate, RateMemory
@@ -36,7 +38,7 @@ from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.paths import private_directory
 from kvchat.core.text import Size, format_bytes
-from kvchat.core.types import Memory
+from kvchat.core.types import CONVERTED_FROM, Memory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
@@ -44,6 +46,7 @@ from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import (
     device_budget,
     earlier_identities,
+    finer_geometries,
     host_budget,
     kv_geometry,
     kv_identity,
@@ -354,7 +357,11 @@ def new_chain(
             ),
         )
         earlier = earlier_identities(loaded, geometry, digest)
-        return Layout(identity, geometry.block_size, geometry.block_bytes, earlier)
+        finer = tuple(
+            Layout(kv_identity(loaded, each, digest, windows), each.block_size, each.block_bytes)
+            for each in finer_geometries(geometry).values()
+        )
+        return Layout(identity, geometry.block_size, geometry.block_bytes, earlier, finer)
 
     rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
     planner = Planner(rate, rate_memory(loaded, memory))
@@ -366,6 +373,7 @@ def tier_openers(config: CacheConfig, kv_pool: KvPool, is_draft: bool) -> list[T
     openers = [
         _host_opener(config, kv_pool, is_draft),
         _disk_opener(config, kv_pool.geometry.block_bytes, is_draft),
+        *_finer_openers(config, kv_pool.geometry),
     ]
     return [opener for opener in openers if opener is not None]
 
@@ -411,6 +419,25 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
         return tier
 
     return TierOpener("disk", open_disk)
+
+
+def _finer_openers(config: CacheConfig, geometry: KvGeometry) -> list[TierOpener]:
+    """Return what opens the disk's KV of the same model in more bits, where there is some."""
+    directory = config.directory
+    limit = disk_budget(config.disk_bytes, directory) if directory is not None else 0
+    if directory is None or not limit:
+        return []
+
+    def opener(number: int, name: str, finer: KvGeometry) -> TierOpener:
+        def open_finer(layout: Callable[[], Layout]) -> ConvertingTier | None:
+            own = layout().finer[number]
+            if not is_ours(directory / own.identity.hex()):
+                return None
+            return ConvertingTier(DiskTier(directory, own, limit), finer, geometry)
+
+        return TierOpener(f"{CONVERTED_FROM}{name}", open_finer, is_only_read=True)
+
+    return [opener(n, *each) for n, each in enumerate(finer_geometries(geometry).items())]
 
 
 def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:

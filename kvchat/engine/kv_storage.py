@@ -104,6 +104,18 @@ def earlier_identities(
     return tuple(kv_identity(loaded, replace(geometry, format=x), content_digest) for x in formats)
 
 
+def finer_geometries(geometry: KvGeometry) -> dict[str, KvGeometry]:
+    """Return the geometries of the same KV in more bits, the finest first, by their names."""
+    if not isinstance(geometry.format, CodedFormat):
+        return {}
+    codes = list(CODES.values())
+    finer = codes[: codes.index(geometry.format.code)]
+    return {
+        dtype_name(geometry.dtype): replace(geometry, format=PlainFormat()),
+        **{code.name: replace(geometry, format=CodedFormat(code)) for code in finer},
+    }
+
+
 def kv_geometry(spec: ModelSpec, config: CacheConfig, dtype: torch.dtype) -> KvGeometry:
     """Return the shape and format of the KV pools for a model computing in `dtype`."""
     code = CODES.get(config.kv_dtype)

@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from kvchat.core.parameters import FEWER_BITS
 from kvchat.core.stats import ModelDirStatus, StoredPack, StoreStatus, TierStatus, Verified
 from kvchat.core.text import format_bytes, one_line
+from kvchat.core.types import CONVERTED_FROM
 from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.wrap import one_row
@@ -164,6 +165,8 @@ def tier_lines(tier: TierStatus) -> list[str]:
     name = one_line(f"{tier.name}:", _LABEL_CHARS).ljust(FIELD_COLUMNS)
     if tier.trouble and not tier.limit_bytes:  # it could not be opened
         return [f"{name}{one_line(tier.trouble, _PATH_CHARS)}"]
+    if tier.name.startswith(CONVERTED_FROM):
+        return [f"{name} {format_bytes(tier.bytes_read)} read, and converted to this chat's KV"]
     limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
     lines = [
         f"{name}{plural(tier.num_packs, 'pack')} of this model; "

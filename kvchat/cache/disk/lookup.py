@@ -77,17 +77,24 @@ class KnownModel:
         return self.weights not in FEWER_BITS if setting == "auto" else self.weights == setting
 
     def _has_kv_of(self, setting: str) -> bool:
+        if setting in KV_CODES:
+            return self._serves(setting)
         if setting == "auto" or self.kv_dtype:
             return self.kv_dtype == ("" if setting == "auto" else setting)
-        return setting not in KV_CODES and self.dtype in ("", setting)
+        return self.dtype in ("", setting)
+
+    def _serves(self, code: str) -> bool:
+        """Whether KV in a code can be made of what was kept: of itself, or of more bits."""
+        return self.kv_dtype in ("", *KV_CODES[: KV_CODES.index(code) + 1])
 
     def difference_to_loaded(self, ready: ModelReady, block_size: int) -> MissReason | None:
         """Return how the model was run otherwise than the one that is loaded; None if as that."""
         for one, other in ((self.weights, ready.weights), (self.dtype, ready.dtype)):
             if one != other and one and other:
                 return MissReason.OTHER_WEIGHTS
-        is_same = (self.kv_dtype, self.block_size) == (ready.kv_dtype, block_size)
-        return None if is_same else MissReason.OTHER_KV
+        is_coded = ready.kv_dtype in KV_CODES
+        has_kv = self._serves(ready.kv_dtype) if is_coded else self.kv_dtype == ready.kv_dtype
+        return None if has_kv and self.block_size == block_size else MissReason.OTHER_KV
 
 
 class KnownModels:

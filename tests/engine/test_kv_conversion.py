@@ -1,0 +1,192 @@
+"""KV of more bits serves a chat of fewer: it is read once, converted and verified."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.lookup import KvSettings
+from kvchat.cache.disk.model_dirs import find_model_dirs
+from kvchat.cache.kv_conversion import convert
+from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.text import Size
+from kvchat.core.types import CachedTokens, SamplingParams
+from kvchat.engine import kv_verifier
+from kvchat.engine.assembly import build_engine
+from kvchat.engine.kv_storage import finer_geometries
+from kvchat.engine.request import RequestSpec
+from kvchat.model.checkpoint.source import find_model
+from kvchat_kernels.kv_code import CODES, INT4, INT8, K8V4, KvCode
+from support.checkpoints import save_checkpoint, tiny_model
+from support.fact_memory import FactMemory
+
+CPU = torch.device("cpu")
+LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 48, 16))
+PROMPT = tuple(range(5, 55))
+NUM_STORED = 48
+
+
+def geometry(code: KvCode | None, dtype: torch.dtype = torch.bfloat16) -> KvGeometry:
+    return KvGeometry(LAYERS, dtype, 8, CodedFormat(code) if code else PlainFormat())
+
+
+def images(code: KvCode | None) -> torch.Tensor:
+    """Two blocks of the same random KV, [2, block_bytes], as a pool with this code has them."""
+    random = torch.Generator().manual_seed(0)
+    pool = KvPool(geometry(code), 2, CPU)
+    for layer, shape in zip(pool.layers, LAYERS, strict=True):
+        sides = (
+            torch.randn(16, shape.num_kv_heads, dim, generator=random).bfloat16()
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        layer.write(*sides, torch.arange(16))
+    return pool.stage([0, 1])
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
+def test_converted_kv_has_the_bytes_that_a_pool_writes(code: KvCode) -> None:
+    assert torch.equal(convert(images(None), geometry(None), geometry(code)), images(code))
+
+
+def test_what_has_the_same_code_keeps_its_bytes() -> None:
+    """Rounded twice it would be off twice."""
+    own, kept = images(INT8), images(K8V4)
+    assert torch.equal(convert(own, geometry(INT8), geometry(INT8)), own)
+
+    found = convert(own, geometry(INT8), geometry(K8V4))
+
+    keys = 8 * 2 * (16 + 2)
+    assert torch.equal(found[:, :keys], kept[:, :keys])
+    target = geometry(INT4)
+    both = zip(
+        target.format.read(convert(own, geometry(INT8), target), target),
+        target.format.read(images(INT4), target),
+        strict=True,
+    )
+    # A step of 4 bits, where 8 bits have rounded to the other side of a middle.
+    assert all((one - other).abs().max() < 0.2 * other.abs().max() for one, other in both)
+
+
+def test_layers_that_a_block_lacks_are_lacking_after_it() -> None:
+    own = images(None)
+    start = geometry(None).format.block_bytes(LAYERS[0], geometry(None))
+    own[1, start:] = 0xFF
+
+    found = convert(own, geometry(None), geometry(INT8))
+
+    start = geometry(INT8).format.block_bytes(LAYERS[0], geometry(INT8))
+    assert (found[1, start:] == 0xFF).all()
+    assert not (found[1, :start] == 0xFF).all()
+    assert torch.equal(found[0], images(INT8)[0])
+
+
+def test_fewer_bits_never_serve_more() -> None:
+    assert finer_geometries(geometry(None)) == {}
+    assert list(finer_geometries(geometry(INT8))) == ["bfloat16"]
+    assert list(finer_geometries(geometry(INT4))) == ["bfloat16", "int8", "k8v4"]
+
+
+class Program:
+    """Lives of the program, one after another, over one store; a model with a window."""
+
+    def __init__(self, directory: Path) -> None:
+        model = tiny_model("gemma2", sliding_window=8)
+        self._model = str(save_checkpoint(directory / "m", model))
+        self.store = directory / "kv"
+        self.memory = FactMemory()
+
+    def answer(self, kv_dtype: str) -> tuple[CachedTokens, list[int]]:
+        """Ask with KV of a dtype; return what was cached of the prompt, and the answer."""
+        cache = CacheConfig(
+            device_bytes=Size(num_bytes=1 << 20),
+            kv_dtype=kv_dtype,
+            disk_bytes=Size(num_bytes=16 << 20),
+            directory=self.store,
+        )
+        source, config = find_model(self._model), ModelConfig(dtype="float32")
+        built = build_engine(source, config, cache, EngineConfig(), self.memory, lambda _: None)
+        engine = built.engine
+        assert engine.chain.flush(60.0)
+        engine.submit(RequestSpec(PROMPT, SamplingParams(temperature=0.0), max_tokens=4))
+        cached, answer = CachedTokens(), list[int]()
+        while engine.has_work:
+            for event in engine.step():
+                assert not isinstance(event, RequestFailed), event
+                answer += getattr(event, "token_ids", ())
+                if isinstance(event, SampleFinished):
+                    cached = event.usage.cached
+        assert engine.chain.flush(60.0)
+        engine.close()
+        return cached, answer
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")  # random weights change their minds
+    return Program(tmp_path)
+
+
+def test_a_chat_of_fewer_bits_goes_on_with_what_more_bits_have_kept(program: Program) -> None:
+    _, own = program.answer("auto")
+
+    assert program.answer("int8") == (CachedTokens(others=(("disk as float32", NUM_STORED),)), own)
+    assert program.answer("int8")[0] == CachedTokens(disk=NUM_STORED), "converted once"
+    assert program.answer("k8v4")[0].total == NUM_STORED
+    assert program.answer("k8v4")[0] == CachedTokens(disk=NUM_STORED)
+
+
+def test_a_chat_of_more_bits_reads_its_context_itself(program: Program) -> None:
+    program.answer("int8")
+
+    assert program.answer("auto")[0].total == 0
+
+
+def test_what_is_forgotten_is_forgotten_in_more_bits_too(program: Program) -> None:
+    program.answer("auto")
+    StoreAdmin(program.store).forget([(*PROMPT, 1)], [])
+
+    assert program.answer("int8")[0].total == 0
+
+
+def test_a_damaged_record_is_read_by_no_chat(program: Program) -> None:
+    program.answer("auto")
+    [own] = find_model_dirs(program.store)
+    for path in own.glob("*.db*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 3 :] = bytes(len(data) - len(data) // 3)
+        path.write_bytes(data)
+
+    cached, answer = program.answer("int8")
+
+    assert cached.total == 0
+    assert len(answer) == 4
+
+
+def test_kv_that_is_not_this_models_is_found_and_stays_for_its_own_chat(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be right in its own format: another version may convert otherwise."""
+    program.answer("auto")
+    monkeypatch.setattr(
+        kv_verifier, "tolerance", lambda *_: kv_verifier.Tolerance(0.0, kv_verifier.Deviation())
+    )
+    cached, _ = program.answer("int8")
+    monkeypatch.undo()
+
+    assert cached.total == 0
+    assert program.answer("auto")[0].disk == NUM_STORED
+
+
+def test_a_list_of_conversations_promises_what_can_be_converted(program: Program) -> None:
+    program.answer("auto")
+
+    def kept(kv_dtype: str) -> int:
+        settings = KvSettings(kv_dtype=kv_dtype, dtype="float32")
+        admin = StoreAdmin(program.store, memory=program.memory, settings=settings)
+        [places] = admin.locate([("", PROMPT)])
+        return places.cached.disk
+
+    assert (kept("auto"), kept("int8"), kept("int4"), kept("bfloat16")) == (48, 48, 48, 0)
