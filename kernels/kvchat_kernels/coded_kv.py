@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvchat_kernels.int8_kv_write import CodedPools, coded_write, int8_kv_write, turn_queries
+from kvchat_kernels.key_rotation import ChangeKeys
 from kvchat_kernels.kv_code import INT8, KvCode, NumberCode, group_size
 from kvchat_kernels.paged_attention import (
     AttentionSpan,
@@ -66,6 +67,18 @@ class CodedKv:
             int8_kv_write(key, value, self.tensors, slot_mapping)
         else:
             coded_write(key, value, self.tensors, self.code, slot_mapping)
+
+    def copy_slots(
+        self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
+    ) -> None:
+        """Copy slots; changed keys are restored and rounded again, values keep their bytes."""
+        for tensor in self.tensors:
+            slots = tensor.flatten(0, 1)
+            slots[targets] = slots[sources]
+        if change is not None:
+            keys, scales = self.keys.flatten(0, 1), self.key_scales.flatten(0, 1)
+            moved = change(self.code.keys.plain(keys[sources], scales[sources]))
+            keys[targets], scales[targets] = self.code.keys.quantised(moved)
 
     def _runs_kernels(self, query: torch.Tensor) -> bool:
         if query.device.type == "cpu" or self.code is not INT8:

@@ -117,6 +117,14 @@ class NumberCode:
         groups.mul_(scales.to(out.dtype)[..., None])
         return out
 
+    def plain(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return numbers times their scales in float32, as they were before they were turned."""
+        whole = self.restored(numbers, scales)
+        if not self.turns(whole.shape[-1]):
+            return whole
+        size = group_size(whole.shape[-1])
+        return turned(whole.unflatten(-1, (-1, size))).mul(1 / size).flatten(-2)
+
 
 def turned(groups: torch.Tensor) -> torch.Tensor:
     """Return groups [..., n] times the Hadamard matrix of order n, a power of two, in float32.

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from kvchat_kernels.key_rotation import ChangeKeys
 from kvchat_kernels.kv_write import kv_write
 from kvchat_kernels.paged_attention import Scoring, Sequences, paged_attention
 
@@ -29,6 +30,15 @@ class KvLayer(Protocol):
         """Attend every row of `query` to its sequence; arguments as of `paged_attention`.
 
         Returns [num_tokens, num_heads, value_dim], in a dtype of the layer's choice.
+        """
+
+    def copy_slots(
+        self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
+    ) -> None:
+        """Store the KV of slots `sources` in slots `targets`, with keys as `change` returns them.
+
+        Both are [num_slots] int64 and share no slot. `change` takes float32 [num_slots,
+        num_kv_heads, key_dim].
         """
 
 
@@ -54,3 +64,12 @@ class PlainKv(NamedTuple):
         """Attend in the tensors' dtype."""
         query = query.to(self.keys.dtype)
         return paged_attention(query, self.keys, self.values, sequences, scoring)
+
+    def copy_slots(
+        self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
+    ) -> None:
+        """Copy slots; changed keys are rounded once."""
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        moved = keys[sources]
+        keys[targets] = moved if change is None else change(moved.float()).to(keys.dtype)
+        values[targets] = values[sources]

@@ -57,6 +57,7 @@ class CacheManager:
     owns a manager.
     """
 
+    window_blocks = 0  # blocks whose window blocks a sequence needs to go on, where there are any
     has_state = False  # whether sequences have recurrent state beside their KV
     num_state_blocks = 0
 
@@ -118,28 +119,52 @@ class CacheManager:
         """Whether KV is kept for later prompts at all."""
         return self._reuse
 
-    def num_cached_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading tokens are cached in full blocks; changes nothing."""
-        return self._tree.num_cached_tokens(encode_ids(token_ids)) if self._reuse else 0
+    def num_cached_tokens(self, token_ids: TokenIds, moved_under: str = "") -> int:
+        """Return how many leading tokens are cached in full blocks; changes nothing but a name that
+        is not known yet. Arguments as of `match`.
+        """
+        if not self._reuse:
+            return 0
+        blocks = self._tree.blocks_of(encode_ids(token_ids), self._root(moved_under))
+        return self._num_usable_blocks(blocks) * self.block_size
 
-    def match(self, token_ids: TokenIds) -> BlockTable:
+    def num_moved_tokens(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens the moved contexts of one name have in full blocks."""
+        names = self._tree.moved_names
+        return max((self.num_cached_tokens(token_ids, name) for name in names), default=0)
+
+    def _num_usable_blocks(self, blocks: Sequence[int]) -> int:
+        """Return after how many of a context's blocks a sequence can go on."""
+        return len(blocks)
+
+    def _root(self, moved_under: str) -> Node:
+        return self._tree.moved_root(moved_under) if moved_under else self._tree.root
+
+    def match(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
         """Find the longest cached prefix and lock it; the caller must `release` the table.
 
         Always leaves at least one token to compute, because sampling needs its logits. If the
-        prefix ends inside a block, that block's KV is copied into a block of the table's own.
+        prefix ends inside a block, that block's KV is copied into a block of the table's own. With
+        `moved_under`, the prefix is one of that name's moved contexts (`moved_kv.py`), and so is
+        what is committed of the table.
         """
+        root = self._root(moved_under)
         if not self._reuse:
-            return self._hold(self._tree.root, [], 0, 0)
-        found = self._tree.match(encode_ids(token_ids[:-1]))
+            return self._hold(root, [], 0, 0)
+        found = self._tree.match(encode_ids(token_ids[:-1]), root)
         num_full = len(found.blocks)
         table = self._hold(found.node, list(found.blocks), num_full * self.block_size, num_full)
         if found.head is not None:
             self._copy_head(table, found.head, found.head_len)
         return table
 
-    def start(self, token_ids: TokenIds) -> BlockTable:
+    def match_without_windows(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
+        """Match as far as the layers without a window have KV. The table is only to copy from."""
+        return self.match(token_ids, moved_under)
+
+    def start(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
         """Return the table that a sequence with this prompt starts from: here, its match."""
-        return self.match(token_ids)
+        return self.match(token_ids, moved_under)
 
     def num_reusable_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens in full blocks a sequence need not compute."""
@@ -199,6 +224,20 @@ class CacheManager:
         last = table.blocks[-1] if table.blocks else None
         table.blocks.extend(self._pool.allocate(num_new, after=last))
         return True
+
+    def extend(self, table: BlockTable, num_blocks: int, first_window: int) -> bool:
+        """Add writable blocks to an empty table; false if there is no room.
+
+        Those before number `first_window` get no window block, where there are any.
+        """
+        return self.reserve(table, 0, num_blocks * self.block_size)
+
+    def hold_windows(self, table: BlockTable) -> int:
+        """Let a table use all window blocks that its last blocks have without a gap.
+
+        Returns the number of the first block from which on all layers have KV.
+        """
+        return 0
 
     def use_spare_block(self, table: BlockTable) -> bool:
         """Replace a table's last block by a writable copy of it in the spare block; false if there
@@ -396,11 +435,19 @@ class CacheManager:
     def forget(self, token_ids: TokenIds, num_kept: int) -> None:
         """Forget the KV of a context after its first `num_kept` tokens, and of all contexts that
         continue it. On the device, nothing is forgotten if a part of that is in use.
+
+        Moved KV is forgotten too, whatever context it is of: it may be of tokens that were read
+        after these.
         """
+        self.forget_moved()
         num_blocks, encoded = num_kept // self.block_size, encode_ids(token_ids)
         self._pool.release(self._tree.cut(encoded, num_blocks))
         if self._lower_tier is not None:
             self._lower_tier.forget(encoded, num_blocks)
+
+    def forget_moved(self, name: str | None = None) -> None:
+        """Forget the moved contexts of a name, or all; those of a name in use stay."""
+        self._pool.release(self._tree.cut_moved(name))
 
     def kv_error(
         self, table: BlockTable, token_ids: TokenIds, position: int
@@ -470,7 +517,7 @@ class CacheManager:
             expected[block] += 1
         actual = [self._pool.references(block) for block in range(1, self._pool.num_blocks)]
         assert actual == expected[1:], "reference counts differ from the users found"
-        assert self._tree.root.lock_count == len(tables), "locks differ from the live tables"
+        assert self._tree.num_locks == len(tables), "locks differ from the live tables"
 
     def _holders(self, tables: list[BlockTable]) -> Iterator[int]:
         """Yield each block once for every reference that the tables hold."""

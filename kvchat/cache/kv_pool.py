@@ -4,7 +4,9 @@ A KvFormat defines how the KV of a layer is stored as bytes; KvGeometry gives th
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,8 +15,10 @@ from kvchat.cache.device_copies import CudaCopyStream, ImageCopies, Images
 from kvchat.cache.page_memory import fresh_memory
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks, scatter_blocks
 from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.key_rotation import KeyRotation
 from kvchat_kernels.kv_code import SCALE_BYTES, KvCode, NumberCode, group_size
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
+from kvchat_kernels.launch import on_device
 
 _SMALLEST_SQUARE = 1e-30
 # Bytes of images that `num_finite` copies and checks together.
@@ -246,6 +250,29 @@ class KvPool:
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's KV in every layer, for copy-on-write."""
         copy_blocks(self._tensors, [source], [target])
+
+    def move_slots(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        rotations: Sequence[KeyRotation],
+        num_back: int,
+    ) -> None:
+        """Copy the KV of slots to others, for tokens that stand `num_back` positions earlier there.
+
+        `rotations` has one for each layer. No slot is in both.
+        """
+        places = on_device([list(sources), list(targets)], torch.int64, self.device)
+        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            change = partial(rotation.moved, num_back=num_back) if num_back else None
+            of_layer, to = self._in_layer(places, index)
+            layer.copy_slots(of_layer, to, change)
+
+    def _in_layer(self, places: torch.Tensor, index: int) -> torch.Tensor:
+        """Return pairs of slots, [2, num_slots], as those of the `index`-th layer that stores KV;
+        pairs of which it lacks one are left out.
+        """
+        return places
 
     def kv_error(self, block: int, other: int, slot: int) -> torch.Tensor:
         """Compare slot `slot` of block `other` with the same slot of `block`.

@@ -111,6 +111,31 @@ class RadixTree:
         # Candidates for eviction, oldest first; entries go stale and are checked when popped.
         self._candidates: list[tuple[int, int, Node]] = []
         self.root = Node(None, b"", [], 0)
+        self._moved_roots: dict[str, Node] = {}
+
+    def moved_root(self, name: str) -> Node:
+        """Return the root of the moved contexts of this name: a match that begins at `root` never
+        finds them. One without blocks and locks may go when another one is made.
+        """
+        if name not in self._moved_roots:
+            roots = self._moved_roots.items()
+            self._moved_roots = {n: r for n, r in roots if not r.is_leaf or r.lock_count}
+            self._moved_roots[name] = Node(None, b"", [], 0)
+        return self._moved_roots[name]
+
+    @property
+    def moved_names(self) -> list[str]:
+        """The names under which there may be moved contexts."""
+        return list(self._moved_roots)
+
+    @property
+    def _roots(self) -> list[Node]:
+        return [self.root, *self._moved_roots.values()]
+
+    @property
+    def num_locks(self) -> int:
+        """The locks that are taken, on nodes of all contexts."""
+        return sum(root.lock_count for root in self._roots)
 
     @property
     def num_blocks(self) -> int:
@@ -124,13 +149,13 @@ class RadixTree:
 
     # Looking up
 
-    def match(self, encoded: bytes) -> TreeMatch:
-        """Find the longest known prefix of encoded token ids.
+    def match(self, encoded: bytes, root: Node | None = None) -> TreeMatch:
+        """Find the longest known prefix of encoded token ids, of moved ones if `root` is theirs.
 
         Splits at most one node, so that `node` ends where the match ends, and marks the path as
         used now. The caller locks `node` before the next change to the tree.
         """
-        node, matched, blocks = self._walk(encoded)
+        node, matched, blocks = self._walk(encoded, root)
         if matched < len(node.blocks):
             node = self._split(node, matched)
         self._touch(node)
@@ -143,7 +168,7 @@ class RadixTree:
 
     def blocks_of(self, encoded: bytes, below: Node | None = None) -> list[int]:
         """Return the full blocks a match would find; changes nothing. With `below`, `encoded`
-        continues the context that ends with that node.
+        continues the context that ends with that node, which may be a root of moved contexts.
         """
         return self._walk(encoded, below)[2]
 
@@ -324,7 +349,7 @@ class RadixTree:
         Only leaves are evicted: the least recently used first, a leaf's last blocks first. Locked
         nodes stay. A block for which `is_shared` is true stays, and all blocks before it.
         `on_leaving` is called for full blocks, with the encoded ids of the context that ends with
-        them and the blocks in order.
+        them and the blocks in order; not for those of moved contexts.
         """
         evicted: list[int] = []
         skipped = []
@@ -334,10 +359,11 @@ class RadixTree:
             if entry[0] != node.last_used or not self._is_evictable(node):
                 self._note_candidate(node)
                 continue
-            context = _context_of(node) if on_leaving is not None else b""
+            context = self._context_of(node) if on_leaving is not None else None
             blocks = self._trim(node, num_blocks - len(evicted), is_shared)
             evicted.extend(blocks)
-            if on_leaving is not None and blocks and len(context) % self._block_bytes == 0:
+            is_whole = context is not None and len(context) % self._block_bytes == 0
+            if on_leaving is not None and context is not None and blocks and is_whole:
                 on_leaving(context, blocks[::-1])
             if not blocks:
                 skipped.append(entry)
@@ -346,6 +372,11 @@ class RadixTree:
         for entry in skipped:
             heapq.heappush(self._candidates, entry)
         return evicted
+
+    def _context_of(self, node: Node) -> bytes | None:
+        """Return the encoded ids of everything from the root to a node's end; None if moved."""
+        parts = list(path_to_root(node))
+        return b"".join(part.key for part in reversed(parts)) if parts[-1] is self.root else None
 
     def _trim(self, node: Node, most: int, is_shared: Callable[[int], bool]) -> list[int]:
         """Remove up to `most` blocks from the end of a leaf; remove the leaf if it is empty."""
@@ -379,8 +410,19 @@ class RadixTree:
         if matched > 1:
             self._split(node, matched - 1)
         self._remove(node)
+        return self._drop([node])
+
+    def cut_moved(self, name: str | None = None) -> list[int]:
+        """Remove the moved contexts of a name, or all; return their blocks. If any of a name's is
+        locked, none of them is removed.
+        """
+        names = self.moved_names if name is None else [name]
+        free = [each for each in names if not self.moved_root(each).lock_count]
+        return self._drop([self._moved_roots.pop(each) for each in free])
+
+    def _drop(self, pending: list[Node]) -> list[int]:
+        """Drop nodes that no parent has any more, and all below them; return their blocks."""
         gone: list[int] = []
-        pending = [node]
         while pending:
             lower = pending.pop()
             lower.parent = None
@@ -414,8 +456,8 @@ class RadixTree:
     # Checking
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every node, the root first, tails included."""
-        pending = [self.root]
+        """Yield every node, roots and tails included."""
+        pending = self._roots
         while pending:
             node = pending.pop()
             yield node
@@ -452,8 +494,3 @@ class RadixTree:
             assert 0 < len(tail.key) < self._block_bytes
             others = [*node.children.values(), *(t for t in node.tails if t is not tail)]
             assert not any(other.key.startswith(tail.key) for other in others)
-
-
-def _context_of(node: Node) -> bytes:
-    """Return the encoded ids of everything from the root to a node's end."""
-    return b"".join([part.key for part in path_to_root(node)][::-1])

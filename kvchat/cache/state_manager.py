@@ -54,8 +54,11 @@ class StateCacheManager(CacheManager):
 
     # Starting sequences
 
-    def start(self, token_ids: TokenIds) -> BlockTable:
-        """Match a prompt as far as the longest snapshot reaches; the caller releases the table."""
+    def start(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
+        """Match a prompt as far as the longest snapshot reaches; the caller releases the table.
+
+        Nothing is moved: a recurrent state has no tokens that could be left out.
+        """
         if not self._reuse:
             table = self._hold(self._tree.root, [], 0, 0)
             table.state = TableState([], 0)

@@ -38,7 +38,7 @@ class WindowedCacheManager(CacheManager):
     def __init__(self, kv_pool: WindowedKvPool, max_step_tokens: int, reuse: bool = True) -> None:
         self._blocks = kv_pool.blocks
         super().__init__(kv_pool, reuse)
-        self._window = kv_pool.windows.num_blocks(self.block_size)
+        self.window_blocks = kv_pool.windows.num_blocks(self.block_size)
         self._most_in_use = most_in_use(kv_pool.windows, max_step_tokens, self.block_size)
 
     def _new_block_pool(self) -> BlockPool:
@@ -61,32 +61,26 @@ class WindowedCacheManager(CacheManager):
 
     # Matching
 
-    def num_cached_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading tokens, in full blocks, a sequence can go on after."""
-        if not self._reuse:
-            return 0
-        return self._usable_end(self._tree.blocks_of(encode_ids(token_ids))) * self.block_size
-
-    def _usable_end(self, blocks: Sequence[int]) -> int:
+    def _num_usable_blocks(self, blocks: Sequence[int]) -> int:
         """Return after how many of a context's blocks all layers have what the next token sees."""
         missing = np.flatnonzero(~self._blocks.are_there(blocks))
-        if not len(missing) or len(blocks) - 1 - missing[-1] >= self._window:
+        if not len(missing) or len(blocks) - 1 - missing[-1] >= self.window_blocks:
             return len(blocks)
         num_before = np.diff(missing, prepend=-1) - 1  # with window blocks, before each missing one
-        ends = missing[num_before >= self._window]
+        ends = missing[num_before >= self.window_blocks]
         return int(ends[-1] if len(ends) else missing[0])
 
-    def match(self, token_ids: TokenIds) -> BlockTable:
+    def match(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
         if not self._reuse:
-            return super().match(token_ids)
-        encoded = encode_ids(token_ids[:-1])
-        found = self._tree.match(encoded)
-        num_known, end = len(found.blocks), self._usable_end(found.blocks)
+            return super().match(token_ids, moved_under)
+        encoded, root = encode_ids(token_ids[:-1]), self._root(moved_under)
+        found = self._tree.match(encoded, root)
+        num_known, end = len(found.blocks), self._num_usable_blocks(found.blocks)
         if end < num_known:
-            found = self._tree.match(encoded[: end * self.block_size * TOKEN_BYTES])
+            found = self._tree.match(encoded[: end * self.block_size * TOKEN_BYTES], root)
         table = self._hold(found.node, list(found.blocks), end * self.block_size, end)
         ends = (num_known,) if num_known else ()
-        table.window = TableWindow(max(0, end - self._window), ends)
+        table.window = TableWindow(max(0, end - self.window_blocks), ends)
         self._blocks.hold(table.blocks[table.window.first :])
         if found.head is not None and self._blocks.has(found.head):
             self._blocks.hold([found.head])
@@ -94,9 +88,13 @@ class WindowedCacheManager(CacheManager):
             self._blocks.let_go([found.head], is_kept=True)
         return table
 
-    def start(self, token_ids: TokenIds) -> BlockTable:
+    def match_without_windows(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
+        return super().match(token_ids, moved_under)
+
+    def start(self, token_ids: TokenIds, moved_under: str = "") -> BlockTable:
         """Return the table that a sequence with this prompt starts from."""
-        table, last = self.match(token_ids), (len(token_ids) - 1) // self.block_size
+        table = self.match(token_ids, moved_under)
+        last = (len(token_ids) - 1) // self.block_size
         _window_of(table).ends += (last,)
         return table
 
@@ -116,6 +114,22 @@ class WindowedCacheManager(CacheManager):
 
     def _make_room_without(self, num_blocks: int) -> bool:
         return super()._make_room(num_blocks)
+
+    def extend(self, table: BlockTable, num_blocks: int, first_window: int) -> bool:
+        num_windows = num_blocks - first_window
+        if not (self._make_room_without(num_blocks) and self._blocks.make_room(num_windows)):
+            return False
+        self._extend(table, num_blocks, num_windows)
+        _window_of(table).ends = (num_blocks - 1,)
+        return True
+
+    def hold_windows(self, table: BlockTable) -> int:
+        window = _window_of(table)
+        missing = np.flatnonzero(~self._blocks.are_there(table.blocks[: window.first]))
+        first = int(missing[-1]) + 1 if len(missing) else 0
+        self._blocks.hold(table.blocks[first : window.first])
+        window.first = first
+        return first
 
     def _copy_on_write(self, table: BlockTable, index: int) -> None:
         source = table.blocks[index]
@@ -138,7 +152,7 @@ class WindowedCacheManager(CacheManager):
     def commit(self, table: BlockTable, token_ids: TokenIds, num_computed: int) -> None:
         """Enter full blocks in the tree, and let go of the window blocks behind the window."""
         super().commit(table, token_ids, num_computed)
-        window, first = _window_of(table), num_computed // self.block_size - self._window
+        window, first = _window_of(table), num_computed // self.block_size - self.window_blocks
         if table.positions is not None:
             return
         for index in range(window.first, first):
@@ -152,7 +166,7 @@ class WindowedCacheManager(CacheManager):
         The last token of a prompt is computed again, so it may begin a block earlier; it may share
         the beginning of the block after the end.
         """
-        return any(end - self._window <= index + 1 <= end + 1 for end in ends)
+        return any(end - self.window_blocks <= index + 1 <= end + 1 for end in ends)
 
     def _settle(self, table: BlockTable, offered: list[int], result: TreeInsert) -> None:
         start = table.num_committed
@@ -163,7 +177,9 @@ class WindowedCacheManager(CacheManager):
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         window = _window_of(table)
-        assert window.first <= max(0, table.slot_of(num_tokens) // self.block_size - self._window)
+        assert window.first <= max(
+            0, table.slot_of(num_tokens) // self.block_size - self.window_blocks
+        )
         forked = super().fork(table, num_tokens)
         forked.window = replace(window)
         self._blocks.hold(forked.blocks[window.first :])
@@ -218,14 +234,14 @@ class WindowedCacheManager(CacheManager):
             own = table.blocks[_window_of(table).first :]
             self._blocks.let_go(own, is_kept=True, is_passing=True)
         if num_written:  # what came before is behind the window now
-            self._blocks.drop_passing(table.blocks[: max(0, end - self._window)])
+            self._blocks.drop_passing(table.blocks[: max(0, end - self.window_blocks)])
         return num_blocks if num_written else 0
 
     def _num_with_windows(self, images: torch.Tensor) -> int:
         """Return how many of the last images have KV in the layers with a window, up to as many as
         a sequence looks at.
         """
-        last = images[max(0, len(images) - self._window) :]
+        last = images[max(0, len(images) - self.window_blocks) :]
         missing = np.flatnonzero(~self.kv_pool.has_windows(last))
         return len(last) - 1 - int(missing[-1]) if len(missing) else len(last)
 

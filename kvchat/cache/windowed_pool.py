@@ -85,6 +85,13 @@ class WindowedKvPool(KvPool):
             elif numbers[source] and numbers[target]:
                 column.rows[numbers[target]] = column.rows[numbers[source]]
 
+    def _in_layer(self, places: torch.Tensor, index: int) -> torch.Tensor:
+        if index not in self.windows.layers:
+            return places
+        size = self.geometry.block_size
+        numbers = self.blocks.of_block[places // size].long()
+        return (numbers * size + places % size)[:, numbers.bool().all(dim=0)]
+
     def zero(self, block: int, first_slot: int) -> None:
         """Zero a block from slot `first_slot` on, in every layer in which it has KV."""
         number = int(self.blocks.of_block[block])

@@ -2,7 +2,8 @@
 ChatController.
 
 Room is made on a new branch, as /compact makes it: the old branch keeps all messages. What stays is
-read again once, exactly, so a good part of the context is freed at once.
+read again once, at the latest in a pause (`moved_kv.py`), so a good part of the context is freed at
+once.
 """
 
 from collections.abc import Callable

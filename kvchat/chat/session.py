@@ -7,6 +7,7 @@ generated.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from kvchat.chat import session_file
@@ -14,6 +15,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.messages import MessageNumbers, in_words
+from kvchat.chat.moved_kv import move_kv
 from kvchat.chat.reply import AnswerLedger, Asking, ContinuedLedger, Ledger, Reply, UnsavedLedger
 from kvchat.chat.saved_conversation import SavedConversation
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
@@ -41,6 +43,7 @@ class ChatSession(SavedConversation):
     ) -> None:
         super().__init__(model, conversation, log, notes, answered_by)
         self._engine = engine
+        self._has_moved = False
 
     @classmethod
     def new(
@@ -109,6 +112,14 @@ class ChatSession(SavedConversation):
         session = cls(model, engine, copy, log)
         session.rename(f"{original.label} (fork)")
         return session
+
+    def move_kv(self, before: list[int]) -> Future[int]:
+        """Move KV from the longer context `before` to the present one, for the next answers.
+
+        As `chat.moved_kv.move_kv`.
+        """
+        self._has_moved = True
+        return move_kv(self._engine, before, self.conversation.context_ids(), self.session_id)
 
     # Asking
 
@@ -295,7 +306,10 @@ class ChatSession(SavedConversation):
         scored_context = context if options.scores_prompt else ()
         reply = Reply(ledger, asking.decodings(), notify, scored_context=scored_context)
         session_id = self.session_id if self.is_saved and is_kept else ""
-        ticket = self._engine.submit(asking.spec(session_id, is_kept), reply.listen)
+        spec = asking.spec(session_id, is_kept)
+        if self._has_moved:
+            spec = replace(spec, moved_under=self.session_id)
+        ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply
 

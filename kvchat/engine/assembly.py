@@ -68,6 +68,7 @@ from kvchat.model.device import can_change_threads, device_name, dtype_name
 from kvchat.model.gpu.attention_race import race_attention
 from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat.model.gpu.graphs import GraphRunner
+from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, Progress, load_model
 from kvchat.model.packed.quantise import num_packed_bytes
 from kvchat.model.paged_model import PagedModel, StatefulModel
@@ -202,6 +203,7 @@ def engine_around(
         speculation=speculation,
         max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
         max_pairs=prefill_pairs(loaded.spec, loaded.device),
+        key_rotations=partial(possible_rotations, loaded),
     )
 
 

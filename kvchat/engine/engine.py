@@ -16,12 +16,14 @@ import torch
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
+from kvchat.cache.moved_kv import Moving
 from kvchat.cache.rates import LEAST_TELLING_TOKENS
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
+from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor, explained
@@ -31,6 +33,7 @@ from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
 from kvchat.model.batch import StepAbandoned
+from kvchat_kernels.key_rotation import KeyRotation
 
 if TYPE_CHECKING:
     from kvchat.cache.arrivals import RestoredContext
@@ -56,8 +59,9 @@ class Engine:
     `max_context` is the longest context of any request, prompt and completion together; prompts
     hold ids below `vocab_size`. `clock` returns seconds. `chain` has the slower tiers: prompts are
     looked up in them, and finished contexts are kept there. `speculation` adds drafts. The engine
-    closes both. `queues_next` lets a runner with graphs queue a decode step before the tokens of
-    the step before are read.
+    closes both. `key_rotations` returns the ways in which layers may turn their keys, which moving
+    KV needs. `queues_next` lets a runner with graphs queue a decode step before the tokens of the
+    step before are read.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Engine:
         max_prefill_tokens: int = 0,
         max_pairs: int = 0,
         queues_next: bool = True,
+        key_rotations: Callable[[], Sequence[KeyRotation]] = tuple,
     ) -> None:
         self.cache = cache
         self.chain = chain or KvChain(cache)
@@ -93,8 +98,16 @@ class Engine:
             self._next_step = NextStep(runner, cache, self.max_context)
         self._clock = clock
         self._prefill_rate = self.chain.planner.prefill
+        last, token = self.max_context - 1, vocab_size // 2
+        self._kv_mover = KvMover(cache, runner, last, token, key_rotations)
         self._output = OutputProcessor(
-            self._scheduler, cache, self._kv_verifier, self.max_context, clock, self._prefill_rate
+            self._scheduler,
+            cache,
+            self._kv_verifier,
+            self.max_context,
+            clock,
+            self._prefill_rate,
+            self._kv_mover,
         )
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
@@ -113,7 +126,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._has_answers_due or self.chain.has_backlog
+        return self._has_answers_due or self.chain.has_backlog or self._kv_mover.has_inexact
 
     @property
     def _has_answers_due(self) -> bool:
@@ -182,11 +195,22 @@ class Engine:
         if spec.scores_prompt:
             self._scheduler.add(request)
             return request_id
+        if self._takes_moved(spec):
+            request.moved_under = spec.moved_under
+            self._fetcher.give_up_prefetch()
+            self._scheduler.add(request)
+            return request_id
         self._fetcher.begin(request)
         if not self.cache.reuse:
             request.told_miss_reason = MissReason.OFF
         self._scheduler.add(request)
         return request_id
+
+    def _takes_moved(self, spec: RequestSpec) -> bool:
+        """Whether moved KV serves a request, as more of it is in memory than of its own."""
+        ids, name = spec.prompt_ids, spec.moved_under
+        num_moved = self.cache.num_cached_tokens(ids, name) if name else 0
+        return bool(num_moved) and num_moved > self.cached_tokens(ids).total
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
@@ -221,6 +245,8 @@ class Engine:
         from, as in the usage of the request that follows.
         """
         cached, left = self.cached_tokens(token_ids), {}
+        if (num_moved := self.cache.num_moved_tokens(token_ids)) > cached.total:
+            return CachedTokens(device=num_moved)
         num_left = cached.device
         for name, loaded in reversed(self._fetcher.prefetched(token_ids).items()):
             left[name] = min(loaded, num_left)
@@ -269,6 +295,15 @@ class Engine:
         if self._ahead_id is not None:
             self.cancel(self._ahead_id)
         self._ahead_id = None
+
+    def move_kv(
+        self, sources: Sequence[int], targets: Sequence[int], num_own: int, name: str
+    ) -> int:
+        """Move KV of a context to a shorter one that ends with the same tokens; see `Moving`.
+
+        Returns how many of its tokens requests of that name then find, 0 if none could be moved.
+        """
+        return self._kv_mover.move(Moving(sources, targets, num_own, name))
 
     def pin(
         self,
@@ -350,6 +385,8 @@ class Engine:
 
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
+        if self._kv_mover.has_inexact and not self._scheduler.has_work:
+            self._read_exactly()
         requests = self._scheduler.requests()
         if events := self._output.end_cancelled(requests):
             return events  # at once: what is to be kept of them takes a forward pass
@@ -376,6 +413,11 @@ class Engine:
         is_fetching |= any(request.is_fetching for request in self._scheduler.requests())
         is_fetching |= self._fetcher.is_copying
         return [] if is_fetching else self._output.end_stuck()
+
+    def _read_exactly(self) -> None:
+        """Read ahead a context of which there is moved KV."""
+        if (spec := self._kv_mover.to_read()) is not None:
+            self._ahead_id = self.submit(spec)
 
     def _queued_plan(self) -> list[ScheduledRequest]:
         """Return the plan of the step that is queued already; empty if there is none."""
@@ -404,7 +446,7 @@ class Engine:
     def close(self) -> None:
         """Keep the KV of unfinished requests, and finish pending writes within a time limit."""
         self._fetcher.give_up(self._scheduler.requests())
-        for request in (r for r in self.running() if r.spec.is_kept):
+        for request in (r for r in self.running() if r.is_kept):
             computed = request.ids[: request.num_computed]
             self._kv_verifier.save(computed, request.spec.is_one_shot)
         wrong = self._kv_verifier.begin(self._run_alone)
@@ -457,10 +499,13 @@ class Engine:
     def _stop_of(self, plan: Sequence[ScheduledRequest]) -> "Callable[[], bool] | None":
         """Return what says that a step is not wanted any more; None for a step that is short.
 
-        One of few tokens is, unless the last step was slow. Then it is not given up for a cancel of
-        one request among several: the others would wait for their tokens once more.
+        One that only reads ahead gives way to any request. One of few tokens is short, unless the
+        last step was slow. Then it is not given up for a cancel of one request among several: the
+        others would wait for their tokens once more.
         """
         request_ids = frozenset(scheduled.request.request_id for scheduled in plan)
+        if request_ids == {self._ahead_id}:
+            return lambda: self._is_unwanted(request_ids) or self._is_awaited()
         has_few = sum(scheduled.num_tokens for scheduled in plan) <= MOST_ROWS
         if has_few and self._last_step_s < _SLOW_STEP_S:
             return None
@@ -510,7 +555,7 @@ class Engine:
         for request in (scheduled.request for scheduled in plan):
             request.num_offered = min(request.num_offered, request.num_computed)
             is_due = request.num_computed - request.num_offered >= pack_tokens
-            if is_due and request.spec.is_kept and request.state is State.RUNNING:
+            if is_due and request.is_kept and request.state is State.RUNNING:
                 request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
                 self.chain.save_packs(computed, request.spec.is_one_shot)

@@ -67,11 +67,12 @@ class Fetcher:
 
     def promote(self, request: Request) -> bool:
         """Ask quick tiers for a request about to start, once before each start; return whether
-        they have more for it.
+        they have more for it. One that moved KV serves needs none.
 
         Blocks may have been demoted since `begin`: the request waited, or it was preempted.
         """
-        if request.has_asked_quick or request.is_fetching or self._demoter is None:
+        is_over = request.has_asked_quick or request.is_fetching or bool(request.moved_under)
+        if is_over or self._demoter is None:
             return False
         request.has_asked_quick = True
         arrival = self._arrivals.begin_quick(request.ids, request.arrival)

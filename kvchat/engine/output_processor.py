@@ -22,6 +22,7 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.types import CachedTokens, FinishReason, TokenLogprobs
+from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, State
 from kvchat.engine.runner import Drawn
@@ -40,7 +41,8 @@ class OutputProcessor:
     """Appends to the requests of one scheduler, and ends them.
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
-    go to `kv_verifier`, which has them kept. `prefill_rate` tells how long a prompt takes.
+    go to `kv_verifier`, which has them kept, and those over moved KV to `kv_mover`. `prefill_rate`
+    tells how long a prompt takes.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class OutputProcessor:
         max_context: int,
         clock: Callable[[], float],
         prefill_rate: PrefillRate,
+        kv_mover: KvMover,
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
@@ -58,6 +61,7 @@ class OutputProcessor:
         self._max_context = max_context
         self._clock = clock
         self._prefill_rate = prefill_rate
+        self._kv_mover = kv_mover
 
     def mark_started(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Note the time of requests that start in a step; return the progress of those whose
@@ -203,8 +207,10 @@ class OutputProcessor:
     def _finish(self, request: Request, reason: FinishReason) -> SampleFinished:
         computed, usage = request.ids[: request.num_computed], request.usage()
         self._scheduler.finish(request)
-        if request.spec.is_kept:
+        if request.is_kept:
             self._kv_verifier.save(computed, request.spec.is_one_shot)
+        if request.moved_under:
+            self._kv_mover.note_inexact(computed, request.moved_under)
         timing = request.clock.timing(self._clock())
         return SampleFinished(
             request.request_id,

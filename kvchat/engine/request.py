@@ -44,6 +44,8 @@ class RequestSpec:
     num_top_logprobs   how many logprobs are told beside each token's own; None for not even that
     scores_prompt      whether the prompt's tokens have theirs told too. KV alone gives no logits:
                        all of such a prompt is computed, whatever is cached
+    moved_under        the name of the moved contexts (`cache/moved_kv.py`) that may serve it where
+                       less of its own KV is in memory; "" for none
     repetition_limit   ends a completion that has repeated itself for so many tokens, as
                        `repetition.py` says; 0 lets it go on
     """
@@ -62,6 +64,7 @@ class RequestSpec:
     session_id: str = ""
     client: str = ""
     repetition_limit: int = 0
+    moved_under: str = ""
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
@@ -138,7 +141,8 @@ class Request:
     says whether quick tiers were asked since it last ran. `num_offered` counts the leading tokens
     whose KV was last offered to be written. `device_ids` are its ids on the device, for a penalty.
     `scored` are the logprobs of the prompt that were told. A step with tokens before `kept_until`
-    is not given up for a new request.
+    is not given up for a new request. With `moved_under` its table is of that name's moved
+    contexts, so its KV is kept on no slower tier.
     """
 
     request_id: int
@@ -164,6 +168,7 @@ class Request:
     constraint: TokenConstraint | None = None
     scored: list[TokenLogprobs] = field(default_factory=list)
     kept_until: int = 0
+    moved_under: str = ""
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -194,11 +199,17 @@ class Request:
             watcher=maker() if maker is not None else None,
             constraint=new_constraint() if new_constraint is not None else None,
             scored=self.scored,
+            moved_under=self.moved_under,
         )
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.spec.prompt_ids)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its KV may be kept on slower tiers."""
+        return self.spec.is_kept and not self.moved_under
 
     @property
     def is_to_be_scored(self) -> bool:

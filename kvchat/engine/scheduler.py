@@ -375,7 +375,7 @@ class Scheduler:
         Leaves room for one more block of every running request. Otherwise the new request, as the
         youngest, would soon be preempted.
         """
-        table = self._cache.start(self._reusable(request))
+        table = self._cache.start(self._reusable(request), request.moved_under)
         has_room = self._cache.has_room(table, len(request.ids), len(self._running))
         is_promoting = has_room and not request.is_to_be_scored and self._promote(request)
         self._is_full = not has_room

@@ -107,6 +107,11 @@ class DrivenEngine(Protocol):
     def end_read_ahead(self) -> None:
         """End the read-ahead."""
 
+    def move_kv(
+        self, sources: Sequence[int], targets: Sequence[int], num_own: int, name: str
+    ) -> int:
+        """Move KV to a shorter context; tell how many of its tokens have KV then, 0 for none."""
+
     def pin(
         self, token_ids: Sequence[int], label: str, done: Callable[[int], None], ttl_s: float = ...
     ) -> None:

@@ -265,6 +265,12 @@ class RemoteEngine:
     def end_read_ahead(self) -> None:
         self.read_ahead(())
 
+    def move_kv(
+        self, sources: Sequence[int], targets: Sequence[int], num_own: int, name: str
+    ) -> int:
+        """Move none: a server has a context by its ids only."""
+        return 0
+
     def pin(
         self,
         token_ids: Sequence[int],

@@ -180,7 +180,7 @@ class Answering:
             self._give_back(text, attached, edited, gives_way=True)
             return False
         await self._use_tools(answer_view.ended.values(), stats_level)
-        self._room.make_early()
+        await self._room.make_early()
         return True
 
     async def _use_tools(self, ended: Collection[AnswerEnded], stats_level: StatsLevel) -> None:

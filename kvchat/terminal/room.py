@@ -3,6 +3,7 @@
 For the screen and for scripts alike; `chat/making_room.py` decides.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvchat.chat import making_room
@@ -12,10 +13,13 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import Change, Need
 from kvchat.chat.tools import ToolResult
-from kvchat.core.errors import ContextTooLong, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal import warmth
 from kvchat.terminal.status import about, plural
+
+# What stays has KV that was computed behind the messages which are left out.
+_LOSS = ", and may be less exact until what stays is read again in a pause"
 
 
 class RoomMaker:
@@ -50,25 +54,39 @@ class RoomMaker:
         return True
 
     async def _drop(self, needed: Need) -> None:
+        before = self._controller.context_ids
         change = making_room.drop(self._controller, needed)
         if change is not None:
-            self._tell(change, _left_out(change), await self._price())
+            loss = _LOSS if await self._move(before) else ""
+            self._tell(change, _left_out(change), f"{await self._price()}{loss}")
+
+    async def _move(self, before: list[int]) -> bool:
+        """Move the KV of what stays; false where that is read again."""
+        try:
+            moving = self._controller.require_session().move_kv(before)
+            num_tokens = await asyncio.wrap_future(moving)
+        except KvchatError:  # the next answer tells it
+            return False
+        return num_tokens > 0
 
     async def _drop_if_refused(self, needed: Need) -> None:
         """Go on without a summary, which small models often fail to write, where it must be."""
         if needed.is_refused:
             await self._drop(needed)
 
-    def make_early(self) -> None:
-        """Leave out messages as soon as no next one fits, and begin to read what stays.
+    async def make_early(self) -> None:
+        """Leave out messages as soon as no next one fits, and move or begin to read what stays.
 
         So the next message does not wait for it. A summary is not made before it is needed.
         """
         if self._controller.options.context_policy is not ContextPolicy.DROP:
             return
-        needed = making_room.need(self._controller, None)
+        needed, before = making_room.need(self._controller, None), self._controller.context_ids
         change = making_room.drop(self._controller, needed) if needed is not None else None
         if change is None:
+            return
+        if await self._move(before):
+            self._tell(change, _left_out(change), f"{await self._price()}{_LOSS}")
             return
         self._controller.host.read_ahead(self._controller.context_ids)
         self._tell(change, _left_out(change), "what stays is read again while you type")

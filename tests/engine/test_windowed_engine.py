@@ -49,13 +49,13 @@ def forget_a_block_too_early(patch: pytest.MonkeyPatch) -> None:
 
     def short(self: WindowedCacheManager, *arguments: object) -> None:
         init(self, *arguments)  # type: ignore[arg-type]
-        self._window -= 1
+        self.window_blocks -= 1
 
     patch.setattr(WindowedCacheManager, "__init__", short)
 
 
 def go_on_after_a_lost_window(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WindowedCacheManager, "_usable_end", lambda self, blocks: len(blocks))
+    patch.setattr(WindowedCacheManager, "_num_usable_blocks", lambda self, blocks: len(blocks))
     patch.setattr(WindowBlocks, "hold", lambda self, blocks: None)
 
 

@@ -177,6 +177,8 @@ class Reader:
 class ScriptedEngine:
     """Has of an Engine what an EngineThread asks of it."""
 
+    moves_kv = False
+
     def __init__(self, model: ChatModel, author: Author, max_context: int = 32768) -> None:
         self.cache = _Cache()
         self.speculation = _Speculation()
@@ -201,6 +203,17 @@ class ScriptedEngine:
     def read_ahead(self, token_ids: list[int]) -> None:
         self.cache.add(token_ids)
         _log.info("read ahead tokens=%d", len(token_ids))
+
+    def move_kv(self, sources: list[int], targets: list[int], num_own: int, name: str) -> int:
+        """Move KV where `moves_kv` says so, of which nothing is inexact here."""
+        assert targets[num_own:] == sources[len(sources) - len(targets) + num_own :]
+        if (
+            not self.moves_kv
+            or self.cache.num_cached_tokens(targets[:num_own]) < num_own - BLOCK_SIZE
+        ):
+            return 0
+        self.cache.add(targets)
+        return len(targets)
 
     def end_read_ahead(self) -> None:
         """Nothing is under way: it reads at once."""

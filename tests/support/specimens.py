@@ -6,7 +6,7 @@ at a time: no line of kvchat takes part.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Speculation
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.cpu.compiled_step import compiled_model
+from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.spec import LayerSpec
@@ -130,6 +131,7 @@ def engine_on(
         vocab_size=loaded.spec.vocab_size,
         chain=new_chain(cache, num_host_blocks=num_host_blocks),
         speculation=speculation,
+        key_rotations=partial(possible_rotations, loaded),
     )
 
 

@@ -29,7 +29,9 @@ from kvchat.core.types import FinishReason
 from kvchat.terminal.commands_turns import what_stands_for_older
 from kvchat.terminal.room import RoomMaker
 from support.scripted_engine import (
+    BLOCK_SIZE,
     Script,
+    ScriptedEngine,
     scripted_build,
     text_model,
     write_text_checkpoint,
@@ -64,7 +66,7 @@ class Chat:
         self.stops = False
         self.usages: list[AnswerEnded] = []
         controller.options = changed(controller.options, "context-policy", policy)
-        self._room = RoomMaker(controller, self._summary, self.said.append)
+        self.room = RoomMaker(controller, self._summary, self.said.append)
 
     async def _summary(self, plan: CompactionPlan) -> AnswerEnded:
         last = list(summarise(self.controller, plan))[-1]
@@ -76,7 +78,7 @@ class Chat:
 
     def say(self, text: str) -> AnswerEnded:
         """Send a message as the front ends do; raises what refuses it."""
-        if not asyncio.run(self._room.make(text)):
+        if not asyncio.run(self.room.make(text)):
             raise UsageError("stopped")
         last = list(self.controller.ask(text))[-1]
         if isinstance(last, AnswerFailed):
@@ -85,10 +87,10 @@ class Chat:
         return last
 
     def make_early(self) -> None:
-        self._room.make_early()
+        asyncio.run(self.room.make_early())
 
     def make(self, results: tuple[ToolResult, ...] = ()) -> bool:
-        return asyncio.run(self._room.make(None, results))
+        return asyncio.run(self.room.make(None, results))
 
     @property
     def path(self) -> list[str]:
@@ -193,6 +195,24 @@ def test_room_is_made_early_where_no_message_fits_and_the_last_one_stays(open_ch
     assert chat.say("Hello").usage.prefilled_tokens < 100
 
 
+def test_what_stays_is_moved_where_the_model_lets_it(
+    open_chat: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the note that messages were left out is read, once, and the loss is said in one line."""
+    monkeypatch.setattr(ScriptedEngine, "moves_kv", True)
+    chat = open_chat("drop")
+    num_read = []
+    for number in range(30):
+        num_said = len(chat.said)
+        num_read.append(chat.say(f"{number} {'fog ' * 20}").usage.prefilled_tokens)
+        asyncio.run(chat.room.make_early())
+        if len(chat.said) > num_said:
+            assert "less exact until what stays is read again in a pause" in chat.said[-1]
+            assert "\n" not in chat.said[-1]
+    assert len(chat.said) > 3
+    assert max(num_read) <= max(num_read[:3]) + 2 * BLOCK_SIZE
+
+
 def test_undo_goes_back_behind_what_made_room(open_chat: Open) -> None:
     chat = open_chat("drop")
     while not chat.said:
@@ -249,7 +269,7 @@ def test_a_summary_that_fails_leaves_the_chat_as_it_was(
     before = chat.controller.context_ids
     monkeypatch.setattr("kvchat.chat.compaction._REQUEST", "Summarise badly, in {} words.")
 
-    assert asyncio.run(chat._room.make("fog " * 40))
+    assert asyncio.run(chat.room.make("fog " * 40))
 
     assert chat.controller.context_ids == before
     assert "too short" in chat.said[0]
