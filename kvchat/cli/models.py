@@ -13,7 +13,7 @@ from kvchat.chat.template import NewTurn, Strategy
 from kvchat.cli.build import state_memory
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
-from kvchat.core.parameters import FEWER_BITS
+from kvchat.core.parameters import FEWER_BITS, KV_CODES
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import format_bytes, sanitize
 from kvchat.model.checkpoint.local_models import model_lines
@@ -74,7 +74,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     """Return architecture and sizes; token counts are for the default cache budgets."""
     import torch
 
-    from kvchat.engine.kv_storage import device_budget, kv_geometry, tokens_within
+    from kvchat.engine.kv_storage import kv_geometry
     from kvchat.model.device import choose_device, dtype_name
     from kvchat.model.files.checkpoint_files import read_json
     from kvchat.model.packed.formats import packing_of
@@ -83,8 +83,6 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     where = choose_device(ModelConfig(device=device))
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     geometry = kv_geometry(spec, CacheConfig(), dtype)
-    budget = device_budget(CacheConfig(), where)
-    num_tokens = tokens_within(spec, geometry, CacheConfig(), where, budget)
     weights = sum(path.stat().st_size for path in source.weight_files)
     packing = None
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
@@ -112,8 +110,36 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "context": f"{spec.max_context:,} tokens",
         "kv_per_token": format_bytes(geometry.token_bytes if spec.layers else 0),
         **_state_facts(spec, geometry, dtype),
-        "fits_on_device": f"{num_tokens:,} tokens in {format_bytes(budget)}",
+        "fits_on_device": _fitting(spec, CacheConfig(), where, dtype),
+        **_code_facts(source, spec, where, dtype),
     }
+
+
+def _fitting(spec: Any, config: CacheConfig, device: Any, dtype: Any) -> str:
+    """Return how many tokens of a context fit, for the default budget."""
+    from kvchat.engine.kv_storage import device_budget, kv_geometry, tokens_within
+
+    budget, geometry = device_budget(config, device), kv_geometry(spec, config, dtype)
+    num_tokens = tokens_within(spec, geometry, config, device, budget)
+    return f"{num_tokens:,} tokens in {format_bytes(budget)}"
+
+
+def _code_facts(source: ModelSource, spec: Any, device: Any, dtype: Any) -> dict[str, str]:
+    """Return what fits in each code that the model can have, and what the code was seen to do."""
+    from kvchat.engine.kv_effect import known_sentence
+    from kvchat.engine.kv_storage import require_kv_dtype
+    from kvchat.model.checkpoint.identity import sample_digest
+
+    facts, identity, memory = {}, sample_digest(source), state_memory()
+    for code in KV_CODES:
+        config = CacheConfig(kv_dtype=code)
+        try:
+            require_kv_dtype(source.name, spec, config)
+        except ModelError:
+            continue
+        known = known_sentence(identity, dtype, code, memory)
+        facts[f"fits_in_{code}"] = f"{_fitting(spec, config, device, dtype)}. {known}".rstrip()
+    return facts
 
 
 def _rounding_facts(source: ModelSource, dtype: Any) -> dict[str, Any]:

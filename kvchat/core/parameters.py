@@ -375,7 +375,7 @@ _CACHE = grouped(
     Group.CACHE,
     new_choice(
         "kv_dtype",
-        "auto: the dtype; int8, k8v4, int4: 1.9, 2.5, 3.6 times the tokens of 16 bits",
+        "auto: the dtype, fewer bits if short of memory; int8, k8v4, int4: 1.9, 2.5, 3.6x tokens",
         (*DTYPES, *KV_CODES),
     ),
     new_whole(

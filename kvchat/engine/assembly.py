@@ -42,6 +42,7 @@ from kvchat.core.types import CONVERTED_FROM, Memory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_choice import KvChoice, chosen_kv
 from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import (
     device_budget,
@@ -128,8 +129,8 @@ def build_engine(
     Raises ModelError or ModelUnsupported with a message for the user.
     """
     began_s = time.perf_counter()
-    loaded = load_trusted(
-        source, model_config, engine_config.max_context, memory, progress, cache_config
+    loaded, cache_config = _load_with_kv(
+        source, model_config, cache_config, engine_config, memory, progress
     )
     engine = engine_around(loaded, cache_config, engine_config, memory)
     return AssembledEngine(engine, loaded, model_ready(loaded, engine, began_s))
@@ -146,8 +147,22 @@ def load_trusted(
     """Load a model and check its paged forward pass; raises the errors of `build_engine`.
 
     Of `cache_config` it is checked that the model can have such KV, before its weights are read.
+    `auto` means the model's dtype.
     """
     cache = cache_config or CacheConfig()
+    loaded = _loaded(source, config, max_context, memory, progress, cache)
+    return _with_trusted_kv(loaded, KvChoice(cache), memory, progress)
+
+
+def _loaded(
+    source: ModelSource,
+    config: ModelConfig,
+    max_context: int | None,
+    memory: Memory,
+    progress: Progress,
+    cache: CacheConfig,
+) -> LoadedModel:
+    """Load a model and check its paged forward pass over plain KV."""
 
     def check(spec: ModelSpec, device: torch.device) -> None:
         require_kv_dtype(source.name, spec, cache)
@@ -156,12 +171,36 @@ def load_trusted(
     loaded = load_model(source, config, max_context, progress, memory, check, store)
     progress(LoadProgress("checking the paged forward pass"))
     ensure_trusted(loaded, memory)
-    geometry = kv_geometry(loaded.spec, cache, loaded.dtype)
+    return loaded
+
+
+def _load_with_kv(
+    source: ModelSource,
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    engine_config: EngineConfig,
+    memory: Memory,
+    progress: Progress,
+) -> tuple[LoadedModel, CacheConfig]:
+    """Load a model and check it over its KV; return it and the settings of that KV: with a code in
+    place of `auto` where memory demands one.
+    """
+    most = engine_config.max_context
+    loaded = _loaded(source, model_config, most, memory, progress, cache_config)
+    choice = chosen_kv(loaded, cache_config, most, memory)
+    return _with_trusted_kv(loaded, choice, memory, progress), choice.config
+
+
+def _with_trusted_kv(
+    loaded: LoadedModel, choice: KvChoice, memory: Memory, progress: Progress
+) -> LoadedModel:
+    """Return a loaded model that is checked over its KV, with notes on that."""
+    geometry = kv_geometry(loaded.spec, choice.config, loaded.dtype)
     if geometry.format.name != PlainFormat().name:
         new_kv = partial(small_kv, geometry, loaded.device)
         ensure_faster_reads(loaded, geometry.format.name, new_kv, memory)
         slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, is_int8=True)
-        notes = (*loaded.notes, *slow, *kv_notes(loaded, geometry, memory))
+        notes = (*loaded.notes, *slow, *kv_notes(loaded, geometry, memory, choice.reason))
         loaded = replace(loaded, notes=tuple(dict.fromkeys(notes)))
     elif loaded.device.type == "cuda":
         race_attention(loaded, geometry.dtype, geometry.block_size, memory, progress)
@@ -492,8 +531,8 @@ def build_speculating_engine(
     say why.
     """
     began_s = time.perf_counter()
-    target = load_trusted(
-        source, model_config, engine_config.max_context, memory, progress, cache_config
+    target, cache_config = _load_with_kv(
+        source, model_config, cache_config, engine_config, memory, progress
     )
     if target.spec.state:
         if speculation_config.mode != Mode.OFF or draft_source is not None:

@@ -1,8 +1,8 @@
 """What KV in few bits does to a model's predictions, measured once before it is used.
 
 A model that reads a short text predicts after every token; over plain KV, and over KV in a code.
-Small dense models suffer most from 4 bits, and no rule tells which, so every model is measured. The
-result is kept in the memory. KV of 8 bits is not measured: it changes less than bfloat16 does.
+Small dense models suffer most from few bits, and no rule tells which, so every model is measured.
+The result is kept in the memory.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import PagedModel
 from kvchat.model.rounding import Effect, divergences, effect_of, sample_ids
-from kvchat_kernels.kv_code import INT8, KvCode
+from kvchat_kernels.kv_code import CODES, INT8, KvCode
 
 _log = logging.getLogger(__name__)
 
@@ -36,28 +36,53 @@ _FEWEST_TOKENS, _MOST_TOKENS = 64, 256
 _BLOCK_SIZE, _ROWS = 16, 64
 
 
-def kv_notes(loaded: LoadedModel, geometry: KvGeometry, memory: Memory) -> tuple[str, ...]:
+def kv_notes(
+    loaded: LoadedModel, geometry: KvGeometry, memory: Memory, reason: str = ""
+) -> tuple[str, ...]:
     """Return what the user should know of KV in a code: what it changes, and if it is slow.
 
-    Raises ModelError if the model would answer otherwise too often, unless the user insists by
-    `ROUNDING_VARIABLE`. The model may be bound to other KV afterwards.
+    `reason` says why it was chosen, "" if the user did. Raises ModelError if the model would answer
+    otherwise too often, unless the user insists by `ROUNDING_VARIABLE`. The model may be bound to
+    other KV afterwards.
     """
-    if not isinstance(geometry.format, CodedFormat) or geometry.format.code == INT8:
+    if not isinstance(geometry.format, CodedFormat):
         return ()
     code = geometry.format.code
     notes = []
-    if loaded.device.type != "cpu":
+    if loaded.device.type != "cpu" and code != INT8:
         notes.append(f"KV in {code.name} has no kernels on a GPU, so attention is slow.")
-    key = _key(loaded, code)
-    effect = effect_of(memory.get(_KIND, key)) or _measured(loaded, geometry, key, memory)
+    effect = effect_on_model(loaded, geometry, memory)
     if effect is None:
         return tuple(notes)
     if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
+        others = "auto" if code == INT8 else "int8"
         raise ModelError(
             f"{loaded.source.name} would answer otherwise. {_sentence(effect, code)}",
-            f"Use --kv-dtype int8, or insist by {ROUNDING_VARIABLE}=any.",
+            f"Use --kv-dtype {others}, or insist by {ROUNDING_VARIABLE}=any.",
         )
-    return (*notes, _sentence(effect, code))
+    return (*notes, f"{reason} {_sentence(effect, code)}".lstrip())
+
+
+def effect_on_model(loaded: LoadedModel, geometry: KvGeometry, memory: Memory) -> Effect | None:
+    """Return what KV in the code of `geometry` changes, measured now or earlier; None for a model
+    whose tokenizer cannot read the text.
+
+    The model may be bound to other KV afterwards.
+    """
+    assert isinstance(geometry.format, CodedFormat)
+    key = _key(loaded.identity, loaded.weights, loaded.dtype, geometry.format.code)
+    return effect_of(memory.get(_KIND, key)) or _measured(loaded, geometry, key, memory)
+
+
+def known_sentence(identity: str, dtype: torch.dtype, code: str, memory: Memory) -> str:
+    """Return what a code was seen to change of a model with its own weights, whose files have the
+    digest `identity`; "" if that was not measured.
+    """
+    for weights in ("own", "blocks", "auto"):
+        effect = effect_of(memory.get(_KIND, _key(identity, weights, dtype, CODES[code])))
+        if effect is not None:
+            return _sentence(effect, CODES[code])
+    return ""
 
 
 def _sentence(effect: Effect, code: KvCode) -> str:
@@ -65,8 +90,8 @@ def _sentence(effect: Effect, code: KvCode) -> str:
     return f"KV in {code.name} changes {changed} (KL {effect.divergence:.4f})."
 
 
-def _key(loaded: LoadedModel, code: KvCode) -> str:
-    facts = (loaded.identity, loaded.weights, str(loaded.dtype), code.stored_name)
+def _key(identity: str, weights: str, dtype: torch.dtype, code: KvCode) -> str:
+    facts = (identity, weights, str(dtype), code.stored_name)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 

@@ -11,6 +11,7 @@ import torch
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
+from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadProgress, RequestFailed, TokensGenerated
@@ -228,12 +229,29 @@ def test_kv_of_another_dtype_is_not_promised_before_the_model_is_loaded(
 @pytest.mark.parametrize("block_size", spread([1, 8, 64], [8]))
 def test_the_budget_is_never_exceeded_and_nearly_used(checkpoint: Path, block_size: int) -> None:
     for num_bytes in (100_000, 123_456, MEBIBYTE):
-        cache = CacheConfig(block_size, Size(num_bytes=num_bytes))
+        cache = CacheConfig(block_size, Size(num_bytes=num_bytes), kv_dtype="float32")
         pool = assemble(checkpoint, cache=cache).engine.cache.kv_pool
 
         held = sum(tensor.nbytes for pair in pool.layers for tensor in pair)
         assert held <= num_bytes
         assert num_bytes - held < pool.geometry.block_bytes
+
+
+@pytest.mark.parametrize("whole_windows", [True, False])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "k8v4", "int4"])
+def test_kv_holds_the_memory_that_it_promised(
+    checkpoint: Path, kv_dtype: str, whole_windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 2 %: whole, in windows, and in fewer bits."""
+    monkeypatch.setenv("KVCHAT_ROUNDING", "any")
+    room = Size(num_bytes=MEBIBYTE)
+    cache = CacheConfig(8, room, kv_dtype=kv_dtype, whole_windows=whole_windows)
+    pool = assemble(checkpoint, cache=cache).engine.cache.kv_pool
+
+    held = sum(tensor.nbytes for layer in pool.layers for tensor in layer.tensors)
+
+    assert 0.98 * MEBIBYTE < held <= MEBIBYTE
+    assert isinstance(pool, WindowedKvPool) is not whole_windows
 
 
 def test_the_context_is_what_model_settings_and_cache_allow(checkpoint: Path) -> None:

@@ -29,13 +29,18 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def build(
-    directory: Path | None = None, draft: ModelSource | None = None, device_bytes: int = 64 << 20
+    directory: Path | None = None,
+    draft: ModelSource | None = None,
+    device_bytes: int = 64 << 20,
+    kv_dtype: str = "auto",
 ) -> AssembledEngine:
     return build_speculating_engine(
         find_model(DEMO),
         draft or find_model(DEMO_DRAFT),
         ModelConfig(dtype="float32"),
-        CacheConfig(device_bytes=Size(num_bytes=device_bytes), directory=directory),
+        CacheConfig(
+            device_bytes=Size(num_bytes=device_bytes), kv_dtype=kv_dtype, directory=directory
+        ),
         EngineConfig(),
         SpeculationConfig("auto"),
         NO_MEMORY,
@@ -152,7 +157,7 @@ def test_another_vocabulary_is_a_sentence_and_no_draft(tmp_path: Path) -> None:
 
 def test_a_draft_there_is_no_memory_for_is_a_sentence_and_no_draft(pair: AssembledEngine) -> None:
     block_bytes = pair.engine.cache.kv_pool.geometry.block_bytes
-    assembled = build(device_bytes=2 * block_bytes)
+    assembled = build(device_bytes=2 * block_bytes, kv_dtype="float32")
 
     [note] = [note for note in assembled.ready.notes if "draft" in note]
     assert "--device-cache" in note

@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvchat.cache.kv_pool import KvGeometry
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import ModelError
-from kvchat.engine import kv_effect
+from kvchat.core.text import Size
+from kvchat.engine import kv_choice, kv_effect
+from kvchat.engine.kv_choice import KvChoice, chosen_kv
 from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.loader import LoadedModel
+from kvchat.model.rounding import Effect
 from support.fact_memory import FactMemory
 from support.paged_scene import load_tiny
 
@@ -45,12 +49,54 @@ def test_what_a_code_changes_is_measured_once(
     assert notes(loaded, "int4", memory) == (first,)
 
 
-def test_nothing_is_measured_of_8_bits_and_of_plain_kv(
+def test_nothing_is_measured_of_plain_kv(
     loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_effect, "_predictions", None)
 
-    assert notes(loaded, "int8", memory) == notes(loaded, "auto", memory) == ()
+    assert notes(loaded, "auto", memory) == ()
+
+
+def choose(
+    loaded: LoadedModel, memory: FactMemory, num_tokens: int, wanted: int | None = 100, **of: str
+) -> KvChoice:
+    """Choose with memory for so many tokens of plain KV."""
+    plain = kv_geometry(loaded.spec, CacheConfig(16), loaded.dtype)
+    room = Size(num_bytes=num_tokens * plain.token_bytes)
+    return chosen_kv(loaded, CacheConfig(16, room, **of), wanted, memory)
+
+
+def test_auto_takes_fewer_bits_only_where_the_context_does_not_fit(
+    loaded: LoadedModel, memory: FactMemory
+) -> None:
+    assert choose(loaded, memory, 140) == KvChoice(CacheConfig(16, Size(num_bytes=140 * 512)))
+    assert choose(loaded, memory, 90, wanted=50).config.kv_dtype == "auto"
+    assert choose(loaded, memory, 90, kv_dtype="float32").config.kv_dtype == "float32"
+
+    choice = choose(loaded, memory, 90)
+
+    assert choice.config.kv_dtype == "int8"
+    assert choice.reason == "KV is kept in int8, as 100 tokens in float32 take more than 45 KiB."
+    geometry = kv_geometry(loaded.spec, choice.config, loaded.dtype)
+    [note] = kv_notes(loaded, geometry, memory, choice.reason)
+    assert note.startswith(f"{choice.reason} KV in int8 changes ")
+
+
+def test_auto_takes_no_code_that_changes_the_model_and_none_that_was_not_measured(
+    loaded: LoadedModel, memory: FactMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"int8": 0.001, "k8v4": 0.05, "int4": 0.02}
+
+    def effect(_: object, geometry: KvGeometry, __: object) -> Effect | None:
+        change = changes.get(geometry.format.setting)
+        return Effect(change, 0.9, 80) if change is not None else None
+
+    monkeypatch.setattr(kv_choice, "effect_on_model", effect)
+    assert choose(loaded, memory, 30).config.kv_dtype == "int4"
+    changes["int4"] = 0.2
+    assert choose(loaded, memory, 30).config.kv_dtype == "int8", "the best there is"
+    changes.clear()
+    assert choose(loaded, memory, 30).config.kv_dtype == "auto"
 
 
 def test_a_model_that_would_answer_otherwise_is_refused_unless_the_user_insists(
