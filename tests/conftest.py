@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Kernels are compiled once, and not once for every private home of a test.
 _KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
 os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
+
+
+# What the probe finds out about a model, for the processes that xdist starts too.
+_IS_FIRST = "PROBES_OF_TEST_RUN" not in os.environ
+if _IS_FIRST:
+    os.environ["PROBES_OF_TEST_RUN"] = tempfile.mkdtemp(prefix="kvchat-test-probes-")
+
+
+def pytest_unconfigure() -> None:
+    if _IS_FIRST:
+        shutil.rmtree(os.environ["PROBES_OF_TEST_RUN"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,14 +85,15 @@ def memory() -> FactMemory:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cheap_starts() -> Iterator[None]:
-    """Start the processes of chat templates as forks, and compile one form of each kernel."""
-    from support import no_races
+    """Fork the processes of chat templates, compile one form of a kernel, probe a model once."""
+    from support import known_probes, no_races
     from support.template_forks import TemplateForks
 
     forks = TemplateForks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvchat.chat.template_process.subprocess", forks)
         patch.setattr("kvchat_kernels.cpu.races._race", no_races.choose)
+        patch.setattr("kvchat.model.loader.probe_meta", known_probes.find_or_probe)
         yield
     forks.close()
 

@@ -145,7 +145,8 @@ def build_layout(prompt: "LivePrompt") -> Layout:
             _lines(list, lambda: region.state.tail or _has_queue(region), is_gap=True),
             ConditionalContainer(_picker(prompt), is_picking),
             ConditionalContainer(input_window, ~is_picking),
-            ConditionalContainer(_menu(), has_completions & ~is_picking),
+            # The left filter remembers the combination: has_completions would do so for ever.
+            ConditionalContainer(_menu(), ~is_picking & has_completions),
             search,
             _toolbar(prompt),
         ]

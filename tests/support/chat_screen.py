@@ -101,7 +101,8 @@ class ChatScreen(Screen):
             self._exit.callback(_begin_log(asked.log))
         self._home = home
         terminal = Terminal(self._keys, self._output, lambda: self._size, "xterm-256color")
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._running = self._loop.create_task(run_repl(chat_setup(asked, terminal)))
 
     def _read(self, within_s: float = 0.05) -> bool:
@@ -148,6 +149,5 @@ class ChatScreen(Screen):
         self._patch.setattr(dialogue, "_STOP_PATIENCE_S", 0.05)
         self._running.cancel()
         self._loop.run_until_complete(asyncio.wait((self._running,)))
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        self._runner.close()
         self._exit.close()
