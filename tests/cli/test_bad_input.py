@@ -11,6 +11,7 @@ from kvchat.core.errors import StoreError
 from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell
+from support.direct_shell import DirectShell
 
 
 @pytest.mark.parametrize(
@@ -36,22 +37,22 @@ from support.commands import Shell
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_mistake_gets_a_sentence_and_its_code(
-    shell: Shell, arguments: tuple[str, ...], code: int, sentence: str
+    direct: DirectShell, arguments: tuple[str, ...], code: int, sentence: str
 ) -> None:
-    done = shell.run(*arguments)
+    done = direct.run(*arguments)
 
     assert done.returncode == code, done.stderr
     assert sentence.encode() in done.stderr
     assert b"Traceback" not in done.stderr
     assert done.stdout == b""
-    assert shell.sessions == []
+    assert direct.sessions == []
 
 
-def test_settings_come_from_flag_environment_file_in_this_order(shell: Shell) -> None:
-    assert shell.run("config", "set", "temperature", "0.3").returncode == 0
-    assert shell.run("config", "set", "top_k", "40").returncode == 0
+def test_settings_come_from_flag_environment_file_in_this_order(direct: DirectShell) -> None:
+    assert direct.run("config", "set", "temperature", "0.3").returncode == 0
+    assert direct.run("config", "set", "top_k", "40").returncode == 0
 
-    shown = shell.run("config", "show", "--origin", KVCHAT_TEMPERATURE="0.9").stdout.decode()
+    shown = direct.run("config", "show", "--origin", KVCHAT_TEMPERATURE="0.9").stdout.decode()
 
     [temperature] = [line for line in shown.splitlines() if line.startswith("temperature")]
     [top_k] = [line for line in shown.splitlines() if line.startswith("top_k")]
@@ -61,24 +62,24 @@ def test_settings_come_from_flag_environment_file_in_this_order(shell: Shell) ->
 
 
 def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere(
-    shell: Shell,
+    direct: DirectShell,
 ) -> None:
-    assert shell.run("config", "set", "temperature", "0.3").returncode == 0
-    assert shell.run("config", "set", "cache_dir", "kept").returncode == 0
-    assert shell.run("config", "unset", "temperature").returncode == 0
-    (shell.home / "here").mkdir()
+    assert direct.run("config", "set", "temperature", "0.3").returncode == 0
+    assert direct.run("config", "set", "cache_dir", "kept").returncode == 0
+    assert direct.run("config", "unset", "temperature").returncode == 0
+    (direct.home / "here").mkdir()
     for name, text in (("adapter", "./lora"), ("model", "here"), ("draft", "ngram")):
-        assert shell.run("config", "set", name, text).returncode == 0
+        assert direct.run("config", "set", name, text).returncode == 0
 
-    shown = shell.run("config", "show").stdout.decode().splitlines()
+    shown = direct.run("config", "show").stdout.decode().splitlines()
 
     set_ones = ("model ", "adapter", "temperature", "draft", "cache_dir")
     assert [line.split() for line in shown if line.startswith(set_ones)] == [
-        ["model", f'"{shell.home / "here"}"'],
-        ["adapter", f'"{shell.home / "lora"}"'],
+        ["model", f'"{direct.home / "here"}"'],
+        ["adapter", f'"{direct.home / "lora"}"'],
         ["draft", '"ngram"'],
         ["temperature", "the", "model's", "own,", "else", "0.7"],
-        ["cache_dir", f'"{shell.home / "kept"}"'],
+        ["cache_dir", f'"{direct.home / "kept"}"'],
     ]
 
 
@@ -91,20 +92,22 @@ def test_a_setting_can_be_taken_out_again_and_a_directory_is_one_from_everywhere
         ('dtype = "int2"', "is 'int2', but must be one of auto, float32"),
     ],
 )
-def test_a_bad_configuration_file_is_named(shell: Shell, content: str, sentence: str) -> None:
-    path = shell.home / ".config/kvchat/config.toml"
+def test_a_bad_configuration_file_is_named(
+    direct: DirectShell, content: str, sentence: str
+) -> None:
+    path = direct.home / ".config/kvchat/config.toml"
     path.parent.mkdir(parents=True)
     path.write_text(content)
 
-    done = shell.run("-p", "x")
+    done = direct.run("-p", "x")
 
     assert done.returncode == 2
     assert sentence.encode() in done.stderr
     assert b"config.toml" in done.stderr
 
 
-def test_a_bad_environment_variable_is_named(shell: Shell) -> None:
-    done = shell.run("-p", "x", KVCHAT_SEED="soon")
+def test_a_bad_environment_variable_is_named(direct: DirectShell) -> None:
+    done = direct.run("-p", "x", KVCHAT_SEED="soon")
 
     assert done.returncode == 2
     assert b"KVCHAT_SEED is 'soon', but must be a whole number" in done.stderr
@@ -122,26 +125,28 @@ def test_a_level_that_this_processor_cannot_run_is_refused(shell: Shell) -> None
     assert b'\nKVCHAT_CPU           "z80"\n' in shown.stdout
 
 
-def test_weights_in_pickles_are_never_opened(shell: Shell, tmp_path: Path) -> None:
+def test_weights_in_pickles_are_never_opened(direct: DirectShell, tmp_path: Path) -> None:
     directory = tmp_path / "pickled"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     (directory / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")
 
-    done = shell.run("-m", str(directory), "-p", "x")
+    done = direct.run("-m", str(directory), "-p", "x")
 
     assert done.returncode == 3
     assert b"pickle" in done.stderr
-    assert not list(shell.home.rglob("owned"))
+    assert not list(direct.home.rglob("owned"))
 
 
-def test_an_unsupported_architecture_is_named_with_its_reason(shell: Shell, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_its_reason(
+    direct: DirectShell, tmp_path: Path
+) -> None:
     checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
     config |= {"model_type": "recurrent_gemma", "architectures": ["RecurrentGemmaForCausalLM"]}
     (checkpoint / "config.json").write_text(json.dumps(config))
 
-    done = shell.run("-m", str(checkpoint), "-p", "x")
+    done = direct.run("-m", str(checkpoint), "-p", "x")
 
     assert done.returncode == 3
     assert b"RecurrentGemmaForCausalLM (recurrent_gemma) is not supported" in done.stderr
@@ -149,12 +154,12 @@ def test_an_unsupported_architecture_is_named_with_its_reason(shell: Shell, tmp_
     assert b"such as Qwen3.5" in done.stderr
 
 
-def test_damaged_weights_are_told_apart_from_a_bug(shell: Shell, tmp_path: Path) -> None:
+def test_damaged_weights_are_told_apart_from_a_bug(direct: DirectShell, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "m", tiny_model("llama"))
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
 
-    done = shell.run("-m", str(checkpoint), "-p", "x")
+    done = direct.run("-m", str(checkpoint), "-p", "x")
 
     assert done.returncode == 3
     assert b"cannot be read" in done.stderr
@@ -196,19 +201,19 @@ def test_sessions_are_listed_shown_exported_imported_renamed_and_removed(
     assert shell.sessions == []
 
 
-def test_an_export_keeps_what_a_terminal_must_not_see(shell: Shell) -> None:
+def test_an_export_keeps_what_a_terminal_must_not_see(direct: DirectShell) -> None:
     """A model's delete character was in the exported file and not in what went into a pipe."""
     text = "a\x7fb \x1b[31mred \u202e \ud800 end"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
-    (shell.home / "odd.json").write_text(json.dumps(messages))
-    name = shell.run("sessions", "import", "odd.json").stdout.decode().strip()
+    (direct.home / "odd.json").write_text(json.dumps(messages))
+    name = direct.run("sessions", "import", "odd.json").stdout.decode().strip()
 
     for ending in ("json", "jsonl", "md"):
-        printed = shell.run("sessions", "export", name, "--format", ending).stdout.decode()
-        assert shell.run("sessions", "export", name, f"copy.{ending}").returncode == 0
-        assert (shell.home / f"copy.{ending}").read_text() == printed
+        printed = direct.run("sessions", "export", name, "--format", ending).stdout.decode()
+        assert direct.run("sessions", "export", name, f"copy.{ending}").returncode == 0
+        assert (direct.home / f"copy.{ending}").read_text() == printed
         assert sanitize(printed) == printed
-    exported = json.loads((shell.home / "copy.json").read_text())
+    exported = json.loads((direct.home / "copy.json").read_text())
     assert exported["messages"][1]["content"] == text
 
 

@@ -14,6 +14,7 @@ import pytest
 from kvchat.cli import doctor
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE, ObjectCache
 from support.commands import ROOT, Shell
+from support.direct_shell import DirectShell
 from support.failing_files import Faults
 from support.fork_server import ForkedShell, ForkServer
 from support.pack_chains import LAYOUT
@@ -47,12 +48,12 @@ def test_the_status_says_where_how_much_and_when(shell: Shell, store: StoredPack
     assert shell.run("--disk-cache", "1G", "cache", **kernels).stdout == done.stdout
 
 
-def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -> None:
+def test_the_status_is_an_object_for_scripts(direct: DirectShell, store: StoredPacks) -> None:
     store.spoil_table()
 
-    none = {KERNEL_CACHE_VARIABLE: str(shell.home / "none")}
+    none = {KERNEL_CACHE_VARIABLE: str(direct.home / "none")}
 
-    done = shell.run("cache", "--disk-cache", "1G", "status", "--json", **none)
+    done = direct.run("cache", "--disk-cache", "1G", "status", "--json", **none)
 
     status = json.loads(done.stdout)
 
@@ -63,7 +64,7 @@ def test_the_status_is_an_object_for_scripts(shell: Shell, store: StoredPacks) -
     assert (status["packs"], status["tokens"]) == (4, 14)
     assert status["used_bytes"] == sum(g["bytes"] for g in status["generations"])
     assert "not a database" in status["trouble"]
-    again = shell.run("cache", "--disk-cache", "1G", "--json", **none)
+    again = direct.run("cache", "--disk-cache", "1G", "--json", **none)
     assert status == json.loads(again.stdout)
 
 
@@ -75,38 +76,42 @@ def test_the_tree_shows_branches_and_counts(shell: Shell, store: StoredPacks) ->
     assert shell.run("cache", "tree", PYTHONIOENCODING="ascii").stdout.isascii()
 
 
-def test_verifying_fails_once_where_something_was_damaged(shell: Shell, store: StoredPacks) -> None:
-    assert shell.run("cache", "verify").stdout == b"5 packs read, none is damaged.\n"
+def test_verifying_fails_once_where_something_was_damaged(
+    direct: DirectShell, store: StoredPacks
+) -> None:
+    assert direct.run("cache", "verify").stdout == b"5 packs read, none is damaged.\n"
     store.damage()
     store.spoil_table()
 
-    done = shell.run("cache", "verify")
+    done = direct.run("cache", "verify")
 
     assert done.returncode == 1
     assert b"3 packs sound, 1 damaged and gone now, 1 damaged table gone" in done.stdout
-    again = shell.run("cache", "verify")
+    again = direct.run("cache", "verify")
     assert (again.returncode, again.stdout) == (0, b"3 packs read, none is damaged.\n")
 
 
-def test_the_limit_is_kept_when_asked(shell: Shell, store: StoredPacks) -> None:
-    assert shell.run("cache", "gc").stdout == b"There was nothing to free.\n"
-    assert b"KiB freed." in shell.run("cache", "--disk-cache", "300K", "gc").stdout
-    assert b"nothing is kept" in shell.run("cache").stdout
+def test_the_limit_is_kept_when_asked(direct: DirectShell, store: StoredPacks) -> None:
+    assert direct.run("cache", "gc").stdout == b"There was nothing to free.\n"
+    assert b"KiB freed." in direct.run("cache", "--disk-cache", "300K", "gc").stdout
+    assert b"nothing is kept" in direct.run("cache").stdout
 
 
-def test_a_script_that_clears_says_that_it_means_it(shell: Shell, store: StoredPacks) -> None:
-    refused = shell.run("cache", "clear", stdin=b"yes\n")
+def test_a_script_that_clears_says_that_it_means_it(
+    direct: DirectShell, store: StoredPacks
+) -> None:
+    refused = direct.run("cache", "clear", stdin=b"yes\n")
     assert refused.returncode == 2
     assert refused.stderr.count(b"\n") == 1
     assert b"--yes" in refused.stderr
-    assert b"5 packs" in shell.run("cache").stdout
+    assert b"5 packs" in direct.run("cache").stdout
 
-    done = shell.run("cache", "clear", "--yes")
+    done = direct.run("cache", "clear", "--yes")
 
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.endswith(b"KiB deleted.\n")
     assert not list(store.directory.rglob("*.kv"))
-    assert shell.run("cache", "clear", "--yes").stdout == b"There was nothing to delete.\n"
+    assert direct.run("cache", "clear", "--yes").stdout == b"There was nothing to delete.\n"
 
 
 @pytest.mark.parametrize(("typed", "is_kept"), [("", True), ("n", True), ("y", False)])
@@ -124,22 +129,22 @@ def test_a_person_is_asked(
     assert bool(list(store.directory.rglob("*.kv"))) == is_kept
 
 
-def test_the_path_is_all_that_path_prints(shell: Shell) -> None:
-    assert shell.run("cache", "path").stdout.decode() == f"{shell.home}/.cache/kvchat/kv\n"
-    assert shell.run("cache", "path", KVCHAT_CACHE_DIR="/some/where").stdout == b"/some/where\n"
-    assert shell.run("--cache-dir", "/else", "cache", "path").stdout == b"/else\n"
+def test_the_path_is_all_that_path_prints(direct: DirectShell) -> None:
+    assert direct.run("cache", "path").stdout.decode() == f"{direct.home}/.cache/kvchat/kv\n"
+    assert direct.run("cache", "path", KVCHAT_CACHE_DIR="/some/where").stdout == b"/some/where\n"
+    assert direct.run("--cache-dir", "/else", "cache", "path").stdout == b"/else\n"
 
 
 @pytest.mark.parametrize("deed", [["status"], ["tree"], ["verify"], ["gc"], ["clear", "--yes"]])
 def test_no_store_is_fine_and_an_unusable_one_is_one_sentence(
-    shell: Shell, deed: list[str]
+    direct: DirectShell, deed: list[str]
 ) -> None:
-    missing = shell.run("cache", *deed)
+    missing = direct.run("cache", *deed)
     assert (missing.returncode, missing.stderr) == (0, b"")
-    assert not (shell.home / ".cache/kvchat").exists()
+    assert not (direct.home / ".cache/kvchat").exists()
 
-    (shell.home / "file").write_text("")
-    refused = shell.run("cache", "--cache-dir", "file", *deed)
+    (direct.home / "file").write_text("")
+    refused = direct.run("cache", "--cache-dir", "file", *deed)
     assert refused.returncode == 6
     assert refused.stdout == b""
     assert refused.stderr == (
@@ -259,13 +264,13 @@ def test_the_doctor_looks_at_it(shell: Shell, store: StoredPacks) -> None:
 
 
 def test_what_an_earlier_kvchat_left_is_said_to_be_left_alone(
-    shell: Shell, store: StoredPacks
+    direct: DirectShell, store: StoredPacks
 ) -> None:
     older = store.directory / ("0b" * 16)
     older.mkdir()
     (older / "cache.db").write_bytes(b"of an earlier version")
 
-    told = shell.run("cache", "clear", "--yes"), shell.run("cache")
+    told = direct.run("cache", "clear", "--yes"), direct.run("cache")
 
     line = f"Not made by this kvchat, and left alone: {older.name}."
     assert told[1].stdout.decode().splitlines()[-1] == line
@@ -299,9 +304,9 @@ def test_the_doctor_does_not_send_for_a_new_kvchat_where_the_disk_is_at_fault(
     assert any(expected.get(code, "cannot be written to") in each for each in advice)
 
 
-def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) -> None:
+def test_the_doctor_says_when_nothing_can_be_kept(direct: DirectShell, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = shell.run("doctor", KVCHAT_CACHE_DIR=str(tmp_path / "file"))
+    done = direct.run("doctor", KVCHAT_CACHE_DIR=str(tmp_path / "file"))
 
     assert done.returncode == 1
     assert b"Cannot use the directory" in done.stdout
@@ -310,10 +315,10 @@ def test_the_doctor_says_when_nothing_can_be_kept(shell: Shell, tmp_path: Path) 
 @pytest.mark.parametrize("command", [("cache",), ("sessions",), ("sessions", "list")], ids=str)
 @pytest.mark.parametrize("flag", ["--kv-dtype", "--dtype", "--weights", "--block-size"])
 def test_how_kv_is_made_counts_where_it_stands_before_the_command(
-    shell: Shell, flag: str, command: tuple[str, ...]
+    direct: DirectShell, flag: str, command: tuple[str, ...]
 ) -> None:
     """What is ready depends on it."""
-    done = shell.run(flag, "3", *command)
+    done = direct.run(flag, "3", *command)
 
     assert done.returncode == 2
     assert f"{flag} is ".encode() in done.stderr

@@ -10,6 +10,7 @@ from kvchat.cli.command_line import spelled_out
 from kvchat.cli.settings import name_to_keep
 from kvchat.core.errors import UsageError
 from support.commands import Shell
+from support.direct_shell import DirectShell
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
 
@@ -136,13 +137,13 @@ def test_models_are_listed_with_their_sizes(shell: Shell) -> None:
     assert pickled.endswith("Hugging Face cache, no safetensors weights")
 
 
-def test_config_shows_what_a_chat_would_use(shell: Shell) -> None:
-    shown = shell.run("--model", "org/other", "config", "show", "--origin").stdout.decode()
+def test_config_shows_what_a_chat_would_use(direct: DirectShell) -> None:
+    shown = direct.run("--model", "org/other", "config", "show", "--origin").stdout.decode()
     lines = {line.split()[0]: line for line in shown.splitlines()}
     assert '"org/other"' in lines["model"]
     assert lines["model"].endswith(" --model")
     assert lines["spec"].split()[1] == "false"
-    assert str(shell.home / ".cache/kvchat/kv") in lines["cache_dir"]
+    assert str(direct.home / ".cache/kvchat/kv") in lines["cache_dir"]
     assert "the model's own, else 0.7" in lines["temperature"]
     assert "10% of what is free: " in lines["disk_cache"]
 
@@ -172,9 +173,9 @@ def test_make_chat_takes_leaving_by_ctrl_c_for_no_failure(
 
 
 @pytest.mark.parametrize("typed", [("--temp", "0", "-p", "hi"), ("--temp", "0", "hi")])
-def test_a_flag_that_does_not_exist_is_named(shell: Shell, typed: tuple[str, ...]) -> None:
+def test_a_flag_that_does_not_exist_is_named(direct: DirectShell, typed: tuple[str, ...]) -> None:
     """Its value was taken for a prompt: "There are two prompts: '0' and that of --prompt.\""""
-    done = shell.run(*typed)
+    done = direct.run(*typed)
 
     assert done.returncode == 2
     assert b"No such option: --temp" in done.stderr

@@ -14,6 +14,7 @@ from kvchat.cli.running_server import announced, running_server
 from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
+from support.direct_shell import DirectShell
 from support.fake_llm_server import chunks, fake_server, models, raw_server
 from support.fork_server import ForkServer
 from support.pty_screen import PtyScreen
@@ -57,15 +58,15 @@ def test_a_key_in_the_environment_is_not_taken_for_a_wrong_setting() -> None:
     assert sentence.endswith("Is KVCHAT_ENDPOINT meant?")
 
 
-def test_config_set_keeps_the_named_servers(shell: Shell) -> None:
+def test_config_set_keeps_the_named_servers(direct: DirectShell) -> None:
     """It refused to change a file with such a table."""
-    path = shell.home / ".config" / "kvchat" / "config.toml"
+    path = direct.home / ".config" / "kvchat" / "config.toml"
     path.parent.mkdir(parents=True)
     odd = '[endpoints."odd name"]\nurl = "http://localhost:2"\n'
     path.write_text(CONFIG + odd)
 
-    assert shell.run("config", "set", "endpoint", "work").returncode == 0
-    assert shell.run("config", "set", "temperature", "0.5").returncode == 0
+    assert direct.run("config", "set", "endpoint", "work").returncode == 0
+    assert direct.run("config", "set", "temperature", "0.5").returncode == 0
 
     content = tomllib.loads(path.read_text())
     assert content["endpoint"] == "work"

@@ -10,6 +10,7 @@ import pytest
 from kvchat.core.text import sanitize
 from support.checkpoints import save_checkpoint, tiny_model
 from support.commands import Shell, objects
+from support.direct_shell import DirectShell
 from support.fork_server import ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "4")
@@ -38,30 +39,30 @@ def test_an_odd_argument_leaves_the_rest_of_a_script_alone(
     assert kept.read_text().count('"role":"user"') == 2
 
 
-def test_a_directory_of_nobody_is_named(shell: Shell) -> None:
+def test_a_directory_of_nobody_is_named(direct: DirectShell) -> None:
     for flag in ("--sessions-dir", "--cache-dir"):
-        done = shell.run(flag, "~nobody-of-that-name/x", "-p", "x")
+        done = direct.run(flag, "~nobody-of-that-name/x", "-p", "x")
         assert done.returncode == 2
         assert b"~nobody-of-that-name/x is in no home directory" in done.stderr
-    assert shell.run("-m", "~nobody-of-that-name/x", "-p", "x").returncode == 3
+    assert direct.run("-m", "~nobody-of-that-name/x", "-p", "x").returncode == 3
 
 
 def test_what_a_foreign_file_says_does_not_act_on_the_terminal(
-    shell: Shell, tmp_path: Path
+    direct: DirectShell, tmp_path: Path
 ) -> None:
     """Errors and `models info` passed escape sequences on as the file had them."""
     checkpoint = save_checkpoint(tmp_path / "evil", tiny_model("llama"))
     config = json.loads((checkpoint / "config.json").read_text())
     config["model_type"] = "\x1b[31mred\u202e"
     (checkpoint / "config.json").write_text(json.dumps(config))
-    (shell.home / "evil.jsonl").write_text('{"kvchat": "session", "version": "\\u001b[2J"}\n')
+    (direct.home / "evil.jsonl").write_text('{"kvchat": "session", "version": "\\u001b[2J"}\n')
 
     for arguments in (
         ("-m", str(checkpoint), "-p", "x"),
         ("models", "info", str(checkpoint)),
         ("sessions", "import", "evil.jsonl"),
     ):
-        done = shell.run(*arguments)
+        done = direct.run(*arguments)
         for stream in (done.stdout.decode(), done.stderr.decode()):
             assert sanitize(stream) == stream, arguments
 
@@ -116,17 +117,17 @@ def test_a_model_that_takes_too_long_to_load_ends_with_124(
     ("name", "value"), [("stop", ""), ("timeout", "inf"), ("temperature", "nan")]
 )
 def test_no_setting_is_kept_that_every_start_would_refuse(
-    shell: Shell, name: str, value: str
+    direct: DirectShell, name: str, value: str
 ) -> None:
     """`config set timeout inf` wrote a file that not even `config unset` could read."""
-    assert shell.run("config", "set", name, value).returncode == 2
-    assert shell.run("config", "show").returncode == 0
+    assert direct.run("config", "set", name, value).returncode == 2
+    assert direct.run("config", "show").returncode == 0
 
 
-def test_any_text_can_be_a_system_prompt(shell: Shell) -> None:
-    assert shell.run("config", "set", "system", 'Say "a\x7fb" \\ \u00e9').returncode == 0
+def test_any_text_can_be_a_system_prompt(direct: DirectShell) -> None:
+    assert direct.run("config", "set", "system", 'Say "a\x7fb" \\ \u00e9').returncode == 0
 
-    shown = shell.run("config", "show").stdout.decode()
+    shown = direct.run("config", "show").stdout.decode()
 
     [line] = [line for line in shown.splitlines() if line.startswith("system")]
     assert json.loads(line.split(maxsplit=1)[1]) == 'Say "a\x7fb" \\ \u00e9'

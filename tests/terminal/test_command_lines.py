@@ -146,7 +146,7 @@ def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(
         "Now",
         "❯ /system Be brief.",
     ]
-    assert "waiting:" not in chat.shown
+    chat.wait_for(lambda _: "waiting:" not in chat.shown)
 
 
 def test_a_price_before_an_answer_leaves_one_empty_row(start_chat: StartChat) -> None:
