@@ -31,15 +31,16 @@ _KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
 os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
 
 
-# What the probe finds out about a model, for the processes that xdist starts too.
-_IS_FIRST = "PROBES_OF_TEST_RUN" not in os.environ
+# What all processes of a run share, those that xdist starts too.
+_IS_FIRST = "DIRECTORY_OF_TEST_RUN" not in os.environ
 if _IS_FIRST:
-    os.environ["PROBES_OF_TEST_RUN"] = tempfile.mkdtemp(prefix="kvchat-test-probes-")
+    os.environ["DIRECTORY_OF_TEST_RUN"] = tempfile.mkdtemp(prefix="kvchat-tests-")
+    Path(os.environ["DIRECTORY_OF_TEST_RUN"], "probes").mkdir()
 
 
 def pytest_unconfigure() -> None:
     if _IS_FIRST:
-        shutil.rmtree(os.environ["PROBES_OF_TEST_RUN"], ignore_errors=True)
+        shutil.rmtree(os.environ["DIRECTORY_OF_TEST_RUN"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -99,9 +100,9 @@ def _cheap_starts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["ForkServer"]:
+def fork_server() -> Iterator["ForkServer"]:
     from support.fork_server import ForkServer
 
-    server = ForkServer(tmp_path_factory.mktemp("server"))
+    server = ForkServer(Path(os.environ["DIRECTORY_OF_TEST_RUN"]))
     yield server
     server.close()

@@ -1,11 +1,14 @@
 """Processes of kvchat that cost a fork: one process imports everything, and forks for every life.
 
+All workers of a run share the server: importing takes seconds, and half a gigabyte. The first who
+needs it starts it, and it ends with the last.
+
 A life has pipes, or a terminal of its own. It is a process of its own, with its own memory, files
 and locks; SIGKILL ends it as it ends any other. What it does not do again is import torch, which
 takes most of a short life. The server itself computes nothing, and has no thread that could hold a
 lock while it forks.
 
-`python -m support.fork_server` serves the socket that is its standard input.
+`python -m support.fork_server PATH` serves the socket at that path, its standard input.
 """
 
 import atexit
@@ -27,7 +30,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -139,14 +142,19 @@ class ForkedLife(Life):
 
 
 class ForkServer:
-    """Runs one server; lives are forked from it by `start`."""
+    """A connection to the server of a directory; lives are forked from it by `start`."""
 
-    def __init__(self, home: Path) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with closing(theirs):
-            command = [sys.executable, "-m", "support.fork_server"]
-            environment = Shell(home).environment
-            self._process = subprocess.Popen(command, stdin=theirs, env=environment, cwd=home)
+    def __init__(self, directory: Path) -> None:
+        path = directory / "fork-server"
+        self._socket = _new_socket()
+        with open(directory / "fork-server.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._socket.connect(str(path))
+            except OSError:  # there is none, or it was killed
+                path.unlink(missing_ok=True)
+                _start_server(path)
+                self._socket.connect(str(path))
 
     def start(
         self,
@@ -210,7 +218,19 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
-        assert self._process.wait(60.0) == 0
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _start_server(path: Path) -> None:
+    with _new_socket() as listening:
+        listening.bind(str(path))
+        listening.listen()
+        command = [sys.executable, "-m", "support.fork_server", str(path)]
+        environment = Shell(path.parent).environment
+        subprocess.Popen(command, stdin=listening, env=environment, cwd=path.parent)
 
 
 @dataclass(frozen=True)
@@ -375,13 +395,14 @@ def _ignore(name: str) -> None:
     raise ImportError(name)
 
 
-def serve() -> None:
-    """Fork and wait as the socket asks, until the other end is closed."""
+def serve(path: Path) -> None:
+    """Fork and wait as those who are connected ask, until the last of them has gone."""
     set_library_environment()
     forks = TemplateForks()
     forks.start()
     forks.use()
-    ours = socket.socket(fileno=os.dup(0))
+    listening = socket.socket(fileno=os.dup(0))
+    listening.setblocking(False)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes number 0
     _import_everything()
@@ -389,27 +410,53 @@ def serve() -> None:
 
     no_races.use()
     known_probes.use()
-    while True:
-        message, ends, _, _ = socket.recv_fds(ours, _MOST_BYTES, 3)
-        if not message:
-            return
-        asked = json.loads(message)
-        if "ended" in asked:
-            _, status = os.waitpid(asked["ended"], 0)
-            ours.send(str(os.waitstatus_to_exitcode(status)).encode())
-            continue
-        pid = os.fork()
-        if not pid:
-            ours.close()
-            try:
-                _live(asked, ends)
-            except BaseException as left:
-                _end(left)
-            _end(None)
-        for end in ends:
-            os.close(end)
-        ours.send(str(pid).encode())
+    clients: list[socket.socket] = []
+    select.select([listening], [], [])
+    while _accept(listening, clients) or clients or _is_last_call(path, listening, clients):
+        for client in select.select([listening, *clients], [], [])[0]:
+            if client is not listening and not _answer(client, [listening, *clients]):
+                clients.remove(client)
+                client.close()
+
+
+def _is_last_call(path: Path, listening: socket.socket, clients: list[socket.socket]) -> bool:
+    """Let nobody connect any more; return whether somebody just has."""
+    path.unlink(missing_ok=True)
+    return _accept(listening, clients)
+
+
+def _accept(listening: socket.socket, clients: list[socket.socket]) -> bool:
+    try:
+        clients.append(listening.accept()[0])
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _answer(client: socket.socket, open_sockets: Sequence[socket.socket]) -> bool:
+    """Do what a client asks for; false where it has gone."""
+    message, ends, _, _ = socket.recv_fds(client, _MOST_BYTES, 3)
+    if not message:
+        return False
+    asked = json.loads(message)
+    if "ended" in asked:
+        _, status = os.waitpid(asked["ended"], 0)
+        client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        return True
+    pid = os.fork()
+    if not pid:
+        for each in open_sockets:
+            each.close()
+        try:
+            _live(asked, ends)
+        except BaseException as left:
+            _end(left)
+        _end(None)
+    for end in ends:
+        os.close(end)
+    client.send(str(pid).encode())
+    return True
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Path(sys.argv[1]))

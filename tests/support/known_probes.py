@@ -1,8 +1,8 @@
 """What the probe found out about models, for all processes of a run of tests.
 
-Hundreds of tests load the same few tiny models, and a probe takes a third of such a load. The first
-test that loads a model probes it; a model that is refused is probed each time. The directory is of
-one run, in which neither kvchat nor transformers changes.
+Hundreds of tests load the same few tiny models, and a probe takes a third of such a load. The
+first test that loads a model probes it; a model that is refused is probed each time. The results
+are files of one run, in which neither kvchat nor transformers changes.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from kvchat.model.hf.model_class import MetaModel
 from kvchat.model.hf.probe import probe_meta
 from kvchat.model.spec import ModelSpec
 
-DIRECTORY_VARIABLE = "PROBES_OF_TEST_RUN"
+DIRECTORY_VARIABLE = "DIRECTORY_OF_TEST_RUN"
 
 
 class _Files:
@@ -43,7 +43,7 @@ class _Files:
 
 def find_or_probe(model: MetaModel, limit: ParameterLimit) -> ModelSpec:
     """Return the spec of an equal model of this run, or probe; raises what `probe_meta` raises."""
-    known = KnownSpecs(_Files(Path(os.environ[DIRECTORY_VARIABLE])))  # type: ignore[arg-type]
+    known = KnownSpecs(_Files(Path(os.environ[DIRECTORY_VARIABLE], "probes")))  # type: ignore[arg-type]
     key = _key(model.config, limit)
     spec = known.find(key)
     if spec is None:
