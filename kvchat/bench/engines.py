@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import NO_MEMORY, Memory, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_engine
 from kvchat.engine.engine import Engine
+from kvchat.engine.kv_storage import small_kv
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel
+from kvchat_kernels.kv_layer import KvLayer
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -36,6 +39,18 @@ def new_engine(
 ) -> AssembledEngine:
     """Build an engine. It stores facts about the model in `memory`."""
     return build_engine(source, model, cache, engine or EngineConfig(), memory, lambda event: None)
+
+
+def kv_of_a_text(assembled: AssembledEngine, num_blocks: int) -> Sequence[KvLayer]:
+    """Return KV for a text in blocks of the engine's size, block 0 not in use: the engine's own,
+    after clearing it, or other KV where layers with a window have fewer blocks.
+    """
+    pool = assembled.engine.cache.kv_pool
+    if isinstance(pool, WindowedKvPool):
+        return small_kv(pool.geometry, pool.device, num_blocks, pool.geometry.block_size)
+    assert num_blocks <= pool.num_blocks
+    assembled.engine.cache.clear()
+    return pool.layers
 
 
 def model_facts(source: ModelSource, loaded: LoadedModel) -> dict[str, object]:

@@ -1,13 +1,15 @@
 """Scenario `kv`: KV in few bits beside KV of the model's dtype: bytes, decoding, and quality.
 
-Quality is measured on a text that comes with kvchat: how far predictions are from those over plain
-KV, and how often the likeliest token is the same. With `--sessions` the perplexity of recorded
-conversations is measured too, as `weights` computes it. A code that the model cannot have, or that
-changes its answers too much, is a note.
+Quality is measured on a text that comes with kvchat: its perplexity, how far predictions are from
+those over plain KV, and how often the likeliest token is the same; and by a hundred questions on
+texts of a thousand tokens (`recall.py`). With `--sessions` the perplexity of recorded conversations
+is measured too, as `weights` computes it. A code that the model cannot have, or that changes its
+answers too much, is a note.
 """
 
 import logging
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,17 +17,21 @@ import torch
 from kvchat.bench.decode import NUM_TOKENS, decode_rate
 from kvchat.bench.engines import new_engine, random_ids
 from kvchat.bench.measure import alternated
+from kvchat.bench.recall import NUM_FACTS, RecallText, recall, recall_texts
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.weights import perplexity, predictions, recorded_texts
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.parameters import KV_CODES
 from kvchat.engine.assembly import AssembledEngine
-from kvchat.model.rounding import divergences, sample_ids
+from kvchat.model.rounding import divergences, sample_ids, text_ids
 
 _log = logging.getLogger(__name__)
 
 _CONTEXTS = (128, 1024, 4096)
+_RECALL_TOKENS = 1024
+# Parts of a context, of which recall is shown for itself.
+_NUM_DEPTHS = 5
 
 
 def run(setup: BenchSetup) -> Result:
@@ -33,8 +39,9 @@ def run(setup: BenchSetup) -> Result:
     figures: list[Figure] = []
     notes: list[str] = []
     settings: dict[str, object] = {"model": setup.source.name}
+    plain: _Quality | None = None
     for code in KV_CODES:
-        own = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
+        own = _with_plain_kv(setup)
         dtype = str(own.loaded.dtype).removeprefix("torch.")
         device = own.loaded.device.type
         settings |= {"weights": own.loaded.weights, "device": device, "own": dtype}
@@ -46,7 +53,9 @@ def run(setup: BenchSetup) -> Result:
         beside = f"KV in {dtype}"
         measured = [_token_bytes(rounded, own, beside), *_rates(setup, rounded, own, beside)]
         # Quality last: it rebinds the model's attention.
-        measured += _agreement(setup, rounded, own)
+        if (texts := _texts(setup, own)) is not None:
+            plain = plain or _quality(own, texts)
+            measured += _agreement(_quality(rounded, texts), plain, texts, beside)
         if setup.sessions is not None:
             quality, note = _perplexity(setup, rounded, own, beside)
             measured += quality
@@ -57,19 +66,85 @@ def run(setup: BenchSetup) -> Result:
     return Result("kv", settings, tuple(figures), notes=tuple(dict.fromkeys(notes)))
 
 
-def _agreement(setup: BenchSetup, rounded: AssembledEngine, own: AssembledEngine) -> list[Figure]:
-    """Compare predictions on the text; nothing for a model without a tokenizer."""
+def _with_plain_kv(setup: BenchSetup) -> AssembledEngine:
+    """Build the engine with KV in the model's dtype, also where memory is short."""
+    found = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype="auto"))
+    if not found.ready.kv_dtype:
+        return found
+    return new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=found.ready.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """The tokens of the text that comes with kvchat, and the recall suite."""
+
+    sample: list[int]
+    recall: list[RecallText]
+
+
+def _texts(setup: BenchSetup, own: AssembledEngine) -> _Texts | None:
+    """Return the texts in a model's tokens; None for a model without a tokenizer."""
     try:
-        ids = sample_ids(setup.source, setup.scaled(own.engine.max_context))
+        sample = sample_ids(setup.source, setup.scaled(own.engine.max_context))
+        num_tokens = min(setup.scaled(_RECALL_TOKENS), own.engine.max_context)
+        suite = recall_texts(partial(text_ids, setup.source), num_tokens)
     except Exception as error:  # tokenizers raises any kind
         _log.info("predictions not compared: %s", type(error).__name__)
-        return []
-    plain, other = (torch.cat(list(predictions(each, ids))).cpu() for each in (own, rounded))
-    same = int((plain.argmax(-1) == other.argmax(-1)).sum())
+        return None
+    fitting = [text for text in suite if text.num_tokens <= own.engine.max_context]
+    return _Texts(sample, fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Quality:
+    """A model's logits after the tokens of the sample, and its answers to the recall suite."""
+
+    logits: torch.Tensor
+    answers: list[list[int]]
+
+
+def _quality(assembled: AssembledEngine, texts: _Texts) -> _Quality:
+    logits = torch.cat(list(predictions(assembled, texts.sample))).cpu()
+    return _Quality(logits, [recall(assembled, text) for text in texts.recall])
+
+
+def _agreement(ours: _Quality, plain: _Quality, texts: _Texts, beside: str) -> list[Figure]:
+    """Compare predictions and answers over a code with those over plain KV."""
+    same = int((plain.logits.argmax(-1) == ours.logits.argmax(-1)).sum())
+    wanted = torch.tensor(texts.sample[1:])
+    mine, own = (
+        math.exp(torch.nn.functional.cross_entropy(x.logits.float(), wanted)) for x in (ours, plain)
+    )
+    divergence = max(0.0, float(divergences(plain.logits, ours.logits).mean()))
     return [
-        Figure("KL to plain KV", max(0.0, float(divergences(plain, other).mean())), "nats"),
-        Figure("top-1 as plain KV", 100 * same / len(plain), "%"),
+        Figure("perplexity of the text", mine, "", own, beside, mine / own, "times that"),
+        Figure("KL to plain KV", divergence, "nats"),
+        Figure("top-1 as plain KV", 100 * same / len(plain.logits), "%"),
+        *_recall_figures(ours.answers, plain.answers, beside),
     ]
+
+
+def _recall_figures(ours: list[list[int]], plain: list[list[int]], beside: str) -> list[Figure]:
+    """Return how many answers are right at each depth, and how many are others than over plain
+    KV.
+    """
+    if not ours:
+        return []
+
+    def right(answers: list[list[int]], first: int, last: int) -> int:
+        return sum(text[i] == i for text in answers for i in range(first, last))
+
+    figures = []
+    each = NUM_FACTS // _NUM_DEPTHS
+    for first in range(0, NUM_FACTS, each):
+        where = f"recall at {100 * first // NUM_FACTS} to {100 * (first + each) // NUM_FACTS} %"
+        count = right(ours, first, first + each)
+        beside_count = right(plain, first, first + each)
+        unit = f"of {each * len(ours)}"
+        figures.append(Figure(where, count, unit, beside_count, beside))
+    pairs = zip(ours, plain, strict=True)
+    changed = sum(a != b for mine, own in pairs for a, b in zip(mine, own, strict=True))
+    return [*figures, Figure("other answers", changed, f"of {NUM_FACTS * len(ours)}")]
 
 
 def _token_bytes(rounded: AssembledEngine, own: AssembledEngine, beside: str) -> Figure:

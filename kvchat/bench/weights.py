@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvchat.bench.engines import complete, new_engine
+from kvchat.bench.engines import complete, kv_of_a_text, new_engine
 from kvchat.bench.measure import Sample
 from kvchat.bench.replay import longest
 from kvchat.bench.report import Figure, Result
@@ -144,13 +144,9 @@ def _losses(assembled: AssembledEngine, text: list[int]) -> list[float]:
 
 def predictions(assembled: AssembledEngine, text: list[int]) -> Iterator[torch.Tensor]:
     """Yield the logits after every token of a text but the last, a few rows at a time."""
-    loaded, pool = assembled.loaded, assembled.engine.cache.kv_pool
-    block_size = pool.geometry.block_size
+    loaded, block_size = assembled.loaded, assembled.engine.cache.block_size
     blocks = range(1, 2 + len(text) // block_size)
-    assert blocks[-1] < pool.num_blocks
-    # Use the engine's own pool after clearing it; block 0 is the scratch block.
-    assembled.engine.cache.clear()
-    model = PagedModel(loaded, pool.layers)
+    model = PagedModel(loaded, kv_of_a_text(assembled, len(blocks) + 1))
     for start in range(0, len(text) - 1, _CHUNK):
         ids = text[start : min(start + _CHUNK, len(text) - 1)]
         piece = SequencePiece(ids, start, blocks, len(ids))

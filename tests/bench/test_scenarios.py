@@ -218,6 +218,10 @@ def test_what_coded_kv_does_to_predictions_is_measured() -> None:
     found = {figure.name: figure for figure in result.figures}
     assert found["int8: perplexity"].ratio == pytest.approx(1, abs=0.02)
     assert found["int8: top-1 as plain KV"].value > 90
+    assert found["int8: perplexity of the text"].ratio == pytest.approx(1, abs=0.02)
+    assert found["int8: other answers"].value <= 5
+    assert found["int8: other answers"].unit == "of 100"
+    assert found["int8: recall at 80 to 100 %"].beside is not None
     # The demo is small: what 4 bits would do is a note.
     assert any("would answer otherwise. KV in k8v4 changes" in note for note in result.notes)
     assert not any(name.startswith("k8v4") for name in found)
