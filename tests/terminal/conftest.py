@@ -1,6 +1,6 @@
-"""What the terminal tests share: a text checkpoint, and chats, in a pseudo-terminal or without."""
+"""What the terminal tests share: a text checkpoint, and chats in the test's own process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,9 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.terminal import code_lines
 from support.chat_screen import ChatScreen
-from support.fork_server import ForkServer
-from support.pty_screen import PtyScreen
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
 
 StartChat = Callable[..., ChatScreen]
-StartPty = Callable[..., PtyScreen]
 
 
 @pytest.fixture(scope="session")
@@ -59,29 +56,10 @@ def start_chat(checkpoint: Path, tmp_path: Path) -> Iterator[StartChat]:
     with ExitStack() as started:
 
         def start(*arguments: str, is_saved: bool = True, **settings: Any) -> ChatScreen:
-            chat = ChatScreen(
-                tmp_path, _arguments(checkpoint, tmp_path, arguments, is_saved), **settings
-            )
+            saving = ["--sessions", str(tmp_path / "sessions")] if is_saved else []
+            everything = [str(checkpoint), *saving, *arguments]
+            chat = ChatScreen(tmp_path, everything, **settings)
             started.callback(chat.close)
             return chat.wait_for("/help for help")
 
         yield start
-
-
-@pytest.fixture
-def start_pty(checkpoint: Path, tmp_path: Path, fork_server: ForkServer) -> Iterator[StartPty]:
-    """Start the same chats as processes, each in a terminal of its own."""
-    with ExitStack() as started:
-
-        def start(*arguments: str, is_saved: bool = True, **settings: Any) -> PtyScreen:
-            everything = _arguments(checkpoint, tmp_path, arguments, is_saved)
-            chat = PtyScreen(fork_server, "support.scripted_repl", everything, **settings)
-            started.callback(chat.close)
-            return chat.wait_for("/help for help")
-
-        yield start
-
-
-def _arguments(checkpoint: Path, home: Path, arguments: Sequence[str], is_saved: bool) -> list[str]:
-    saving = ["--sessions", str(home / "sessions")] if is_saved else []
-    return [str(checkpoint), *saving, *arguments]

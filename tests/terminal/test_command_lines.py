@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from support.chat_screen import ChatScreen
-from support.pty_screen import PtyScreen
 
 StartChat = Callable[..., ChatScreen]
-StartPty = Callable[..., PtyScreen]
 
 
 def _below(chat: ChatScreen, first: str, last: str) -> str:
@@ -93,32 +91,6 @@ def test_a_command_before_the_first_word_of_an_answer_is_shown_at_once(
     chat.enter("hello").wait_for("Esc stops")
     chat.enter("/set seed 5").wait_for("seed is 5.")
     assert "❯ hello" in chat.text.partition("❯ /set seed 5")[0]
-
-
-def test_plain_lines_show_a_commands_words_after_the_answer(
-    start_pty: StartPty, gate: Path
-) -> None:
-    chat = start_pty("--plain", "--gate", str(gate))
-    chat.enter("gated 80").wait_for("word30 ")
-    chat.enter("/set seed 5").wait_for("Shown after the answer.")
-    gate.touch()
-    chat.wait_for("seed is 5.")
-    assert "word79" in chat.text.partition("seed is 5.")[0]
-
-
-def test_plain_lines_say_at_once_how_an_answer_is_stopped(start_pty: StartPty, gate: Path) -> None:
-    """Ctrl-D said "Shown after the answer.", and after it what would have stopped it.
-
-    A refused command named Esc, which plain lines do not read.
-    """
-    chat = start_pty("--plain", "--gate", str(gate))
-    chat.enter("gated 80").wait_for("word30 ").type("\x04").wait_for("Ctrl-C stops the answer.")
-    chat.enter("/compact").wait_for("The text was: /compact")
-    chat.wait_for("/compact waits for the answer. Ctrl-C stops it.")
-    gate.touch()
-    chat.wait_for("word79")
-    assert "word79" in chat.text.partition("Ctrl-C stops the answer.")[2]
-    assert "Shown after" not in chat.text
 
 
 def test_a_command_typed_ahead_is_shown_after_what_ran_before_it(

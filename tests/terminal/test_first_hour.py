@@ -8,10 +8,8 @@ from prompt_toolkit.data_structures import Size
 
 from kvchat.terminal.terminal_io import HeldOutput
 from support.chat_screen import ChatScreen
-from support.pty_screen import PtyScreen
 
 StartChat = Callable[..., ChatScreen]
-StartPty = Callable[..., PtyScreen]
 
 
 def test_the_toolbar_tells_of_the_loading_from_the_start(
@@ -85,38 +83,6 @@ def test_a_written_conversation_is_imported_and_gone_on_with(
 
     chat.enter(f"/import {tmp_path / 'nothing'}").wait_for("cannot be read")
     chat.enter("/import").wait_for("needs a file")
-
-
-def test_the_context_is_told_in_words_to_those_who_listen(start_pty: StartPty) -> None:
-    """The bar was read out cell by cell, and the prompt was said before the command's answer."""
-    chat = start_pty("--spoken")
-    chat.enter("hello").wait_for("End of answer.").wait_for("You: ")
-    chat.enter("/context").wait_for("the next message is")
-
-    assert "▰" not in chat.text
-    assert "▱" not in chat.text
-    assert "/context\n" in chat.text
-    assert "You:\n" not in chat.text.partition("/context")[2].partition("cached")[0]
-
-
-def test_those_who_listen_hear_that_the_model_loads(start_pty: StartPty, tmp_path: Path) -> None:
-    chat = start_pty("--spoken", "--loading", str(tmp_path / "never"))
-    chat.wait_for("The model is loading. What you type waits for it.")
-
-
-def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_pty: StartPty) -> None:
-    """The next message took the edited one's place all the same."""
-    chat = start_pty("--plain")
-    chat.enter("one").wait_for("tokens, ")
-    chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
-    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
-    assert "1 you: one · " in chat.text
-
-
-def test_an_interrupted_answer_begins_a_line_of_its_own(start_pty: StartPty) -> None:
-    """The terminal shows the key as ^C, and the rest of the answer followed on the same line."""
-    chat = start_pty("--plain")
-    chat.enter("slow 3000").wait_for("line-0002").type("\x03").wait_for("\nstopped")
 
 
 def test_erasing_from_the_top_left_corner_is_no_clearing_of_the_screen() -> None:

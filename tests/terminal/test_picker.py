@@ -3,19 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from kvchat.chat.saved_chats import read_chats
 from kvchat.chat.store import SessionStore
 from kvchat.terminal.pickers import PAGE_ROWS, Picker
 from kvchat.terminal.theme import Glyphs
 from kvchat.terminal.view import Choice
 from support.chat_screen import ChatScreen
-from support.pty_screen import PtyScreen
 from support.saved_sessions import save_chat
 
 StartChat = Callable[..., ChatScreen]
-StartPty = Callable[..., PtyScreen]
 _CTRL_O, _CTRL_R, _CTRL_X, _DOWN = "\x0f", "\x12", "\x18", "\x1b[B"
 
 
@@ -178,20 +174,6 @@ def test_conversations_are_searched_inside_renamed_and_deleted(
     chat.wait_for(lambda _: "· trees ·" in chat.shown)
 
     assert sorted(summary.title for summary in store.summaries()) == ["hello", "trees"]
-
-
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who has a lock")
-def test_a_conversation_that_another_process_has_open_says_so(
-    start_pty: StartPty, tmp_path: Path
-) -> None:
-    """It was an error only once it was picked, and the list was gone."""
-    store = _fill(tmp_path)
-    [_, _, oldest] = store.ids()
-    _, log = store.open(oldest)
-    chat = start_pty(columns=100, rows=30)
-    chat.enter("/resume").wait_for_shown("open elsewhere · just now")
-    assert chat.shown.count("open elsewhere") == 1
-    log.close()
 
 
 def test_on_a_small_screen_the_cost_stays(start_chat: StartChat, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +85,67 @@ def test_leaving(start_pty: StartPty, how: Callable[[PtyScreen], object], code: 
 
     assert chat.finish() == code
     assert b"\x1b" not in chat.raw
+
+
+def test_the_context_is_told_in_words_to_those_who_listen(start_pty: StartPty) -> None:
+    """The bar was read out cell by cell, and the prompt was said before the command's answer."""
+    chat = start_pty("--spoken")
+    chat.enter("hello").wait_for("End of answer.").wait_for("You: ")
+    chat.enter("/context").wait_for("the next message is")
+
+    assert "▰" not in chat.text
+    assert "▱" not in chat.text
+    assert "/context\n" in chat.text
+    assert "You:\n" not in chat.text.partition("/context")[2].partition("cached")[0]
+
+
+def test_those_who_listen_hear_that_the_model_loads(start_pty: StartPty, tmp_path: Path) -> None:
+    chat = start_pty("--spoken", "--loading", str(tmp_path / "never"))
+    chat.wait_for("The model is loading. What you type waits for it.")
+
+
+def test_ctrl_c_gives_up_an_edit_on_plain_lines(start_pty: StartPty) -> None:
+    """The next message took the edited one's place all the same."""
+    chat = start_pty("--plain")
+    chat.enter("one").wait_for("tokens, ")
+    chat.enter("/edit").wait_for("Editing message 1").type("\x03").wait_for("again leaves")
+    chat.enter("two").wait_for("You said 'two' (0).").enter("/tree").wait_for("2 you: two")
+    assert "1 you: one · " in chat.text
+
+
+def test_an_interrupted_answer_begins_a_line_of_its_own(start_pty: StartPty) -> None:
+    """The terminal shows the key as ^C, and the rest of the answer followed on the same line."""
+    chat = start_pty("--plain")
+    chat.enter("slow 3000").wait_for("line-0002").type("\x03").wait_for("\nstopped")
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The file that the second half of an answer to "gated" waits for."""
+    return tmp_path / "gate"
+
+
+def test_plain_lines_show_a_commands_words_after_the_answer(
+    start_pty: StartPty, gate: Path
+) -> None:
+    chat = start_pty("--plain", "--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ")
+    chat.enter("/set seed 5").wait_for("Shown after the answer.")
+    gate.touch()
+    chat.wait_for("seed is 5.")
+    assert "word79" in chat.text.partition("seed is 5.")[0]
+
+
+def test_plain_lines_say_at_once_how_an_answer_is_stopped(start_pty: StartPty, gate: Path) -> None:
+    """Ctrl-D said "Shown after the answer.", and after it what would have stopped it.
+
+    A refused command named Esc, which plain lines do not read.
+    """
+    chat = start_pty("--plain", "--gate", str(gate))
+    chat.enter("gated 80").wait_for("word30 ").type("\x04").wait_for("Ctrl-C stops the answer.")
+    chat.enter("/compact").wait_for("The text was: /compact")
+    chat.wait_for("/compact waits for the answer. Ctrl-C stops it.")
+    gate.touch()
+    chat.wait_for("word79")
+    assert "word79" in chat.text.partition("Ctrl-C stops the answer.")[2]
+    assert "Shown after" not in chat.text
