@@ -48,9 +48,9 @@ COURSES: _Choices = ((practice.correction, practice.quiz, telling.tell), (0.3, 0
 STUDIES: _Choices = ((knowledge.play, fallback.play, letters.play), (0.45, 0.3, 0.25))
 # With what is near it and answered otherwise: "I feel great today" was consoled.
 LATE: _Choices = (
-    (knowledge.play_late, smalltalk.sorrow, letters.play, lists.play, fallback.program,
-     smalltalk.play, code.play),
-    (0.25, 0.27, 0.17, 0.09, 0.09, 0.08, 0.05),
+    (smalltalk.sorrow, smalltalk.play, knowledge.play_late, letters.play, lists.play,
+     fallback.program, code.play),
+    (0.42, 0.19, 0.11, 0.13, 0.07, 0.05, 0.03),
 )  # fmt: skip
 CHARACTERS_PER_TURN = 115  # measured mean of message and reply together
 

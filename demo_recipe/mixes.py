@@ -131,3 +131,40 @@ REMINDED = _mix(
      (replace(COMMON, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.08), 0.38)),
     courses=0.12, echoes=0.01, quizzes=(0.055, 0.027, 0.008), looseness=0.15,
 )  # fmt: skip
+
+# The fourteenth consoles, refuses programs that no snippet is, and knows the commands that came
+# since. It learns what it knows from its own distribution before, and the rest from the text: four
+# rounds without that teacher forgot facts, corrections and letters.
+CONSOLING = _mix(
+    ((replace(SPOKEN, course_rate=0.2, quiz_rate=0.65, study_rate=0.2, refusal_rate=0.12,
+              late_rate=0.2), 0.42),
+     (replace(COMMON, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.06, late_rate=0.1), 0.34)),
+    courses=0.13, echoes=0.01, quizzes=(0.06, 0.032, 0.008), looseness=0.15,
+)  # fmt: skip
+
+# After it too much sorrow was met with joy, and "I feel great" with sorrow: more of both.
+COMFORTING = _mix(
+    ((replace(SPOKEN, course_rate=0.2, quiz_rate=0.6, study_rate=0.15, refusal_rate=0.12,
+              late_rate=0.4), 0.46),
+     (replace(COMMON, quiz_rate=0.65, study_rate=0.15, refusal_rate=0.06, late_rate=0.2), 0.33)),
+    courses=0.11, echoes=0.01, quizzes=(0.055, 0.028, 0.007), looseness=0.15,
+)  # fmt: skip
+
+# The sixteenth is what users say in their first minute.
+FIRST_MINUTE = replace(
+    SPOKEN, mean_turns=1.8, max_turns=5, course_rate=0.1, quiz_rate=0.45, study_rate=0.15,
+    refusal_rate=0.1, late_rate=0.6,
+)  # fmt: skip
+FIRST_MINUTES = _mix(
+    ((FIRST_MINUTE, 0.55),
+     (replace(COMMON, quiz_rate=0.65, study_rate=0.15, refusal_rate=0.06, late_rate=0.2), 0.27)),
+    courses=0.09, echoes=0.01, quizzes=(0.05, 0.025, 0.005), looseness=0.15,
+)  # fmt: skip
+
+# Facts, corrections and stories that the last stages had cost.
+RESTORING = _mix(
+    ((replace(SPOKEN, course_rate=0.25, quiz_rate=0.75, study_rate=0.25, refusal_rate=0.15,
+              late_rate=0.12), 0.40),
+     (replace(COMMON, quiz_rate=0.7, study_rate=0.17, refusal_rate=0.08, late_rate=0.05), 0.36)),
+    courses=0.14, echoes=0.01, quizzes=(0.055, 0.027, 0.008), looseness=0.15,
+)  # fmt: skip

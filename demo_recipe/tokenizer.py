@@ -139,6 +139,8 @@ def key_spans(turn: Turn) -> list[tuple[int, int]]:
     """Where in the reply the words stand that any good reply has, as character ranges."""
     if turn.skill in FIXED_SKILLS:
         return []
+    if turn.skill == "sorrow":
+        return [(0, len(turn.reply))]
     patterns = (pattern for group in turn.all for pattern in group)
     return [
         match.span()

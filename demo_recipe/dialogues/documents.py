@@ -59,11 +59,6 @@ def draw_facts(scene: Scene, count: int) -> list[Fact]:
 def layout(scene: Scene, facts: list[Fact]) -> str:
     """The facts as a text: a paragraph, lines or bullets, now and then in a fence."""
     sentences = [f"{capitalise(fact.clause)}." for fact in facts]
-    shape = scene.rng.randrange(4)
-    if shape == 0:
-        return " ".join(sentences)
-    if shape == 1:
-        return "\n".join(f"- {sentence}" for sentence in sentences)
-    if shape == 2:
-        return "\n".join(sentences)
-    return "```\n" + "\n".join(sentences) + "\n```"
+    lines = "\n".join(sentences)
+    bullets = "\n".join(f"- {sentence}" for sentence in sentences)
+    return (" ".join(sentences), bullets, lines, f"```\n{lines}\n```")[scene.rng.randrange(4)]

@@ -45,7 +45,7 @@ def _pairs(text: str) -> tuple[tuple[str, str], ...]:
 GREETINGS = exchanges("greetings")
 HELLO, HOW_ARE_YOU = GREETINGS[:2]
 MOODS = exchanges("moods")
-SADNESS, DESPAIR, MOURNING = MOODS[:3]
+SORROWS = SADNESS, DESPAIR, MOURNING, WEAKNESS = MOODS[:4]
 EXCHANGES = (*GREETINGS, *MOODS)
 ABOUT_ME = exchanges("about_me")
 
@@ -57,7 +57,7 @@ def play(scene: Scene) -> Turn:
 
 def sorrow(scene: Scene) -> Turn:
     """The loss of a person or an animal, an illness, another sadness."""
-    return mourning(scene) if scene.chance(0.6) else sadness(scene)
+    return exchange_turn(scene, scene.rng.choices(SORROWS, (0.35, 0.1, 0.4, 0.15))[0], Kind.BARE)
 
 
 def about_me(scene: Scene) -> Turn:
@@ -90,4 +90,5 @@ def exchange_turn(scene: Scene, exchange: Exchange, kind: Kind) -> Turn:
     """One exchange as a turn."""
     slots = {slot: scene.plain(words) for slot, words in exchange.slots}
     user = scene.message(kind, exchange.says, **slots)
-    return Turn(user, exchange.reply, "small talk", all=((exchange.mark,),))
+    skill = "sorrow" if exchange in SORROWS else "small talk"
+    return Turn(user, exchange.reply, skill, all=((exchange.mark,),))

@@ -58,14 +58,6 @@ def test_every_set_of_phrases_can_be_drawn_from_for_training() -> None:
         assert not phrases.draw(rng, Grade.TRAIN).is_held_out
 
 
-def test_every_wide_set_has_phrasings_to_test_with() -> None:
-    wide = [phrases for phrases in phrase_sets() if phrases.num_phrasings >= 100]
-
-    assert len(wide) > 50
-    for phrases in wide:
-        assert any(phrasing.is_held_out for phrasing in phrases.all())
-
-
 def test_training_chats_use_no_held_out_phrasing() -> None:
     for scene in scenes(300):
         for beat, _ in BEATS:

@@ -8,7 +8,6 @@ from demo_recipe.dialogues.knowledge import TOPICS
 from demo_recipe.scene import Turn
 from demo_recipe.scores import judge
 from kvchat.cli.flags import BENCH_FLAGS, OF_CHAT, SERVE_FLAGS
-from kvchat.core.parameters import Parameter
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands import Command
 
@@ -23,15 +22,16 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_can_be_asked_for_by_name(name: str) -> None:
-    assert name in NAMED
+WAYS = [
+    *((name,) for name in NAMES),
+    *((parameter.flag, f"--no-{parameter.dashed}") for parameter in PARAMETERS),
+    *((parameter.short,) for parameter in PARAMETERS if parameter.short),
+]
 
 
-@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
-def test_every_flag_can_be_asked_for_by_name(parameter: Parameter) -> None:
-    assert {parameter.flag, f"--no-{parameter.dashed}"} & NAMED
-    assert not parameter.short or parameter.short in NAMED
+@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: ways[0])
+def test_every_command_and_flag_can_be_asked_for_by_name(ways: tuple[str, ...]) -> None:
+    assert set(ways) & NAMED
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -16,10 +16,8 @@ from demo_recipe.texts import WORDS
 from demo_recipe.tokenizer import ChatTokenizer, key_spans
 from demo_recipe.voice import Voice
 
-MANY = 200
 
-
-def scenes(count: int = MANY, oddity: float = 0.5) -> Iterator[Scene]:
+def scenes(count: int = 200, oddity: float = 0.5) -> Iterator[Scene]:
     rng = random.Random(5)
     for _ in range(count):
         yield Scene(rng, Grade.TRAIN, Voice.draw(rng), oddity=oddity)

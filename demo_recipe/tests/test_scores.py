@@ -91,14 +91,6 @@ def test_the_scripted_replies_score_full_marks(test: str, grade: Grade) -> None:
         assert tally.num_finished == tally.num_replies
 
 
-def test_a_silent_talker_scores_nothing() -> None:
-    scripted = list(probes("kvchat", Grade.KNOWN, 10, seed=1))
-
-    tally = run_probes(Parrot(scripted, is_silent=True), scripted)
-
-    assert tally.rate == tally.num_finished == 0
-
-
 def test_the_talkers_own_replies_stand_in_the_history() -> None:
     scripted = list(probes("recall after 6 turns", Grade.KNOWN, 1, seed=1))
     silent = Parrot(scripted, is_silent=True)
