@@ -435,18 +435,18 @@ class CacheManager:
     def forget(self, token_ids: TokenIds, num_kept: int) -> None:
         """Forget the KV of a context after its first `num_kept` tokens, and of all contexts that
         continue it. On the device, nothing is forgotten if a part of that is in use.
-
-        Moved KV is forgotten too, whatever context it is of: it may be of tokens that were read
-        after these.
         """
-        self.forget_moved()
         num_blocks, encoded = num_kept // self.block_size, encode_ids(token_ids)
         self._pool.release(self._tree.cut(encoded, num_blocks))
         if self._lower_tier is not None:
             self._lower_tier.forget(encoded, num_blocks)
 
     def forget_moved(self, name: str | None = None) -> None:
-        """Forget the moved contexts of a name, or all; those of a name in use stay."""
+        """Forget the moved contexts of a name, or all; those of a name in use stay.
+
+        All are to be forgotten with any context that a user forgets, and with one whose KV was
+        wrong: their tokens may have been read behind it.
+        """
         self._pool.release(self._tree.cut_moved(name))
 
     def kv_error(

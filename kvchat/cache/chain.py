@@ -195,6 +195,7 @@ class KvChain:
         once no write of these contexts is queued and all tiers without an administrator have
         forgotten them. The caller then forgets them in the others.
         """
+        self._manager.forget_moved()
         size, gone = self._manager.block_size, []
         for ids, num_kept in contexts:
             self._manager.forget(ids, num_kept)
@@ -210,6 +211,7 @@ class KvChain:
 
     def quarantine(self, restored: RestoredContext) -> None:
         """Remove restored KV that verification found wrong, and all that continues it."""
+        self._manager.forget_moved()
         self._manager.forget(restored.ids, restored.num_trusted)
         encoded = encode_ids(restored.ids)
         for link in self.slow:

@@ -84,16 +84,18 @@ class KvMover:
         return RequestSpec(tuple(ids), max_tokens=0)
 
     def move(self, moving: Moving) -> int:
-        """Move KV as `cache.moved_kv.move` does; 0 also where the keys of a layer cannot be."""
+        """Move KV as `cache.moved_kv.move` does; 0 also where the keys of a layer cannot be, or
+        where moving them fails.
+        """
         if not self._cache.reuse or self._cache.has_state:
             return 0
-        if self._rotations is None:
-            try:
+        try:
+            if self._rotations is None:
                 self._rotations = self._found()
-            except Exception:  # a model's own code can fail with anything
-                _log.exception("no key could be moved")
-                self._rotations = []
-        num_tokens = move(self._cache, moving, self._rotations) if self._rotations else 0
+            num_tokens = move(self._cache, moving, self._rotations) if self._rotations else 0
+        except Exception:  # a model's own code can fail with anything
+            _log.exception("no KV could be moved")
+            return 0
         if num_tokens:
             self.note_inexact(moving.targets[:num_tokens], moving.name)
         return num_tokens

@@ -276,6 +276,8 @@ class OutputProcessor:
                     with_nan.append((request.ids[: request.num_computed], num_finite))
                     request.num_computed = num_finite
             self._scheduler.finish(request)
+        if with_nan:
+            self._cache.forget_moved()
         for token_ids, num_finite in with_nan:
             self._cache.forget(token_ids, num_finite)
         return [RequestFailed(failed.request_id, error)]

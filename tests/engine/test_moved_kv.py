@@ -209,6 +209,8 @@ def test_forgetting_any_context_forgets_moved_kv(specimen: Any) -> None:
     engine = engine_on(specimen("llama").loaded)
     answer(engine, [*READ, 0], num_tokens=1)
     engine.move_kv(READ, left_out(READ), NUM_OWN, CHAT)
+    engine.locate([READ], lambda found: None)  # it measures, and forgets what it measured with
+    assert engine.cache.num_moved_tokens(left_out(READ)) > 0
     engine.forget([(READ, 0)], lambda: None)
     assert engine.cache.num_moved_tokens(left_out(READ)) == 0
     engine.cache.check([])
