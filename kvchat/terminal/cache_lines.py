@@ -166,7 +166,8 @@ def tier_lines(tier: TierStatus) -> list[str]:
     if tier.trouble and not tier.limit_bytes:  # it could not be opened
         return [f"{name}{one_line(tier.trouble, _PATH_CHARS)}"]
     if tier.name.startswith(CONVERTED_FROM):
-        return [f"{name} {format_bytes(tier.bytes_read)} read, and converted to this chat's KV"]
+        line = f"{name} {format_bytes(tier.bytes_read)} read, and converted to this chat's KV"
+        return [line] if tier.bytes_read else []
     limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
     lines = [
         f"{name}{plural(tier.num_packs, 'pack')} of this model; "

@@ -1,5 +1,6 @@
 """KV of more bits serves a chat of fewer: it is read once, converted and verified."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from kvchat.cache.disk.lookup import KvSettings
 from kvchat.cache.disk.model_dirs import find_model_dirs
 from kvchat.cache.kv_conversion import convert
 from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
+from kvchat.chat.why import Change, Reuse, explain
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import RequestFailed, SampleFinished
+from kvchat.core.stats import TierStatus
 from kvchat.core.text import Size
 from kvchat.core.types import CachedTokens, SamplingParams
 from kvchat.engine import kv_verifier
@@ -19,6 +22,7 @@ from kvchat.engine.assembly import build_engine
 from kvchat.engine.kv_storage import finer_geometries
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
+from kvchat.terminal.cache_lines import tier_lines
 from kvchat_kernels.kv_code import CODES, INT4, INT8, K8V4, KvCode
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fact_memory import FactMemory
@@ -136,6 +140,19 @@ def test_a_chat_of_fewer_bits_goes_on_with_what_more_bits_have_kept(program: Pro
     assert program.answer("int8")[0] == CachedTokens(disk=NUM_STORED), "converted once"
     assert program.answer("k8v4")[0].total == NUM_STORED
     assert program.answer("k8v4")[0] == CachedTokens(disk=NUM_STORED)
+
+
+def test_what_was_converted_is_told() -> None:
+    tier = TierStatus("disk as float32")
+    assert tier_lines(tier) == []
+    assert tier_lines(replace(tier, bytes_read=1 << 20)) == [
+        "disk as float32: 1 MiB read, and converted to this chat's KV"
+    ]
+    reuse = Reuse((1,) * 50, (), Change.NEW, CachedTokens(others=(("disk as float32", 48),)))
+    assert explain(reuse, str)[:2] == [
+        "48 of 50 tokens were there (48 disk as float32).",
+        "48 were kept in float32; converted, they are kept in fewer bits too.",
+    ]
 
 
 def test_a_chat_of_more_bits_reads_its_context_itself(program: Program) -> None:
