@@ -11,10 +11,13 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool, LayerGeometry
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.types import SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from kvchat_kernels.key_rotation import KeyRotation
+from kvchat_kernels.kv_code import INT8, K8V4, KvCode
 from support.specimens import Specimen, engine_on, make_specimen, random_ids
 
 READ, MORE = random_ids(90, 1), random_ids(5, 2)
@@ -214,3 +217,27 @@ def test_forgetting_any_context_forgets_moved_kv(specimen: Any) -> None:
     engine.forget([(READ, 0)], lambda: None)
     assert engine.cache.num_moved_tokens(left_out(READ)) == 0
     engine.cache.check([])
+
+
+@pytest.mark.parametrize("code", [INT8, K8V4], ids=lambda code: code.name)
+def test_coded_keys_are_restored_turned_and_rounded_again(code: KvCode) -> None:
+    """Off by no more than rounding once; values and whole copies keep their bytes."""
+    torch.manual_seed(1)
+    geometry = KvGeometry((LayerGeometry(2, 64, 32),), torch.float32, 8, CodedFormat(code))
+    pool = KvPool(geometry, 6, torch.device("cpu"))
+    [layer] = pool.layers
+    keys, values = torch.randn(16, 2, 64), torch.randn(16, 2, 32)
+    layer.write(keys, values, torch.arange(8, 24))
+    rotation = KeyRotation(0.5 ** torch.arange(32, dtype=torch.float64))
+
+    pool.move_slots(range(8, 24), range(29, 45), [rotation], 11)
+    pool.move_slots(range(8, 11), range(25, 28), [rotation], 0)
+
+    rows = [tensor.flatten(0, 1) for tensor in layer.tensors]
+    moved = code.keys.plain(rows[0][29:45], rows[1][29:45])
+    expected = rotation.moved(keys, 11)
+    assert (moved - expected).norm() < 0.02 * expected.norm()
+    for numbers in rows[2:]:
+        assert torch.equal(numbers[29:45], numbers[8:24])
+    for numbers in rows:
+        assert torch.equal(numbers[25:28], numbers[8:11])
