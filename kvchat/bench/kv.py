@@ -24,7 +24,7 @@ from kvchat.bench.weights import perplexity, predictions, recorded_texts
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.parameters import KV_CODES
 from kvchat.engine.assembly import AssembledEngine
-from kvchat.model.rounding import divergences, sample_ids, text_ids
+from kvchat.model.rounding import divergences, new_encoder, sample_ids
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _texts(setup: BenchSetup, own: AssembledEngine) -> _Texts | None:
     try:
         sample = sample_ids(setup.source, setup.scaled(own.engine.max_context))
         num_tokens = min(setup.scaled(_RECALL_TOKENS), own.engine.max_context)
-        suite = recall_texts(partial(text_ids, setup.source), num_tokens)
+        suite = recall_texts(new_encoder(setup.source), num_tokens)
     except Exception as error:  # tokenizers raises any kind
         _log.info("predictions not compared: %s", type(error).__name__)
         return None

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -194,19 +194,23 @@ def _to_keep(costs: dict[str, float], sizes: dict[str, int]) -> tuple[str, ...]:
 
 def sample_ids(source: ModelSource, count: int) -> list[int]:
     """Return the ids of the text, after the token that begins the model's contexts."""
-    return text_ids(source, _TEXT)[:count]
+    return new_encoder(source)(_TEXT)[:count]
 
 
-def text_ids(source: ModelSource, text: str) -> list[int]:
-    """Return the ids of any text, after the token that begins the model's contexts."""
+def new_encoder(source: ModelSource) -> Callable[[str], list[int]]:
+    """Return what makes the ids of a text, after the token that begins the model's contexts."""
     files = read_text_files(source)
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     tokenizer.no_truncation()
-    ids = list(tokenizer.encode(text).ids)
     bos = tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
-    if files.adds_bos and bos is not None and ids[:1] != [bos]:
-        ids.insert(0, bos)
-    return ids
+
+    def encode(text: str) -> list[int]:
+        ids = list(tokenizer.encode(text).ids)
+        if files.adds_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+    return encode
 
 
 # Prose, a conversation, numbers and code in several languages.
