@@ -27,6 +27,9 @@ from kvchat.model.checkpoint.text_files import read_text_files
 
 # The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20
+# Other programs sample so where a model's author recommends nothing. At temperature 0.7 alone an
+# answer draws from the whole vocabulary, in which a small model often loses itself.
+_USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
 # More tokens than a thinking mark and the white space after it have.
 _MARK_TOKENS = 32
 
@@ -229,7 +232,7 @@ def read_chat_model(
         tokenizer=tokenizer,
         format=turns,
         stop_token_ids=tokenizer.stop_token_ids | closing,
-        sampling_defaults=files.sampling_defaults,
+        sampling_defaults=files.sampling_defaults or dict(_USUAL_SAMPLING),
         max_context=files.max_context or _LARGE_CONTEXT,
         vocab_size=files.vocab_size,
     )

@@ -270,7 +270,7 @@ SAMPLING = grouped(
     new_number(
         "top_p",
         "keep the likeliest tokens up to this probability",
-        otherwise="the model's own, else 1",
+        otherwise="the model's own, else 0.95",
         least=0,
         most=1,
         rule=lambda value: value > 0,
@@ -280,7 +280,7 @@ SAMPLING = grouped(
     new_whole(
         "top_k",
         "keep this many likeliest tokens",
-        otherwise="the model's own, else 0",
+        otherwise="the model's own, else 40",
         least=0,
         words="0 (off) or more",
         off=0,
@@ -288,7 +288,7 @@ SAMPLING = grouped(
     new_number(
         "min_p",
         "drop tokens less likely than this share of the likeliest",
-        otherwise="the model's own, else 0",
+        otherwise="the model's own, else 0.05",
         least=0,
         most=1,
         off=0.0,
@@ -321,7 +321,7 @@ OF_ANSWERS = (
         new_whole(
             "repetition_limit",
             "end an answer that has repeated itself for this many tokens",
-            default=2048,
+            default=_LEAST_REPETITION,
             least=0,
             rule=lambda value: value == 0 or value >= _LEAST_REPETITION,
             words=f"0 (off) or at least {_LEAST_REPETITION}",

@@ -1,6 +1,7 @@
 """A conversation goes on with the settings that it had, of its answers and of its model."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ def open_chat(model: ChatModel, tmp_path: Path) -> Iterator[Open]:
 
     def begin(session_id: str = "", options: AskOptions = PLAIN, **others: Any) -> ChatController:
         store = SessionStore(tmp_path / "sessions")
-        build = scripted_build(model, lambda question, _: Script("Yes."))
-        host = ChatHost(model, build, store, settings={"draft": "ngram"})  # type: ignore[arg-type]
+        plain = replace(model, sampling_defaults={})
+        build = scripted_build(plain, lambda question, _: Script("Yes."))
+        host = ChatHost(plain, build, store, settings={"draft": "ngram"})  # type: ignore[arg-type]
         session = host.open_session(session_id) if session_id else None
         opened.append(ChatController(host, lambda *_: host, session, options, **others))
         return opened[-1]

@@ -177,7 +177,7 @@ def test_a_line_of_json_has_the_fields_of_the_flags(tmp_path: Path, name: str) -
 
     flags = resolve({name: text}, {}, tmp_path / "none")
     assert isinstance(good, JsonRequest)
-    base = AskOptions(chosen=frozenset(), repetition_limit=2048)
+    base = AskOptions(chosen=frozenset(), repetition_limit=128)
     assert good.options(base) == ask_options(flags).for_model({})
     assert isinstance(refused, BadRequest)
     assert str(refused.error) == f"{name} of line 2 {words}"
@@ -204,7 +204,7 @@ def test_set_takes_what_the_flag_takes(tmp_path: Path, name: str) -> None:
         ("top_k", "off", 0),
         ("top_p", "off", 1.0),
         ("repetition_limit", "off", 0),
-        ("repetition_limit", "default", 2048),
+        ("repetition_limit", "default", 128),
         ("seed", "random", None),
         ("max_tokens", "none", None),
         ("stop", "none", ()),

@@ -11,6 +11,7 @@ from support.commands import TIMEOUT_S, Shell, objects
 from support.fork_server import ForkedLife, ForkedShell
 
 GREEDY = ("--temperature", "0", "--max-tokens", "12")
+ENDLESSLY = ("--temperature", "0", "--repetition-limit", "0")
 
 
 def test_the_second_turn_of_a_pipe_reads_only_what_is_new(shell: Shell, tiny: str) -> None:
@@ -186,7 +187,7 @@ def test_an_answer_that_fills_the_context_says_so(shell: Shell, tiny: str) -> No
 
 def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, endless: str) -> None:
     for limit in ("2", "6", "20", "100"):  # a busy machine takes longer to load
-        asked = ("--json", "--temperature", "0", "--timeout", limit, "-p", "Hello")
+        asked = ("--json", *ENDLESSLY, "--timeout", limit, "-p", "Hello")
         done = shell.run("-m", endless, *asked)
         if b"not loaded" not in done.stderr:
             break
@@ -198,7 +199,7 @@ def test_running_out_of_time_ends_with_124_and_keeps_the_answer(shell: Shell, en
 
 
 def _started_answering(shell: ForkedShell, model: str) -> ForkedLife:
-    asked = ("--temperature", "0", "--output-format", "stream-json", "-p", "Hello")
+    asked = (*ENDLESSLY, "--output-format", "stream-json", "-p", "Hello")
     process = shell.start("-m", model, *asked)
     process.stdin.close()
     while b"delta" not in process.stdout.readline():

@@ -39,7 +39,7 @@ def server(home: ForkedShell, endless: str) -> Iterator[ServerProcess]:
 
 
 def chat_of(home: ForkedShell, model: str, *arguments: str) -> PtyScreen:
-    command = ["-m", model, "--temperature", "0", *arguments]
+    command = ["-m", model, "--temperature", "0", "--repetition-limit", "0", *arguments]
     assert home.server is not None
     chat = PtyScreen(home.server, "kvchat", command, environment=home.environment)
     return chat.wait_for("/help for help")
