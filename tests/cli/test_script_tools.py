@@ -53,7 +53,8 @@ def _author(question: str, sample: int) -> Answer:
         return Answer(WAIT + WAIT)
     if question.startswith("<tool_response>"):
         told = question.removeprefix("<tool_response>").removesuffix("</tool_response>").strip()
-        if told.startswith("stopped"):
+        # Where even the first answer took all of the time, no call was begun.
+        if told.startswith(("stopped", "Error: it was not called")):
             return Answer("Too late. " * 50, step_s=0.05)  # a fast one ends before its time is up
         return Answer(f"It says: {told}" if "again" not in told else READ)
     return Answer(f"I read it. \n{READ}")
@@ -165,7 +166,7 @@ def test_a_model_that_never_stops_calling_is_ended(answered: Answered) -> None:
 def test_the_time_of_an_answer_ends_the_tools_of_it_too(answered: Answered) -> None:
     stdout, stderr = answered("wait", prompt="wait", is_json=True, timeout_s=6.5, code=124)
 
-    assert stderr.count("wait()") == 1, "the second call is not begun"
+    assert stderr.count("wait()") <= 1, "the second call is not begun"
     assert "took longer than 6.5 s" in stderr
     assert [json.loads(line)["finish_reason"] for line in stdout.splitlines()] == [
         "stop",
