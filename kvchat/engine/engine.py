@@ -254,10 +254,7 @@ class Engine:
         return replace(cached, device=num_left).plus(left)
 
     def _measure_prefill(self) -> None:
-        """Prefill some tokens, which no later request finds.
-
-        It is given up for a request that comes, or the end: then a later call measures.
-        """
+        """Prefill some tokens that no later request finds; a request that comes ends it."""
         num_tokens = min(_MEASURED_TOKENS, self._max_step_tokens, self.max_context - 1)
         ids = tuple((7 * i + 1) % self._vocab_size for i in range(num_tokens))
         is_short = num_tokens < LEAST_TELLING_TOKENS  # then it tells no more than another prompt

@@ -21,12 +21,12 @@ from kvchat.engine.assembly import (
     AssembledEngine,
     build_engine,
     engine_around,
-    rate_memory,
     step_tokens,
 )
 from kvchat.engine.engine import Engine
 from kvchat.engine.kv_storage import device_budget, host_budget
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.tiers import rate_memory
 from kvchat.model import loader
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
