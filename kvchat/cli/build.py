@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.settings import NO_ENDPOINT, Settings
+from kvchat.cli.settings import NO_ENDPOINT, Settings, name_to_keep
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import is_gone, user_path
 from kvchat.core.types import NO_MEMORY
+from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
@@ -101,6 +102,20 @@ def answers_path(settings: Settings) -> Path:
 def history_path() -> Path:
     """Return the file of what was typed at the prompt."""
     return user_paths().state / "history"
+
+
+def whole_name(settings: Settings, name: str) -> str:
+    """Return a model's name as a conversation keeps it; a short one may name a file that was used.
+
+    A short name is that of the file, without its directory; .gguf may be left out.
+    """
+    whole = name_to_keep(name)
+    is_short = whole == name and name not in (DEMO, DEMO_DRAFT) and not set(name) & set("/:")
+    if not is_short or has_endpoint(settings):
+        return whole
+    from kvchat.model.checkpoint.used_models import UsedModels
+
+    return UsedModels(_memory(settings)).named(name) or name
 
 
 def with_model_of(settings: Settings, model: str, saved: Mapping[str, Any] | None) -> Settings:

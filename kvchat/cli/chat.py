@@ -23,10 +23,11 @@ from kvchat.cli.build import (
     session_store,
     store_admin,
     user_paths,
+    whole_name,
     with_model_of,
 )
 from kvchat.cli.log_file import close_log
-from kvchat.cli.settings import Settings, name_to_keep, resolve
+from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import require_working_directory
@@ -96,7 +97,7 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
     require_working_directory()
     settings = resolve(flags, os.environ, user_paths().config)
-    settings = settings.with_model(name_to_keep(settings["model"]))
+    settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
     if not has_endpoint(settings):
@@ -240,7 +241,7 @@ def _new_host(
 ) -> "ChatHost":
     """Start loading another model, as a conversation with it was `saved` if that is given."""
     if saved is None:
-        return open_host(settings, hear, name_to_keep(name))
+        return open_host(settings, hear, whole_name(settings, name))
     return open_host(with_model_of(settings, name, saved), hear)
 
 

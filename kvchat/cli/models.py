@@ -4,13 +4,15 @@ Reads configurations, and weights only where the configuration is not enough.
 """
 
 import json
+import os
 import sys
 from datetime import datetime
 from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn, Strategy
-from kvchat.cli.build import state_memory
+from kvchat.cli.build import state_memory, user_paths, whole_name
+from kvchat.cli.settings import resolve
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.parameters import FEWER_BITS, KV_CODES
@@ -30,7 +32,8 @@ def list_models() -> None:
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
     require_working_directory()
-    source = find_model(name, adapter)
+    settings = resolve({}, os.environ, user_paths().config)
+    source = find_model(whole_name(settings, name), adapter)
     facts, refusal = _facts(source, device)
     if as_json:
         _print(json.dumps(facts, ensure_ascii=True))

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import answers_path, ask_options, open_host, saved_places, user_paths
+from kvchat.cli.build import (
+    answers_path,
+    ask_options,
+    open_host,
+    saved_places,
+    user_paths,
+    whole_name,
+)
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve
@@ -48,6 +55,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     from kvchat.server.serving import bound_socket, serve
 
     settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
     state = None if settings["incognito"] else user_paths().state

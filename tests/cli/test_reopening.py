@@ -1,15 +1,18 @@
 """`kvchat -c` goes on with the conversation's own model; flags say otherwise."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvchat.cli.build import with_model_of
+from kvchat.cli.build import whole_name, with_model_of
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import ModelError
+from kvchat.model.checkpoint.used_models import UsedModel
 from support.commands import Shell
+from support.fact_memory import FactMemory
 
 SAVED = {"draft": "/models/small.gguf", "kv_dtype": "int8"}
 
@@ -73,6 +76,23 @@ def test_a_model_that_is_gone_is_asked_for(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone.gguf")
     with pytest.raises(ModelError, match=r"not at .*gone.gguf any more. Name where it is"):
         with_model_of(_settings(incognito=True), gone, {})
+
+
+def test_the_file_name_of_a_model_that_was_used_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model was named by its whole path every time."""
+    monkeypatch.setattr("kvchat.cli.build._memory", lambda settings: memory)
+    memory, path = FactMemory(), tmp_path / "coder-q4.gguf"
+    path.write_bytes(b"")
+    used = asdict(UsedModel("s1-x", 3, 1.0))
+    memory.set("used models", "all", {str(path): used})
+
+    assert whole_name(_settings(), "coder-q4") == str(path)
+    assert whole_name(_settings(), "coder-q4.gguf") == str(path)
+    for other in ("demo", "coder", "org/coder-q4", "ollama:coder-q4"):
+        assert whole_name(_settings(), other) == other
+    assert whole_name(_settings(endpoint="work"), "coder-q4") == "coder-q4"
 
 
 def test_a_single_prompt_is_no_conversation_to_go_on_with(shell: Shell, tiny: str) -> None:

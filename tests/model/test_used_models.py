@@ -70,6 +70,17 @@ def test_used_files_are_listed_where_they_are_and_the_last_used_first(
     assert line.endswith("directory, used just now")
 
 
+def test_a_short_name_is_that_of_the_file_used_last(models: UsedModels, tmp_path: Path) -> None:
+    first = _used(models, tmp_path / "a" / "m")
+    second = _used(models, tmp_path / "b" / "m", seed=1)
+    assert models.named("m") == second
+    models.note(find_model(first))
+    assert models.named("m") == first
+    shutil.rmtree(first)
+    assert models.named("m") == second
+    assert models.named("n") is None
+
+
 def test_a_foreign_fact_counts_as_none(tmp_path: Path) -> None:
     memory = FactMemory()
     memory.set("used models", "all", {"/a": {"digest": 3}, "/b": "x"})
