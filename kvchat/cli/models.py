@@ -141,7 +141,8 @@ def _code_facts(source: ModelSource, spec: Any, device: Any, dtype: Any) -> dict
         except ModelError:
             continue
         known = known_sentence(identity, dtype, code, memory)
-        facts[f"fits_in_{code}"] = f"{_fitting(spec, config, device, dtype)}. {known}".rstrip()
+        fitting = _fitting(spec, config, device, dtype)
+        facts[f"fits_in_{code}"] = f"{fitting}. {known}" if known else fitting
     return facts
 
 
