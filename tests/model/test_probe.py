@@ -69,6 +69,8 @@ def test_positions_that_are_wrong_by_an_offset_are_caught_by_the_self_test(
 ) -> None:
     """Positions that weigh little move every logit by little, which once passed."""
     monkeypatch.setattr(probe_module, "_OWN_POSITIONS", frozenset())
+    # The results of a run are those of the whole probe.
+    monkeypatch.setattr("kvchat.model.loader.probe_meta", probe_module.probe_meta)
     model_type, settings, _ = GATHERED["roberta"]
     model = tiny_model(model_type, **settings)
     with torch.no_grad():

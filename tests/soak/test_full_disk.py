@@ -83,7 +83,7 @@ def test_a_full_disk_costs_kv_but_no_word_that_was_not_told(
 
     last = Victim(shell, model, session, ["and on"], *flags).finish()
     assert "saved" not in last.complaint
-    conversation = _store(full).read(_store(full).latest()).conversation
+    conversation = _store(full).read(_store(full).latest(takes_one_shots=True)).conversation
     assert user_texts(conversation)[-1] == "and on"
     assert_every_token_is_the_models(reference, conversation)
     outside.assert_untouched()

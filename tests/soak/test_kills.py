@@ -105,7 +105,7 @@ def kill_one_chat(
 
     assert [has_ended for _, has_ended in runs[-1].answers] == [True, True]
     outside.assert_untouched()
-    conversation = store.read(store.latest()).conversation
+    conversation = store.read(store.latest(takes_one_shots=True)).conversation
     assert_nothing_was_lost(conversation, runs)
     assert user_texts(conversation)[-2:] == ["and on", "and on and on"]
     assert len(conversation.context_ids()) < CONTEXT - 200, "the context was full before the end"
