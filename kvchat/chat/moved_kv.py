@@ -34,7 +34,9 @@ def move_kv(
         return done
 
     def move() -> None:
-        moved = engine.call(lambda engine: engine.move_kv(sources, targets, num_own, name))
+        moved = engine.call(
+            lambda engine: engine.move_kv(sources, targets, num_own, name), is_awaited=True
+        )
         moved.add_done_callback(lambda _: _settle(moved, done))
 
     def listen(event: RequestEvent) -> None:

@@ -164,6 +164,7 @@ class _Cancel:
 class _Call:
     function: "Callable[[DrivenEngine], object]"
     future: "Future[object]"
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class EngineThread:
         self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._numbers = iter(range(1, 1 << 62))
         self._lock = threading.Lock()
-        self._num_submitted = 0  # under the lock
+        self._num_submitted = 0  # requests, and calls that are awaited; under the lock
         self._num_taken = 0  # of those submitted
         self._num_called = 0  # under the lock
         self._num_answered = 0  # of those called
@@ -247,12 +248,18 @@ class EngineThread:
             return
         self._send(_Cancel(ticket, reason))
 
-    def call(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
-        """Run `function` on the engine's thread between steps; return a future of its result."""
+    def call(
+        self, function: "Callable[[DrivenEngine], T]", is_awaited: bool = False
+    ) -> "Future[T]":
+        """Run `function` on the engine's thread between steps; return a future of its result.
+
+        A step that only reads ahead gives way to one that `is_awaited`, as it does to a request.
+        """
         future: Future[T] = Future()
         with self._lock:
             self._num_called += 1
-        self._send(_Call(function, future))  # type: ignore[arg-type]
+            self._num_submitted += is_awaited
+        self._send(_Call(function, future, is_awaited))  # type: ignore[arg-type]
         return future
 
     def query(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
@@ -433,6 +440,7 @@ class EngineThread:
                 engine.cancel(self._request_ids[message.ticket], message.reason)
         elif isinstance(message, _Call):
             self._num_answered += 1
+            self._num_taken += message.is_awaited
             _answer(message, engine)
         elif isinstance(message, _Look):
             self._answer_queries(engine)

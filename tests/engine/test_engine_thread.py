@@ -306,7 +306,7 @@ class OneLongStep:
     def abandon_steps(
         self, is_unwanted: Callable[[frozenset[int]], bool], is_awaited: Callable[[], bool]
     ) -> None:
-        self._is_unwanted = is_unwanted
+        self._is_unwanted, self.is_awaited = is_unwanted, is_awaited
 
     def step(self) -> list[RequestEvent]:
         self.begun.set()
@@ -340,6 +340,26 @@ def test_a_query_is_answered_within_a_long_step() -> None:
         thread.close(WAIT_S)
     late = thread.query(lambda engine: engine.has_work)
     assert isinstance(late.exception(WAIT_S), GenerationError)
+
+
+def test_a_call_that_is_awaited_counts_as_a_request_that_waits() -> None:
+    """KV that was to be moved waited 0.4 s for a step that only read ahead."""
+    engine = OneLongStep()
+    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
+    try:
+        assert engine.begun.wait(WAIT_S)
+        thread.call(lambda engine: None)
+        assert not engine.is_awaited()
+        moved = thread.call(lambda engine: engine.has_work, is_awaited=True)
+        assert engine.is_awaited()
+        engine.may_ask.set()
+        engine.may_end.set()
+        assert not moved.result(WAIT_S)
+        assert not engine.is_awaited()
+    finally:
+        engine.may_ask.set()
+        engine.may_end.set()
+        thread.close(WAIT_S)
 
 
 def test_a_query_tells_what_the_calls_before_it_have_made() -> None:
