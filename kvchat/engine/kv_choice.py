@@ -20,7 +20,7 @@ from kvchat.model.loader import LoadedModel
 
 # The context that is wanted where the user does not say: a long conversation.
 _USUAL_TOKENS = 8192
-# The largest divergence in nats a token of a code that nobody has asked for.
+# The largest divergence, in nats a token, of a code that `auto` may choose.
 _MOST_CHANGE = 0.03
 # Blocks that hold no context: the scratch block, and the verifier's spare one.
 _SPARE_BLOCKS = 2

@@ -420,7 +420,7 @@ def serve(path: Path) -> None:
 
 
 def _is_last_call(path: Path, listening: socket.socket, clients: list[socket.socket]) -> bool:
-    """Let nobody connect any more; return whether somebody just has."""
+    """Close the server to new clients; return whether one has just connected."""
     path.unlink(missing_ok=True)
     return _accept(listening, clients)
 
