@@ -21,7 +21,7 @@ GPU_BENCH ?= --repeats 3
 # A machine with a GPU may have no package index, but torch, triton, transformers and pytest in its own Python:
 # there `make test-gpu PYTHON=python3 VENV=` makes no environment. What that Python lacks comes from the wheels of
 # `make gpu-wheels`, run on a machine with an index and copied along with the checkout.
-GPU_TESTS := tests/gpu tests/model/test_spec.py
+GPU_TESTS := tests/gpu tests/unit/model/test_spec.py
 TIMED := twice_the_work
 WHEELS := .gpu/wheels
 GPU_PACKAGES := platformdirs diskcache gguf httpx2 httpcore2 truststore prompt-toolkit wcwidth llguidance starlette uvicorn \
@@ -92,7 +92,7 @@ test-clients: $(DEV_STAMP)  ## install llm and aider beside kvchat, and let them
 	for name in llm aider-chat; do test -x .clients/$$name/bin/pip || $(PYTHON) -m venv .clients/$$name; \
 		.clients/$$name/bin/pip install --quiet --disable-pip-version-check $$name || exit 1; done
 	PATH="$(CURDIR)/.clients/llm/bin:$(CURDIR)/.clients/aider-chat/bin:$$PATH" \
-		"$(CURDIR)/$(BIN)/python" -m pytest tests/clients
+		"$(CURDIR)/$(BIN)/python" -m pytest $(addprefix tests/contract/test_,open_webui.py programs.py sdks.py)
 
 bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
 	$(BIN)/kvchat bench

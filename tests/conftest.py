@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from support.matrix import SHARES, outside_of_share, share_of
 
 if TYPE_CHECKING:
     from support.fork_server import ForkServer
+    from support.interpreter import Interpreter
+    from support.specimens import Specimen
 
 # A shell starts background jobs with Ctrl-C ignored, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,6 +28,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread only waits
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Here kernels are compiled; where they are interpreted, it is in a process of their own.
+os.environ.pop("TRITON_INTERPRET", None)
 # Kernels are compiled once, and not once for every private home of a test.
 _KERNELS = Path(tempfile.gettempdir(), f"kvchat-test-kernels-{os.getuid()}")
 os.environ.setdefault("KVCHAT_KERNEL_CACHE", str(_KERNELS))
@@ -106,3 +110,28 @@ def fork_server() -> Iterator["ForkServer"]:
     server = ForkServer(Path(os.environ["DIRECTORY_OF_TEST_RUN"]))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator["Interpreter"]:
+    """Calls functions where kernels run on CPU tensors."""
+    from support.interpreter import Interpreter
+
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
+
+
+@pytest.fixture(scope="session")
+def specimen(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Specimen]":
+    """Return the specimen of a name in `architectures.SUPPORTED`, made on first use."""
+    from support.specimens import make_specimen
+
+    made: dict[str, Specimen] = {}
+
+    def get(name: str) -> "Specimen":
+        if name not in made:
+            made[name] = make_specimen(name, tmp_path_factory.mktemp("specimen"))
+        return made[name]
+
+    return get

@@ -7,11 +7,11 @@ is still there to compare. The check adds rows to a batch that runs anyway; alon
 three tokens. If no block is free, only the last token is computed, in a spare block.
 
 Checksums detect damage on the disk, and a digest of the weights separates the KV of different
-models. This check is for errors that neither detects. `tests/engine/test_kv_verifier_finds.py` has
-a table of the errors it finds. It cannot find, at this low cost, a few wrong values in a token that
-was not drawn, if their effect on other tokens is below rounding. In 16 bits it also cannot find a
-change of a few percent in weights that do not make keys or values themselves (q_proj, o_proj, the
-MLP).
+models. This check is for errors that neither detects; a table of those it finds is in
+`tests/unit/engine/test_kv_verifier_finds.py`. It cannot find, at this low cost, a few wrong values
+in a token that was not drawn, if their effect on other tokens is below rounding. In 16 bits it also
+cannot find a change of a few percent in weights that do not make keys or values themselves (q_proj,
+o_proj, the MLP).
 
 Three things are compared:
 

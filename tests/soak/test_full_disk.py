@@ -1,6 +1,7 @@
 """A disk that is really full: a small file system in memory, mounted for the test.
 
-Where mounting is not allowed this is skipped; `tests/cli` has disks that are full for one file.
+Where mounting is not allowed this is skipped; `tests/contract/test_scripts.py` has disks that are
+full for one file.
 """
 
 import os

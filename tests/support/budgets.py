@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 
 BUDGETS_S = {
-    "bench": 120,
-    "cache": 120,
-    "chat": 160,
-    "cli": 220,
-    "clients": 40,
-    "core": 20,
-    "engine": 240,
-    "floors": 60,
-    "kernels": 500,
-    "model": 600,
+    "contract": 200,
+    "matrix": 800,
     "pty": 80,
-    "remote": 60,
-    "server": 120,
     "soak": 100,
-    "terminal": 180,
-    "tools": 40,
+    "unit/bench": 120,
+    "unit/cache": 120,
+    "unit/chat": 160,
+    "unit/cli": 180,
+    "unit/core": 20,
+    "unit/engine": 220,
+    "unit/kernels": 250,
+    "unit/model": 300,
+    "unit/remote": 60,
+    "unit/server": 120,
+    "unit/terminal": 180,
+    "unit/tools": 40,
 }
 _NAME = "processor seconds"
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -59,9 +59,9 @@ class Budgets:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            directory = Path(report.nodeid.partition("::")[0]).parts[1]
+            directory = Path(report.nodeid.partition("::")[0]).parent.relative_to("tests")
             taken = (value for name, value in report.user_properties if name == _NAME)
-            self.taken_s[directory] += sum(taken)  # type: ignore[assignment]
+            self.taken_s[str(directory)] += sum(taken)  # type: ignore[assignment]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         pairs = (f"{name} {s:.0f}" for name, s in self.taken_s.most_common())

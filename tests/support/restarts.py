@@ -1,15 +1,20 @@
 """Lives of the program on a remembering model: device tiers that die, beside a tier that lasts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import pytest
+
+from kvchat.cache import chain
 from kvchat.cache.chain import KvChain
+from kvchat.cache.disk import tier as disk_tier
 from kvchat.cache.tier import Tier, TierOpener
 from kvchat.core.events import SampleFinished
 from kvchat.core.types import SamplingParams
 from kvchat.engine.request import RequestSpec
 from support.chains import be_patient
 from support.engine_harness import EngineHarness
+from support.memory_tier import MemoryTier
 from support.remembering_model import complete_without_cache
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -63,3 +68,23 @@ class Processes:
         process = Process(harness, harness.engine.chain)
         self.started.append(process)
         return process
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier(block_size=4, image_bytes=4 * 8)
+
+
+@pytest.fixture
+def processes(tier: MemoryTier) -> Iterator[Processes]:
+    made = Processes(lambda: tier)
+    yield made
+    for process in made.started:
+        process.end()
+
+
+@pytest.fixture(autouse=True)
+def patience_with_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine keeps as it closes is waited for, and so is who holds the store's lock."""
+    monkeypatch.setattr(chain, "_CLOSE_PATIENCE_S", 60.0)
+    monkeypatch.setattr(disk_tier, "_PATIENCE_S", 30.0)

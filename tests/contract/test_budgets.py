@@ -1,0 +1,23 @@
+"""A directory that takes longer than its budget is named, and every directory has one."""
+
+from collections import Counter
+from pathlib import Path
+
+from support.budgets import BUDGETS_S, over_budget
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_what_takes_too_long_is_named_with_its_seconds() -> None:
+    taken_s = Counter({"pty": 2 * BUDGETS_S["pty"], "soak": BUDGETS_S["soak"]})
+
+    assert over_budget(taken_s) == [
+        f"tests/pty took {2 * BUDGETS_S['pty']} s of processors, and has {BUDGETS_S['pty']} "
+        "(tests/support/budgets.py)."
+    ]
+
+
+def test_every_directory_of_tests_has_a_budget() -> None:
+    directories = {str(path.parent.relative_to(TESTS)) for path in TESTS.rglob("test_*.py")}
+
+    assert directories - {"gpu"} == BUDGETS_S.keys()
