@@ -99,7 +99,9 @@ class CodedKv:
         if runs_kernels:
             from kvchat_kernels.paged_attention.triton_gpu import paged_attention_int8_triton
 
-            return paged_attention_int8_triton(query, *self.tensors, sequences, scoring)
+            return self._turned_back(
+                paged_attention_int8_triton(query, *self.tensors, sequences, scoring)
+            )
         if isinstance(sequences, DeviceSequences):
             sequences = sequences.read()
         dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
@@ -111,7 +113,12 @@ class CodedKv:
                 ("restored values", self.code.values, self.values, self.value_scales),
             )
         )
-        return paged_attention(query.to(dtype), keys, values, copied, scoring)
+        return self._turned_back(paged_attention(query.to(dtype), keys, values, copied, scoring))
+
+    def _turned_back(self, attended: torch.Tensor) -> torch.Tensor:
+        """Return sums of values [rows, heads, value dim] as they would be of values not turned."""
+        is_turned = self.code.values.turns(attended.shape[2])
+        return turn_queries(attended) if is_turned else attended
 
 
 def _copied(

@@ -14,7 +14,7 @@ from kvchat.cache.kv_pool import CodedFormat, KvGeometry, LayerGeometry
 from kvchat.cache.tier import BlockRun, Image, Tier
 from kvchat.core.stats import TierStatus
 from kvchat.core.types import MissReason
-from kvchat_kernels.kv_code import NumberCode, turned_queries
+from kvchat_kernels.kv_code import NumberCode
 
 # What a windowed pool has in the place of a layer that a block lacks.
 _ABSENT = 0xFF
@@ -27,8 +27,7 @@ def convert(images: torch.Tensor, source: KvGeometry, target: KvGeometry) -> tor
     """Return images [num_blocks, source.block_bytes] uint8 in the format of `target`, which has the
     same layers in a code.
 
-    A number that both have in the same code keeps its bytes, for the farthest of its group has the
-    largest level.
+    What both have in the same code keeps its bytes.
     """
     layers = source.layers
     if len(set(layers)) > 1:
@@ -50,23 +49,34 @@ def _converted(
     images: torch.Tensor, layer: LayerGeometry, source: KvGeometry, target: KvGeometry
 ) -> torch.Tensor:
     """Return images of blocks of one layer in the format of `target`."""
-    read = source.format.read(images, replace(source, layers=(layer,)))
-    sides = [side for part in read for side in part.unbind(1)]  # keys, values
+    source = replace(source, layers=(layer,))
     assert isinstance(target.format, CodedFormat)
-    was = source.format.code if isinstance(source.format, CodedFormat) else None
-    code, dims = target.format.code, (layer.key_dim, layer.value_dim)
-    turned = (was.keys.turned, was.values.turned) if was is not None else (False, False)
-    found = []
-    for numbers, dim, own, is_turned in zip(
-        sides, dims, (code.keys, code.values), turned, strict=True
-    ):
-        heads = numbers.unflatten(-1, (-1, dim)).float()
-        if is_turned and own.turned:
-            own = replace(own, turned=False)
-        elif is_turned and NumberCode(own.bits, turned=True).turns(dim):
-            heads = turned_queries(heads)  # back
-        found += [each.flatten(1).view(torch.uint8) for each in own.quantised(heads)]
-    return torch.cat(found, dim=1)
+    own = target.format.code
+    sides = zip((own.keys, own.values), (layer.key_dim, layer.value_dim), strict=True)
+    if isinstance(source.format, CodedFormat):
+        was = source.format.code
+        stored = source.format.stored(images, source)
+        found = [
+            _recoded(*parts, code, *side)
+            for parts, code, side in zip(stored, (was.keys, was.values), sides, strict=True)
+        ]
+    else:
+        parts = [part for both in source.format.read(images, source) for part in both.unbind(1)]
+        heads = [part.unflatten(-1, (layer.num_kv_heads, -1)) for part in parts]
+        found = [code.quantised(x) for x, (code, _) in zip(heads, sides, strict=True)]
+    each = [part.flatten(1).view(torch.uint8) for both in found for part in both]
+    return torch.cat(each, dim=1)
+
+
+def _recoded(
+    numbers: torch.Tensor, scales: torch.Tensor, was: NumberCode, code: NumberCode, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers and scales of heads in another code."""
+    if was == code:
+        return numbers, scales
+    if was.turns(dim) and code.turns(dim):  # they stay turned
+        return replace(code, turned=False).quantised(was.restored(numbers, scales))
+    return code.quantised(was.plain(numbers, scales))
 
 
 class ConvertingTier(Tier):

@@ -4,7 +4,7 @@ A KvFormat defines how the KV of a layer is stored as bytes; KvGeometry gives th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -157,7 +157,17 @@ class CodedFormat:
         return (layer.key_dim, self.code.keys), (layer.value_dim, self.code.values)
 
     def read(self, images: torch.Tensor, geometry: "KvGeometry") -> list[torch.Tensor]:
-        parts, start = [], 0
+        codes = [code for layer in geometry.layers for _, code in self._sides(layer)]
+        stored = zip(codes, self.stored(images, geometry), strict=True)
+        return [code.restored(*parts).flatten(2)[:, None] for code, parts in stored]
+
+    def stored(
+        self, images: torch.Tensor, geometry: "KvGeometry"
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the numbers and scales of each layer's keys, and of its values, as a `CodedKv` has
+        them.
+        """
+        start = 0
         for layer in geometry.layers:
             for dim, code in self._sides(layer):
                 shape = (len(images), geometry.block_size, layer.num_kv_heads)
@@ -166,10 +176,8 @@ class CodedFormat:
                 end = middle + num_heads * num_groups * SCALE_BYTES
                 numbers = images[:, start:middle].contiguous().view(code.dtype)
                 scales = images[:, middle:end].contiguous().view(torch.bfloat16)
-                whole = code.restored(numbers.view(*shape, -1), scales.view(*shape, num_groups))
-                parts.append(whole.flatten(2)[:, None])
+                yield numbers.view(*shape, -1), scales.view(*shape, num_groups)
                 start = end
-        return parts
 
 
 def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

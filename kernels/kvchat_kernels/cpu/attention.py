@@ -42,6 +42,7 @@ from kvchat_kernels.cpu.maths import (
     load_group_transposed,
     load_transposed,
     tanh,
+    write_turned,
 )
 from kvchat_kernels.cpu.products import are_wide_floats_faster
 from kvchat_kernels.cpu.task import Memory, Place, Task
@@ -484,3 +485,5 @@ def joining_kernel(code: Code, form: AttentionForm) -> None:
         inverse = code.floats(1.0) / total.get()
         with code.loop(0, form.value_dim, LANES) as column:
             code.store(code.load(out, column * 4, F32S) * inverse, out, column * 4)
+        if isinstance(form.stored, KvCode) and form.stored.values.turns(form.value_dim):
+            write_turned(code, out, form.value_dim, group_size(form.value_dim))  # back

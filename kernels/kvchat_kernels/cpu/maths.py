@@ -192,6 +192,20 @@ def turned(code: Code, vectors: Sequence[Value]) -> list[Value]:
     return found
 
 
+def load_floats_of_group(code: Code, address: Value, first: Value, group: int) -> list[Value]:
+    """Load `group` float32 from number `first` on, as vectors of 8."""
+    return [code.load(address, (first + part) * 4, F32S) for part in range(0, group, LANES)]
+
+
+def write_turned(code: Code, address: Value, width: int, group: int) -> None:
+    """Write: turn `width` float32 in place, as `kv_code.turned_queries`."""
+    factor = code.floats(1 / group)
+    with code.loop(0, width, group) as first:
+        vectors = load_floats_of_group(code, address, first, group)
+        for part, value in enumerate(turned(code, vectors)):
+            code.store(value * factor, address, (first + part * LANES) * 4)
+
+
 def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
     """Return stored numbers, floats of 16 bits given as whole numbers, as 8 float32."""
     if stored is Stored.FLOAT:

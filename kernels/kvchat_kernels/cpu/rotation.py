@@ -8,6 +8,7 @@ ERNIE and Cohere have it.
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
+from operator import add
 
 from kvchat_kernels.cpu.code import (
     F32,
@@ -21,14 +22,31 @@ from kvchat_kernels.cpu.code import (
     Value,
     kernel,
 )
-from kvchat_kernels.cpu.maths import I8S, Stored, load_floats, store_floats, turned
+from kvchat_kernels.cpu.maths import (
+    I8S,
+    Stored,
+    load_floats,
+    load_floats_of_group,
+    store_floats,
+    turned,
+    write_turned,
+)
 from kvchat_kernels.cpu.norms import inverse_rms
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
-from kvchat_kernels.kv_code import LEAST, SCALE_BYTES, KvCode, NumberCode, group_size
+from kvchat_kernels.kv_code import (
+    LEAST,
+    SCALE_BYTES,
+    STEPS,
+    UNITS,
+    KvCode,
+    NumberCode,
+    group_size,
+)
 
-# A scale above this is not finite.
+# A scale above this is not finite. The bits of infinity, below those of every NaN.
 _FINITE = 3.3e38
+_INFINITE_BITS = 0x7F800000
 
 
 class RotationTask(Task):
@@ -115,7 +133,8 @@ def rotation_kernel(code: Code, heads: Heads) -> None:
     if heads.writes_kv:
         _write_kv(code, heads, key_row, value_row)
     if isinstance(heads.stored, KvCode) and heads.stored.keys.turned:
-        _write_turned_queries(code, row, heads.num_heads * heads.key_dim, group_size(heads.key_dim))
+        # Their products with turned keys are then right.
+        write_turned(code, row, heads.num_heads * heads.key_dim, group_size(heads.key_dim))
 
 
 def _write_kv(code: Code, heads: Heads, key_row: Value, value_row: Value) -> None:
@@ -153,7 +172,7 @@ def _write_group(
     scales: Value,
 ) -> None:
     """Write the `group` floats from `first` on, and their scale, as `NumberCode.quantised`."""
-    floats = _load_group(code, address, first, group)
+    floats = load_floats_of_group(code, address, first, group)
     if numbers.turned:
         floats = turned(code, floats)
     bits = _scale_bits(code, numbers, floats)
@@ -163,11 +182,10 @@ def _write_group(
     is_usable = code.spread((size > 0.0) & (size < _FINITE))
     levels = []
     for value in floats:
-        level = code.call("llvm.rint.v8f32", F32S, value / code.spread(scale))
+        level = _rounded(code, value / code.spread(scale))
         level = code.select(is_usable, level, code.floats(0.0))
-        lowest, highest = (-127.0, 127.0) if numbers.bits == 8 else (-8.0, 7.0)
-        level = code.least(code.greatest(level, lowest), highest)
-        levels.append(code.convert("fptosi", level, I32S))
+        bounds = (-127.0, 127.0) if numbers.bits == 8 else (-8.0, 7.0)
+        levels.append(code.convert("fptosi", _bounded(code, level, *bounds), I32S))
     if numbers.bits == 4:
         half = len(levels) // 2
         both = zip(levels[:half], levels[half:], strict=True)
@@ -177,32 +195,52 @@ def _write_group(
         code.store(code.convert("trunc", level, I8S), to, first + part * LANES)
 
 
-def _load_group(code: Code, address: Value, first: Value, group: int) -> list[Value]:
-    return [code.load(address, (first + part) * 4, F32S) for part in range(0, group, LANES)]
-
-
 def _scale_bits(code: Code, numbers: NumberCode, floats: list[Value]) -> Value:
     """Return the bits of a group's scale as a float32, to be cut to the upper 16."""
     # Bits of floats without a sign are ordered as the floats are, and a NaN is above all.
     sizes = [code.as_bits(value, I32S) & 0x7FFFFFFF for value in floats]
     most = code.call("llvm.vector.reduce.smax.v8i32", I32, reduce(code.greatest, sizes))
     peak = code.as_bits(most, F32)
-    signed = peak
-    if numbers.bits == 4:  # the farthest number is -8, whatever its sign
+    if numbers.bits == 8:
+        scale = peak / 127.0
+    else:
         own = reduce(code.greatest, [code.as_bits(value, I32S) for value in floats])
         highest = code.call("llvm.vector.reduce.smax.v8i32", I32, own)
-        signed = code.select(highest >= most, code.single(0.0) - peak, peak)
-    scale = code.select(peak < LEAST, code.single(0.0), signed / float(numbers.most))
+        best = _best_scale(code, floats, peak, highest >= most)
+        scale = code.select(most < _INFINITE_BITS, best, peak)
+    scale = code.select(peak < LEAST, code.single(0.0), scale)
     bits = code.as_bits(scale, I32)
     return bits + 0x7FFF + ((bits >> 16) & 1)  # to bfloat16, ties to even
 
 
-def _write_turned_queries(code: Code, row: Value, width: int, group: int) -> None:
-    """Write: turn the queries, so that their products with turned keys are right."""
-    factor = code.floats(1 / group)
-    with code.loop(0, width, group) as first:
-        for part, value in enumerate(turned(code, _load_group(code, row, first, group))):
-            code.store(value * factor, row, (first + part * LANES) * 4)
+def _best_scale(code: Code, floats: list[Value], peak: Value, is_positive: Value) -> Value:
+    """Return the scale of 4 bits for a group with finite numbers, as `kv_code` searches it.
+
+    is_positive   whether the number farthest from zero is, whose size is `peak`
+    """
+    unit = peak / float(UNITS)
+    unit = code.select(is_positive, code.single(0.0) - unit, unit)
+    whole = [_rounded(code, value / code.spread(unit)) for value in floats]
+    best, scale = code.single(-1.0), code.single(0.0)
+    for step in STEPS:
+        factor = code.floats(1 / step)
+        levels = [_bounded(code, _rounded(code, value * factor), -8.0, 7.0) for value in whole]
+        products = [value * level for value, level in zip(whole, levels, strict=True)]
+        product = code.total(reduce(add, products))
+        square = code.total(reduce(add, [level * level for level in levels]))
+        gain = product * product / square
+        is_better = gain > best
+        best = code.select(is_better, gain, best)
+        scale = code.select(is_better, product / square, scale)
+    return scale * unit
+
+
+def _rounded(code: Code, values: Value) -> Value:
+    return code.call("llvm.rint.v8f32", F32S, values)
+
+
+def _bounded(code: Code, values: Value, lowest: float, highest: float) -> Value:
+    return code.least(code.greatest(values, lowest), highest)
 
 
 def _write_norms(code: Code, heads: Heads, address: Value, count: int, weight: Value) -> None:

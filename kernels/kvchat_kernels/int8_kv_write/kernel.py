@@ -12,7 +12,7 @@ from kvchat_kernels.kv_code import INT8, LEAST, group_size
 from kvchat_kernels.launch import Launch, next_power_of_2
 
 _TILE = 1024
-_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(float(INT8.keys.most))
+_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(127.0)
 
 
 @triton.jit
