@@ -64,6 +64,9 @@ def test_what_has_the_same_code_keeps_its_bytes() -> None:
 
     keys = 8 * 2 * (16 + 2)
     assert torch.equal(found[:, :keys], kept[:, :keys])
+    fewer = convert(kept, geometry(K8V4), geometry(INT4))
+    values = 8 * 2 * (16 // 2 + 2)
+    assert torch.equal(fewer[:, values : 2 * values], kept[:, keys : keys + values])
     target = geometry(INT4)
     both = zip(
         target.format.read(convert(own, geometry(INT8), target), target),
