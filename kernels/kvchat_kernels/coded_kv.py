@@ -68,6 +68,11 @@ class CodedKv:
         else:
             coded_write(key, value, self.tensors, self.code, slot_mapping)
 
+    def keys_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return keys as they were before they were turned, but for rounding."""
+        keys, scales = self.keys.flatten(0, 1), self.key_scales.flatten(0, 1)
+        return self.code.keys.plain(keys[slots], scales[slots])
+
     def copy_slots(
         self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
     ) -> None:
@@ -77,7 +82,7 @@ class CodedKv:
             slots[targets] = slots[sources]
         if change is not None:
             keys, scales = self.keys.flatten(0, 1), self.key_scales.flatten(0, 1)
-            moved = change(self.code.keys.plain(keys[sources], scales[sources]))
+            moved = change(self.keys_of(sources))
             keys[targets], scales[targets] = self.code.keys.quantised(moved)
 
     def _runs_kernels(self, query: torch.Tensor) -> bool:

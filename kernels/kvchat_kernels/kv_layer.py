@@ -32,6 +32,11 @@ class KvLayer(Protocol):
         Returns [num_tokens, num_heads, value_dim], in a dtype of the layer's choice.
         """
 
+    def keys_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the keys of slots, [num_slots] int64, as [num_slots, num_kv_heads, key_dim]
+        float32.
+        """
+
     def copy_slots(
         self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None
     ) -> None:
@@ -64,6 +69,10 @@ class PlainKv(NamedTuple):
         """Attend in the tensors' dtype."""
         query = query.to(self.keys.dtype)
         return paged_attention(query, self.keys, self.values, sequences, scoring)
+
+    def keys_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return keys in float32."""
+        return self.keys.flatten(0, 1)[slots].float()
 
     def copy_slots(
         self, sources: torch.Tensor, targets: torch.Tensor, change: ChangeKeys | None

@@ -111,7 +111,7 @@ class CacheManager:
 
     def has_room(self, table: BlockTable, num_tokens: int, num_spare: int) -> bool:
         """Whether a table can grow to `num_tokens` and leave `num_spare` blocks."""
-        num_new = -(-num_tokens // self.block_size) - len(table.blocks)
+        num_new = -(-table.slot_of(num_tokens) // self.block_size) - len(table.blocks)
         return num_new + num_spare <= self.num_available
 
     @property
@@ -306,14 +306,17 @@ class CacheManager:
 
         If the tree already has blocks for the same ids, the table uses the tree's blocks and
         releases its own. Of a private table nothing is entered: it is not the KV of the ids alone.
+        A thinned one has a root of its own.
         """
-        num_full = num_computed // self.block_size
-        is_private = table.positions is not None
-        if not self._reuse or is_private or num_full <= table.num_committed:
+        if not (self._reuse and table.is_entered and num_computed):
             return
         size = self.block_size
+        num_full = table.slot_of(num_computed) // size
+        if num_full <= table.num_committed:
+            return
         offered = table.blocks[table.num_committed : num_full]
-        ids = token_ids[table.num_committed * size : num_full * size]
+        slot_ids = table.ids_of_slots(token_ids[:num_computed])
+        ids = slot_ids[table.num_committed * size : num_full * size]
         result = self._tree.insert(table.node, encode_ids(ids), offered)
         self._settle(table, offered, result)
         table.num_committed = num_full
@@ -338,7 +341,7 @@ class CacheManager:
         """
         blocks = table.blocks[: -(-table.slot_of(num_tokens) // self.block_size)]
         forked = self._hold(table.node, blocks, num_tokens, table.num_committed)
-        forked.positions = table.positions
+        forked.positions, forked.is_thinned = table.positions, table.is_thinned
         return forked
 
     def make_private(
@@ -358,12 +361,12 @@ class CacheManager:
         """Release the table, and keep the KV of `token_ids` in the tree for later prompts.
 
         `token_ids` are the tokens whose KV is complete; a partly filled last block is kept too. Of
-        a private table nothing is kept.
+        a private table nothing is kept, unless it is thinned.
         """
         assert not table.is_released
         self.commit(table, token_ids, len(token_ids))
-        tail = token_ids[table.num_committed * self.block_size :]
-        if self._reuse and tail and table.positions is None:
+        tail = table.ids_of_slots(token_ids)[table.num_committed * self.block_size :]
+        if self._reuse and tail and table.is_entered:
             block = table.blocks[table.num_committed]
             is_kept, displaced = self._tree.insert_tail(table.node, encode_ids(tail), block)
             if is_kept:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvchat.cache.radix_tree import Node
+from kvchat.core.types import TokenIds
 from kvchat_kernels.slot_positions import SlotPositions
 from kvchat_kernels.state_buffer import StateBuffer
 
@@ -47,9 +48,11 @@ class BlockTable:
     # [num_committed, len(blocks))    this table's own, or shared with a fork until written
 
     A shared table holds position `s` in slot `s`. A private one has `positions` of its own, and
-    nothing of it is entered in the tree: `num_committed` is 0. `cached_len` counts the tokens whose
-    KV was cached when the table was made. `state` is the recurrent state of its sequence, None for
-    a model without any; `window` is None where layers with a window keep all that others do.
+    nothing of it is entered in the tree: `num_committed` is 0. Where it `is_thinned`, it is below
+    the root of a thinned beginning, and entered by the ids of its slots (`thinned_kv.py`).
+    `cached_len` counts the tokens whose KV was cached when the table was made. `state` is the
+    recurrent state of its sequence, None for a model without any; `window` is None where layers
+    with a window keep all that others do.
     """
 
     block_size: int
@@ -61,6 +64,7 @@ class BlockTable:
     state: TableState | None = None
     positions: SlotPositions | None = None
     window: TableWindow | None = None
+    is_thinned: bool = False
 
     @property
     def capacity(self) -> int:
@@ -70,6 +74,18 @@ class BlockTable:
     def slot_of(self, position: int) -> int:
         """Return the slot of a position; of a private table's, that of one still to be written."""
         return position if self.positions is None else self.positions.slot_of(position)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the tree may have its blocks."""
+        return self.positions is None or self.is_thinned
+
+    def ids_of_slots(self, token_ids: TokenIds) -> TokenIds:
+        """Return the ids of the slots of a sequence's leading tokens, in slot order."""
+        if self.positions is None or not token_ids:
+            return token_ids
+        num_slots = self.slot_of(len(token_ids))
+        return [token_ids[position] for position in self.positions.of_slots(num_slots)]
 
     def slots(self, start: int, end: int) -> list[int]:
         """Return the pool's slots of positions `start` to `end - 1`."""

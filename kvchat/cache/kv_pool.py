@@ -263,16 +263,17 @@ class KvPool:
         self,
         sources: Sequence[int],
         targets: Sequence[int],
-        rotations: Sequence[KeyRotation],
-        num_back: int,
+        rotations: Sequence[KeyRotation] = (),
+        num_back: int = 0,
     ) -> None:
         """Copy the KV of slots to others, for tokens that stand `num_back` positions earlier there.
 
-        `rotations` has one for each layer. No slot is in both.
+        `rotations` has one for each layer, where positions change. No slot is in both.
         """
         places = on_device([list(sources), list(targets)], torch.int64, self.device)
-        for index, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
-            change = partial(rotation.moved, num_back=num_back) if num_back else None
+        assert not num_back or len(rotations) == len(self.layers)
+        for index, layer in enumerate(self.layers):
+            change = partial(rotations[index].moved, num_back=num_back) if num_back else None
             of_layer, to = self._in_layer(places, index)
             layer.copy_slots(of_layer, to, change)
 

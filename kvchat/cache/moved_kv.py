@@ -103,7 +103,7 @@ def _fill(
         if manager.extend(target, -(-num_tokens // manager.block_size), first_window):
             slots, move_slots = target.slots(0, num_tokens), manager.kv_pool.move_slots
             moved = end.slots(num_own + num_back, num_tokens + num_back)
-            move_slots(begin.slots(0, num_own), slots[:num_own], rotations, 0)
+            move_slots(begin.slots(0, num_own), slots[:num_own])
             move_slots(moved, slots[num_own:], rotations, num_back)
             num_filled = num_tokens
     finally:

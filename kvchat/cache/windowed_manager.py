@@ -152,9 +152,9 @@ class WindowedCacheManager(CacheManager):
     def commit(self, table: BlockTable, token_ids: TokenIds, num_computed: int) -> None:
         """Enter full blocks in the tree, and let go of the window blocks behind the window."""
         super().commit(table, token_ids, num_computed)
-        window, first = _window_of(table), num_computed // self.block_size - self.window_blocks
-        if table.positions is not None:
-            return
+        # Slots of a private table are closer than positions, so those of a window are among these.
+        last = table.slot_of(num_computed) // self.block_size if num_computed else 0
+        window, first = _window_of(table), last - self.window_blocks
         for index in range(window.first, first):
             is_kept = self._reuse and self._is_before_an_end(index, window.ends)
             self._blocks.let_go([table.blocks[index]], is_kept=is_kept)

@@ -48,6 +48,7 @@ class AskOptions:
     grammar       what the text of the answer after its thinking matches; None for any text
     repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
     context_policy     how a chat goes on once its context is full
+    kv_budget     the KV that an answer may take, as a setting spells it; None for all of it
     client        who asks, "" for the user of this program: clients have equal shares
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
@@ -70,6 +71,7 @@ class AskOptions:
     stop_token_ids: frozenset[int] = frozenset()
     client: str = ""
     context_policy: ContextPolicy = ContextPolicy.STOP
+    kv_budget: str | None = None
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""

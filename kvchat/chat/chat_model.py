@@ -20,6 +20,7 @@ from kvchat.chat.thinking import (
 )
 from kvchat.chat.tokenizer import ChatTokenizer, Segment, TextCodec
 from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
+from kvchat.chat.why import common_len
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
 from kvchat.model.checkpoint.source import ModelSource
@@ -30,6 +31,8 @@ _LARGE_CONTEXT = 1 << 20
 # Other programs sample so where a model's author recommends nothing. At temperature 0.7 alone an
 # answer draws from the whole vocabulary, in which a small model often loses itself.
 _USUAL_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
+# Two messages that differ from their first character: the ids before them belong to what precedes.
+_PROBES = ("a", "Z")
 # More tokens than a thinking mark and the white space after it have.
 _MARK_TOKENS = 32
 
@@ -83,6 +86,22 @@ class ChatModel:
             use = NO_TOOL_USE
         turn = NewTurn(text, clock, first.system, think, is_answered, use=use)
         return tuple(self.format.following(turn, last))
+
+    def beginning_ids(
+        self, conversation: Conversation, parent_id: int, text: str, system: str | None
+    ) -> list[int]:
+        """Return the leading ids of any user turn below `parent_id` that begins with a text."""
+        turns = (self.user_ids(conversation, parent_id, text + end, system) for end in _PROBES)
+        one, other = turns
+        return list(one[: common_len(one, other)])
+
+    def opening_ids(self, conversation: Conversation, text: str = "") -> list[int]:
+        """Return the leading token ids of any conversation that has this one's time, system prompt
+        and tools, and whose first message begins with a text.
+        """
+        system = conversation.system
+        empty = Conversation("", conversation.created_s, system, conversation.tools)
+        return self.beginning_ids(empty, ROOT, text, system)
 
     def asking_ids(self, conversation: Conversation, turn: Turn, think: Think) -> tuple[int, ...]:
         """Return the ids of a user turn as if it had been asked with `think`."""

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.attachment import read_attachment
-from kvchat.chat.chat_model import ChatModel
-from kvchat.chat.conversation import ROOT, Conversation, Role
+from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.deletion import Deleted, DropFromMemory, joined
-from kvchat.chat.why import common_len
 from kvchat.core.errors import SessionNotFound, UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 # Timeout for opening the disk tier and writing pending KV.
 _PATIENCE_S = 30.0
-# Two messages that differ from their first character: the ids before them belong to the file.
-_PROBES = ("a", "Z")
 
 
 async def pin_context(controller: "ChatController", token_ids: list[int], label: str) -> int:
@@ -57,17 +53,7 @@ def file_context(
     """
     text = "".join(f"{read_attachment(path).text}\n" for path in paths)
     empty = Conversation("", created_s, controller.system, controller.tools)
-    return opening_ids(controller.host.model, empty, text)
-
-
-def opening_ids(model: ChatModel, conversation: Conversation, text: str = "") -> list[int]:
-    """Return the leading token ids of any conversation that has this one's time, system prompt and
-    tools, and whose first message begins with a text.
-    """
-    system = conversation.system
-    empty = Conversation("", conversation.created_s, system, conversation.tools)
-    one, other = (model.user_ids(empty, ROOT, text + end, system) for end in _PROBES)
-    return list(one[: common_len(one, other)])
+    return controller.host.model.opening_ids(empty, text)
 
 
 async def delete_conversation(controller: "ChatController", session_id: str) -> Deleted:

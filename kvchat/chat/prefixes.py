@@ -16,7 +16,6 @@ from kvchat.chat.compaction import num_left_out
 from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import ChatHost
-from kvchat.chat.keeping import opening_ids
 from kvchat.chat.reply import Reply
 from kvchat.chat.resent_chat import Difference, Message, ResentChat, SeenChats
 from kvchat.chat.session import ChatSession
@@ -265,7 +264,7 @@ class ResentChats:
                 conversation, parent, last.text, system, think, results=last.results
             )
             lengths.append(len(asked))
-        num_opening = len(opening_ids(self._host.model, conversation))
+        num_opening = len(self._host.model.opening_ids(conversation))
         lengths[0] -= num_opening
         begins = [
             number
@@ -289,7 +288,7 @@ class ResentChats:
                     ids = path[part.num_messages - 1].token_ids
                     num_tokens -= self._num_behind(ids, whole, part.text)
             else:
-                num_tokens = len(opening_ids(self._host.model, session.conversation))
+                num_tokens = len(self._host.model.opening_ids(session.conversation))
             yield num_tokens, part.ttl_s
 
     def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:

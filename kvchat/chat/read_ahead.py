@@ -19,7 +19,6 @@ from kvchat.core.errors import ContextTooLong, KvchatError
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
 
-_ENDINGS = ("a", "Z")
 # Of an unfinished line only what is longer than this is read, up to its last word.
 _MAX_UNREAD_CHARS = 80
 # Fewer new tokens are read with the message itself.
@@ -139,11 +138,8 @@ class ReadAhead:
             conversation = Conversation("", time.time(), controller.system, controller.tools)
         parent, before = controller.place.parent_id, _ids_before(controller)
         system = conversation.system if not before else None
-        one, other = (
-            controller.host.model.user_ids(conversation, parent, begun + end, system)
-            for end in _ENDINGS
-        )
-        return [*before, *one[: common_len(one, other)]]
+        model = controller.host.model
+        return [*before, *model.beginning_ids(conversation, parent, begun, system)]
 
 
 def _ids_before(controller: "ChatController") -> list[int]:

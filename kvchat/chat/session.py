@@ -20,9 +20,11 @@ from kvchat.chat.reply import AnswerLedger, Asking, ContinuedLedger, Ledger, Rep
 from kvchat.chat.saved_conversation import SavedConversation
 from kvchat.chat.store import SessionLog, SessionStore, new_session_id
 from kvchat.chat.thinking import Think, ThinkingSplitter
+from kvchat.chat.thinning import budget_thinning
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.text import one_line, whole_number
+from kvchat.engine.request import Thinning
 from kvchat.engine.thread import EngineThread
 
 
@@ -290,7 +292,12 @@ class ChatSession(SavedConversation):
         self._save_adopted(turn_id)
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
         options = replace(options, is_one_shot=is_one_shot)
-        return self._submit(context, ledger, starts_thinking, options, notify)
+        thinning = None
+        if options.kv_budget is not None:
+            thinning = budget_thinning(
+                self.model, self.conversation, turn_id, len(context), options.kv_budget
+            )
+        return self._submit(context, ledger, starts_thinking, options, notify, thinning=thinning)
 
     def _submit(
         self,
@@ -300,6 +307,7 @@ class ChatSession(SavedConversation):
         options: AskOptions,
         notify: Callable[[], None] | None,
         is_kept: bool = True,
+        thinning: Thinning | None = None,
     ) -> Reply:
         tools = self.conversation.tools
         asking = Asking(self.model, context, options, starts_thinking, tools)
@@ -309,6 +317,8 @@ class ChatSession(SavedConversation):
         spec = asking.spec(session_id, is_kept)
         if self._has_moved:
             spec = replace(spec, moved_under=self.session_id)
+        if thinning is not None:
+            spec = replace(spec, thinning=thinning)
         ticket = self._engine.submit(spec, reply.listen)
         reply.on_cancel(lambda reason: self._engine.cancel(ticket, reason))
         return reply

@@ -19,6 +19,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
+from kvchat.chat.thinning import dropped_in_words
 from kvchat.chat.tools import ToolCall, ToolResult
 from kvchat.chat.turn_loop import TurnLoop
 from kvchat.cli.output import Exchange, Notices, Writer, ending_notice, missing_answer
@@ -376,9 +377,10 @@ class ScriptOutput:
         limit = ready.context_limit if ready is not None else None
         most = self._controller.options.max_tokens
         notice = ending_notice(ended, limit, ways_out, most) if limit is not None else None
-        if notice is not None and notice not in exchange.told:  # once for many samples
-            exchange.told.add(notice)
-            self._setup.notices.tell(notice)
+        for each in (notice, dropped_in_words(ended.usage.dropped)):
+            if each and each not in exchange.told:  # once for many samples
+                exchange.told.add(each)
+                self._setup.notices.tell(each)
         if (missing := missing_answer(ended)) is not None:
             self.fail(missing)
         if ended.reason is FinishReason.TIMEOUT:

@@ -159,7 +159,8 @@ class Parameter:
     def taken_back(self, text: str) -> tuple[Any] | None:
         """Return the value for a word such as none, off or default, in a tuple; None for others."""
         word = text.strip().lower()
-        if word in self.choices or self.kind not in (Kind.WHOLE, Kind.NUMBER, Kind.TEXTS):
+        kinds = (Kind.WHOLE, Kind.NUMBER, Kind.TEXTS, Kind.SIZE)
+        if word in self.choices or self.kind not in kinds:
             return None
         if word in _OFF_WORDS and self.off is not None:
             return (self.off,)
@@ -339,6 +340,13 @@ OF_ANSWERS = (
             "in a full context: refuse a message, drop the oldest, or let a summary replace them",
             ("stop", "drop", "compact"),
             "HOW",
+        ),
+        new_size(
+            "kv_budget",
+            "KV an answer may take, 512M or 25% of its context's: what it needs least is dropped",
+            otherwise="all of it",
+            rule=lambda value: parse_size(value, "kv-budget").resolve(MOST) > 0,
+            words="a size like 512M or 25%",
         ),
     ),
 )

@@ -4,7 +4,7 @@ Also writes them with the field names of the JSON output.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -233,10 +233,22 @@ class DraftUse:
 
 
 @dataclass(frozen=True, slots=True)
+class KvDropped:
+    """Of the KV of `num_tokens` tokens that of `num_kept` stayed, as `method` chose them; said of
+    the last time that any was dropped.
+    """
+
+    method: str
+    num_kept: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request; `cached.total + prefilled_tokens == prompt_tokens`, unless it
     was stopped during the prefill: then `unread_tokens` of the prompt are missing. `is_estimate` if
-    a server that takes messages did not count them all.
+    a server that takes messages did not count them all. `dropped` is KV that the answer went on
+    without, None if it had all.
     """
 
     prompt_tokens: int = 0
@@ -245,6 +257,7 @@ class Usage:
     drafts: DraftUse = field(default_factory=DraftUse)
     unread_tokens: int = 0
     is_estimate: bool = False
+    dropped: KvDropped | None = None
 
     @property
     def drafted_tokens(self) -> int:
@@ -266,6 +279,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
+            **({} if self.dropped is None else {"kept_kv": asdict(self.dropped)}),
         }
 
 

@@ -18,12 +18,14 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.moved_kv import Moving
 from kvchat.cache.rates import LEAST_TELLING_TOKENS
+from kvchat.cache.thinned_kv import ThinnedBeginning, has_thinned
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
 from kvchat.core.types import CachedTokens, FinishReason, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_mover import KvMover
+from kvchat.engine.kv_thinner import KvThinner
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor, explained
@@ -49,6 +51,10 @@ _TOKENS_BEFORE_KEEPING = 2
 _SLOW_STEP_S = 0.1
 # Prompts beside answers, and read ahead, are read in steps of at most about so many seconds.
 _BESIDE_S = 0.4
+_NO_THINNING = (
+    "No KV of this model can be dropped: its attention runs in its own code, or it has recurrent "
+    "state."
+)
 # The tokens that a measurement of the prefill rate computes: about 0.1 s on a CPU.
 _MEASURED_TOKENS = 256
 
@@ -89,8 +95,10 @@ class Engine:
         self._runner = runner
         self._fetcher = Fetcher(self.chain)
         promote = self._fetcher.promote
+        self._kv_thinner = KvThinner(cache, runner, self._kv_verifier)
+        drop_kv = self._kv_thinner.consider
         self._scheduler = Scheduler(
-            cache, max_step_tokens, max_running, promote, max_prefill_tokens, max_pairs
+            cache, max_step_tokens, max_running, promote, max_prefill_tokens, max_pairs, drop_kv
         )
         self._max_step_tokens = max_step_tokens
         self._next_step: NextStep | None = None
@@ -188,6 +196,7 @@ class Engine:
         biased = max((token for token, _ in spec.sampling.logit_bias), default=-1)
         if biased >= self._vocab_size:
             raise UsageError(f"logit-bias names token {biased}; the model has {self._vocab_size}.")
+        spec = self._with_possible_thinning(spec)
         self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
@@ -200,11 +209,28 @@ class Engine:
             self._fetcher.give_up_prefetch()
             self._scheduler.add(request)
             return request_id
+        beginning = request.beginning
+        if beginning is not None and has_thinned(self.cache, beginning, spec.prompt_ids):
+            self._scheduler.add(request)
+            return request_id
         self._fetcher.begin(request)
         if not self.cache.reuse:
             request.told_miss_reason = MissReason.OFF
         self._scheduler.add(request)
         return request_id
+
+    def _with_possible_thinning(self, spec: RequestSpec) -> RequestSpec:
+        """Return a spec that thins only what it has; raises UsageError for a budget that this
+        model's KV cannot be held to.
+        """
+        thinning = spec.thinning
+        if thinning is None:
+            return spec
+        if not self._kv_thinner.is_possible:
+            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        if thinning.beginning is not None and not thinning.beginning.begins(spec.prompt_ids):
+            thinning = replace(thinning, beginning=None)
+        return replace(spec, thinning=thinning)
 
     def _takes_moved(self, spec: RequestSpec) -> bool:
         """Whether moved KV serves a request, as more of it is in memory than of its own."""
@@ -301,6 +327,18 @@ class Engine:
         Returns how many of its tokens requests of that name then find, 0 if none could be moved.
         """
         return self._kv_mover.move(Moving(sources, targets, num_own, name))
+
+    def zip_kv(
+        self,
+        token_ids: Sequence[int],
+        request_ids: Sequence[int],
+        share: float,
+        num_leading: int,
+    ) -> ThinnedBeginning | None:
+        """Choose the positions of a beginning whose KV stays: see `KvThinner.zipped`."""
+        if not self._kv_thinner.is_possible:
+            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        return self._kv_thinner.zipped(token_ids, request_ids, share, num_leading)
 
     def pin(
         self,

@@ -136,6 +136,8 @@ class NextStep:
         request = scheduled.request
         if not scheduled.completes or scheduled.drafts or request.cancelled_for is not None:
             return False
+        if request.spec.thinning is not None:  # its KV may be dropped before the next token
+            return False
         limit = request.spec.max_tokens
         is_last = limit is not None and request.num_generated + 1 >= limit
         return not is_last and len(request.ids) + 1 < self._max_context

@@ -265,18 +265,20 @@ class OutputProcessor:
         A chunk with keys or values that are not finite does not fail its own step. It fails every
         later step that attends to it.
         """
-        with_nan = []
+        with_nan, has_thinned = [], False
         for request in self._scheduler.requests():
             if request.request_id != failed.request_id:
                 continue
             if request.table is not None:
+                has_thinned |= request.table.is_thinned
+                request.table.is_thinned = False
                 self._cache.drop_states(request.table, request.ids)
                 num_finite = self._num_finite(request.table, request.num_computed)
                 if num_finite < request.num_computed:
                     with_nan.append((request.ids[: request.num_computed], num_finite))
                     request.num_computed = num_finite
             self._scheduler.finish(request)
-        if with_nan:
+        if with_nan or has_thinned:
             self._cache.forget_moved()
         for token_ids, num_finite in with_nan:
             self._cache.forget(token_ids, num_finite)

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from kvchat.core.text import Size
 from kvchat.core.types import (
     CachedTokens,
     DraftUse,
     FinishReason,
+    KvDropped,
     MissReason,
     SamplingParams,
     StopWatcher,
@@ -21,9 +23,31 @@ from kvchat.core.types import (
 from kvchat.engine.repetition import only_repeats
 
 if TYPE_CHECKING:
+    import torch
+
     from kvchat.cache.arrivals import Arrival
     from kvchat.cache.block_table import BlockTable
+    from kvchat.cache.thinned_kv import ThinnedBeginning
     from kvchat.engine.sampler import DeviceTokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Which KV of a request is dropped (`engine/kv_thinner.py`).
+
+    beginning     what the prompt begins with, of which the KV of some positions stays; None for no
+                  such beginning
+    budget        the KV that the answer may take: bytes, or a share of the context's positions.
+                  None for any. The prompt is read with all of its KV
+    num_leading   tokens at the beginning that stay
+    num_last      tokens at the end of the prompt that stay: the question, by which the others are
+                  chosen
+    """
+
+    beginning: "ThinnedBeginning | None" = None
+    budget: Size | None = None
+    num_leading: int = 0
+    num_last: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +70,7 @@ class RequestSpec:
                        all of such a prompt is computed, whatever is cached
     moved_under        the name of the moved contexts (`cache/moved_kv.py`) that may serve it where
                        less of its own KV is in memory; "" for none
+    thinning           which KV it goes on without; None for none
     repetition_limit   ends a completion that has repeated itself for so many tokens, as
                        `repetition.py` says; 0 lets it go on
     """
@@ -65,6 +90,7 @@ class RequestSpec:
     client: str = ""
     repetition_limit: int = 0
     moved_under: str = ""
+    thinning: Thinning | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_ids
@@ -142,7 +168,9 @@ class Request:
     whose KV was last offered to be written. `device_ids` are its ids on the device, for a penalty.
     `scored` are the logprobs of the prompt that were told. A step with tokens before `kept_until`
     is not given up for a new request. With `moved_under` its table is of that name's moved
-    contexts, so its KV is kept on no slower tier.
+    contexts, so its KV is kept on no slower tier; so it is not once it `is_thinned`. `slot_scores`
+    are the attention that the slots left by the last drop have got. One that `is_exact` drops no KV
+    any more.
     """
 
     request_id: int
@@ -169,6 +197,10 @@ class Request:
     scored: list[TokenLogprobs] = field(default_factory=list)
     kept_until: int = 0
     moved_under: str = ""
+    is_thinned: bool = False
+    is_exact: bool = False
+    slot_scores: "torch.Tensor | None" = None
+    dropped: KvDropped | None = None
 
     @classmethod
     def from_spec(cls, request_id: int, spec: RequestSpec, now_s: float) -> "Request":
@@ -200,6 +232,9 @@ class Request:
             constraint=new_constraint() if new_constraint is not None else None,
             scored=self.scored,
             moved_under=self.moved_under,
+            is_thinned=self.is_thinned,
+            is_exact=self.is_exact,
+            dropped=self.dropped,
         )
 
     @property
@@ -209,7 +244,22 @@ class Request:
     @property
     def is_kept(self) -> bool:
         """Whether its KV may be kept on slower tiers."""
-        return self.spec.is_kept and not self.moved_under
+        return self.spec.is_kept and not (self.moved_under or self.is_thinned)
+
+    @property
+    def beginning(self) -> "ThinnedBeginning | None":
+        """The thinned beginning that its prompt has; None without one."""
+        thinning = self.spec.thinning
+        return None if thinning is None or self.is_exact else thinning.beginning
+
+    @property
+    def thins_at(self) -> int | None:
+        """The number of tokens whose KV is to be there before some of it is dropped; None if that
+        is done, or nothing is to be.
+        """
+        if self.beginning is None or self.is_thinned:
+            return None
+        return self.beginning.num_tokens
 
     @property
     def is_to_be_scored(self) -> bool:
@@ -250,10 +300,11 @@ class Request:
     @property
     def num_due(self) -> int:
         """Tokens that can be computed now: only those of the front while KV still arrives."""
+        end = len(self.ids) if self.thins_at is None else self.thins_at
         if not self.is_fetching:
-            return self.num_uncomputed
+            return end - self.num_computed
         front = self.arrival.num_front if self.arrival is not None else 0
-        return max(0, min(len(self.ids), front) - self.num_computed)
+        return max(0, min(end, front) - self.num_computed)
 
     @property
     def awaits_kv(self) -> bool:
@@ -281,4 +332,5 @@ class Request:
             completion_tokens=self.num_generated,
             drafts=self.drafting.use(),
             unread_tokens=0 if self.num_generated else max(0, self.num_prompt_tokens - num_read),
+            dropped=self.dropped,
         )

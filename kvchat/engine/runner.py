@@ -29,6 +29,7 @@ from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu.graphs import GraphRunner
+from kvchat.model.observed_kv import Observer, observing
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw
@@ -71,6 +72,12 @@ class Runner:
         self._graphs = graphs
         self.has_graphs = graphs is not None  # whether `draw` can ever return tokens
         self._threads = threads
+
+    @property
+    def can_observe(self) -> bool:
+        """Whether `observe` works: not on the gathered path, nor with recurrent state."""
+        spec = self._model.loaded.spec
+        return spec.gathered is None and not spec.state
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,6 +171,14 @@ class Runner:
         if self._threads is None:
             return self._model.forward(batch)
         return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))
+
+    def observe(self, piece: SequencePiece, observer: Observer, writes: bool) -> None:
+        """Compute a piece by the model's modules, with an observer of its attention: `observing`.
+
+        With `writes` false the KV of its tokens must be there, and stays as it is.
+        """
+        with observing(self._model, observer, writes):
+            self._run_eagerly([piece])
 
     def wait(self) -> None:
         """Wait until all submitted steps are computed, so that they can be timed."""

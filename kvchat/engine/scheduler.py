@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
 from kvchat.cache.keys import common_tokens, encode_ids
+from kvchat.cache.thinned_kv import start_thinned
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
-from kvchat.engine.request import Request, State
+from kvchat.engine.request import Request, State, Thinning
 from kvchat.engine.shares import Shares
 
 # A waiting request's cost falls by this many tokens per step, so that short or cached prompts do
@@ -69,7 +71,8 @@ class Scheduler:
     half to those after it, as far as they need it, so a long one keeps a short one waiting for one
     step. Where places or blocks are short, clients share them, and requests of one client.
     `promote` is called before a request starts. It returns true if it began to promote KV for
-    the request, which then waits.
+    the request, which then waits. `drop_kv` is called before tokens of a request with a Thinning
+    are scheduled.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class Scheduler:
         promote: Callable[[Request], bool] = lambda request: False,
         max_prefill_tokens: int = 0,
         max_pairs: int = 0,
+        drop_kv: Callable[[Request, Thinning], None] = lambda request, thinning: None,
     ) -> None:
         self._cache = cache
+        self._drop_kv = drop_kv
         self._max_pairs = max_pairs
         self._max_prefill_tokens = max(max_prefill_tokens, max_step_tokens)
         self._promote = promote
@@ -220,6 +225,7 @@ class Scheduler:
             request = self._running[index]
             if request.is_to_join:
                 self._join(request)
+            self._thin(request)
             is_decoding = request in decoding
             most = 1 if is_decoding else prefill_budget
             if not is_decoding and request.num_due > whole:
@@ -269,7 +275,7 @@ class Scheduler:
         assert request.arrival is not None
         before, arrival = request.num_computed, request.arrival
         self._cache.release(request.table, request.ids[:before])
-        request.table = self._cache.start(request.ids)
+        request.table = self._new_table(request)
         request.num_computed = request.table.cached_len
         request.end_fetching()
         if request.cached is not None:
@@ -303,7 +309,7 @@ class Scheduler:
         """Move a running request to the front of the waiting queue; it resumes by prefix match."""
         self._release(request)
         self._running.remove(request)
-        request.has_asked_quick = False
+        request.has_asked_quick = request.is_thinned = False
         request.state = State.WAITING
         self._waiting.insert(0, request)
 
@@ -320,6 +326,7 @@ class Scheduler:
             request = self._next_waiting()
             if request is None or not self._start(request):
                 return
+            self._thin(request)
             num_tokens = self._num_tokens(request, budget)
             if not num_tokens:
                 continue  # other requests have already computed its front
@@ -355,10 +362,13 @@ class Scheduler:
 
     def _reusable(self, request: Request) -> "array[int]":
         """Return the leading ids whose KV a request may find in the cache and the one after them:
-        all, but where a prompt is scored only what it has scored before it was sent back.
+        all, but where a prompt is scored only what it has scored before it was sent back, and where
+        KV of its beginning is to be dropped only that.
         """
         ids = request.ids
-        return ids[: len(request.scored) + 1] if request.is_to_be_scored else ids
+        if request.is_to_be_scored:
+            return ids[: len(request.scored) + 1]
+        return ids if request.thins_at is None else ids[: request.thins_at + 1]
 
     def _is_being_computed(self, request: Request, cached: int) -> bool:
         end = cached + self._cache.block_size
@@ -369,20 +379,34 @@ class Scheduler:
             for other in self._running
         )
 
+    def _thin(self, request: Request) -> None:
+        if request.spec.thinning is not None:
+            self._drop_kv(request, request.spec.thinning)
+
+    def _new_table(self, request: Request) -> BlockTable:
+        """Return the table that a request starts from: the longest known prefix."""
+        if request.beginning is not None:
+            table = start_thinned(self._cache, request.beginning, request.ids)
+            if table is not None:
+                return table
+        return self._cache.start(self._reusable(request), request.moved_under)
+
     def _start(self, request: Request) -> bool:
         """Match the request's prefix and start it, if its whole context has room now.
 
         Leaves room for one more block of every running request. Otherwise the new request, as the
         youngest, would soon be preempted.
         """
-        table = self._cache.start(self._reusable(request), request.moved_under)
+        table = self._new_table(request)
         has_room = self._cache.has_room(table, len(request.ids), len(self._running))
-        is_promoting = has_room and not request.is_to_be_scored and self._promote(request)
+        needs_no_more = request.is_to_be_scored or table.is_thinned
+        is_promoting = has_room and not needs_no_more and self._promote(request)
         self._is_full = not has_room
         if not has_room or is_promoting:
             self._cache.release(table, request.ids[: table.cached_len])
             return False
         request.table = table
+        request.is_thinned, request.slot_scores = table.is_thinned, None
         request.num_computed = table.cached_len
         if request.cached is None:
             cached_len, arrival = table.cached_len, request.arrival

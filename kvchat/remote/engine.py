@@ -199,6 +199,10 @@ class RemoteEngine:
         """Begin a request; raises KvchatError for one that the server cannot answer."""
         if spec.new_constraint is not None or spec.num_top_logprobs is not None:
             raise UsageError("A server's answers have no format and no logprobs here.")
+        if spec.thinning is not None:
+            raise UsageError(
+                "A server's KV cannot be dropped from here.", "Leave out --kv-budget and --keep."
+            )
         limit = self._server.max_context
         if self._takes_ids and len(spec.prompt_ids) >= limit:
             raise ContextTooLong(

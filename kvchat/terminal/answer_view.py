@@ -20,6 +20,7 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.thinking import whole_passages
+from kvchat.chat.thinning import dropped_in_words
 from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.markdown import MarkdownStream
@@ -258,10 +259,11 @@ class AnswerView:
         if self._stats_level:
             room = None if look.is_spoken else width
             lines = [stats_line(event, self._context_limit(), look.glyphs, room)]
+        lines.append(dropped_in_words(event.usage.dropped))
         if look.is_spoken:
             lines[0] = f"End of answer. {lines[0]}".strip()
         if self._stats_level is StatsLevel.ALL:
-            lines.append(detail_line(event, look.glyphs))
+            lines.insert(1, detail_line(event, look.glyphs))
         rows = [row for line in lines if line for row in painter.wrapped(line, width, Role.DIM)]
         if self._has_filled_context(event):
             rows += self._warning(f"The context is full: {WAYS_OUT}")

@@ -10,6 +10,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.fields import Fields
 from kvchat.chat.host import ChatHost
 from kvchat.core.parameters import OF_ANSWERS
+from kvchat.core.text import Size
 from kvchat.server.generation_fields import sampling_options
 from support.asgi_client import post
 from support.scripted_engine import Script, scripted_build
@@ -41,6 +42,7 @@ GOOD: dict[str, Any] = {
     "stop": ["zzz"],
     "think": "low",
     "context_policy": "stop",
+    "kv_budget": "25%",
 }
 EFFORTS = "none, minimal, low, medium, high, xhigh, max, auto, on, off"
 BAD: dict[str, tuple[Any, str]] = {
@@ -55,6 +57,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "stop": (5, "is 5, but must be a text or a list of texts."),
     "think": ("hard", f"is 'hard', but must be one of {EFFORTS}."),
     "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
+    "kv_budget": (0.25, "is 0.25, but must be a size."),
 }
 
 
@@ -80,6 +83,7 @@ def test_every_parameter_is_a_field_of_every_interface(
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.5, 5)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.seed) == (0, 1.5, 7)
     assert (spec.max_tokens, spec.repetition_limit) == (3, 256)
+    assert spec.thinning.budget == Size(share=0.25)
 
 
 @pytest.mark.parametrize("path", BODIES)

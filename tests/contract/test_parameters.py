@@ -61,6 +61,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
         "is 'hard', but must be one of auto, on, off, low, medium, high.",
     ),
     "context_policy": ("drop", "x", "is 'x', but must be one of stop, drop, compact."),
+    "kv_budget": ("25%", "0%", "is '0%', but must be a size like 512M or 25%."),
     "timeout": ("30", "0", "is 0.0, but must be more than 0 seconds and at most 1e9."),
     "tools": ("yes", "x", "is 'x', but must be true or false."),
     "allow_tool": ("read_file", "", "is an empty text."),
@@ -96,6 +97,7 @@ BAD_FIELDS: dict[str, tuple[Any, str]] = {
     "stop": (5, "is 5, but must be a text or a list of texts."),
     "think": ("hard", "is 'hard', but must be one of auto, on, off, low, medium, high."),
     "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
+    "kv_budget": (0.25, "is 0.25, but must be a size."),
 }
 SWITCHES = ("--json", "--raw", "-c", "--continue", "--last", "--fork", "-q", "--quiet", "--stats")
 SWITCHES += ("--spec", "--no-spec", "--no-cache", "--incognito", "--accessible", "--debug")
