@@ -72,8 +72,18 @@ def start_thinned(
 
 def has_thinned(manager: CacheManager, beginning: ThinnedBeginning, token_ids: TokenIds) -> bool:
     """Whether the thinned KV of a context's beginning is there; changes no KV."""
-    slot_ids = beginning.slot_ids(token_ids[: beginning.num_tokens])
-    return manager.num_cached_tokens(slot_ids, beginning.name) == len(slot_ids)
+    return num_thinned_tokens(manager, beginning, token_ids) >= beginning.num_tokens
+
+
+def num_thinned_tokens(
+    manager: CacheManager, beginning: ThinnedBeginning, token_ids: TokenIds
+) -> int:
+    """Return how many leading tokens a context over thinned KV need not read, in full blocks; 0 if
+    some KV of its beginning is missing.
+    """
+    num_slots = manager.num_cached_tokens(beginning.slot_ids(token_ids), beginning.name)
+    num_more = num_slots - len(beginning.positions)
+    return beginning.num_tokens + num_more if num_more >= 0 else 0
 
 
 def thin(

@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 from types import MappingProxyType
 
+from kvchat.chat.thinned_pins import ThinnedPins
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import MOST_STATE_BYTES, read_bounded, read_state, user_path, write_state
 from kvchat.core.text import one_line, text_of
@@ -211,6 +212,7 @@ class PinFiles:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.thinned = ThinnedPins(path and path.with_name("thinned_pins.json"))
 
     def paths(self) -> Mapping[str, Sequence[Path]]:
         """Return the absolute paths of each pin's files, in the order in which they are read."""
@@ -236,8 +238,9 @@ class PinFiles:
                 "`kvchat doctor` says where the log is.",
             )
 
-    def remove(self, labels: Iterable[str]) -> None:
-        """Forget the files of labels."""
+    def remove(self, labels: Collection[str]) -> None:
+        """Forget the files of labels, and which of their positions stay."""
+        self.thinned.remove(labels)
         before, gone = self._read(), set(labels)
         kept = {label: files for label, files in before.items() if label not in gone}
         if self._path is not None and len(kept) < len(before):

@@ -8,7 +8,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from kvchat.core.events import (
 )
 from kvchat.core.stats import Cost, EngineStatus, KvPlaces
 from kvchat.core.text import one_line
-from kvchat.core.types import Health, Tier
+from kvchat.core.types import Health, KeptPositions, Tier
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, DrivenEngine, EngineThread
 
@@ -273,6 +273,22 @@ class ChatHost:
         done: Future[int] = Future()
         self._ask(lambda engine: engine.pin(token_ids, label, done.set_result, ttl_s), done)
         return done
+
+    def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
+        """Let contexts that begin so go on over the KV of these positions, where that is possible.
+
+        It holds for the requests that follow, also while the model loads.
+        """
+        self._engine.call(lambda engine: engine.thin_beginnings(kept))
+
+    def repeat_scores(
+        self, token_ids: Sequence[int], part: Sequence[int]
+    ) -> "Future[list[float] | None]":
+        """Request how much a text attends to each token of the context before it.
+
+        None if that has no KV on the device; the future raises UsageError where no model can tell.
+        """
+        return self._engine.call(lambda engine: engine.repeat_scores(token_ids, part))
 
     def forget(self, contexts: list[tuple[list[int], int]]) -> "Future[None]":
         """Drop the KV of contexts from memory, but not from disk.

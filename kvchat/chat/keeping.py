@@ -4,7 +4,9 @@ KV that other saved conversations share with a removed one stays.
 """
 
 import asyncio
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -14,7 +16,9 @@ from typing import TYPE_CHECKING
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.deletion import Deleted, DropFromMemory, joined
+from kvchat.chat.tokenizer import Segment
 from kvchat.core.errors import SessionNotFound, UsageError
+from kvchat.core.types import KeptPositions, digest_of_ids
 
 if TYPE_CHECKING:
     from kvchat.chat.controller import ChatController
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
 
 # Timeout for opening the disk tier and writing pending KV.
 _PATIENCE_S = 30.0
+# The model is asked to repeat a pin in parts of so many tokens, each after some tokens before it.
+_REPEAT = "\n\nRepeat the previous context exactly.\n"
+_PART_TOKENS, _LEAD_IN = 256, 8
+# The first tokens, to which all others attend.
+_NUM_SINKS = 4
 
 
 async def pin_context(controller: "ChatController", token_ids: list[int], label: str) -> int:
@@ -41,6 +50,48 @@ async def pin_context(controller: "ChatController", token_ids: list[int], label:
             "It may be shorter than a block, or --disk-cache has no room: /stats.",
         )
     return num_tokens
+
+
+async def thin_pin(
+    controller: "ChatController", token_ids: list[int], label: str, share: float
+) -> KeptPositions:
+    """Choose the positions of a pin whose KV stays, by KVzip, and note them.
+
+    Its KV must be on the device. The model repeats the pin, part by part: as many rows as it has
+    tokens are computed. Raises UsageError where that is not possible.
+    """
+    host = controller.host
+    asking = host.model.tokenizer.encode([Segment(_REPEAT, is_inert=True)])
+    highest = [0.0] * len(token_ids)
+    for start in range(0, len(token_ids), _PART_TOKENS):
+        part = [*asking, *token_ids[max(0, start - _LEAD_IN) : start + _PART_TOKENS]]
+        scores = await asyncio.wrap_future(host.repeat_scores(token_ids, part))
+        if scores is None:
+            raise UsageError("The memory for KV has no room for the pin.", "Raise --device-cache.")
+        highest = list(map(max, highest, scores))
+    status = await asyncio.wrap_future(host.status())
+    opening = Conversation("", time.time(), controller.system, controller.tools)
+    num_leading = min(len(host.model.opening_ids(opening)), len(token_ids))
+    positions = kept_positions(highest, share, num_leading, status.block_size)
+    kept = KeptPositions(digest_of_ids(token_ids), len(token_ids), positions, "KVzip")
+    controller.pins.thinned.put(label, host.model.name, kept)
+    controller.thin_pins()
+    return kept
+
+
+def kept_positions(
+    scores: Sequence[float], share: float, num_leading: int, block_size: int
+) -> tuple[int, ...]:
+    """Return the positions with the largest scores: a share of all, the first ones among them, as
+    many as fill whole blocks.
+    """
+    wanted = max(math.ceil(share * len(scores)), num_leading)
+    most = len(scores) // block_size
+    num_kept = min(-(-wanted // block_size), most) * block_size
+    order = sorted(
+        range(len(scores)), key=lambda i: (i >= max(num_leading, _NUM_SINKS), -scores[i])
+    )
+    return tuple(sorted(order[:num_kept]))
 
 
 def file_context(

@@ -3,10 +3,12 @@
 Also writes them with the field names of the JSON output.
 """
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from hashlib import blake2b
 from typing import Protocol
 
 from kvchat.core.errors import UsageError
@@ -230,6 +232,26 @@ class DraftUse:
     def accepted_len(self) -> float:
         """Mean tokens per verifying step, including the model's own token; 0 without any step."""
         return 1 + self.num_accepted / self.num_verified if self.num_verified else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPositions:
+    """The positions of what contexts begin with whose KV stays, for all contexts that begin so.
+
+    digest      `digest_of_ids` of these `num_tokens` tokens
+    positions   ascending
+    method      says how they were chosen
+    """
+
+    digest: str
+    num_tokens: int
+    positions: tuple[int, ...]
+    method: str
+
+
+def digest_of_ids(token_ids: TokenIds) -> str:
+    """Return a hash of token ids."""
+    return blake2b(array("i", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

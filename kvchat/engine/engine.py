@@ -18,18 +18,18 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.moved_kv import Moving
 from kvchat.cache.rates import LEAST_TELLING_TOKENS
-from kvchat.cache.thinned_kv import ThinnedBeginning, has_thinned
+from kvchat.cache.thinned_kv import has_thinned, num_thinned_tokens
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
-from kvchat.core.types import CachedTokens, FinishReason, MissReason
+from kvchat.core.types import CachedTokens, FinishReason, KeptPositions, MissReason
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_thinner import KvThinner
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor, explained
-from kvchat.engine.request import Request, RequestSpec, State
+from kvchat.engine.request import Request, RequestSpec, State, Thinning
 from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
@@ -196,7 +196,7 @@ class Engine:
         biased = max((token for token, _ in spec.sampling.logit_bias), default=-1)
         if biased >= self._vocab_size:
             raise UsageError(f"logit-bias names token {biased}; the model has {self._vocab_size}.")
-        spec = self._with_possible_thinning(spec)
+        spec = self._with_beginning(spec)
         self.end_read_ahead()
         request_id = next(self._request_ids)
         now_s = self._clock() if submitted_s is None else submitted_s
@@ -219,18 +219,19 @@ class Engine:
         self._scheduler.add(request)
         return request_id
 
-    def _with_possible_thinning(self, spec: RequestSpec) -> RequestSpec:
-        """Return a spec that thins only what it has; raises UsageError for a budget that this
-        model's KV cannot be held to.
+    def _with_beginning(self, spec: RequestSpec) -> RequestSpec:
+        """Return a spec with the thinned beginning that its prompt has; raises UsageError for a
+        budget that this model's KV cannot be held to.
         """
         thinning = spec.thinning
-        if thinning is None:
-            return spec
-        if not self._kv_thinner.is_possible:
+        if thinning is not None and not self._kv_thinner.is_possible:
             raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
-        if thinning.beginning is not None and not thinning.beginning.begins(spec.prompt_ids):
-            thinning = replace(thinning, beginning=None)
-        return replace(spec, thinning=thinning)
+        if not self._kv_thinner.kept or spec.scores_prompt:
+            return spec
+        beginning = self._kv_thinner.beginning_of(spec.prompt_ids)
+        if beginning is None:
+            return spec
+        return replace(spec, thinning=replace(thinning or Thinning(), beginning=beginning))
 
     def _takes_moved(self, spec: RequestSpec) -> bool:
         """Whether moved KV serves a request, as more of it is in memory than of its own."""
@@ -273,6 +274,9 @@ class Engine:
         cached, left = self.cached_tokens(token_ids), {}
         if (num_moved := self.cache.num_moved_tokens(token_ids)) > cached.total:
             return CachedTokens(device=num_moved)
+        beginning = self._kv_thinner.beginning_of(token_ids)
+        if beginning is not None and has_thinned(self.cache, beginning, token_ids):
+            return CachedTokens(device=num_thinned_tokens(self.cache, beginning, token_ids))
         num_left = cached.device
         for name, loaded in reversed(self._fetcher.prefetched(token_ids).items()):
             left[name] = min(loaded, num_left)
@@ -328,17 +332,18 @@ class Engine:
         """
         return self._kv_mover.move(Moving(sources, targets, num_own, name))
 
-    def zip_kv(
-        self,
-        token_ids: Sequence[int],
-        request_ids: Sequence[int],
-        share: float,
-        num_leading: int,
-    ) -> ThinnedBeginning | None:
-        """Choose the positions of a beginning whose KV stays: see `KvThinner.zipped`."""
+    def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
+        """From now on, let contexts that begin so go on over the KV of these positions alone."""
+        size = self.cache.block_size
+        if kept and not self._kv_thinner.is_possible:
+            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        self._kv_thinner.kept = [each for each in kept if not len(each.positions) % size]
+
+    def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
+        """Return how much a text attends to what it follows: see `KvThinner.repeated`."""
         if not self._kv_thinner.is_possible:
             raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
-        return self._kv_thinner.zipped(token_ids, request_ids, share, num_leading)
+        return self._kv_thinner.repeated(token_ids, part)
 
     def pin(
         self,

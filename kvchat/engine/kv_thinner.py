@@ -18,7 +18,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.keys import NO_TOKEN
 from kvchat.cache.thinned_kv import ThinnedBeginning, thin
-from kvchat.core.types import KvDropped
+from kvchat.core.types import KeptPositions, KvDropped, TokenIds, digest_of_ids
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, Thinning
 from kvchat.engine.runner import Runner
@@ -38,8 +38,8 @@ _NUM_RECENT = 64
 _QUESTION_ROWS, _MOST_ROWS = (16, 64), 256
 # Neighbours share their scores: a fact is several tokens.
 _POOLED = 5
-# KVzip repeats a context in parts of so many tokens, computed in steps of so many rows.
-_PART_TOKENS, _STEP_ROWS = 1024, 64
+# A repeated part is computed in steps of so many rows.
+_STEP_ROWS = 64
 
 
 class KvThinner:
@@ -49,6 +49,7 @@ class KvThinner:
         self._cache = cache
         self._runner = runner
         self._kv_verifier = kv_verifier
+        self.kept: Sequence[KeptPositions] = ()
 
     @property
     def is_possible(self) -> bool:
@@ -156,33 +157,27 @@ class KvThinner:
         request.dropped = KvDropped(method, len(slots), num_computed)
         return True
 
-    def zipped(
-        self, token_ids: Sequence[int], request_ids: Sequence[int], share: float, num_leading: int
-    ) -> ThinnedBeginning | None:
-        """Return a beginning of which a share of positions stays, chosen by KVzip.
+    def beginning_of(self, token_ids: TokenIds) -> ThinnedBeginning | None:
+        """Return the thinned beginning that a context has; None without one."""
+        for kept in self.kept:
+            beginning = token_ids[: kept.num_tokens]
+            if kept.num_tokens < len(token_ids) and digest_of_ids(beginning) == kept.digest:
+                return ThinnedBeginning.of(beginning, kept.positions, kept.method)
+        return None
 
-        token_ids     its ids, whose KV must be on the device
-        request_ids   what asks the model to repeat them
-        num_leading   tokens that stay
+    def repeated(self, token_ids: TokenIds, part: Sequence[int]) -> list[float] | None:
+        """Return how much a text attends to each position of the context that it follows, at the
+        most: KVzip's scores, if it repeats a part of the context.
 
-        None if KV is missing, or if there is no room. It computes as many rows as there are tokens.
+        None if KV of the context is not on the device, or there is no room. It computes as many
+        rows as the part has.
         """
-        size, num_tokens = self._cache.block_size, len(token_ids)
-        num_kept = min(num_tokens, math.ceil(share * num_tokens)) // size * size
         table = self._cache.match([*token_ids, NO_TOKEN])
         try:
-            if table.cached_len < num_tokens or not num_kept:
+            if table.cached_len < len(token_ids):
                 return None
-            highest = torch.zeros(num_tokens)
-            for start in range(0, num_tokens, _PART_TOKENS):
-                part = [*request_ids, *token_ids[start : start + _PART_TOKENS]]
-                scores = self._repeated(table, num_tokens, part)
-                if scores is None:
-                    return None
-                highest = torch.maximum(highest, scores)
-            highest[: max(_NUM_SINKS, num_leading)] = math.inf
-            positions = highest.topk(num_kept).indices.sort().values.tolist()
-            return ThinnedBeginning.of(token_ids, positions, "KVzip")
+            scores = self._repeated(table, len(token_ids), part)
+            return None if scores is None else scores.tolist()
         finally:
             self._cache.release(table, [])
 

@@ -28,7 +28,7 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus, KvPlaces
-from kvchat.core.types import FinishReason, Timing, Usage
+from kvchat.core.types import FinishReason, KeptPositions, Timing, Usage
 from kvchat.engine.request import RequestSpec
 
 T = TypeVar("T")
@@ -111,6 +111,16 @@ class DrivenEngine(Protocol):
         self, sources: Sequence[int], targets: Sequence[int], num_own: int, name: str
     ) -> int:
         """Move KV to a shorter context; tell how many of its tokens have KV then, 0 for none."""
+
+    def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
+        """Let contexts that begin so go on over the KV of these positions alone; raises UsageError
+        where that cannot be.
+        """
+
+    def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
+        """Tell how much a text attends to each token of the context before it; None if that has no
+        KV on the device. Raises UsageError where that cannot be known.
+        """
 
     def pin(
         self, token_ids: Sequence[int], label: str, done: Callable[[int], None], ttl_s: float = ...

@@ -29,6 +29,7 @@ from kvchat.core.types import (
     CachedTokens,
     FinishReason,
     Health,
+    KeptPositions,
     MissReason,
     StopWatcher,
     Timing,
@@ -51,6 +52,7 @@ _STEP_S = 0.02
 _LEAVING_S = 5.0
 # How often a server is looked after while nothing is asked of it, if another engine can replace it.
 _LOOK_S = 1.0
+_NO_THINNING = "A server's KV cannot be dropped from here."
 # More ids than any answer has. A server may go on for ever, and what it says is saved.
 _MOST_IDS = 1 << 18
 # Messages come in pieces of about a token, but some servers send single letters: a limit of tokens
@@ -200,9 +202,7 @@ class RemoteEngine:
         if spec.new_constraint is not None or spec.num_top_logprobs is not None:
             raise UsageError("A server's answers have no format and no logprobs here.")
         if spec.thinning is not None:
-            raise UsageError(
-                "A server's KV cannot be dropped from here.", "Leave out --kv-budget and --keep."
-            )
+            raise UsageError(_NO_THINNING, "Leave out --kv-budget.")
         limit = self._server.max_context
         if self._takes_ids and len(spec.prompt_ids) >= limit:
             raise ContextTooLong(
@@ -274,6 +274,13 @@ class RemoteEngine:
     ) -> int:
         """Move none: a server has a context by its ids only."""
         return 0
+
+    def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
+        """Thin nothing: a server has its KV for itself."""
+
+    def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
+        """Raise UsageError: a server tells no scores."""
+        raise UsageError(_NO_THINNING, "Leave out --keep.")
 
     def pin(
         self,

@@ -1,9 +1,10 @@
 """/cache, /pin, /unpin and /forget: inspect, pin and remove the KV on disk."""
 
 import asyncio
+import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from glob import glob
 from pathlib import Path
 from threading import Event
@@ -11,12 +12,19 @@ from typing import TypeVar
 
 from kvchat.chat.attachment import matching_paths
 from kvchat.chat.controller import ChatController
-from kvchat.chat.keeping import delete_conversation, delete_last_turn, file_context, pin_context
+from kvchat.chat.keeping import (
+    delete_conversation,
+    delete_last_turn,
+    file_context,
+    pin_context,
+    thin_pin,
+)
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
-from kvchat.core.text import one_line
+from kvchat.core.text import one_line, parse_size, shown
+from kvchat.core.types import KeptPositions
 from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.status import plural
@@ -80,6 +88,7 @@ async def _while_wanted(work: "Callable[[Callable[[], bool]], T]") -> T:
 _NO_LABELS = ("all", "clear")
 _MAX_LABEL_CHARS = 64
 _SURE = ("yes", "--yes")
+_KEEP = re.compile(r"(?<!\S)--keep(?:[ =]+(\S+))?(?!\S)")
 _NOT_PINNED = "nothing is pinned."
 # Another day, hour, minute and second.
 _ANOTHER_TIME_S = 86400.0 + 3600.0 + 60.0 + 1.0
@@ -98,9 +107,14 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
     loaded = asyncio.wrap_future(controller.host.loaded())
     await context.stoppable(loaded, "waiting for the model", _NOT_PINNED)
+    arguments, share = _kept_share(arguments)
     if arguments:
-        await _pin_files(context, *_label_and_paths(arguments))
+        pinned = await asyncio.to_thread(controller.pins.paths)
+        label, paths = _label_and_paths(arguments, pinned)
+        await _pin_files(context, label, paths, share)
         return
+    if share is not None:
+        raise UsageError("--keep needs a pin of files.", "/pin NAME FILE... --keep 25%")
     token_ids, label = controller.context_ids, controller.require_session().session_id
     if not token_ids:
         raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
@@ -108,7 +122,10 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     context.say(f"Pinned: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.")
 
 
-async def _pin_files(context: "CommandContext", label: str, paths: list[Path]) -> None:
+async def _pin_files(
+    context: "CommandContext", label: str, paths: list[Path], share: float | None
+) -> None:
+    """Pin files; of their KV in memory a share stays, or all if `share` is None."""
     controller, now_s = context.controller, time.time()
     # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
     encoding = asyncio.to_thread(file_context, controller, paths, now_s)
@@ -129,9 +146,26 @@ async def _pin_files(context: "CommandContext", label: str, paths: list[Path]) -
     await context.stoppable(reading, stage, f"{_NOT_PINNED} What was read stays cached.")
     num_tokens = await pin_context(controller, token_ids, label)
     await asyncio.to_thread(controller.pins.put, label, paths)
+    controller.pins.thinned.remove([label])
+    controller.thin_pins()
     context.say(
         f"Pinned {one_line(label, 64)}: {num_tokens:,} of {plural(len(token_ids), 'token')} stay "
         f"on disk. {_attaching(label)}{_use(controller)}{_DATED if is_dated else ''}"
+    )
+    if share is not None and share < 1:
+        thinning = thin_pin(controller, token_ids, label, share)
+        stage = f"choosing which of {plural(len(token_ids), 'token')} to keep"
+        kept = await context.stoppable(thinning, stage, "all of the pin's KV stays.")
+        context.say(_thinned(kept, label))
+
+
+def _thinned(kept: KeptPositions, label: str) -> str:
+    """Return sentences on a pin of which some KV is dropped."""
+    share = len(kept.positions) / kept.num_tokens
+    return (
+        f"Kept {share:.0%} of {kept.num_tokens:,} positions ({kept.method}): chats that begin with "
+        "this pin answer over these. What they add is not kept on disk: after a restart it is read "
+        f"again. /pin {one_line(label, 64)} --keep 100% takes it back."
     )
 
 
@@ -152,8 +186,25 @@ def _attaching(label: str) -> str:
     return f"/file {word} attaches it."
 
 
-def _label_and_paths(arguments: str) -> tuple[str, list[Path]]:
-    """Parse `[NAME] FILE...`: the first word is a name if it is not a file and others follow."""
+def _kept_share(arguments: str) -> tuple[str, float | None]:
+    """Return arguments without `--keep 25%`, and that share; None without one."""
+    match = _KEEP.search(arguments)
+    if match is None:
+        return arguments, None
+    share = parse_size(match[1] or "", "--keep").share
+    if not share:
+        raise UsageError(f"--keep is {shown(match[1])}, but must be a share like 25%.")
+    return (arguments[: match.start()] + arguments[match.end() :]).strip(), share
+
+
+def _label_and_paths(
+    arguments: str, pinned: Mapping[str, Sequence[Path]]
+) -> tuple[str, list[Path]]:
+    """Parse `[NAME] FILE...`: the first word is a name if it is not a file and others follow, or if
+    it is that of a pin.
+    """
+    if arguments in pinned and not user_path(arguments).exists():
+        return arguments, list(pinned[arguments])
     try:
         words = shlex.split(arguments)
     except ValueError:
@@ -185,6 +236,7 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
     for label in wanted:
         await asyncio.to_thread(kept.unpin, label)
     await asyncio.to_thread(context.controller.pins.remove, wanted)
+    context.controller.thin_pins()
     context.say(
         f"{plural(len(wanted), 'pin')} removed. KV that was pinned stays while there is room."
     )
@@ -246,7 +298,7 @@ COMMANDS = (
         "keep the KV of this conversation so far, or of files, while there is room",
         pin,
         Group.INPUT,
-        "[[NAME] FILE...|list]",
+        "[[NAME] FILE... [--keep 25%]|list]",
         argument=Argument.PATH,
         subcommands=("list",),
     ),

@@ -13,8 +13,9 @@ from transformers import DynamicCache
 
 from kvchat.cache.thinned_kv import ThinnedBeginning, has_thinned
 from kvchat.core.events import SampleFinished, TokensGenerated
+from kvchat.core.stats import KvPlaces
 from kvchat.core.text import Size
-from kvchat.core.types import SamplingParams, Usage
+from kvchat.core.types import KeptPositions, SamplingParams, Usage, digest_of_ids
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec, Thinning
 from support.specimens import Specimen, engine_on, make_specimen, random_ids
@@ -300,15 +301,45 @@ def test_layers_with_a_window_see_what_is_left_of_it(specimen: Any, num_window_b
     engine.cache.check([])
 
 
-def test_kvzip_keeps_what_repeating_needs_and_the_leading_tokens(specimen: Any) -> None:
-    """Twice the same, of a context whose KV is there; of another nothing."""
-    engine = engine_on(specimen("llama").loaded)
-    assert engine.zip_kv(READ[:80], [7, 8], 0.5, NUM_LEADING) is None
-    Answered(engine, RequestSpec(tuple(READ[:80]), max_tokens=0))
-    one, other = (engine.zip_kv(READ[:80], [7, 8], 0.5, NUM_LEADING) for _ in range(2))
-    assert one == other
-    assert one is not None
-    assert len(one.positions) == 40
-    assert set(range(NUM_LEADING)) <= set(one.positions)
-    assert one.name.startswith("KVzip 40/80")
+def test_repeating_tells_what_each_position_is_needed_for(specimen: Any) -> None:
+    """The largest of transformers' own weights, of all rows and neighbours, the mean over heads."""
+    made = specimen("llama")
+    engine = engine_on(made.loaded)
+    read, part = READ[:70], [7, 8, *READ[:40]]
+    assert engine.repeat_scores(read, part) is None, "its KV is not there"
+    Answered(engine, RequestSpec(tuple(read), max_tokens=0))
+
+    scores = engine.repeat_scores(read, part)
+
+    assert scores is not None
+    made.reference.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = made.reference(torch.tensor([[*read, *part]]), output_attentions=True)
+    weights = torch.stack([each[0, :, 70:, :70] for each in out.attentions])
+    by_group = weights.unflatten(1, (2, -1)).amax(dim=(2, 3)).mean(dim=(0, 1)).tolist()
+    expected = [max(by_group[max(0, i - 2) : i + 3]) for i in range(70)]
+    assert torch.allclose(torch.tensor(scores), torch.tensor(expected), atol=1e-5)
     engine.cache.check([])
+
+
+def test_a_context_that_begins_as_a_thinned_one_is_answered_over_it(specimen: Any) -> None:
+    """Whoever asks; until all of its KV is to stay again."""
+    made, thinned = specimen("llama"), beginning()
+    engine = engine_on(made.loaded)
+    kept = KeptPositions(digest_of_ids(READ[:90]), 90, thinned.positions, "KVzip")
+    more = random_ids(7, 3)
+    plain = RequestSpec((*READ[:90], *more), GREEDY, max_tokens=10)
+    engine.thin_beginnings([kept])
+    for _ in range(2):
+        assert Answered(engine, plain).first == answer_after(made, thinned, more)
+    assert engine.cached_tokens(READ).total == 88
+    [place] = located(engine, [*READ[:90], *more])
+    assert place.cached.device == 90
+    engine.thin_beginnings([])
+    assert Answered(engine, plain).first == made.generate([*READ[:90], *more])[:10]
+
+
+def located(engine: Engine, *contexts: list[int]) -> list[KvPlaces]:
+    found: list[KvPlaces] = []
+    engine.locate(contexts, found.extend)
+    return found
