@@ -202,8 +202,11 @@ class Arrivals:
             return False
         num_blocks = (len(feed.ids) - 1 - feed.num_known) // size
         num_bytes = (num_blocks + self._manager.num_state_blocks) * self._image_bytes
+        num_tokens, latency_s = num_blocks * size, link.latency_s
+        if latency_s and not self._planner.is_worth_asking(latency_s, num_tokens, feed.num_known):
+            return False
         if not self._planner.is_worth_reading(
-            link.read_rate, num_blocks * size, num_bytes, feed.num_known
+            link.read_rate, num_tokens, num_bytes, feed.num_known, latency_s
         ):
             arrival.miss_reason = arrival.miss_reason or MissReason.SLOWER
             return False

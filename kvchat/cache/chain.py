@@ -25,6 +25,8 @@ from kvchat.core.stats import ASSUMED_BYTES_PER_S, ReadRates, TierStatus
 from kvchat.core.types import CachedTokens, TokenIds
 
 _CLOSE_PATIENCE_S = 5.0
+# Where several contexts are is not looked up in a tier that takes so long to tell, in seconds.
+_MOST_LOOKING_S = 0.25
 
 Done = Callable[[], None]
 
@@ -50,7 +52,8 @@ class KvChain:
         known_layout = _once(layout)
         self.links = [Link(each, known_layout, manager, self._memo, clock) for each in openers]
         self.slow = [link for link in self.links if not link.is_quick]
-        self._written = [link for link in self.slow if not link.is_only_read]
+        self.shared = [link for link in self.slow if link.is_shared]
+        self._written = [link for link in self.slow if link.takes_all]
         self.arrivals = Arrivals(manager, self.links, self.planner, self._memo, clock)
         self.demoter = self._new_demoter(clock)
 
@@ -102,7 +105,7 @@ class KvChain:
         size = self._manager.block_size
 
         def look_up(link: Link, tier: Tier | None) -> None:
-            if tier is not None:
+            if tier is not None and tier.latency_s * len(contexts) <= _MOST_LOOKING_S:
                 for places, ids in zip(found, encoded, strict=True):
                     keys = self._memo.keys_of(tier.root, ids)
                     places[link.name] = size * tier.peek(keys, ids)
@@ -152,6 +155,29 @@ class KvChain:
         """Write only whole packs: for a context that is still growing."""
         for link in self._written:
             link.writer.save_packs(ids, is_one_shot)
+
+    def share(self, ids: TokenIds, done: Callable[[int], None] | None = None) -> None:
+        """Write the full blocks of a context to the shared tiers that lack them.
+
+        `done` is called with how many tokens of it a shared tier then has, on a tier's thread, or
+        at once where there is none.
+        """
+        for link in self.shared:
+            link.writer.save(ids)
+        if done is None:
+            return
+        encoded, numbers = encode_ids(ids), [0]
+
+        def count(link: Link, tier: Tier | None) -> None:
+            if tier is not None:
+                numbers.append(tier.peek(self._memo.keys_of(tier.root, encoded), encoded))
+
+        _in_turn(
+            self.shared,
+            lambda link: link.thread.afterwards,
+            count,
+            lambda: done(max(numbers) * self._manager.block_size),
+        )
 
     @property
     def has_backlog(self) -> bool:
@@ -205,7 +231,9 @@ class KvChain:
 
         def forget(tier: Tier | None) -> None:
             if tier is not None and not tier.has_admin:
-                tier.forget([k for ids, n in gone for k in self._memo.keys_of(tier.root, ids)[n:]])
+                for encoded, num_kept in gone:
+                    keys = self._memo.keys_of(tier.root, encoded)
+                    tier.forget(keys[num_kept:], keys[:num_kept])
 
         return partial(self._after_writes, forget)
 

@@ -260,6 +260,7 @@ class FeedReader:
                 for run in wanted
             ],
             start_block * size,
+            link.latency_s,
         )
         if first:
             feed.miss_reason = MissReason.SLOWER

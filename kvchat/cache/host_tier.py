@@ -315,7 +315,7 @@ class HostTier(Tier):
             for key in [key for key, entry in self._entries.items() if not entry.num_users]:
                 self._remove(key)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> None:
         """Never return these blocks again, nor blocks that continue them."""
         with self._lock:
             self._forget(set(keys))

@@ -124,8 +124,8 @@ class ConvertingTier(Tier):
     def why(self, key: bytes, encoded: bytes, num_found: int) -> MissReason:
         return self._stored.why(key, encoded, num_found)
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        self._stored.forget(keys)
+    def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> None:
+        self._stored.forget(keys, before)
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never return these blocks again to this process: in more bits they may be right."""

@@ -11,13 +11,15 @@ from kvchat.cache.write_behind import WriteBehind
 from kvchat.core.stats import TierStatus
 
 _MAX_PENDING_BYTES = 256 << 20
+# Until a shared tier has been reached, its answers are not expected sooner.
+_UNKNOWN_LATENCY_S = 0.05
 
 
 class Link:
     """Opens a tier on a thread of its own, or at once if it is quick. The engine's thread owns it.
 
     A quick tier gets what the device evicts (`demotion.py`); nothing is written behind to it, nor
-    to one that is only read.
+    to one that is only read, and to a shared one only what is to be shared.
     `read_s` counts the seconds that reading took.
     """
 
@@ -31,7 +33,8 @@ class Link:
     ) -> None:
         self.name = opener.name
         self.is_quick = opener.is_quick
-        self.is_only_read = opener.is_only_read
+        self.is_shared = opener.is_shared
+        self.takes_all = opener.takes_all and not opener.is_only_read
         self.read_rate = from_tier(opener.name)
         self.read_s = 0.0
         tier = opener.open(layout) if opener.is_quick else None
@@ -43,6 +46,13 @@ class Link:
     def tier(self) -> Tier | None:
         """The tier; None while it is being opened, and if it could not be."""
         return self.thread.tier
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until the tier answers anything, where that counts."""
+        if (tier := self.tier) is not None:
+            return tier.latency_s
+        return _UNKNOWN_LATENCY_S if self.is_shared else 0.0
 
     def status(self) -> TierStatus | None:
         """Return the tier's status under its name, or why it could not be opened; None while it is

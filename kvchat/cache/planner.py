@@ -24,8 +24,10 @@ _MIN_BYTES = 1 << 18
 _DOUBT = 1.1
 # A plan that is not quicker by a tenth is not worth its risks.
 _WORTH = 0.9
-# Seconds from the question to a tier until its first pack is found.
+# Seconds from the question to a tier until its first pack is found, at least.
 _FINDING_S = 0.002
+# A tier on another machine may have nothing; asking it costs at most such a share of computing.
+_ASKING = 0.02
 # KV may come so much later than expected before the tokens are computed instead, as a share of the
 # time to compute all of them: the time of a wait that brings nothing is lost.
 _PATIENCE = 0.05
@@ -117,31 +119,44 @@ class Planner:
 
     # What a slow tier is worth
 
-    def front(self, name: str, num_tokens: int, num_bytes: int, start: int = 0) -> int:
+    def is_worth_asking(self, latency_s: float, num_tokens: int, start: int = 0) -> bool:
+        """Whether a tier that answers after `latency_s` may be asked for tokens after `start`."""
+        compute_s = self.seconds_to_compute(num_tokens, start)
+        compute_s = self.assumed_seconds(num_tokens) if compute_s is None else compute_s
+        return latency_s <= _ASKING * compute_s
+
+    def front(
+        self, name: str, num_tokens: int, num_bytes: int, start: int = 0, latency_s: float = 0.0
+    ) -> int:
         """Return how many tokens after `start` to compute while the others, of `num_bytes` together
         with them, are read; all of them where reading is not worth it.
 
-        Where a rate is unknown everything is read, which measures it.
+        Where a rate is unknown everything is read, which measures it. The tier answers after
+        `latency_s`.
         """
         all_s, rate = self.seconds_to_compute(num_tokens, start), self.rates.get(name)
         if all_s is None or rate is None:
             return 0
         compute_s, read_s = all_s / num_tokens, num_bytes / num_tokens / rate
-        only_reading_s = _FINDING_S + num_tokens * read_s
+        only_reading_s = max(_FINDING_S, latency_s) + num_tokens * read_s
         front = only_reading_s / (compute_s + read_s)
         num_front, least_s = 0, only_reading_s
         if front >= LEAST_TELLING_TOKENS and front * compute_s < _WORTH * only_reading_s:
             num_front, least_s = int(front), front * compute_s
         return num_front if least_s < _WORTH * all_s else num_tokens
 
-    def is_worth_reading(self, name: str, num_tokens: int, num_bytes: int, start: int = 0) -> bool:
+    def is_worth_reading(
+        self, name: str, num_tokens: int, num_bytes: int, start: int = 0, latency_s: float = 0.0
+    ) -> bool:
         """Whether to read anything; a refusal makes the next one less likely."""
-        is_worth = self.front(name, num_tokens, num_bytes, start) < num_tokens
+        is_worth = self.front(name, num_tokens, num_bytes, start, latency_s) < num_tokens
         if not is_worth:
             self.doubt(name)
         return is_worth
 
-    def first_worth(self, name: str, runs: Sequence[tuple[int, int]], start: int = 0) -> int:
+    def first_worth(
+        self, name: str, runs: Sequence[tuple[int, int]], start: int = 0, latency_s: float = 0.0
+    ) -> int:
         """Return the first of several runs to read, while those before it are computed; their
         number where reading is not worth it. A run is its tokens and the bytes to read for them.
 
@@ -151,11 +166,11 @@ class Planner:
         all_s, rate = self.seconds_to_compute(num_tokens, start), self.rates.get(name)
         if all_s is None or rate is None:
             return 0
-        compute_s = all_s / num_tokens
-        only_reading_s = _FINDING_S + num_bytes / rate
+        compute_s, finding_s = all_s / num_tokens, max(_FINDING_S, latency_s)
+        only_reading_s = finding_s + num_bytes / rate
         first, least_s, num_front = 0, only_reading_s, 0
         for index, (run_tokens, run_bytes) in enumerate(runs):
-            seconds = max(num_front * compute_s, _FINDING_S + num_bytes / rate)
+            seconds = max(num_front * compute_s, finding_s + num_bytes / rate)
             is_telling = num_front >= LEAST_TELLING_TOKENS
             if is_telling and seconds < min(least_s, _WORTH * only_reading_s):
                 first, least_s = index, seconds

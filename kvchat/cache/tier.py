@@ -146,6 +146,13 @@ class Tier(ABC):
     def root(self) -> bytes:
         """The key of the empty context under the tier's identity."""
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds until it answers anything, where that counts; infinity while it cannot. Any
+        thread may ask.
+        """
+        return 0.0
+
     @abstractmethod
     def find(
         self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
@@ -195,8 +202,11 @@ class Tier(ABC):
         return 0
 
     @abstractmethod
-    def forget(self, keys: Sequence[bytes]) -> object:
-        """Remove these blocks and all that continue them, for good."""
+    def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> object:
+        """Remove these blocks and all that continue them, for good.
+
+        `before` are the keys of the blocks before them, whose KV is still of use.
+        """
 
     def quarantine(self, keys: Sequence[bytes]) -> None:
         """Never return these blocks again, nor those that continue them: their KV is wrong."""
@@ -223,13 +233,16 @@ class TierOpener:
 
     The layout is a function, because it takes as long as reading the weights; each may call it. A
     quick tier is opened at once and must not call it; others are opened on threads of their own.
-    `open` may return None for no tier. Nothing is written to a tier that is only read.
+    `open` may return None for no tier. Nothing is written to a tier that is only read. A shared one
+    is for other machines too; without `takes_all` it gets only contexts that are to be shared.
     """
 
     name: str
     open: Callable[[Callable[[], Layout]], Tier | None]
     is_quick: bool = False
     is_only_read: bool = False
+    is_shared: bool = False
+    takes_all: bool = True
 
 
 def trouble_of(error: Exception, tier: str = "disk") -> str:

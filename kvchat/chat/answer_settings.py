@@ -50,6 +50,7 @@ class AskOptions:
     context_policy     how a chat goes on once its context is full
     kv_budget     the KV that an answer may take, as a setting spells it; None for all of it
     client        who asks, "" for the user of this program: clients have equal shares
+    shares_system   whether other machines may have the KV of the system prompt and the tools
     chosen        names of the sampling parameters that the user set, not the model's defaults
     """
 
@@ -72,6 +73,7 @@ class AskOptions:
     client: str = ""
     context_policy: ContextPolicy = ContextPolicy.STOP
     kv_budget: str | None = None
+    shares_system: bool = False
 
     def for_model(self, defaults: Mapping[str, float]) -> "AskOptions":
         """Return a copy in which parameters that the user did not set are a model's defaults."""

@@ -290,6 +290,12 @@ class ChatHost:
         """
         return self._engine.call(lambda engine: engine.repeat_scores(token_ids, part))
 
+    def share(self, token_ids: list[int]) -> "Future[int]":
+        """Let other machines have a context's KV; the result is how many tokens they find."""
+        done: Future[int] = Future()
+        self._ask(lambda engine: engine.share(token_ids, done.set_result), done)
+        return done
+
     def forget(self, contexts: list[tuple[list[int], int]]) -> "Future[None]":
         """Drop the KV of contexts from memory, but not from disk.
 
@@ -424,7 +430,7 @@ def trouble_notice(trouble: str) -> str:
     told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
     if told.startswith(_DISK_CACHE_FAILED):
         return f"{told}; the chat goes on without it."
-    return f"the disk cache: {told}; the chat goes on."
+    return f"{'' if told.startswith('the ') else 'the disk cache: '}{told}; the chat goes on."
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,21 @@ def kept_positions(
     return tuple(sorted(order[:num_kept]))
 
 
+async def share_context(controller: "ChatController", token_ids: list[int]) -> int:
+    """Let other machines have the KV of a context; return how many of its tokens they find.
+
+    Raises UsageError if there is no shared cache, or if it does not get any.
+    """
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            num_tokens = await asyncio.wrap_future(controller.host.share(token_ids))
+    except TimeoutError:
+        raise UsageError("The shared cache does not answer.", "/stats says why.") from None
+    if not num_tokens:
+        raise UsageError("The shared cache took nothing.", "/stats says why.")
+    return num_tokens
+
+
 def file_context(
     controller: "ChatController", paths: Iterable[Path], created_s: float
 ) -> list[int]:

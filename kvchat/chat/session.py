@@ -259,7 +259,7 @@ class ChatSession(SavedConversation):
     def _ask_unsaved(
         self, prompt: tuple[int, ...], options: AskOptions, notify: Callable[[], None] | None
     ) -> Reply:
-        options = replace(options, num_samples=1)
+        options = replace(options, num_samples=1, shares_system=False)
         starts_thinking = self.model.starts_thinking(prompt)
         return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
 
@@ -291,7 +291,11 @@ class ChatSession(SavedConversation):
         context = tuple(self.conversation.context_ids(turn_id))
         self._save_adopted(turn_id)
         is_one_shot = options.is_one_shot and self.conversation.is_alone(turn_id)
-        options = replace(options, is_one_shot=is_one_shot)
+        has_opening = bool(self.conversation.system or self.conversation.tools)
+        is_first = has_opening and len(self.conversation.path(turn_id)) == 1
+        options = replace(
+            options, is_one_shot=is_one_shot, shares_system=options.shares_system and is_first
+        )
         thinning = None
         if options.kv_budget is not None:
             thinning = budget_thinning(
@@ -315,6 +319,8 @@ class ChatSession(SavedConversation):
         reply = Reply(ledger, asking.decodings(), notify, scored_context=scored_context)
         session_id = self.session_id if self.is_saved and is_kept else ""
         spec = asking.spec(session_id, is_kept)
+        if options.shares_system:
+            spec = replace(spec, num_shared=len(self.model.opening_ids(self.conversation)))
         if self._has_moved:
             spec = replace(spec, moved_under=self.session_id)
         if thinning is not None:

@@ -276,8 +276,11 @@ def models_info(
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
+_SHARED = ("shared_cache", "shared_key_file", "shared_encryption", "shared_deadline")
+
+
 @cache_app.callback()
-@takes((BY_NAME["cache_dir"], BY_NAME["disk_cache"]))
+@takes(tuple(BY_NAME[name] for name in ("cache_dir", "disk_cache", *_SHARED)))
 def cache_default(context: typer.Context, json_: _Json = False, **flags: Any) -> None:
     """Show, verify, clean up or delete the KV on disk; conversations are kept."""
     flags |= dict.fromkeys(("sessions_dir", *OF_KV))
@@ -335,6 +338,31 @@ def cache_clear(
     from kvchat.cli import cache
 
     cache.clear(cache.open_store(context.obj), yes)
+
+
+_Copied = Annotated[
+    str, typer.Argument(metavar="NAME", help="a pin, or a conversation's id or title")
+]
+
+
+@cache_app.command("push")
+def cache_push(context: typer.Context, name: _Copied) -> None:
+    """Copy the KV of a pin or a conversation from the disk to --shared-cache."""
+    from kvchat.cli import cache_copies
+
+    cache_copies.push(context.obj, name)
+
+
+@cache_app.command("pull")
+def cache_pull(
+    context: typer.Context,
+    name: _Copied,
+    price: Annotated[bool, typer.Option("--price", help="only say how much it is")] = False,
+) -> None:
+    """Copy the KV of a pin or a conversation from --shared-cache to the disk."""
+    from kvchat.cli import cache_copies
+
+    cache_copies.pull(context.obj, name, price)
 
 
 @cache_app.command("path")

@@ -3,6 +3,7 @@
 torch is imported only on the engine's thread.
 """
 
+import os
 import threading
 from collections.abc import Callable, Container, Mapping
 from functools import partial
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.settings import NO_ENDPOINT, Settings, name_to_keep
+from kvchat.cli.shared_cache import shared_config
 from kvchat.core.config import Paths
-from kvchat.core.errors import ModelError
+from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import is_gone, user_path
@@ -22,6 +24,9 @@ from kvchat_kernels.cpu.object_cache import save_nothing
 if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.cache.disk.memory import DiskMemory
+    from kvchat.cache.shared.copying import ContextCopier
+    from kvchat.cache.shared.tier import SharedTier
+    from kvchat.cache.tier import Layout
     from kvchat.chat.answer_settings import AskOptions
     from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.host import ChatHost
@@ -78,7 +83,35 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 
     config, model = settings.cache_config(), settings.model_config()
     wanted = KvSettings(config.block_size, config.kv_dtype, model.dtype, model.weights)
-    return StoreAdmin(cache_directory(settings), config.disk_bytes, _memory(settings), wanted)
+    memory, open_shared = _memory(settings), shared_opener(settings)
+    return StoreAdmin(cache_directory(settings), config.disk_bytes, memory, wanted, open_shared)
+
+
+def shared_opener(settings: Settings) -> "Callable[[Layout], SharedTier] | None":
+    """Return what opens the shared tier of a layout; None where no shared cache is named."""
+    config = shared_config(settings, os.environ)
+    if config is None:
+        return None
+
+    def open_shared(layout: "Layout") -> "SharedTier":
+        from kvchat.cache.shared.opening import open_tier
+
+        return open_tier(config, layout, _memory(settings))
+
+    return open_shared
+
+
+def context_copier(settings: Settings) -> "ContextCopier":
+    """Return what copies contexts to the shared cache and back; UsageError where none is named."""
+    from kvchat.cache.disk.quota import disk_budget
+    from kvchat.cache.shared.copying import ContextCopier
+
+    open_shared = shared_opener(settings)
+    if open_shared is None:
+        raise UsageError("There is no shared cache.", "--shared-cache names one.")
+    directory = cache_directory(settings)
+    limit = disk_budget(settings.cache_config().disk_bytes, directory)
+    return ContextCopier(directory, limit, _memory(settings), open_shared)
 
 
 def saved_places(settings: Settings) -> "SavedPlaces":
@@ -157,7 +190,9 @@ def ask_options(
 
     names = [parameter.name for parameter in OF_ANSWERS if parameter.name not in leaves_out]
     chosen = {name: settings[name] for name in names if settings[name] is not None}
-    return with_values(AskOptions(num_samples=samples, chosen=frozenset()), chosen)
+    shares = bool(settings["shared_cache"]) and not settings["incognito"]
+    plain = AskOptions(num_samples=samples, chosen=frozenset(), shares_system=shares)
+    return with_values(plain, chosen)
 
 
 def open_toolbox(settings: Settings) -> "Toolbox | None":
@@ -304,6 +339,7 @@ def _build(
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
     memory = _memory(settings)
     kept = None if settings["incognito"] else cache_directory(settings)
+    shared = shared_config(settings, os.environ)
     if settings["incognito"]:
         save_nothing()
 
@@ -319,7 +355,7 @@ def _build(
             source,
             draft,
             settings.model_config(),
-            settings.cache_config(kept),
+            settings.cache_config(kept, shared),
             settings.engine_config(),
             settings.speculation_config(source.name),
             memory,

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.cli.settings import API_KEY_VARIABLE, Settings
-from kvchat.core.errors import StoreError, UnreadableFile, UsageError
+from kvchat.cli.shared_cache import key_in
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import (
     from_anywhere,
     open_private,
@@ -48,6 +49,8 @@ _SAME = (
     "device_cache",
     "host_cache",
     "disk_cache",
+    "shared_cache",
+    "share",
     "max_context",
     "cache",
     "graphs",
@@ -197,7 +200,7 @@ def server_key(
     if request.given is not None and request.file is not None:
         raise UsageError("--api-key and --api-key-file are both given.", "Give one of them.")
     if request.file is not None:
-        return _key_in(request.file)
+        return key_in(request.file)
     if request.given:
         tell(
             "every user of this machine sees --api-key in the list of processes; "
@@ -225,19 +228,6 @@ def server_key(
             f"Give one: --api-key-file or {API_KEY_VARIABLE}; --no-api-key lets everybody in.",
         )
     tell(f"{_REASON}: {key} (it is kept nowhere; --no-api-key lets everybody in)")
-    return key
-
-
-def _key_in(path: Path) -> str:
-    try:
-        with path.expanduser().open("rb") as file:
-            key = file.read(_MOST_BYTES).decode().strip()
-    except OSError as error:
-        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UnreadableFile(f"{path} holds no text.") from error
-    if not key or not key.isprintable():
-        raise UsageError(f"{path} holds no key.", "It has to be one line of text.")
     return key
 
 

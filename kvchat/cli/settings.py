@@ -16,6 +16,7 @@ from kvchat.core.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    SharedConfig,
     SpeculationConfig,
 )
 from kvchat.core.errors import UnreadableFile, UsageError
@@ -31,6 +32,7 @@ ENVIRONMENT_PREFIX = "KVCHAT_"
 ENDPOINTS = "endpoints"
 # Keys are no settings: they stand in no file and are not shown.
 API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE = "KVCHAT_API_KEY", "KVCHAT_ENDPOINT_KEY"
+SHARED_KEY_VARIABLE = "KVCHAT_SHARED_KEY"
 # Variables that are no settings, so no file sets them: docs/environment.md.
 OTHER_VARIABLES = (CPU_VARIABLE, KERNEL_CACHE_VARIABLE, ROUNDING_VARIABLE)
 # The value of `endpoint` for no server at all, and values of `draft` that are no models.
@@ -115,7 +117,9 @@ class Settings:
             self["model"], self["device"], self["dtype"], self["threads"], self["weights"]
         )
 
-    def cache_config(self, directory: Path | None = None) -> CacheConfig:
+    def cache_config(
+        self, directory: Path | None = None, shared: SharedConfig | None = None
+    ) -> CacheConfig:
         """Return the cache's shape and budgets; `directory` is where KV may survive the process."""
         return CacheConfig(
             block_size=self["block_size"],
@@ -125,6 +129,7 @@ class Settings:
             reuse=self["cache"],
             disk_bytes=self._size("disk_cache"),
             directory=directory,
+            shared=shared,
         )
 
     def engine_config(self) -> EngineConfig:
@@ -191,7 +196,8 @@ def flag_value(parameter: Parameter, given: object) -> Any:
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable that looks like a kvchat setting but is none."""
     known_names = [parameter.variable for parameter in PARAMETERS]
-    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, *OTHER_VARIABLES]
+    known_names += [API_KEY_VARIABLE, ENDPOINT_KEY_VARIABLE, SHARED_KEY_VARIABLE]
+    known_names += OTHER_VARIABLES
     sentences = []
     for name in sorted(environment):
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known_names:

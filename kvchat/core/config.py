@@ -3,7 +3,7 @@
 `cli/settings.py` fills it from flags, environment and file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvchat.core.errors import UsageError
@@ -33,6 +33,24 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedConfig:
+    """A store of KV that several machines reach.
+
+    url          where it is, as `cache/shared/store.py` reads it
+    secret       the team's key: who has it can read and write the records
+    takes_all    False writes only pins that are shared, and system prompts
+    encrypts     False signs records, but lets everybody read them who reaches the store
+    first_byte_s   how long an answer may take to begin
+    """
+
+    url: str
+    secret: str = field(repr=False)
+    takes_all: bool = False
+    encrypts: bool = True
+    first_byte_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Shape and budget of the KV cache. `block_size` counts tokens and is a power of two.
 
@@ -44,6 +62,7 @@ class CacheConfig:
     reuse          False computes every prompt from the start, for measurements and `--no-cache`
     disk_bytes     bounds the KV in `directory`; None takes the default share of the free space
     directory      holds KV that survives the process; None keeps nothing on disk
+    shared         a store of other machines too; None for none
     """
 
     block_size: int = 16
@@ -54,6 +73,7 @@ class CacheConfig:
     reuse: bool = True
     disk_bytes: Size | None = None
     directory: Path | None = None
+    shared: SharedConfig | None = None
 
     def __post_init__(self) -> None:
         require(block_size=self.block_size, kv_dtype=self.kv_dtype)

@@ -359,6 +359,14 @@ class Engine:
         self._keep_waiting()
         self.chain.pin(tuple(token_ids), label, done, ttl_s)
 
+    def share(self, token_ids: Sequence[int], done: Callable[[int], None]) -> None:
+        """Let other machines have a context's KV; `done` is called with the number of tokens that
+        they find, perhaps on another thread. Raises UsageError where there is no shared cache.
+        """
+        if not self.chain.shared:
+            raise UsageError("There is no shared cache.", "--shared-cache names one.")
+        self.chain.share(tuple(token_ids), done)
+
     def forget(
         self, contexts: Sequence[tuple[Sequence[int], int]], done: Callable[[], None]
     ) -> None:
@@ -579,7 +587,15 @@ class Engine:
     def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
         events = self._output.advance(plan, drawn)
         self._keep_whole_packs(plan)
+        if self.chain.shared:
+            self._share_beginnings(plan)
         return events
+
+    def _share_beginnings(self, plan: Sequence[ScheduledRequest]) -> None:
+        """Write what other machines may have of prompts that have been computed now."""
+        for request in (scheduled.request for scheduled in plan):
+            if request.spec.num_shared and request.num_generated == 1 and not request.moved_under:
+                self.chain.share(request.ids[: request.spec.num_shared])
 
     def _keep_whole_packs(self, plan: Sequence[ScheduledRequest]) -> None:
         """Write the KV of running requests to disk as it fills whole packs.

@@ -71,6 +71,7 @@ class RequestSpec:
     moved_under        the name of the moved contexts (`cache/moved_kv.py`) that may serve it where
                        less of its own KV is in memory; "" for none
     thinning           which KV it goes on without; None for none
+    num_shared         leading tokens of the prompt whose KV other machines may have too
     repetition_limit   ends a completion that has repeated itself for so many tokens, as
                        `repetition.py` says; 0 lets it go on
     """
@@ -91,6 +92,7 @@ class RequestSpec:
     repetition_limit: int = 0
     moved_under: str = ""
     thinning: Thinning | None = None
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         assert self.prompt_ids

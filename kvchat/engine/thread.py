@@ -127,6 +127,9 @@ class DrivenEngine(Protocol):
     ) -> None:
         """Keep a context's KV on disk for a time; tell the number of tokens kept."""
 
+    def share(self, token_ids: Sequence[int], done: Callable[[int], None]) -> None:
+        """Let other machines have a context's KV; tell how many of its tokens they find."""
+
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop the KV of contexts from memory."""
 

@@ -18,7 +18,7 @@ from kvchat.cache.kv_conversion import ConvertingTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool
 from kvchat.cache.planner import Planner
 from kvchat.cache.rates import PrefillRate, RateMemory
-from kvchat.cache.tier import Layout, TierOpener
+from kvchat.cache.tier import Layout, Tier, TierOpener
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import StoreError
@@ -46,7 +46,7 @@ def new_chain(
 ) -> KvChain:
     """Return the chain of the configured tiers; it has none if no KV is to be kept."""
     geometry = cache.kv_pool.geometry
-    openers = tier_openers(config, cache.kv_pool, is_draft) if config.reuse else []
+    openers = tier_openers(config, cache, memory, is_draft) if config.reuse else []
 
     def layout() -> Layout:
         digest = content_digest(loaded.source, memory)
@@ -84,12 +84,16 @@ def new_chain(
     return KvChain(cache, openers, layout, planner)
 
 
-def tier_openers(config: CacheConfig, kv_pool: KvPool, is_draft: bool) -> list[TierOpener]:
+def tier_openers(
+    config: CacheConfig, cache: CacheManager, memory: Memory, is_draft: bool
+) -> list[TierOpener]:
     """Return what opens the configured tiers, the fastest first."""
+    kv_pool = cache.kv_pool
     openers = [
         _host_opener(config, kv_pool, is_draft),
         _disk_opener(config, kv_pool.geometry.block_bytes, is_draft),
         *_finer_openers(config, kv_pool.geometry),
+        _shared_opener(config, cache.has_state, memory) if not is_draft else None,
     ]
     return [opener for opener in openers if opener is not None]
 
@@ -154,6 +158,22 @@ def _finer_openers(config: CacheConfig, geometry: KvGeometry) -> list[TierOpener
         return TierOpener(f"{CONVERTED_FROM}{name}", open_finer, is_only_read=True)
 
     return [opener(n, *each) for n, each in enumerate(finer_geometries(geometry).items())]
+
+
+def _shared_opener(config: CacheConfig, has_state: bool, memory: Memory) -> TierOpener | None:
+    """Return what opens the store that other machines reach too; None where none is named."""
+    shared = config.shared
+    if shared is None:
+        return None
+
+    def open_shared(layout: Callable[[], Layout]) -> Tier:
+        if has_state:
+            raise StoreError("Models with recurrent layers do not use the shared cache.")
+        from kvchat.cache.shared.opening import open_tier
+
+        return open_tier(shared, layout(), memory)
+
+    return TierOpener("shared", open_shared, is_shared=True, takes_all=shared.takes_all)
 
 
 def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:

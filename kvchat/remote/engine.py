@@ -293,6 +293,9 @@ class RemoteEngine:
             raise UsageError("The KV of this server cannot be pinned from here.")
         done(self._answer_of(self._kv.pin(token_ids, label, ttl_s)))
 
+    def share(self, token_ids: Sequence[int], done: Callable[[int], None]) -> None:
+        raise UsageError("The KV of this server cannot be shared from here.")
+
     def forget(self, contexts: list[tuple[list[int], int]], done: Callable[[], None]) -> None:
         """Drop KV from a kvchat server's memory; others keep what they keep."""
         if self._kv is not None:

@@ -169,10 +169,13 @@ def tier_lines(tier: TierStatus) -> list[str]:
         line = f"{name} {format_bytes(tier.bytes_read)} read, and converted to this chat's KV"
         return [line] if tier.bytes_read else []
     limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
+    moved = f"{format_bytes(tier.bytes_read)} read, {format_bytes(tier.bytes_written)} written"
+    if not (tier.is_shared or tier.num_packs or limit):  # only the store itself knows what it holds
+        return [f"{name}{moved}"]
     lines = [
         f"{name}{plural(tier.num_packs, 'pack')} of this model; "
         f"{format_bytes(tier.num_bytes)}{limit} used{' by all' if tier.is_shared else ''}; "
-        f"{format_bytes(tier.bytes_read)} read, {format_bytes(tier.bytes_written)} written"
+        f"{moved}"
     ]
     if tier.num_quarantined:
         blocks = plural(tier.num_quarantined, "block")

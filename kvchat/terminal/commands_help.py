@@ -80,7 +80,10 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         ("/tools allow read_file", "run it without a question"),
     ),
     "cache": (("/cache", "what is kept"), ("/cache why", "why the last answer read so much")),
-    "pin": (("/pin", "this conversation"), ("/pin manual docs/*.md", "files, under a name")),
+    "pin": (
+        ("/pin", "this conversation; --share first: for other machines too"),
+        ("/pin manual docs/*.md", "files, under a name"),
+    ),
     "unpin": (("/unpin manual", "that pin"), ("/unpin all", "every pin")),
     "forget": (("/forget last", "the last message and its answer"), ("/forget", "all of it")),
 }

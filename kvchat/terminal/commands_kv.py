@@ -17,13 +17,14 @@ from kvchat.chat.keeping import (
     delete_last_turn,
     file_context,
     pin_context,
+    share_context,
     thin_pin,
 )
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.core.errors import UsageError
 from kvchat.core.paths import user_path
-from kvchat.core.text import one_line, parse_size, shown
+from kvchat.core.text import format_bytes, one_line, parse_size, shown
 from kvchat.core.types import KeptPositions
 from kvchat.terminal import cache_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
@@ -108,24 +109,47 @@ async def pin(context: "CommandContext", arguments: str) -> None:
     loaded = asyncio.wrap_future(controller.host.loaded())
     await context.stoppable(loaded, "waiting for the model", _NOT_PINNED)
     arguments, share = _kept_share(arguments)
+    is_shared, arguments = _asks_to_share(arguments)
     if arguments:
         pinned = await asyncio.to_thread(controller.pins.paths)
         label, paths = _label_and_paths(arguments, pinned)
-        await _pin_files(context, label, paths, share)
-        return
-    if share is not None:
-        raise UsageError("--keep needs a pin of files.", "/pin NAME FILE... --keep 25%")
-    token_ids, label = controller.context_ids, controller.require_session().session_id
-    if not token_ids:
-        raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
-    num_tokens = await pin_context(controller, token_ids, label)
-    context.say(f"Pinned: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.")
+        token_ids = await _pin_files(context, label, paths, share)
+    else:
+        if share is not None:
+            raise UsageError("--keep needs a pin of files.", "/pin NAME FILE... --keep 25%")
+        token_ids = controller.context_ids
+        label = controller.require_session().session_id
+        if not token_ids:
+            raise UsageError("There is nothing to pin yet.", "/pin FILE... pins files.")
+        num_tokens = await pin_context(controller, token_ids, label)
+        context.say(f"Pinned: {num_tokens:,} of {plural(len(token_ids), 'token')} stay on disk.")
+    if is_shared and token_ids:
+        await _share_pin(context, token_ids)
+
+
+async def _share_pin(context: "CommandContext", token_ids: list[int]) -> None:
+    """Let other machines have a context that was pinned, and say what it weighs."""
+    num_tokens = await share_context(context.controller, token_ids)
+    status = await context.controller.engine.status()
+    num_bytes = num_tokens * status.block_bytes // status.block_size if status is not None else 0
+    context.say(
+        f"Shared: {num_tokens:,} of {plural(len(token_ids), 'token')}, {format_bytes(num_bytes)}."
+    )
+
+
+def _asks_to_share(arguments: str) -> tuple[bool, str]:
+    """Return whether the first word asks to share the pin, and the other words."""
+    first, _, rest = arguments.partition(" ")
+    return (True, rest.strip()) if first == "--share" else (False, arguments)
 
 
 async def _pin_files(
     context: "CommandContext", label: str, paths: list[Path], share: float | None
-) -> None:
-    """Pin files; of their KV in memory a share stays, or all if `share` is None."""
+) -> list[int]:
+    """Pin files; of their KV in memory a share stays, or all if `share` is None.
+
+    Returns their token ids, none where the user does not want to pin them.
+    """
     controller, now_s = context.controller, time.time()
     # On a thread: long files take seconds to read and tokenise, and the prompt stays usable.
     encoding = asyncio.to_thread(file_context, controller, paths, now_s)
@@ -140,7 +164,7 @@ async def _pin_files(
     is_dated = openings[0] != openings[1]
     cost = await controller.engine.cost(token_ids)
     if not await context.confirm_cost(cost, "/pin", "reads"):
-        return
+        return []
     reading = asyncio.wrap_future(controller.host.read(token_ids))
     stage = f"reading {plural(len(token_ids), 'token')} for the pin"
     await context.stoppable(reading, stage, f"{_NOT_PINNED} What was read stays cached.")
@@ -157,6 +181,7 @@ async def _pin_files(
         stage = f"choosing which of {plural(len(token_ids), 'token')} to keep"
         kept = await context.stoppable(thinning, stage, "all of the pin's KV stays.")
         context.say(_thinned(kept, label))
+    return token_ids
 
 
 def _thinned(kept: KeptPositions, label: str) -> str:

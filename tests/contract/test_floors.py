@@ -75,6 +75,10 @@ OWNERS = {
     "diskcache": {"cache/disk/json_disk.py", "cache/disk/memory.py"},
     "xxhash": {"cache"},
     "zstandard": {"cache/disk/pack_code.py"},
+    "cryptography": {"cache/shared/team_key.py"},
+    "valkey": {"cache/shared/valkey_store.py"},
+    "obstore": {"cache/shared/object_store.py"},
+    "mooncake": {"cache/shared/mooncake_store.py"},
     "rich": {"terminal"},
     "pygments": {"terminal"},
     "prompt_toolkit": {"terminal"},
@@ -229,7 +233,10 @@ def names_of(requirements: Iterable[str]) -> set[str]:
 
 def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
     """Return the imports of other packages that no declaration has."""
-    package_of = packages_distributions() | {"flashinfer": ["flashinfer-python"]}
+    package_of = packages_distributions() | {
+        "flashinfer": ["flashinfer-python"],
+        "mooncake": ["mooncake-transfer-engine-non-cuda"],
+    }
     known = sys.stdlib_module_names | OURS
     return [
         f"{path.relative_to(ROOT)}:{line} imports {module}"
@@ -242,7 +249,8 @@ def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
 
 def test_every_imported_package_is_declared() -> None:
     """A package that only another one brings is gone when that one drops it."""
-    declared = names_of([*PROJECT["dependencies"], *EXTRAS["flashinfer"]])
+    optional = [*EXTRAS["flashinfer"], *EXTRAS["shared"], *EXTRAS["mooncake"]]
+    declared = names_of([*PROJECT["dependencies"], *optional])
     assert undeclared(SOURCES, declared) == []
     assert undeclared(TESTS, declared | names_of(EXTRAS["dev"])) == []
 

@@ -88,7 +88,7 @@ class MemoryTier(Tier):
     def note_declined(self, keys: Sequence[bytes], encoded: bytes) -> None:
         self.declined.append(keys[0])
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> None:
         gone = {key for key in keys if key in self.blocks}
         while more := {k for k, parent in self._parents.items() if parent in gone} - gone:
             gone |= more

@@ -9,9 +9,9 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvchat.cache.disk.db import LOCK_NAME, StoreBusy, StoreLock, StoreLocked
 from kvchat.cache.disk.inventory import (
@@ -58,11 +58,29 @@ _LOCK_PATIENCE_S = 5.0
 _CLEARED_NAME = "kvchat.cleared"
 
 
+class ForgetfulStore(Protocol):
+    """What forgets contexts of one layout in a store of other machines too."""
+
+    @property
+    def trouble(self) -> str:
+        """Why it could not, in a few words; "" if it could."""
+
+    def forget(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> object:
+        """Forget blocks, as `Tier.forget` does."""
+
+    def forget_names(self, names: Iterable[str]) -> None:
+        """Forget which contexts have these names."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
 class StoreAdmin(StoreLookup):
     """Administers the store in `directory`, which need not exist and is never made.
 
     `size` is what the user allows it to hold, None the default. `memory` has what is known of its
-    models. `locate` and `why` look for KV of the `settings`, by default the defaults. Everything
+    models. `locate` and `why` look for KV of the `settings`, by default the defaults. `forget` has
+    what `open_shared` opens for a layout forget too. Everything
     raises StoreError where the directory cannot be used, and where an identity's part of it cannot
     once all others are done. May be used from any thread.
     """
@@ -73,9 +91,11 @@ class StoreAdmin(StoreLookup):
         size: Size | None = None,
         memory: Memory = NO_MEMORY,
         settings: KvSettings | None = None,
+        open_shared: Callable[[Layout], ForgetfulStore] | None = None,
     ) -> None:
         super().__init__(directory, memory, settings or KvSettings())
         self._size = size
+        self._open_shared = open_shared
 
     def status(self) -> StoreStatus:
         """Return what the store holds. Reads all rows, changes nothing."""
@@ -186,6 +206,7 @@ class StoreAdmin(StoreLookup):
             gone = _keys(layout, encoded)
             gone.update(_continued(model_dir, encoded))
             num_blocks = tier.forget(gone - stays)
+            self._forget_shared(layout, gone - stays, gone & stays, labels)
             left = read_model_dir(path)
         if model_dir.trouble and not tier.is_begun_anew:
             error = StoreLocked if model_dir.is_locked else StoreError
@@ -193,6 +214,18 @@ class StoreAdmin(StoreLookup):
         if left.packs and left.layout != model_dir.layout:
             raise _busy()  # it was empty when its packs' shape was looked for
         return num_blocks
+
+    def _forget_shared(
+        self, layout: Layout, gone: set[bytes], stays: set[bytes], labels: Collection[str]
+    ) -> None:
+        """Have a shared store forget blocks too, beside those that stay, and names of contexts."""
+        if self._open_shared is None or not (gone or labels):
+            return
+        with closing(self._open_shared(layout)) as shared:
+            shared.forget([*gone], [*stays])
+            shared.forget_names(labels)
+            if shared.trouble:
+                raise StoreError(f"The shared cache cannot be used: {shared.trouble}.")
 
     def clear(self) -> int:
         """Delete all packs of all identities and all packed weights; return the bytes freed."""

@@ -59,7 +59,7 @@ def fingerprint_bytes(head: PackHead) -> bytes | None:
     return b"".join(_FINGERPRINT_ENTRY.pack(token, value) for token, value in entries)
 
 
-def _fingerprint(data: object) -> LogitFingerprint | None:
+def read_fingerprint(data: object) -> LogitFingerprint | None:
     if data is None:
         return None
     if not (isinstance(data, bytes) and data) or len(data) % _FINGERPRINT_ENTRY.size:
@@ -168,7 +168,7 @@ class PackRows:
         layout = Layout(self._identity, block_size, block_bytes)
         if len(key) != KEY_BYTES or not ids or len(ids) % layout.ids_bytes:
             raise DamagedRecord("truncated")
-        head = PackHead(parent, ids, checksum, _fingerprint(fingerprint), bool(is_draft))
+        head = PackHead(parent, ids, checksum, read_fingerprint(fingerprint), bool(is_draft))
         return PackRow(key, layout, head, _use_of(use), file if isinstance(file, str) else None)
 
 

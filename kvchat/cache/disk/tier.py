@@ -396,7 +396,7 @@ class DiskTier(Tier):
 
         self._attempt(unpin, None)
 
-    def forget(self, keys: Collection[bytes]) -> int:
+    def forget(self, keys: Collection[bytes], before: Sequence[bytes] = ()) -> int:
         """Remove blocks, and all that continue them, for good; return how many were removed.
 
         A pack that begins with other blocks is cut before the first of `keys`.

@@ -1,0 +1,1 @@
+"""The shared tier: KV in a store that several machines reach, sealed with a key of the team."""

@@ -1,0 +1,49 @@
+"""The shared cache as the settings say: its address, and the key from a file or a variable."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
+from kvchat.core.config import SharedConfig
+from kvchat.core.errors import UnreadableFile, UsageError
+from kvchat.core.paths import user_path
+
+_MOST_BYTES = 4096
+
+
+def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedConfig | None:
+    """Return the shared cache that the settings name; None for none, and for an incognito chat.
+
+    Raises UsageError without a key, and UnreadableFile for a file that has none.
+    """
+    url = settings["shared_cache"]
+    if not url or settings["incognito"]:
+        return None
+    path = settings["shared_key_file"]
+    secret = key_in(user_path(path)) if path else environment.get(SHARED_KEY_VARIABLE, "")
+    if not secret:
+        raise UsageError(
+            "--shared-cache needs the team's key.",
+            f"--shared-key-file or {SHARED_KEY_VARIABLE} has it; `openssl rand -hex 32` makes one.",
+        )
+    return SharedConfig(
+        url,
+        secret,
+        takes_all=settings["share"] == "all",
+        encrypts=settings["shared_encryption"],
+        first_byte_s=settings["shared_deadline"] / 1e3,
+    )
+
+
+def key_in(path: Path) -> str:
+    """Return the key in a file: one line of text."""
+    try:
+        with path.expanduser().open("rb") as file:
+            key = file.read(_MOST_BYTES).decode().strip()
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(f"{path} holds no text.") from error
+    if not key or not key.isprintable():
+        raise UsageError(f"{path} holds no key.", "It has to be one line of text.")
+    return key
