@@ -13,6 +13,7 @@ from pathlib import Path
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cli.build import cache_directory, session_store, user_paths
 from kvchat.cli.settings import ENDPOINTS, OTHER_VARIABLES, Settings, known, read_config, resolve
+from kvchat.cli.shared_cache import without_password
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.parameters import BY_NAME, Kind
 from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
@@ -56,6 +57,8 @@ def _effective(name: str, settings: Settings) -> str:
         value = settings.draft_name(settings["model"]) or "none"
     elif name == "disk_cache" and value is None:
         return f"10% of what is free: {format_bytes(disk_budget(None, cache_directory(settings)))}"
+    elif name == "shared_cache" and value is not None:
+        value = without_password(value)
     if value is None or value == ():
         return BY_NAME[name].otherwise or "none"
     return _toml(value)

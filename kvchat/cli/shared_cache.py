@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
 from kvchat.core.config import SharedConfig
@@ -33,6 +34,12 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
         encrypts=settings["shared_encryption"],
         first_byte_s=settings["shared_deadline"] / 1e3,
     )
+
+
+def without_password(url: str) -> str:
+    """Return an address as it may be shown: without user, password and query."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def key_in(path: Path) -> str:

@@ -414,7 +414,7 @@ _CACHE = grouped(
         "cache_dir",
         "where KV is kept; unused KV goes after 30 days, and it can be deleted at any time",
     ),
-    new_text(
+    new_name(
         "shared_cache",
         "KV that machines share: valkey://HOST, s3://BUCKET, file:///DIR",
         unit="URL",
@@ -436,10 +436,10 @@ _CACHE = grouped(
         default=True,
         otherwise="on",
     ),
-    new_number(
+    new_whole(
         "shared_deadline",
-        "milliseconds in which --shared-cache has to begin an answer",
-        default=50.0,
+        "milliseconds in which the shared cache has to begin an answer",
+        default=50,
         least=1,
         most=60_000,
     ),
