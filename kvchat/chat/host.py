@@ -430,7 +430,8 @@ def trouble_notice(trouble: str) -> str:
     told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
     if told.startswith(_DISK_CACHE_FAILED):
         return f"{told}; the chat goes on without it."
-    return f"{'' if told.startswith('the shared cache') else 'the disk cache: '}{told}; the chat goes on."
+    where = "" if told.startswith("the shared cache") else "the disk cache: "
+    return f"{where}{told}; the chat goes on."
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
-from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SharedConfig
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, Memory, SamplingParams
@@ -38,11 +38,12 @@ def tiny_host(
     memory: Memory = NO_MEMORY,
     device_bytes: int = 1 << 23,
     wanted: KvSettings = TINY_KV,
+    shared: SharedConfig | None = None,
 ) -> ChatHost:
     """Start a host on a checkpoint; `before_step` runs on the engine's thread before each one.
 
     KV is kept on disk in `kept`; `memory` has what is measured and known of models. KV depends on
-    the settings `wanted`.
+    the settings `wanted`. `shared` is where other machines' KV is.
     """
     source = find_model(str(directory))
 
@@ -57,6 +58,7 @@ def tiny_host(
                 reuse=reuse,
                 disk_bytes=DISK,
                 directory=kept,
+                shared=shared,
             ),
             EngineConfig(max_step_tokens=64),
             memory,
