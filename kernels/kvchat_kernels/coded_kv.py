@@ -5,15 +5,15 @@ Keys of 8 bits beside values of 4 hold 2.46 times the tokens, both of 4
 bits 3.56 times. `kvchat bench kv` measures what that does to a model.
 
 The compiled step writes and reads these tensors too (`cpu/rotation.py`, `cpu/attention.py`), to
-the bit like `NumberCode.quantised`. A GPU has kernels for 8 bits (those of `int8_kv_write` and of
-`paged_attention`), and restores a copy of other KV.
+the bit like `NumberCode.quantised`, and a GPU's kernels (those of `coded_kv_write` and of
+`paged_attention`).
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvchat_kernels.int8_kv_write import CodedPools, coded_write, int8_kv_write, turn_queries
+from kvchat_kernels.coded_kv_write import CodedPools, coded_kv_write, turn_queries
 from kvchat_kernels.key_rotation import ChangeKeys
 from kvchat_kernels.kv_code import INT8, KvCode, NumberCode, group_size
 from kvchat_kernels.paged_attention import (
@@ -63,10 +63,7 @@ class CodedKv:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store new keys and values, rounded; a token at slot -1 is not written."""
-        if self.code is INT8:
-            int8_kv_write(key, value, self.tensors, slot_mapping)
-        else:
-            coded_write(key, value, self.tensors, self.code, slot_mapping)
+        coded_kv_write(key, value, self.tensors, self.code, slot_mapping)
 
     def keys_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Return keys as they were before they were turned, but for rounding."""
@@ -86,10 +83,10 @@ class CodedKv:
             keys[targets], scales[targets] = self.code.keys.quantised(moved)
 
     def _runs_kernels(self, query: torch.Tensor) -> bool:
-        if query.device.type == "cpu" or self.code is not INT8:
+        if query.device.type == "cpu":
             return False
         num_heads = query.shape[1], self.keys.shape[2]
-        shape = LayerShape(*num_heads, *self.dims, query.dtype, is_int8=True)
+        shape = LayerShape(*num_heads, *self.dims, query.dtype, self.code)
         return implementation_for(query.device, shape).name == "triton"
 
     def attend(self, query: torch.Tensor, sequences: Sequences, scoring: Scoring) -> torch.Tensor:
@@ -102,10 +99,10 @@ class CodedKv:
         if self.code.keys.turns(query.shape[2]):
             query = turn_queries(query)
         if runs_kernels:
-            from kvchat_kernels.paged_attention.triton_gpu import paged_attention_int8_triton
+            from kvchat_kernels.paged_attention.triton_gpu import paged_attention_coded_triton
 
             return self._turned_back(
-                paged_attention_int8_triton(query, *self.tensors, sequences, scoring)
+                paged_attention_coded_triton(query, self.tensors, self.code, sequences, scoring)
             )
         if isinstance(sequences, DeviceSequences):
             sequences = sequences.read()

@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvchat_kernels.block_copy import PoolTensors, copy_blocks, gather_blocks
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.experts import block_experts
-from kvchat_kernels.kv_code import INT8, turned_queries
+from kvchat_kernels.kv_code import CODES, KvCode
 from kvchat_kernels.kv_write import HeadNorms, Rotation, StepKv, rope_kv_write
 from kvchat_kernels.linear.block_linear import block_linear
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, quantised_on, reordered
@@ -131,9 +131,11 @@ def attention_cases(shape: KernelShape, place: Place, context: int) -> Iterator[
         yield _attention(
             _AttentionStep(shape, place, context, num_rows), few_rows(context, num_rows)
         )
-    single = _AttentionStep(shape, place, context, 1)
-    yield _int8_attention(single, f"{few_rows(context, 1)}, KV of 8 bits")
-    del single
+    for code in CODES.values():
+        if code.takes(shape.head_dim, shape.head_dim):
+            single = _AttentionStep(shape, place, context, 1)
+            yield _coded_attention(single, code, f"{few_rows(context, 1)}, KV in {code.name}")
+            del single
     batch = _AttentionStep(shape, place, context, 1, _BATCH)
     yield _attention(batch, f"attention, {_BATCH} sequences of {context:,} tokens")
     del batch
@@ -162,10 +164,10 @@ def _attention(step: "_AttentionStep", name: str) -> KernelCase:
     )
 
 
-def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
-    """Return attention over the same KV in 8 bits; the twin has what that stores."""
+def _coded_attention(step: "_AttentionStep", code: KvCode, name: str) -> KernelCase:
+    """Return attention over the same KV in a code; the twin has what that stores."""
     layers = [
-        CodedKv(*INT8.keys.quantised(key), *INT8.values.quantised(value))
+        CodedKv(*code.keys.quantised(key), *code.values.quantised(value), code)
         for key, value in step.pools
     ]
     step.pools.clear()
@@ -175,11 +177,10 @@ def _int8_attention(step: "_AttentionStep", name: str) -> KernelCase:
 
     def twin() -> torch.Tensor:
         first, dtype = layers[0], step.query.dtype
-        keys = INT8.keys.restored(first.keys, first.key_scales).to(dtype)
-        values = INT8.values.restored(first.values, first.value_scales).to(dtype)
+        keys = code.keys.plain(first.keys, first.key_scales).to(dtype)
+        values = code.values.plain(first.values, first.value_scales).to(dtype)
         pools = keys, values
-        query = turned_queries(step.query)  # as the keys are
-        return paged_attention(query, *pools, step.sequences, Scoring(step.scale), "reference")
+        return paged_attention(step.query, *pools, step.sequences, Scoring(step.scale), "reference")
 
     token_bytes = sum(tensor[0, 0].nbytes for tensor in layers[0].tensors)
     num_bytes = token_bytes * step.context * step.num_sequences

@@ -228,8 +228,8 @@ def grouped(group: Group, *parameters: Parameter) -> tuple[Parameter, ...]:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The forms of weights that round them.
 FEWER_BITS = ("int8", "int4")
-# Forms of KV that no model computes in: numbers of 8 or 4 bits with scales.
-KV_CODES = ("int8", "k8v4", "int4")
+# Forms of KV that no model computes in: numbers of 8 or 4 bits with scales, the finest first.
+KV_CODES = ("int8", "fp8", "k8v4", "int4")
 _LEAST_REPETITION = 128
 # Outside of these an answer may be noise; each is allowed all the same.
 USUAL = {"temperature": (0.0, 2.0), "min_p": (0.0, 0.5), "repetition_penalty": (0.8, 2.0)}
@@ -383,7 +383,7 @@ _CACHE = grouped(
     Group.CACHE,
     new_choice(
         "kv_dtype",
-        "auto: the dtype, fewer bits if short of memory; int8, k8v4, int4: 1.9, 2.5, 3.6x tokens",
+        "auto: the dtype, fewer bits if short of memory; int8, fp8, k8v4, int4: 1.9 to 3.6x tokens",
         (*DTYPES, *KV_CODES),
     ),
     new_whole(

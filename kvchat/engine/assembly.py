@@ -17,7 +17,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_pool import SCRATCH_BLOCK
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
-from kvchat.cache.kv_pool import KvGeometry, KvPool, PlainFormat
+from kvchat.cache.kv_pool import CodedFormat, KvGeometry, KvPool
 from kvchat.cache.state_manager import StateCacheManager
 from kvchat.cache.windowed_manager import WindowedCacheManager
 from kvchat.cache.windowed_pool import Windows
@@ -61,7 +61,6 @@ from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
 from kvchat.model.spec import ModelSpec, slow_attention
 from kvchat.model.state import state_bytes
 from kvchat_kernels.cpu.step import FEW_ROWS
-from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.kv_layer import KvLayer
 
 _log = logging.getLogger(__name__)
@@ -180,10 +179,10 @@ def _with_trusted_kv(
 ) -> LoadedModel:
     """Return a loaded model that is checked over its KV, with notes on that."""
     geometry = kv_geometry(loaded.spec, choice.config, loaded.dtype)
-    if geometry.format.name != PlainFormat().name:
+    if isinstance(geometry.format, CodedFormat):
         new_kv = partial(small_kv, geometry, loaded.device)
         ensure_faster_reads(loaded, geometry.format.name, new_kv, memory)
-        slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, is_int8=True)
+        slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, code=geometry.format.code)
         notes = (*loaded.notes, *slow, *kv_notes(loaded, geometry, memory, choice.reason))
         loaded = replace(loaded, notes=tuple(dict.fromkeys(notes)))
     elif loaded.device.type == "cuda":
@@ -316,8 +315,6 @@ def new_graphs(model: PagedModel, cache: CacheManager, config: EngineConfig) -> 
     """Return the graph runner for small steps; None off CUDA, if turned off, or without memory."""
     if model.device.type != "cuda" or not config.graphs or model.loaded.spec.gathered is not None:
         return None  # a gathered step copies contexts, whose lengths differ from step to step
-    if cache.kv_pool.geometry.format.setting not in ("", INT8.name):
-        return None  # attention without kernels reads lengths on the host
     max_context = min(model.loaded.max_context, cache.max_tokens)
     try:
         capturing = CudaGraphs(model.device)

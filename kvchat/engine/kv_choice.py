@@ -17,11 +17,14 @@ from kvchat.engine.kv_effect import effect_on_model
 from kvchat.engine.kv_storage import device_budget, kv_geometry, require_kv_dtype, tokens_within
 from kvchat.model.device import dtype_name
 from kvchat.model.loader import LoadedModel
+from kvchat_kernels.kv_code import FP8
 
 # The context that is wanted where the user does not say: a long conversation.
 _USUAL_TOKENS = 8192
 # The largest divergence, in nats a token, of a code that `auto` may choose.
 _MOST_CHANGE = 0.03
+# `fp8` has the bytes of `int8`, and is never better.
+_CODES = tuple(code for code in KV_CODES if code != FP8.name)
 # Blocks that hold no context: the scratch block, and the verifier's spare one.
 _SPARE_BLOCKS = 2
 
@@ -54,7 +57,7 @@ def chosen_kv(
     if has_room(own):
         return KvChoice(config)
     chosen = config
-    for code in KV_CODES if loaded.device.type == "cpu" else KV_CODES[:1]:  # others lack kernels
+    for code in _CODES:
         coded = replace(config, kv_dtype=code)
         geometry = kv_geometry(loaded.spec, coded, loaded.dtype)
         if _is_good(loaded, coded, geometry, memory):

@@ -39,7 +39,7 @@ _BLOCK_SIZE, _ROWS = 16, 64
 def kv_notes(
     loaded: LoadedModel, geometry: KvGeometry, memory: Memory, reason: str = ""
 ) -> tuple[str, ...]:
-    """Return what the user should know of KV in a code: what it changes, and if it is slow.
+    """Return what the user should know of KV in a code: what it changes.
 
     `reason` says why it was chosen, "" if the user did. Raises ModelError if the model would answer
     otherwise too often, unless the user insists by `ROUNDING_VARIABLE`. The model may be bound to
@@ -48,19 +48,16 @@ def kv_notes(
     if not isinstance(geometry.format, CodedFormat):
         return ()
     code = geometry.format.code
-    notes = []
-    if loaded.device.type != "cpu" and code != INT8:
-        notes.append(f"KV in {code.name} has no kernels on a GPU, so attention is slow.")
     effect = effect_on_model(loaded, geometry, memory)
     if effect is None:
-        return tuple(notes)
+        return ()
     if effect.divergence > _BAD and os.environ.get(ROUNDING_VARIABLE) != "any":
         others = "auto" if code == INT8 else "int8"
         raise ModelError(
             f"{loaded.source.name} would answer otherwise. {_sentence(effect, code)}",
             f"Use --kv-dtype {others}, or insist by {ROUNDING_VARIABLE}=any.",
         )
-    return (*notes, f"{reason} {_sentence(effect, code)}".lstrip())
+    return (f"{reason} {_sentence(effect, code)}".lstrip(),)
 
 
 def effect_on_model(loaded: LoadedModel, geometry: KvGeometry, memory: Memory) -> Effect | None:

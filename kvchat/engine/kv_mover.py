@@ -25,11 +25,13 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import Runner
 from kvchat.model.batch import SequencePiece
 from kvchat_kernels.key_rotation import KeyRotation
+from kvchat_kernels.kv_code import Form
 from kvchat_kernels.slot_positions import SlotPositions
 
 _log = logging.getLogger(__name__)
 
-# How far a turned key, or a value, may be off, of its length: rounding to 16 or 8 bits, and to 4.
+# How far a turned key, or a value, may be off, of its length: rounding to 16 bits or whole
+# numbers of 8, and to 4 bits or floats of 8.
 _TOLERANCE, _COARSE_TOLERANCE = 0.03, 0.3
 
 
@@ -156,5 +158,6 @@ class KvMover:
         kv_format = self._cache.kv_pool.geometry.format
         if isinstance(kv_format, CodedFormat):
             code = kv_format.code
-            return _COARSE_TOLERANCE if 4 in (code.keys.bits, code.values.bits) else _TOLERANCE
+            is_fine = code.keys.form is code.values.form is Form.INT8
+            return _TOLERANCE if is_fine else _COARSE_TOLERANCE
         return _TOLERANCE

@@ -387,7 +387,7 @@ _TOLERANCES = {
     torch.float32: Tolerance(1e-4, Deviation(1e-4, 4e-5, 1e-5)),
     torch.float16: Tolerance(8e-3, Deviation(2e-2, 8e-3, 2e-3)),
     torch.bfloat16: Tolerance(6e-2, Deviation(0.2, 6e-2, 1.5e-2)),
-    torch.uint8: Tolerance(0.2, Deviation(0.8, 0.5, 0.15)),  # two numbers of 4 bits
+    torch.uint8: Tolerance(0.2, Deviation(0.8, 0.5, 0.15)),  # two numbers of 4 bits, or e4m3
 }
 
 

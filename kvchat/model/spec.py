@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvchat_kernels.kv_code import KvCode
 from kvchat_kernels.paged_attention import (
     AttentionSpan,
     Implementation,
@@ -38,13 +39,13 @@ class LayerSpec:
     pool_index: int
     stores_kv: bool
 
-    def shape(self, dtype: torch.dtype, is_int8: bool = False) -> LayerShape:
+    def shape(self, dtype: torch.dtype, code: KvCode | None = None) -> LayerShape:
         """Return the sizes that decide what computes the layer's attention.
 
-        `is_int8` if KV is of 8 bits; queries then are of `dtype`.
+        `code` is that of KV in few bits; queries then are of `dtype`.
         """
         heads, dims = (self.num_heads, self.num_kv_heads), (self.key_dim, self.value_dim)
-        return LayerShape(*heads, *dims, dtype, is_int8)
+        return LayerShape(*heads, *dims, dtype, code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,12 @@ def slow_attention(
     device: torch.device,
     dtype: torch.dtype,
     choose: Callable[..., Implementation] = implementation_for,
-    is_int8: bool = False,
+    code: KvCode | None = None,
 ) -> tuple[str, ...]:
     """Return a note for the user if a GPU runs some layers without kernels; () otherwise."""
     if device.type == "cpu" or spec.gathered is not None:
         return ()
-    chosen = [choose(device, layer.shape(dtype, is_int8)) for layer in spec.layers]
+    chosen = [choose(device, layer.shape(dtype, code)) for layer in spec.layers]
     refusals = dict.fromkeys(x.refusal for x in chosen if x.refusal is not None)
     return tuple(f"Attention runs in plain torch, which is slow: {why}." for why in refusals)
 

@@ -68,8 +68,8 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "tool_env": ("TOKEN", "", "is an empty text."),
     "kv_dtype": (
         "int8",
-        "fp8",
-        "is 'fp8', but must be one of auto, float32, bfloat16, float16, int8, k8v4, int4.",
+        "int9",
+        "is 'int9', but must be one of auto, float32, bfloat16, float16, int8, fp8, k8v4, int4.",
     ),
     "block_size": ("32", "24", "is 24, but must be a power of two up to 1024."),
     "device_cache": ("512M", "lots", "is 'lots', but must be a size like 8G, 512M or 20%."),

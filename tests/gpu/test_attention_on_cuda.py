@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvchat_kernels.kv_code import CODES, KvCode
 from support.attention_checks import (
     CASES,
     MIXED,
@@ -22,10 +23,10 @@ from support.attention_kernel_checks import (
     check_strided_tensors,
     check_unused_table_entries,
 )
-from support.int8_kv_checks import (
-    check_int8_attention,
-    check_int8_replay,
-    check_int8_write,
+from support.coded_kv_checks import (
+    check_coded_attention,
+    check_coded_replay,
+    check_coded_write,
     check_turned_queries,
 )
 from support.plain_attention import AttentionCase
@@ -62,7 +63,7 @@ def test_every_rule_on_a_mixed_batch(name: str, dtype: torch.dtype) -> None:
 def test_spans_look_at_positions_where_a_table_has_its_own(name: str, dtype: torch.dtype) -> None:
     check_private_tables(POSITION_RULES[name], MIXED, "triton", DEVICE, dtype)
     if name in ("full", "chunk 48"):
-        check_int8_attention(POSITION_RULES[name], MIXED, DEVICE, dtype, is_private=True)
+        check_coded_attention(POSITION_RULES[name], MIXED, DEVICE, dtype, is_private=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2, softcap", "gpt_oss, sinks"])
@@ -127,21 +128,30 @@ def test_blocks_beyond_two_to_the_31_elements_are_found() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("new", [1, 5, 16, 257])
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_real_models_over_kv_of_8_bits(name: str, new: int, dtype: torch.dtype) -> None:
-    lengths = ((new, 4097), (1, 257), (new, new), (1, 63))
-    check_int8_attention(LAYERS[name], lengths, DEVICE, dtype)
+def test_layers_of_real_models_over_kv_in_few_bits(
+    name: str, code: KvCode, new: int, dtype: torch.dtype
+) -> None:
+    case = LAYERS[name]
+    if code.takes(case.key_dim, case.value_dim):
+        lengths = ((new, 4097), (1, 257), (new, new), (1, 63))
+        check_coded_attention(case, lengths, DEVICE, dtype, 16, False, code)
 
 
 @pytest.mark.parametrize("new", [1, 5])
 def test_a_captured_step_over_kv_of_8_bits_is_right_at_other_lengths(new: int) -> None:
-    check_int8_replay(AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33), DEVICE)
+    check_coded_replay(AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33), DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 @pytest.mark.parametrize("dims", [(128, 128), (64, 256), (20, 40)], ids=str)
-def test_a_gpu_stores_the_same_8_bits_as_a_cpu(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check_int8_write(dims, dtype, DEVICE)
+def test_a_gpu_stores_the_same_bytes_as_a_cpu(
+    dims: tuple[int, int], code: KvCode, dtype: torch.dtype
+) -> None:
+    if code.takes(*dims):
+        check_coded_write(dims, dtype, DEVICE, code)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -74,7 +74,7 @@ def similarity_over_int8_on_kernels(
         by_torch = _paged_logits(loaded, *ids, new_kv=new_kv)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CodedKv, "_runs_kernels", lambda kv, query: not launches.append(1))
-        patch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
+        patch.setattr("kvchat_kernels.coded_kv_write.uses_triton", lambda device, impl: True)
         return _similarity(loaded, by_torch, _paged_logits(loaded, *ids, new_kv=new_kv)), len(
             launches
         )

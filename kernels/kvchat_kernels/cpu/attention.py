@@ -282,7 +282,7 @@ class _Part:
         with code.loop(0, dim, group) as first:
             of_group = [code.load(at, first // group * SCALE_BYTES, I16) for at in scales]
             factors = as_floats(code, code.gathered(of_group), Stored.BFLOAT)
-            for place, values in load_group_transposed(code, tokens, first, group, numbers.bits):
+            for place, values in load_group_transposed(code, tokens, first, group, numbers.form):
                 code.store(values * factors, to, (first + place) * (_TILE * 4))
 
     def _convert_values(self, tile: Value) -> None:
@@ -313,7 +313,7 @@ class _Part:
             for index, (token, at) in enumerate(zip(tokens, scales, strict=True)):
                 scale = code.load(at, first // group * SCALE_BYTES, I16)
                 factors = as_floats(code, code.spread(scale), Stored.BFLOAT)
-                for place, values in load_group(code, token, first, group, numbers.bits):
+                for place, values in load_group(code, token, first, group, numbers.form):
                     code.store(values * factors, to + index * (dim * 4), (first + place) * 4)
 
     @contextmanager

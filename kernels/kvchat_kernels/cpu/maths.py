@@ -24,6 +24,7 @@ from kvchat_kernels.cpu.code import (
     Value,
     has_feature,
 )
+from kvchat_kernels.kv_code import Form
 
 I8S = ir.VectorType(I8, LANES)
 _I16S = ir.VectorType(I16, LANES)
@@ -47,16 +48,19 @@ _ERF_P = 0.3275911
 
 
 class Stored(StrEnum):
-    """How numbers lie in memory. INT8 are whole numbers, which mean nothing without a scale."""
+    """How numbers lie in memory. INT8 are whole numbers, E4M3 floats of 8 bits: both mean nothing
+    without a scale.
+    """
 
     FLOAT = "float32"
     BFLOAT = "bfloat16"
     HALF = "float16"
     INT8 = "int8"
+    E4M3 = "e4m3"
 
     @property
     def num_bytes(self) -> int:
-        return {Stored.FLOAT: 4, Stored.INT8: 1}.get(self, 2)
+        return {Stored.FLOAT: 4, Stored.INT8: 1, Stored.E4M3: 1}.get(self, 2)
 
 
 _OF_FLOATS = {
@@ -64,7 +68,14 @@ _OF_FLOATS = {
     torch.bfloat16: Stored.BFLOAT,
     torch.float16: Stored.HALF,
 }
-_LOADED = {Stored.FLOAT: F32S, Stored.BFLOAT: _I16S, Stored.HALF: _I16S, Stored.INT8: I8S}
+_OF_FORMS = {Form.INT8: Stored.INT8, Form.E4M3: Stored.E4M3}
+_LOADED = {
+    Stored.FLOAT: F32S,
+    Stored.BFLOAT: _I16S,
+    Stored.HALF: _I16S,
+    Stored.INT8: I8S,
+    Stored.E4M3: I8S,
+}
 
 
 def stored_as(dtype: torch.dtype) -> Stored | None:
@@ -132,15 +143,16 @@ def _transposed(
 
 
 def load_group(
-    code: Code, address: Value, first: Value, group: int, bits: int
+    code: Code, address: Value, first: Value, group: int, form: Form
 ) -> list[tuple[int, Value]]:
     """Load a group of stored numbers, as of `NumberCode`, from number `first` of a head on.
 
     Returns the place in the group of every 8 of them, and these as float32.
     """
-    if bits == 8:
+    if form is not Form.INT4:
         parts = range(0, group, LANES)
-        return [(part, load_floats(code, address, first + part, Stored.INT8)) for part in parts]
+        stored = _OF_FORMS[form]
+        return [(part, load_floats(code, address, first + part, stored)) for part in parts]
     found: list[tuple[int, Value]] = []
     for part in range(0, group // 2, LANES):
         halves = _halves(code, code.load(address, (first >> 1) + part, I8S))
@@ -149,13 +161,13 @@ def load_group(
 
 
 def load_group_transposed(
-    code: Code, addresses: Sequence[Value], first: Value, group: int, bits: int
+    code: Code, addresses: Sequence[Value], first: Value, group: int, form: Form
 ) -> list[tuple[int, Value]]:
     """Load a group of each of 8 heads; return every number's place, and that number of all."""
     found: list[tuple[int, Value]] = []
-    if bits == 8:
+    if form is not Form.INT4:
         for part in range(0, group, LANES):
-            vectors = load_transposed(code, addresses, first + part, Stored.INT8)
+            vectors = load_transposed(code, addresses, first + part, _OF_FORMS[form])
             found += [(part + index, vector) for index, vector in enumerate(vectors)]
         return found
     for part in range(0, group // 2, LANES):
@@ -212,6 +224,10 @@ def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
         return loaded
     if stored is Stored.INT8:
         return code.convert("sitofp", code.convert("sext", loaded, I32S), F32S)
+    if stored is Stored.E4M3:  # as float16, whose exponents are 8 more
+        wide = code.convert("zext", loaded, _I16S)
+        halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
+        return code.convert("fpext", code.as_bits(halves, _F16S), F32S) * 256.0
     if stored is Stored.HALF:
         return code.convert("fpext", code.as_bits(loaded, _F16S), F32S)
     return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)

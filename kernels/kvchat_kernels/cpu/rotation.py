@@ -39,6 +39,7 @@ from kvchat_kernels.kv_code import (
     SCALE_BYTES,
     STEPS,
     UNITS,
+    Form,
     KvCode,
     NumberCode,
     group_size,
@@ -182,11 +183,9 @@ def _write_group(
     is_usable = code.spread((size > 0.0) & (size < _FINITE))
     levels = []
     for value in floats:
-        level = _rounded(code, value / code.spread(scale))
-        level = code.select(is_usable, level, code.floats(0.0))
-        bounds = (-127.0, 127.0) if numbers.bits == 8 else (-8.0, 7.0)
-        levels.append(code.convert("fptosi", _bounded(code, level, *bounds), I32S))
-    if numbers.bits == 4:
+        level = code.select(is_usable, value / code.spread(scale), code.floats(0.0))
+        levels.append(_level_bits(code, numbers, level))
+    if numbers.form is Form.INT4:
         half = len(levels) // 2
         both = zip(levels[:half], levels[half:], strict=True)
         levels = [lower + 8 | (upper + 8) << 4 for lower, upper in both]
@@ -195,14 +194,32 @@ def _write_group(
         code.store(code.convert("trunc", level, I8S), to, first + part * LANES)
 
 
+def _level_bits(code: Code, numbers: NumberCode, level: Value) -> Value:
+    """Return the bits of numbers of a group over its scale, as whole numbers of 32 bits."""
+    if numbers.form is Form.E4M3:
+        return _e4m3_bits(code, _bounded(code, level, -numbers.most, numbers.most))
+    bounds = (-127.0, 127.0) if numbers.form is Form.INT8 else (-8.0, 7.0)
+    return code.convert("fptosi", _bounded(code, _rounded(code, level), *bounds), I32S)
+
+
+def _e4m3_bits(code: Code, values: Value) -> Value:
+    """Return floats of at most 448 as the nearest e4m3, ties to even."""
+    bits = code.as_bits(values, I32S)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = _rounded(code, code.as_bits(size, F32S) * 512.0)
+    small = code.convert("fptosi", small, I32S)
+    return code.select(size < 121 << 23, small, normal) | ((bits >> 24) & 0x80)
+
+
 def _scale_bits(code: Code, numbers: NumberCode, floats: list[Value]) -> Value:
     """Return the bits of a group's scale as a float32, to be cut to the upper 16."""
     # Bits of floats without a sign are ordered as the floats are, and a NaN is above all.
     sizes = [code.as_bits(value, I32S) & 0x7FFFFFFF for value in floats]
     most = code.call("llvm.vector.reduce.smax.v8i32", I32, reduce(code.greatest, sizes))
     peak = code.as_bits(most, F32)
-    if numbers.bits == 8:
-        scale = peak / 127.0
+    if numbers.form is not Form.INT4:
+        scale = peak / numbers.most
     else:
         own = reduce(code.greatest, [code.as_bits(value, I32S) for value in floats])
         highest = code.call("llvm.vector.reduce.smax.v8i32", I32, own)

@@ -91,7 +91,8 @@ def paged_attention_split_kernel(
     tables_stride, positions_stride, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr, KEY_FORM: tl.constexpr,
+    VALUE_FORM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -132,8 +133,8 @@ def paged_attention_split_kernel(
         GROUP, KEY_DIM, BLOCK_K,
     )  # fmt: skip
     if key_scales_ptr is not None:
-        key_scales_ptr += kv_head * (key_stride_head // KEY_GROUP)
-        value_scales_ptr += kv_head * (value_stride_head // VALUE_GROUP)
+        key_scales_ptr += kv_head * (KEY_DIM // KEY_GROUP)
+        value_scales_ptr += kv_head * (VALUE_DIM // VALUE_GROUP)
     table_ptr = tables_ptr + sequence.to(tl.int64) * tables_stride
     key_ptr += kv_head * key_stride_head
     value_ptr += kv_head * value_stride_head
@@ -141,9 +142,11 @@ def paged_attention_split_kernel(
         no_keys(BLOCK_M, BLOCK_V), query, position, begin, end,
         Table(blocks_ptr=table_ptr, positions_ptr=positions_ptr, BLOCK_SIZE=BLOCK_SIZE),
         Pool(ptr=key_ptr, scales_ptr=key_scales_ptr, stride_block=key_stride_block,
-             stride_slot=key_stride_slot, DIM=KEY_DIM, GROUP=KEY_GROUP, BLOCK_DIM=BLOCK_K),
+             stride_slot=key_stride_slot, DIM=KEY_DIM, GROUP=KEY_GROUP, FORM=KEY_FORM,
+             BLOCK_DIM=BLOCK_K),
         Pool(ptr=value_ptr, scales_ptr=value_scales_ptr, stride_block=value_stride_block,
-             stride_slot=value_stride_slot, DIM=VALUE_DIM, GROUP=VALUE_GROUP, BLOCK_DIM=BLOCK_V),
+             stride_slot=value_stride_slot, DIM=VALUE_DIM, GROUP=VALUE_GROUP, FORM=VALUE_FORM,
+             BLOCK_DIM=BLOCK_V),
         Span(WINDOW=WINDOW, CHUNK=CHUNK),
         Scoring(scale=scale, cap=cap, HAS_SOFTCAP=HAS_SOFTCAP, PRECISION=PRECISION),
         BLOCK_N, MASKED=True,

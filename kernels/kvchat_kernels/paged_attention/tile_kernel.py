@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+NATIVE_E4M3 = "native e4m3"
+_INT4, _E4M3 = tl.constexpr("int4"), tl.constexpr("e4m3")
+_NATIVE_E4M3 = tl.constexpr(NATIVE_E4M3)
+
 
 class Span(NamedTuple):
     """Which positions before its own a row sees; 0 without a window, or without chunks."""
@@ -38,7 +42,8 @@ class Pool(NamedTuple):
     """The keys, or the values, of one KV head in all blocks.
 
     ptr          points at the head's first element
-    scales_ptr   points at the head's first scale, one for GROUP int8 numbers; None for floats
+    scales_ptr   points at the head's first scale, one for GROUP numbers of a code; None for floats
+    FORM         what is stored: int8, int4, e4m3, or e4m3 that the GPU reads; "" for floats
     BLOCK_DIM    DIM, padded to a power of two
     """
 
@@ -48,6 +53,7 @@ class Pool(NamedTuple):
     stride_slot: Any
     DIM: Any
     GROUP: Any
+    FORM: Any
     BLOCK_DIM: Any
 
 
@@ -145,44 +151,82 @@ def load_tile(
         # Slots after the end may hold any value, including NaN, and 0 * NaN is NaN.
         key_there = key_there & there[None, :]
         value_there = value_there & there[:, None]
-    key = tl.load(keys.ptr + key_offset[None, :] + key_dim[:, None], mask=key_there, other=0.0)
+    key_byte = bytes_of(key_dim, keys.GROUP, keys.FORM)
+    value_byte = bytes_of(value_dim, values.GROUP, values.FORM)
+    key = tl.load(keys.ptr + key_offset[None, :] + key_byte[:, None], mask=key_there, other=0.0)
     value = tl.load(
-        values.ptr + value_offset[:, None] + value_dim[None, :], mask=value_there, other=0.0
+        values.ptr + value_offset[:, None] + value_byte[None, :], mask=value_there, other=0.0
     )
     return key, value
 
 
 @triton.jit
-def restored_keys(numbers, pool, offset, there, dtype: tl.constexpr):
-    """Return int8 keys [K, N] times their scales, rounded once to `dtype`.
+def bytes_of(dim, GROUP: tl.constexpr, FORM: tl.constexpr):
+    """Return which byte of a head has each of its numbers: of 4 bits, two."""
+    if FORM == _INT4:
+        return dim // GROUP * (GROUP // 2) + dim % (GROUP // 2)
+    return dim
 
-    `offset` [N] is that of a key's first number, `there` [N] whether the key is loaded. Scales are
-    laid out as the numbers, one for GROUP of them.
+
+@triton.jit
+def place_of_scale(offset, GROUP: tl.constexpr, FORM: tl.constexpr):
+    """Return the number of the scale of the group that begins `offset` bytes from the first."""
+    return offset // (GROUP // 2 if FORM == _INT4 else GROUP)
+
+
+@triton.jit
+def levels_of(numbers, dim, GROUP: tl.constexpr, FORM: tl.constexpr):
+    """Return stored numbers as float32, without their scales.
+
+    `dim` is the place of each in its head, with as many dimensions as `numbers`.
     """
+    if FORM == _INT4:
+        shift = (dim % GROUP) // (GROUP // 2) * 4
+        return (((numbers.to(tl.int32) >> shift) & 15) - 8).to(tl.float32)
+    if FORM == _NATIVE_E4M3:
+        return numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if FORM == _E4M3:  # as float16, whose exponents are 8 more
+        bits = numbers.to(tl.int16)
+        halves = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return halves.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return numbers.to(tl.float32)
+
+
+@triton.jit
+def restored_keys(numbers, pool, offset, dim, there, dtype: tl.constexpr):
+    """Return stored keys [K, N] times their scales, rounded once to `dtype`.
+
+    `offset` [N] is that of a key's first byte, `dim` the range [K], `there` [N] whether the key is
+    loaded. Scales are laid out as the numbers, one for GROUP of them.
+    """
+    levels = levels_of(numbers, dim[:, None], pool.GROUP, pool.FORM)
+    first = place_of_scale(offset, pool.GROUP, pool.FORM)
     if pool.GROUP == pool.DIM:  # one scale a head, of any dim
-        bits = tl.load(pool.scales_ptr + offset // pool.GROUP, mask=there, other=0)  # [N]
-        return (numbers.to(tl.float32) * scales_of(bits)[None, :]).to(dtype)
+        bits = tl.load(pool.scales_ptr + first, mask=there, other=0)  # [N]
+        return (levels * scales_of(bits)[None, :]).to(dtype)
     NUM_GROUPS: tl.constexpr = pool.BLOCK_DIM // pool.GROUP
     group = tl.arange(0, NUM_GROUPS)
-    place = (offset // pool.GROUP)[None, :] + group[:, None]
     inside = there[None, :] & (group * pool.GROUP < pool.DIM)[:, None]
-    scales = scales_of(tl.load(pool.scales_ptr + place, mask=inside, other=0))  # [K / GROUP, N]
-    parts = tl.reshape(numbers, (NUM_GROUPS, pool.GROUP, numbers.shape[1])).to(tl.float32)
+    place = pool.scales_ptr + first[None, :] + group[:, None]
+    scales = scales_of(tl.load(place, mask=inside, other=0))  # [K / GROUP, N]
+    parts = tl.reshape(levels, (NUM_GROUPS, pool.GROUP, numbers.shape[1]))
     return tl.reshape((parts * scales[:, None, :]).to(dtype), numbers.shape)
 
 
 @triton.jit
-def restored_values(numbers, pool, offset, there, dtype: tl.constexpr):
-    """Return int8 values [N, V] times their scales, as `restored_keys`."""
+def restored_values(numbers, pool, offset, dim, there, dtype: tl.constexpr):
+    """Return stored values [N, V] times their scales, as `restored_keys`."""
+    levels = levels_of(numbers, dim[None, :], pool.GROUP, pool.FORM)
+    first = place_of_scale(offset, pool.GROUP, pool.FORM)
     if pool.GROUP == pool.DIM:
-        bits = tl.load(pool.scales_ptr + offset // pool.GROUP, mask=there, other=0)  # [N]
-        return (numbers.to(tl.float32) * scales_of(bits)[:, None]).to(dtype)
+        bits = tl.load(pool.scales_ptr + first, mask=there, other=0)  # [N]
+        return (levels * scales_of(bits)[:, None]).to(dtype)
     NUM_GROUPS: tl.constexpr = pool.BLOCK_DIM // pool.GROUP
     group = tl.arange(0, NUM_GROUPS)
-    place = (offset // pool.GROUP)[:, None] + group[None, :]
     inside = there[:, None] & (group * pool.GROUP < pool.DIM)[None, :]
-    scales = scales_of(tl.load(pool.scales_ptr + place, mask=inside, other=0))  # [N, V / GROUP]
-    parts = tl.reshape(numbers, (numbers.shape[0], NUM_GROUPS, pool.GROUP)).to(tl.float32)
+    place = pool.scales_ptr + first[:, None] + group[None, :]
+    scales = scales_of(tl.load(place, mask=inside, other=0))  # [N, V / GROUP]
+    parts = tl.reshape(levels, (numbers.shape[0], NUM_GROUPS, pool.GROUP))
     return tl.reshape((parts * scales[:, :, None]).to(dtype), numbers.shape)
 
 
@@ -269,8 +313,8 @@ def attend_keys(
             keys, values, key_offset, value_offset, key_dim, value_dim, there, MASKED
         )
         if keys.scales_ptr is not None:
-            key = restored_keys(key, keys, key_offset, there, query.dtype)
-            value = restored_values(value, values, value_offset, there, query.dtype)
+            key = restored_keys(key, keys, key_offset, key_dim, there, query.dtype)
+            value = restored_values(value, values, value_offset, value_dim, there, query.dtype)
         scores = score_tile(query, key, scoring)
         if MASKED:
             scores = mask_scores(scores, position, lowest, key_position, there, span)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvchat_kernels.kv_code import INT8, KvCode
+
 # Above this the accumulator and one pair of tiles do not fit in a program's registers and memory.
 MAX_HEAD_DIM = 512
 # The smallest split, in keys: with shorter ones merging costs more than the parallelism gains.
@@ -51,8 +53,8 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The sizes of a layer's attention, the dtype of its queries, and that of its pools: the same
-    one, or `is_int8`.
+    """The sizes of a layer's attention, the dtype of its queries, and the code of its pools, which
+    without one have that dtype too.
     """
 
     num_heads: int
@@ -60,7 +62,7 @@ class LayerShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    is_int8: bool = False
+    code: KvCode | None = None
 
 
 # Tiles by the padded head dim: 16 rows, 32 rows, 64 rows, prefill.
@@ -90,9 +92,9 @@ _WHOLE: dict[int, _Row] = {
     512: (Tile(16, 16, 8, 1),) * 4,
 }
 
-# The same over KV of 8 bits, whose tiles are restored in registers between memory and product: a
+# The same over KV in few bits, whose tiles are restored in registers between memory and product: a
 # tile has fewer keys, or more warps.
-_LARGE_INT8: dict[int, _Row] = {
+_LARGE_CODED: dict[int, _Row] = {
     64: (Tile(16, 64, 4, 4), Tile(32, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     128: (Tile(16, 32, 4, 4), Tile(32, 32, 4, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
     256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 16, 8, 3)),
@@ -100,18 +102,30 @@ _LARGE_INT8: dict[int, _Row] = {
 }
 # For compute capability 10.0 (B200), where Triton 3.7 spilled registers at three places of these.
 # It still spills four where tables are private and heads have 512 dims, but for prefills.
-_BLACKWELL_INT8 = _LARGE_INT8 | {
+_BLACKWELL_CODED = _LARGE_CODED | {
     64: (Tile(16, 64, 4, 4), Tile(32, 32, 4, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
     128: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
     512: (Tile(16, 16, 8, 2),) * 4,
 }
-_SMALL_INT8: dict[int, _Row] = {
+_SMALL_CODED: dict[int, _Row] = {
     64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 2)),
     128: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 2)),
     256: (Tile(16, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 2)),
     512: (Tile(16, 16, 8, 2),) * 4,
 }
-_WHOLE_INT8: dict[int, _Row] = {
+# Of other codes than `int8` some tiles took more registers than there are.
+_WIDEST_OTHER = (Tile(16, 16, 8, 1),) * 4
+_LARGE_OTHER = {
+    128: (Tile(16, 32, 4, 4), Tile(32, 32, 8, 4), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    256: (Tile(16, 32, 8, 4), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3), Tile(64, 16, 8, 2)),
+    512: _WIDEST_OTHER,
+}
+_SMALL_OTHER = {
+    64: (Tile(16, 64, 8, 3), Tile(32, 64, 4, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 2)),
+    128: (Tile(16, 32, 4, 3), Tile(32, 32, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 8, 1)),
+    512: _WIDEST_OTHER,
+}
+_WHOLE_CODED: dict[int, _Row] = {
     64: (Tile(16, 16, 8, 2),) * 4,
     128: (Tile(16, 16, 8, 2),) * 4,
     256: (*[Tile(16, 16, 4, 1)] * 3, Tile(16, 16, 16, 1)),
@@ -139,17 +153,29 @@ def unsupported(shape: LayerShape, card: Card) -> str | None:
 
 
 def tiles_of(
-    key_dim: int, value_dim: int, dtype: torch.dtype, card: Card, is_int8: bool = False
+    key_dim: int, value_dim: int, dtype: torch.dtype, card: Card, code: KvCode | None = None
 ) -> _Row:
     """Return the tiles of a layer: for 16, 32 and 64 rows of split keys, and for a prefill."""
-    if dtype == torch.float32:
-        table = _WHOLE_INT8 if is_int8 else _WHOLE
-    elif card.is_large:
-        of_8_bits = _BLACKWELL_INT8 if card.capability == 100 else _LARGE_INT8
-        table = of_8_bits if is_int8 else _LARGE
-    else:
-        table = _SMALL_INT8 if is_int8 else _SMALL
+    table = _tables(dtype, card) if code is None else _coded_tables(dtype, card, code)
     return table[max(64, padded(key_dim), padded(value_dim))]
+
+
+def _tables(dtype: torch.dtype, card: Card) -> dict[int, _Row]:
+    if dtype == torch.float32:
+        return _WHOLE
+    return _LARGE if card.is_large else _SMALL
+
+
+def _coded_tables(dtype: torch.dtype, card: Card, code: KvCode) -> dict[int, _Row]:
+    if dtype == torch.float32:
+        return _WHOLE_CODED
+    if card.is_large:
+        table, others = _LARGE_CODED, _LARGE_OTHER
+        if card.capability == 100:
+            table, others = _BLACKWELL_CODED, {512: _WIDEST_OTHER}
+    else:
+        table, others = _SMALL_CODED, _SMALL_OTHER
+    return table if code == INT8 else table | others
 
 
 def split_tile(tiles: _Row, num_rows: int) -> Tile:

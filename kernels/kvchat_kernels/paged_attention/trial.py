@@ -6,7 +6,6 @@ the layer runs plain torch, and the user gets the reason, instead of an error in
 
 import torch
 
-from kvchat_kernels.kv_code import INT8
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring
@@ -50,7 +49,7 @@ def _every_tile(call: AttentionCall) -> list[list[Launch]]:
     longest = max(_QUERY_LENS)
     return [
         *(list(split_launches(call, 1, longest, card, tile)) for tile in dict.fromkeys(split)),
-        [prefill_launch(call, 1, prefill)],
+        [prefill_launch(call, 1, prefill, card)],
     ]
 
 
@@ -66,11 +65,9 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
     query = random(num_tokens, shape.num_heads, shape.key_dim)
     keys, values = random(*pool, shape.key_dim), random(*pool, shape.value_dim)
     key_scales = value_scales = None
-    if shape.is_int8:
-        (keys, key_scales), (values, value_scales) = (
-            INT8.keys.quantised(keys),
-            INT8.keys.quantised(values),
-        )
+    if shape.code is not None:
+        keys, key_scales = shape.code.keys.quantised(keys)
+        values, value_scales = shape.code.values.quantised(values)
     return AttentionCall(
         query=query,
         key_pool=keys,
@@ -80,15 +77,18 @@ def _small_call(device: torch.device, shape: LayerShape) -> AttentionCall:
         out=query.new_empty(num_tokens, shape.num_heads, shape.value_dim),
         key_scales=key_scales,
         value_scales=value_scales,
+        code=shape.code,
     )
 
 
 def _expected(call: AttentionCall) -> torch.Tensor:
     keys, values = call.key_pool, call.value_pool
-    if call.key_scales is not None and call.value_scales is not None:
+    if call.code is not None:
+        assert call.key_scales is not None
+        assert call.value_scales is not None
         # As the kernels restore them: rounded once to the query's dtype.
-        keys = INT8.keys.restored(keys, call.key_scales).to(call.query.dtype)
-        values = INT8.keys.restored(values, call.value_scales).to(call.query.dtype)
+        keys = call.code.keys.restored(keys, call.key_scales).to(call.query.dtype)
+        values = call.code.values.restored(values, call.value_scales).to(call.query.dtype)
     return paged_attention_reference(call.query, keys, values, call.sequences, call.scoring)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from kvchat_kernels.coded_kv_write.reference import CodedPools
+from kvchat_kernels.kv_code import Form, KvCode
 from kvchat_kernels.launch import Launch, next_power_of_2
 from kvchat_kernels.paged_attention.prefill_kernel import paged_attention_prefill_kernel
 from kvchat_kernels.paged_attention.sequences import (
@@ -27,6 +29,7 @@ from kvchat_kernels.paged_attention.split_kernel import (
     merge_splits_kernel,
     paged_attention_split_kernel,
 )
+from kvchat_kernels.paged_attention.tile_kernel import NATIVE_E4M3
 from kvchat_kernels.paged_attention.tiles import (
     MERGE_BLOCK,
     MIN_SPLIT,
@@ -46,14 +49,16 @@ _MAX_SPLIT_CHUNK = 256
 # The splits give each multiprocessor about this many programs, so one can load while one computes.
 _PROGRAMS_PER_PROCESSOR = 2
 _LOG2_E = math.log2(math.e)
+# From this compute capability on, times 10, a GPU reads e4m3.
+_E4M3_CAPABILITY = 89
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's attention in one step: the arguments of `paged_attention`, and its output.
 
-    Keys and values are floats in the query's dtype; or int8 with scales, as of `coded_kv.py`, all
-    contiguous. Then `key_scales` is [num_blocks, block_size, num_kv_heads, groups] bfloat16.
+    Keys and values are floats in the query's dtype; or numbers of a code with scales, the tensors
+    of a `CodedKv`, all contiguous.
     """
 
     query: torch.Tensor
@@ -64,6 +69,7 @@ class AttentionCall:
     out: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    code: KvCode | None = None
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -75,7 +81,7 @@ class AttentionCall:
 
     def tiles(self, card: Card) -> tuple[Tile, ...]:
         """Return the layer's tiles: for 16, 32 and 64 rows of split keys, and for a prefill."""
-        tiles = tiles_of(*self.dims, self.query.dtype, card, self.key_scales is not None)
+        tiles = tiles_of(*self.dims, self.query.dtype, card, self.code)
         return tiles if self.positions is None else over_private_tables(tiles)
 
     @property
@@ -88,7 +94,21 @@ class AttentionCall:
 
     @property
     def dims(self) -> tuple[int, int]:
-        return self.key_pool.shape[3], self.value_pool.shape[3]
+        widths = self.key_pool.shape[3], self.value_pool.shape[3]
+        if self.code is None:
+            return widths
+        return widths[0] * 8 // self.code.keys.bits, widths[1] * 8 // self.code.values.bits
+
+    def forms(self, card: Card) -> tuple[str, str]:
+        """What keys and values are stored as; "" for floats of the query's dtype."""
+        if self.code is None:
+            return "", ""
+        forms = self.code.keys.form, self.code.values.form
+        has_e4m3 = card.capability >= _E4M3_CAPABILITY
+        key_form, value_form = (
+            NATIVE_E4M3 if form is Form.E4M3 and has_e4m3 else form.value for form in forms
+        )
+        return key_form, value_form
 
     @property
     def query_lens(self) -> tuple[int, ...]:
@@ -137,26 +157,27 @@ def paged_attention_triton(
     return out
 
 
-def paged_attention_int8_triton(
+def paged_attention_coded_triton(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    key_scales: torch.Tensor,
-    values: torch.Tensor,
-    value_scales: torch.Tensor,
+    pools: CodedPools,
+    code: KvCode,
     sequences: Sequences,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend over KV of 8 bits with scales, the tensors of an `CodedKv`; otherwise as
-    `paged_attention_triton`.
+    """Attend over KV in few bits with scales, the tensors of a `CodedKv`; otherwise as
+    `paged_attention_triton`. Queries are turned where keys are, and so is the result where values
+    are.
 
     A tile of keys or values is restored in registers, rounded once to the query's dtype.
     """
-    assert keys.dtype == values.dtype == torch.int8
-    assert all(x.is_contiguous() for x in (keys, key_scales, values, value_scales))
+    keys, key_scales, values, value_scales = pools
+    assert all(pool.is_contiguous() for pool in pools)
     if query.stride(-1) != 1:
         query = query.contiguous()
-    out = query.new_empty(*query.shape[:2], values.shape[3])
-    call = AttentionCall(query, keys, values, sequences, scoring, out, key_scales, value_scales)
+    out = query.new_empty(*query.shape[:2], values.shape[3] * 8 // code.values.bits)
+    call = AttentionCall(
+        query, keys, values, sequences, scoring, out, key_scales, value_scales, code
+    )
     for launch in plan_launches(call, card_of(query.device)):
         launch.run()
     return out
@@ -189,7 +210,7 @@ def plan_launches(call: AttentionCall, card: Card) -> Iterator[Launch]:
             yield from split_launches(call, MAX_SPLIT_QUERY + 1, longest, card)
         else:
             tile = prefill_tile(call.tiles(card))
-            yield prefill_launch(call, MAX_SPLIT_QUERY + 1, tile)
+            yield prefill_launch(call, MAX_SPLIT_QUERY + 1, tile, card)
 
 
 def _fills_few_processors(call: AttentionCall, card: Card) -> bool:
@@ -242,7 +263,7 @@ def split_launches(
         "BLOCK_B": _sequence_block(call),
         "MIN_SPLIT": min_split,
     }
-    split = {**_inputs(call), **division, "BLOCK_M": tile.block_m}
+    split = {**_inputs(call, card), **division, "BLOCK_M": tile.block_m}
     yield _launch(paged_attention_split_kernel, (programs, shape[0]), split, tile)
     merge = {**_output(call), **division, **_shared(call, call.walked_span)}
     merge["BLOCK_S"] = MERGE_BLOCK
@@ -250,10 +271,10 @@ def split_launches(
     yield Launch(merge_splits_kernel, tuple(call.query.shape[:2]), merge, warps, num_stages=2)
 
 
-def prefill_launch(call: AttentionCall, min_query_len: int, tile: Tile) -> Launch:
+def prefill_launch(call: AttentionCall, min_query_len: int, tile: Tile, card: Card) -> Launch:
     """Return the prefill kernel, for all sequences of at least `min_query_len` new tokens."""
     values = {
-        **_inputs(call),
+        **_inputs(call, card),
         **_output(call),
         "num_sequences": len(call.query_lens),
         "min_query_len": min_query_len,
@@ -286,7 +307,7 @@ def _shared(call: AttentionCall, span: AttentionSpan) -> dict[str, Any]:
     }
 
 
-def _inputs(call: AttentionCall) -> dict[str, Any]:
+def _inputs(call: AttentionCall, card: Card) -> dict[str, Any]:
     """The parameters of the kernels that read keys. Scores are in units of log2."""
     scale, cap, softcap = call.scoring.scale * _LOG2_E, 0.0, call.scoring.softcap
     if softcap is not None:
@@ -320,6 +341,8 @@ def _inputs(call: AttentionCall) -> dict[str, Any]:
         "PRECISION": "ieee" if call.query.dtype == torch.float32 else "tf32",
         "KEY_GROUP": call.groups[0],
         "VALUE_GROUP": call.groups[1],
+        "KEY_FORM": call.forms(card)[0],
+        "VALUE_FORM": call.forms(card)[1],
         "BLOCK_K": padded(call.dims[0]),
     }
 

@@ -26,7 +26,7 @@ from kvchat.bench.scenarios import NAMES, scenario
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.model.checkpoint.source import find_model
-from kvchat_kernels.kv_code import group_size
+from kvchat_kernels.kv_code import CODES, KvCode
 from kvchat_kernels.paged_attention import PagedSequences, Scoring, paged_attention
 
 SHAPE = KernelShape(32, 48, 4, 2, 16, 100, 3)
@@ -180,15 +180,16 @@ def test_verifying_is_read_against_decoding() -> None:
     assert (figure.value, figure.beside, figure.ratio) == (9, 8, 9 / 8)
 
 
-def test_kv_of_8_bits_is_measured_by_its_own_bytes(cases: list[KernelCase]) -> None:
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
+def test_kv_in_few_bits_is_measured_by_its_own_bytes(cases: list[KernelCase], code: KvCode) -> None:
     found = {case.name: case for case in cases if "rows on" in case.name}
-    names = [name for name in found if name.endswith(", KV of 8 bits")]
+    names = [name for name in found if name.endswith(f", KV in {code.name}")]
 
     assert names
     for name in names:
-        plain = found[name.removesuffix(", KV of 8 bits")]
-        groups = SHAPE.head_dim // group_size(SHAPE.head_dim)
-        share = (SHAPE.head_dim + 2 * groups) / (SHAPE.head_dim * PLACE.dtype.itemsize)
+        plain = found[name.removesuffix(f", KV in {code.name}")]
+        dim = SHAPE.head_dim
+        share = code.num_bytes(dim, dim) / (2 * dim * PLACE.dtype.itemsize)
         assert found[name].num_bytes == pytest.approx(plain.num_bytes * share)
         assert not found[name].peers
 
@@ -200,7 +201,7 @@ def test_flashinfer_is_given_the_same_blocks(monkeypatch: pytest.MonkeyPatch) ->
     module.__spec__ = ModuleSpec("flashinfer", None)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
 
-    found = [case for case in attention_cases(SHAPE, PLACE, 40) if "8 bits" not in case.name]
+    found = [case for case in attention_cases(SHAPE, PLACE, 40) if "KV in" not in case.name]
 
     assert len(found) == 4
     for case in found:

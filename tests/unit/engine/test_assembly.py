@@ -31,6 +31,7 @@ from kvchat.model import loader
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.spec import Gathered
 from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.kv_code import CODES
 from support.checkpoints import save_checkpoint, tiny_model
 from support.every_type import every_config, every_model
 from support.fact_memory import FactMemory
@@ -238,7 +239,7 @@ def test_the_budget_is_never_exceeded_and_nearly_used(checkpoint: Path, block_si
 
 
 @pytest.mark.parametrize("whole_windows", [True, False])
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", *CODES])
 def test_kv_holds_the_memory_that_it_promised(
     checkpoint: Path, kv_dtype: str, whole_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

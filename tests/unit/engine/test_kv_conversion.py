@@ -93,7 +93,7 @@ def test_layers_that_a_block_lacks_are_lacking_after_it() -> None:
 def test_fewer_bits_never_serve_more() -> None:
     assert finer_geometries(geometry(None)) == {}
     assert list(finer_geometries(geometry(INT8))) == ["bfloat16"]
-    assert list(finer_geometries(geometry(INT4))) == ["bfloat16", "int8", "k8v4"]
+    assert list(finer_geometries(geometry(INT4))) == ["bfloat16", "int8", "fp8", "k8v4"]
 
 
 class Program:

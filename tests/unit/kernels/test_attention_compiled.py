@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvchat_kernels.kv_code import group_size
+from kvchat_kernels.kv_code import CODES, INT8, KvCode, group_size
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import (
     AttentionSpan,
@@ -51,14 +51,15 @@ SMALL_VARIANTS = [
     *((RTX_40, (512, 512), query_len) for query_len in (1, 8, 2048)),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
 ]
-# Over KV of 8 bits the tiles of most models; long runs compile every tile for every kind of GPU.
-_INT8_TILES = [
+# Over KV in int8 the tiles of most models, over other codes a few; long runs compile every tile for
+# every kind of GPU.
+_CODED_TILES = [
     *((gpu, (128, 128), n) for gpu in (HOPPER, RTX_40) for n in QUERIES),
     *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (1, 2048)),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (1, 2048)),
     (BLACKWELL, (128, 128), 1),
 ]
-_OTHER_INT8_TILES = [
+_OTHER_CODED_TILES = [
     *((BLACKWELL, (128, 128), n) for n in (8, 16, 2048)),
     *((BLACKWELL, (dim, dim), n) for dim in (64, 256, 512) for n in QUERIES),
     *((gpu, (64, 64), n) for gpu in (HOPPER, RTX_40) for n in (8, 16)),
@@ -66,9 +67,16 @@ _OTHER_INT8_TILES = [
     *((gpu, (dim, dim), n) for gpu in (AMPERE, RTX_50) for dim in (64, 256) for n in QUERIES),
     *((gpu, (128, 128), n) for gpu in (AMPERE, RTX_30, RTX_50) for n in (8, 16)),
 ]
-INT8_VARIANTS = [
-    *_INT8_TILES,
-    *(pytest.param(*variant, marks=pytest.mark.soak) for variant in _OTHER_INT8_TILES),
+_FEW_TILES = [(HOPPER, (128, 128), 8), (RTX_40, (128, 128), 2048), (RTX_40, (64, 64), 1)]
+CODED_VARIANTS = [
+    pytest.param(
+        *variant,
+        code,
+        id="-".join(map(str, (*variant, code.name))),
+        marks=() if variant in (_CODED_TILES if code is INT8 else _FEW_TILES) else pytest.mark.soak,
+    )
+    for code in CODES.values()
+    for variant in _CODED_TILES + _OTHER_CODED_TILES
 ]
 OTHER_DIMS = [(16, 16), (20, 20), (32, 32), (80, 80), (96, 96), (128, 256), (192, 128)]
 DIMS = [*((dim, dim) for dim in (64, 128, 256, 512)), *OTHER_DIMS]
@@ -101,21 +109,28 @@ def plain_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> Att
     return attention_call(dims, query_len, dtype, True)
 
 
-def int8_call(dims: tuple[int, int], query_len: int, dtype: torch.dtype) -> AttentionCall:
-    """The same layer, with a window, a softcap and sinks, over KV of 8 bits."""
+def coded_call(
+    dims: tuple[int, int], query_len: int, dtype: torch.dtype, code: KvCode = INT8
+) -> AttentionCall:
+    """The same layer, with a window, a softcap and sinks, over KV in few bits."""
     call = attention_call(dims, query_len, dtype, True)
 
     def meta(pool: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*pool.shape[:3], width, dtype=dtype, device="meta")
 
-    pools = call.key_pool, call.value_pool
-    keys, values = (meta(pool, dim, torch.int8) for pool, dim in zip(pools, dims, strict=True))
-    scales = [
-        meta(pool, dim // group_size(dim), torch.bfloat16)
-        for pool, dim in zip(pools, dims, strict=True)
-    ]
+    sides = (
+        (call.key_pool, dims[0], code.keys),
+        (call.value_pool, dims[1], code.values),
+    )
+    keys, values = (meta(pool, of.width(dim), of.dtype) for pool, dim, of in sides)
+    scales = [meta(pool, dim // group_size(dim), torch.bfloat16) for pool, dim, _ in sides]
     return replace(
-        call, key_pool=keys, value_pool=values, key_scales=scales[0], value_scales=scales[1]
+        call,
+        key_pool=keys,
+        value_pool=values,
+        key_scales=scales[0],
+        value_scales=scales[1],
+        code=code,
     )
 
 
@@ -134,9 +149,9 @@ PRIVATE_VARIANTS = [
     for gpu in GPUS
     for dim in (64, 128, 256, 512)
     for query_len in QUERIES
-    for make in (plain_call, int8_call)
+    for make in (plain_call, coded_call)
     # Four registers are spilled there, which tiles.py tells.
-    if not (gpu is BLACKWELL and dim == 512 and make is int8_call and query_len < 2048)
+    if not (gpu is BLACKWELL and dim == 512 and make is coded_call and query_len < 2048)
 ]
 
 
@@ -190,14 +205,18 @@ def test_tiles_fit_gpus_with_less_shared_memory(
     assert code.ptx_count("mma.sync") > 0
 
 
-@pytest.mark.parametrize(("gpu", "dims", "query_len"), INT8_VARIANTS, ids=str)
-def test_over_kv_of_8_bits_nothing_spills(gpu: Gpu, dims: tuple[int, int], query_len: int) -> None:
+@pytest.mark.parametrize(("gpu", "dims", "query_len", "code"), CODED_VARIANTS)
+def test_over_kv_in_few_bits_nothing_spills(
+    gpu: Gpu, dims: tuple[int, int], query_len: int, code: KvCode
+) -> None:
     """Numbers are copied to shared memory as they are, and multiplied by tensor cores."""
-    code = compiled(next(launches(int8_call(dims, query_len, torch.bfloat16), gpu)), gpu=gpu)
+    launch = next(launches(coded_call(dims, query_len, torch.bfloat16, code), gpu))
 
-    assert code.ptx_count("cp.async") > 0
+    made = compiled(launch, gpu=gpu)
+
+    assert launch.num_stages == 1 or made.ptx_count("cp.async") > 0
     cores = ("wgmma.mma_async", "tcgen05.mma", "mma.sync")
-    assert any(code.ptx_count(name) for name in cores)
+    assert any(made.ptx_count(name) for name in cores)
 
 
 def with_private_table(call: AttentionCall) -> AttentionCall:
@@ -307,21 +326,22 @@ def test_every_tile_that_can_be_chosen_is_compiled_above(card: Card) -> None:
     assert chosen == compiled
 
 
+@pytest.mark.parametrize("code", CODES.values(), ids=list(CODES))
 @pytest.mark.parametrize("gpu", [HOPPER, BLACKWELL, RTX_40], ids=str)
-def test_every_tile_over_kv_of_8_bits_is_compiled_above(gpu: Gpu) -> None:
+def test_every_tile_over_kv_in_few_bits_is_compiled_above(gpu: Gpu, code: KvCode) -> None:
     card, half = card_of(gpu), torch.bfloat16
     sizes = [(key, value) for key in range(8, 513, 8) for value in range(8, 513, 8)]
-    chosen = {tile for size in sizes for tile in tiles_of(*size, half, card, True)}
+    chosen = {tile for size in sizes for tile in tiles_of(*size, half, card, code)}
 
-    variants = [(dims, n) for own, dims, n in _INT8_TILES + _OTHER_INT8_TILES if own is gpu]
-    assert chosen == {tiles_of(*dims, half, card, True)[QUERIES.index(n)] for dims, n in variants}
+    variants = [(dims, n) for own, dims, n in _CODED_TILES + _OTHER_CODED_TILES if own is gpu]
+    assert chosen == {tiles_of(*dims, half, card, code)[QUERIES.index(n)] for dims, n in variants}
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("query_len", [1, 2048])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_float32_over_kv_of_8_bits_stays_whole(dim: int, query_len: int) -> None:
-    code = compiled(next(launches(int8_call((dim, dim), query_len, torch.float32))))
+    code = compiled(next(launches(coded_call((dim, dim), query_len, torch.float32))))
 
     assert code.ptx_count("mma") == code.ptx_count("wgmma") == 0
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from kvchat_kernels.kv_code import INT8, K8V4
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import Implementation, LayerShape, choice, implementation_for
 from kvchat_kernels.paged_attention.tiles import Card
@@ -88,11 +89,11 @@ def test_a_layer_whose_trial_succeeds_runs_kernels(
 @pytest.mark.parametrize(
     "shape",
     spread(
-        [replace(SHAPE, is_int8=True), LayerShape(4, 2, 64, 32, torch.float16, is_int8=True)],
-        [replace(SHAPE, is_int8=True)],
+        [replace(SHAPE, code=INT8), LayerShape(4, 2, 64, 32, torch.float16, K8V4)],
+        [replace(SHAPE, code=INT8)],
     ),
 )
-def test_tiles_over_eight_bits_that_are_right_pass(
+def test_tiles_over_few_bits_that_are_right_pass(
     shape: LayerShape, interpreter: Interpreter
 ) -> None:
     assert interpreter(trial_error, CPU, shape) is None

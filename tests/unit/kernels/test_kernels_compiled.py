@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from kvchat_kernels.block_copy import PoolTensors, copy_launch, image_launch
-from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch, turned_queries_launch
-from kvchat_kernels.kv_code import group_size
+from kvchat_kernels.coded_kv_write.kernel import coded_kv_write_launch, turned_queries_launch
+from kvchat_kernels.kv_code import FP8, INT4, INT8, K8V4, KvCode, group_size
 from kvchat_kernels.kv_write import (
     HeadNorms,
     Rotation,
@@ -72,19 +72,25 @@ def step(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", [INT8, K8V4, INT4, FP8], ids=lambda code: code.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_int8_kv_write(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_coded_kv_write(shape: tuple[int, int, int, int], code: KvCode, dtype: torch.dtype) -> None:
     (_, key, value), step_kv, _ = step(shape, dtype)
     _, kv_heads, dim, _ = shape
+    if not code.takes(dim, dim):
+        return
     pools = [
         meta(100, 16, kv_heads, width, dtype=stored)
-        for _ in range(2)
-        for width, stored in ((dim, torch.int8), (dim // group_size(dim), torch.bfloat16))
+        for numbers in (code.keys, code.values)
+        for width, stored in (
+            (numbers.width(dim), numbers.dtype),
+            (dim // group_size(dim), torch.bfloat16),
+        )
     ]
 
-    code = compiled(int8_kv_write_launch(key, value, tuple(pools), step_kv.slot_mapping))
+    launched = compiled(coded_kv_write_launch(key, value, tuple(pools), code, step_kv.slot_mapping))
 
-    assert code.ptx_count("div.full") == 0, "torch divides exactly"
+    assert launched.ptx_count("div.full") == 0, "torch divides exactly"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""What the kernels of KV in 8 bits must do: the write to the bit, attention as over plain numbers.
+"""What the kernels of KV in few bits must do: write to the bit, attend as over plain numbers.
 
 Called where Triton interprets, and on a CUDA device.
 """
@@ -8,69 +8,72 @@ from dataclasses import replace
 import torch
 
 from kvchat_kernels.coded_kv import CodedKv
-from kvchat_kernels.int8_kv_write import int8_kv_write, turn_queries
-from kvchat_kernels.kv_code import INT8, group_size
+from kvchat_kernels.coded_kv_write import coded_kv_write, turn_queries
+from kvchat_kernels.kv_code import INT8, KvCode, group_size
 from kvchat_kernels.paged_attention import PagedSequences
-from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_int8_triton
+from kvchat_kernels.paged_attention.triton_gpu import AttentionCall, paged_attention_coded_triton
 from support.attention_checks import assert_exact, scoring_of
 from support.attention_kernel_checks import captured
 from support.paged_fixture import PagedProblem, paged_problem, with_private_tables
 from support.plain_attention import AttentionCase
 from support.rounding import assert_same_bits, poisoned_memory
 
-Int8Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def int8_problem(
+def coded_problem(
     case: AttentionCase,
     lengths: tuple[tuple[int, int], ...],
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     is_private: bool = False,
-) -> tuple[PagedProblem, Int8Parts]:
+    code: KvCode = INT8,
+) -> tuple[PagedProblem, Parts]:
     """Return a problem whose oracle has the stored numbers, and the pools; NaN beside sequences.
 
-    Its query is one for turned keys.
+    Its query is one for turned keys where the code turns them, its result of turned values.
     """
     problem = paged_problem(case, lengths, block_size, torch.float32)
     if is_private:
         problem = with_private_tables(problem)
-    parts = (*INT8.keys.quantised(problem.key_pool), *INT8.keys.quantised(problem.value_pool))
+    parts = (*code.keys.quantised(problem.key_pool), *code.values.quantised(problem.value_pool))
     keys, values = (
-        tuple(INT8.keys.restored(*INT8.keys.quantised(own)).to(dtype) for own in side)
-        for side in (problem.keys, problem.values)
+        tuple(numbers.restored(*numbers.quantised(own)).to(dtype) for own in side)
+        for numbers, side in ((code.keys, problem.keys), (code.values, problem.values))
     )
     sinks = None if problem.sinks is None else problem.sinks.to(dtype)
     query = problem.query.to(dtype)
     return replace(problem, query=query, keys=keys, values=values, sinks=sinks), parts
 
 
-def check_int8_attention(
+def check_coded_attention(
     case: AttentionCase,
     lengths: tuple[tuple[int, int], ...],
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     is_private: bool = False,
+    code: KvCode = INT8,
 ) -> None:
     """One batch of (new tokens, context) is as exact as arithmetic over the stored numbers."""
-    problem, parts = int8_problem(case, lengths, dtype, block_size, is_private)
+    problem, parts = coded_problem(case, lengths, dtype, block_size, is_private, code)
     moved = problem.to(device)
     with poisoned_memory():
-        out = paged_attention_int8_triton(
+        out = paged_attention_coded_triton(
             moved.query,
-            *(part.to(device) for part in parts),
+            tuple(part.to(device) for part in parts),
+            code,
             moved.sequences,
             scoring_of(case, moved.sinks),
         )
     assert_exact(out.cpu(), problem, case, device)
 
 
-def check_int8_replay(
+def check_coded_replay(
     case: AttentionCase, new: int, contexts: tuple[int, ...], device: str = "cpu"
 ) -> None:
     """A step planned, or captured, for other contexts is right for these."""
-    problem, parts = int8_problem(case, tuple((new, context) for context in contexts))
+    problem, parts = coded_problem(case, tuple((new, context) for context in contexts))
     moved = problem.to(device)
     keys, key_scales, values, value_scales = (part.to(device) for part in parts)
     planned = PagedSequences(
@@ -82,7 +85,7 @@ def check_int8_replay(
     out = moved.query.new_full((*moved.query.shape[:2], case.value_dim), float("nan"))
     settings = planned, scoring_of(case, moved.sinks)
     replay = captured(
-        AttentionCall(moved.query, keys, values, *settings, out, key_scales, value_scales)
+        AttentionCall(moved.query, keys, values, *settings, out, key_scales, value_scales, INT8)
     )
 
     planned.context_lens_device.copy_(moved.sequences.context_lens_device)
@@ -92,13 +95,14 @@ def check_int8_replay(
     assert_exact(out.cpu(), problem, case, device)
 
 
-def zeroed_pools(num_blocks: int, block: int, heads: int, *dims: int) -> CodedKv:
-    made = []
-    for dim in dims:
-        made.append(torch.zeros(num_blocks, block, heads, dim, dtype=torch.int8))
-        groups = dim // group_size(dim)
-        made.append(torch.zeros(num_blocks, block, heads, groups, dtype=torch.bfloat16))
-    return CodedKv(*made)
+def zeroed_pools(
+    num_blocks: int, block: int, heads: int, *dims: int, code: KvCode = INT8
+) -> CodedKv:
+    made, shape = [], (num_blocks, block, heads)
+    for dim, numbers in zip(dims, (code.keys, code.values), strict=True):
+        made.append(torch.zeros(*shape, numbers.width(dim), dtype=numbers.dtype))
+        made.append(torch.zeros(*shape, dim // group_size(dim), dtype=torch.bfloat16))
+    return CodedKv(*made, code)
 
 
 def hard_numbers(num_rows: int, *shape: int) -> torch.Tensor:
@@ -118,7 +122,9 @@ def hard_numbers(num_rows: int, *shape: int) -> torch.Tensor:
     return values
 
 
-def check_int8_write(dims: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+def check_coded_write(
+    dims: tuple[int, int], dtype: torch.dtype, device: str = "cpu", code: KvCode = INT8
+) -> None:
     """The kernel stores the bytes of the reference: KV that a CPU kept is read by a GPU.
 
     Keys and values are parts of one tensor, so they are not contiguous.
@@ -129,10 +135,10 @@ def check_int8_write(dims: tuple[int, int], dtype: torch.dtype, device: str = "c
     slots = torch.tensor([3, 9, 18, 11, 2, 0, 1, 4, 5, 6, -1, 7, 8, 10, 12, 13])
     stored = []
     for impl, place in (("triton", device), ("reference", "cpu")):
-        kv = zeroed_pools(5, 4, heads, *dims)
+        kv = zeroed_pools(5, 4, heads, *dims, code=code)
         pools = tuple(tensor.to(place) for tensor in kv.tensors)
         key, value = both.to(place).split(dims, dim=2)
-        int8_kv_write(key, value, pools, slots.to(place), impl=impl)
+        coded_kv_write(key, value, pools, code, slots.to(place), impl=impl)
         stored.append([tensor.cpu() for tensor in pools])
     for ours, theirs in zip(*stored, strict=True):
         if ours.is_floating_point():

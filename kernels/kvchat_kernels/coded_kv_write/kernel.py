@@ -1,4 +1,4 @@
-"""The write in 8 bits as one Triton kernel for keys and values together, and one for queries.
+"""The write in few bits as one Triton kernel for keys and values together, and one for queries.
 
 Shapes: H heads of a tile, B groups of a head, G numbers of a group, both padded to powers of two.
 """
@@ -7,17 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kvchat_kernels.int8_kv_write.reference import CodedPools
-from kvchat_kernels.kv_code import INT8, LEAST, group_size
+from kvchat_kernels.coded_kv_write.reference import CodedPools
+from kvchat_kernels.kv_code import LEAST, STEPS, UNITS, Form, KvCode, group_size
 from kvchat_kernels.launch import Launch, next_power_of_2
 
 _TILE = 1024
-_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(127.0)
+_LEAST, _UNITS = tl.constexpr(LEAST), tl.constexpr(float(UNITS))
+_STEP, _LAST, _GAP = (tl.constexpr(x) for x in (STEPS.start, STEPS[-1], STEPS.step))
+_INT4, _E4M3 = tl.constexpr(Form.INT4.value), tl.constexpr(Form.E4M3.value)
 
 
 @triton.jit
 def _bfloat16_bits(x):
-    """Return positive floats rounded to bfloat16, half to even, as the low 16 bits of int32.
+    """Return floats rounded to bfloat16, half to even, as the low 16 bits of int32.
 
     In integers, so that the interpreter rounds as a GPU does. Infinity stays; NaN is for the
     caller.
@@ -48,10 +50,46 @@ def _turned(x, ROUNDS: tl.constexpr):
 
 
 @triton.jit
+def _best_scale(x, peak):
+    """Return [H, B] the scales of 4 bits of groups [H, B, G], as `kv_code` searches them."""
+    unit = tl.math.div_rn(peak, tl.full(peak.shape, _UNITS, dtype=tl.float32))
+    unit = tl.where(tl.max(x, axis=2) == peak, -unit, unit)
+    # Of a group without usable numbers nothing is searched: the caller has its scale.
+    is_usable = (peak >= _LEAST) & (peak < float("inf"))
+    divisor = tl.broadcast_to(tl.where(is_usable, unit, 1.0)[:, :, None], x.shape)
+    whole = _whole(tl.math.div_rn(tl.where(is_usable[:, :, None], x, 0.0), divisor))
+    best = tl.full(peak.shape, -1.0, dtype=tl.float32)
+    scale = tl.zeros(peak.shape, dtype=tl.float32)
+    for step in tl.static_range(_STEP, _LAST + 1, _GAP):
+        level = tl.minimum(tl.maximum(_whole(whole * (1.0 / step)), -8.0), 7.0)
+        product = tl.sum(whole * level, axis=2)
+        square = tl.sum(level * level, axis=2)
+        square = tl.where(square > 0.0, square, 1.0)
+        gain = tl.math.div_rn(product * product, square)
+        is_better = gain > best
+        best = tl.where(is_better, gain, best)
+        scale = tl.where(is_better, tl.math.div_rn(product, square), scale)
+    return tl.where(is_usable, scale * unit, peak)
+
+
+@triton.jit
+def _e4m3_bits(x):
+    """Return floats of at most 448 as the nearest e4m3, half to even, in the low 8 bits of int32.
+
+    In integers, for GPUs that have no such floats.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    small = _whole(tl.abs(x) * 512.0).to(tl.int32)
+    return tl.where(size < (121 << 23), small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
 def _write_heads(
     source_ptr, head_stride, numbers_ptr, scales_ptr, slot, first_head, HEADS: tl.constexpr,
-    DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_G: tl.constexpr, ROUNDS: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     num_groups: tl.constexpr = DIM // GROUP
     head = first_head + tl.arange(0, BLOCK_H)[:, None]  # [H, 1]
@@ -66,27 +104,45 @@ def _write_heads(
     peak = tl.max(tl.abs(x), axis=2)  # [H, B]
     is_nan = tl.max((x != x).to(tl.int32), axis=2) > 0
     # Divisions as torch's: `/` would be off in the last bits on a GPU.
-    scale = tl.math.div_rn(peak, tl.full((BLOCK_H, BLOCK_B), _MOST, dtype=tl.float32))
+    if FORM == _INT4:
+        scale = _best_scale(x, peak)
+    else:
+        scale = tl.math.div_rn(peak, tl.full((BLOCK_H, BLOCK_B), MOST, dtype=tl.float32))
     scale = tl.where(peak < _LEAST, 0.0, scale)
-    bits = tl.where(is_nan, 0x7FC0, _bfloat16_bits(scale))
+    bits = tl.where(is_nan, 0x7FC0, _bfloat16_bits(scale)) & 0xFFFF
     divisor = (bits << 16).to(tl.float32, bitcast=True)
-    is_usable = (bits > 0) & (bits < 0x7F80)
+    is_usable = ((bits & 0x7FFF) > 0) & ((bits & 0x7FFF) < 0x7F80)
     divisor = tl.broadcast_to(tl.where(is_usable, divisor, 1.0)[:, :, None], x.shape)
     level = tl.where(is_usable[:, :, None], tl.math.div_rn(x, divisor), 0.0)
-    level = tl.minimum(tl.maximum(_whole(level), -_MOST), _MOST)
     place = slot * HEADS + head  # [H, 1]
     tl.store(scales_ptr + place * num_groups + group, bits.to(tl.int16), mask=is_group)
-    tl.store(numbers_ptr + (place * DIM)[:, :, None] + dim, level.to(tl.int8), mask=inside)
+    numbers = numbers_ptr + (place * DIM)[:, :, None] + dim
+    if FORM == _INT4:
+        level = tl.minimum(tl.maximum(_whole(level), -8.0), 7.0).to(tl.int32) + 8
+        halves = tl.permute(tl.reshape(level, (BLOCK_H, BLOCK_B, 2, BLOCK_G // 2)), (0, 1, 3, 2))
+        lower, upper = tl.split(halves)  # [H, B, G / 2]
+        half = tl.arange(0, BLOCK_G // 2)[None, None, :]
+        numbers = (
+            numbers_ptr + ((place * DIM)[:, :, None] + (group * GROUP)[:, :, None]) // 2 + half
+        )
+        tl.store(numbers, (lower | (upper << 4)).to(tl.uint8), mask=is_group[:, :, None])
+    elif FORM == _E4M3:
+        level = tl.minimum(tl.maximum(level, -MOST), MOST)
+        tl.store(numbers, _e4m3_bits(level).to(tl.uint8), mask=inside)
+    else:
+        level = tl.minimum(tl.maximum(_whole(level), -MOST), MOST)
+        tl.store(numbers, level.to(tl.int8), mask=inside)
 
 
 @triton.jit
-def int8_kv_write_kernel(
+def coded_kv_write_kernel(
     key_ptr, value_ptr, keys_ptr, key_scales_ptr, values_ptr, value_scales_ptr, slot_ptr,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_GROUP: tl.constexpr,
-    VALUE_GROUP: tl.constexpr, BLOCK_H: tl.constexpr, KEY_BLOCK_B: tl.constexpr,
-    KEY_BLOCK_G: tl.constexpr, VALUE_BLOCK_B: tl.constexpr, VALUE_BLOCK_G: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    VALUE_GROUP: tl.constexpr, KEY_FORM: tl.constexpr, VALUE_FORM: tl.constexpr,
+    KEY_MOST: tl.constexpr, VALUE_MOST: tl.constexpr, BLOCK_H: tl.constexpr,
+    KEY_BLOCK_B: tl.constexpr, KEY_BLOCK_G: tl.constexpr, VALUE_BLOCK_B: tl.constexpr,
+    VALUE_BLOCK_G: tl.constexpr, KEY_ROUNDS: tl.constexpr, VALUE_ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile) rounds and stores BLOCK_H heads: first the keys' tiles, then the
     values'.
@@ -100,24 +156,30 @@ def int8_kv_write_kernel(
     if tile < tiles:
         _write_heads(
             key_ptr + token * key_token_stride, key_head_stride, keys_ptr, key_scales_ptr, slot,
-            tile * BLOCK_H, HEADS, KEY_DIM, KEY_GROUP, BLOCK_H, KEY_BLOCK_B, KEY_BLOCK_G, ROUNDS,
+            tile * BLOCK_H, HEADS, KEY_DIM, KEY_GROUP, KEY_FORM, KEY_MOST, BLOCK_H, KEY_BLOCK_B,
+            KEY_BLOCK_G, KEY_ROUNDS,
         )  # fmt: skip
     else:
         _write_heads(
             value_ptr + token * value_token_stride, value_head_stride, values_ptr,
             value_scales_ptr, slot, (tile - tiles) * BLOCK_H, HEADS, VALUE_DIM, VALUE_GROUP,
-            BLOCK_H, VALUE_BLOCK_B, VALUE_BLOCK_G, 0,
+            VALUE_FORM, VALUE_MOST, BLOCK_H, VALUE_BLOCK_B, VALUE_BLOCK_G, VALUE_ROUNDS,
         )  # fmt: skip
 
 
-def int8_kv_write_launch(
-    key: torch.Tensor, value: torch.Tensor, pools: CodedPools, slot_mapping: torch.Tensor
+def coded_kv_write_launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pools: CodedPools,
+    code: KvCode,
+    slot_mapping: torch.Tensor,
 ) -> Launch:
-    """Return the launch; see `int8_kv_write` for the shapes."""
+    """Return the launch; see `coded_kv_write` for the shapes."""
     keys, key_scales, values, value_scales = pools
     assert key.shape[0] == value.shape[0] == slot_mapping.shape[0]
-    assert key.shape[1:] == keys.shape[2:], (key.shape, keys.shape)
-    assert value.shape[1:] == values.shape[2:], (value.shape, values.shape)
+    for given, stored, numbers in ((key, keys, code.keys), (value, values, code.values)):
+        assert given.shape[1] == stored.shape[2], (given.shape, stored.shape)
+        assert numbers.width(given.shape[2]) == stored.shape[3], (given.shape, stored.shape)
     assert key.stride(-1) == value.stride(-1) == 1
     assert all(tensor.is_contiguous() for tensor in (*pools, slot_mapping))
     num_tokens, num_heads, key_dim = key.shape
@@ -141,15 +203,22 @@ def int8_kv_write_launch(
         "VALUE_DIM": value_dim,
         "KEY_GROUP": key_group,
         "VALUE_GROUP": value_group,
+        "KEY_FORM": code.keys.form.value,
+        "VALUE_FORM": code.values.form.value,
+        "KEY_MOST": code.keys.most,
+        "VALUE_MOST": code.values.most,
         "BLOCK_H": block_heads,
         "KEY_BLOCK_B": next_power_of_2(key_dim // key_group),
         "KEY_BLOCK_G": next_power_of_2(key_group),
         "VALUE_BLOCK_B": next_power_of_2(value_dim // value_group),
         "VALUE_BLOCK_G": next_power_of_2(value_group),
-        "ROUNDS": key_group.bit_length() - 1 if INT8.keys.turns(key_dim) else 0,
+        "KEY_ROUNDS": key_group.bit_length() - 1 if code.keys.turns(key_dim) else 0,
+        "VALUE_ROUNDS": value_group.bit_length() - 1 if code.values.turns(value_dim) else 0,
     }
     grid = (num_tokens, 2 * triton.cdiv(num_heads, block_heads))
-    return Launch(int8_kv_write_kernel, grid, operands, num_warps=4)
+    # The search of scales holds three numbers in the place of one.
+    searches = Form.INT4 in (code.keys.form, code.values.form)
+    return Launch(coded_kv_write_kernel, grid, operands, num_warps=8 if searches else 4)
 
 
 def _heads_of_tile(num_heads: int, dim: int) -> int:

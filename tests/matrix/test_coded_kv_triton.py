@@ -1,17 +1,18 @@
-"""The Triton kernels of KV in 8 bits, interpreted: the write to the bit, attention by rule."""
+"""The Triton kernels of KV in few bits, interpreted: the write to the bit, attention by rule."""
 
 import pytest
 import torch
 
 from kvchat.model.gpu.cuda_graph import trapping_host_reads
 from kvchat_kernels.coded_kv import CodedKv
+from kvchat_kernels.kv_code import FP8, INT4, K8V4, KvCode
 from kvchat_kernels.launch import Launch
 from kvchat_kernels.paged_attention import DeviceSequences, Scoring
 from support.attention_checks import CASES
-from support.int8_kv_checks import (
-    check_int8_attention,
-    check_int8_replay,
-    check_int8_write,
+from support.coded_kv_checks import (
+    check_coded_attention,
+    check_coded_replay,
+    check_coded_write,
     check_turned_queries,
     zeroed_pools,
 )
@@ -34,7 +35,32 @@ DIMS = [(16, 16), (20, 20), (8, 24), (40, 80), (96, 64)]
 def test_the_write_stores_the_same_bytes_as_the_reference(
     interpreter: Interpreter, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    interpreter(check_int8_write, dims, dtype)
+    interpreter(check_coded_write, dims, dtype)
+
+
+FEW_BITS = [FP8, K8V4, INT4]
+
+
+@pytest.mark.parametrize("code", FEW_BITS, ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    "dims", spread([((64, 64),), ((80, 16),), ((48, 96),)], [((80, 16),)]), ids=str
+)
+def test_the_write_of_other_codes_stores_the_same_bytes_too(
+    interpreter: Interpreter, dims: tuple[int, int], code: KvCode
+) -> None:
+    interpreter(check_coded_write, dims, torch.float32, "cpu", code)
+
+
+@pytest.mark.parametrize("code", FEW_BITS, ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    "dims", spread([((64, 64),), ((80, 16),), ((16, 96),)], [((80, 16),)]), ids=str
+)
+def test_attention_over_other_codes(
+    interpreter: Interpreter, dims: tuple[int, int], code: KvCode
+) -> None:
+    case = AttentionCase(num_heads=6, num_kv_heads=2, key_dim=dims[0], value_dim=dims[1])
+    lengths = ((1, 63), (17, 33), (18, 70))
+    interpreter(check_coded_attention, case, lengths, "cpu", torch.float32, 16, False, code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -47,7 +73,7 @@ def test_queries_are_turned_as_the_reference_turns_them(
 
 @pytest.mark.parametrize("name", spread(RULES, ["window 5", "chunk 48", "sinks, wide keys"]))
 def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
-    interpreter(check_int8_attention, CASES[name], FEW_ROWS)
+    interpreter(check_coded_attention, CASES[name], FEW_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +81,14 @@ def test_few_rows_by_every_rule(interpreter: Interpreter, name: str) -> None:
 )
 def test_groups_of_every_size(interpreter: Interpreter, dims: tuple[int, int]) -> None:
     case = AttentionCase(num_heads=3, num_kv_heads=1, key_dim=dims[0], value_dim=dims[1])
-    interpreter(check_int8_attention, case, ((1, 40), (17, 33)))
+    interpreter(check_coded_attention, case, ((1, 40), (17, 33)))
 
 
 @pytest.mark.parametrize(
     "name", spread(["full", "window 100", "sinks and window"], ["sinks and window"])
 )
 def test_chunks_by_rule(interpreter: Interpreter, name: str) -> None:
-    interpreter(check_int8_attention, CASES[name], MANY_ROWS)
+    interpreter(check_coded_attention, CASES[name], MANY_ROWS)
 
 
 @pytest.mark.parametrize("name", spread(["window 100", "chunk 48"], ["window 100"]))
@@ -70,19 +96,19 @@ def test_spans_look_at_positions_where_a_table_has_its_own(
     interpreter: Interpreter, name: str
 ) -> None:
     lengths = (*FEW_ROWS, (18, 70))
-    interpreter(check_int8_attention, CASES[name], lengths, "cpu", torch.float32, 16, True)
+    interpreter(check_coded_attention, CASES[name], lengths, "cpu", torch.float32, 16, True)
 
 
 def test_float16_and_other_blocks(interpreter: Interpreter) -> None:
     case = AttentionCase(num_heads=6, num_kv_heads=3, key_dim=64, value_dim=32, softcap=2.0)
-    interpreter(check_int8_attention, case, ((1, 257), (18, 70)), "cpu", torch.float16, 8)
+    interpreter(check_coded_attention, case, ((1, 257), (18, 70)), "cpu", torch.float16, 8)
 
 
 @pytest.mark.parametrize("new", spread([1, 5], [5]))
 def test_a_step_planned_for_a_single_token_is_right_for_a_long_context(
     interpreter: Interpreter, new: int
 ) -> None:
-    interpreter(check_int8_replay, AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33))
+    interpreter(check_coded_replay, AttentionCase(has_sinks=True, key_dim=64), new, (260, new, 33))
 
 
 def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +116,7 @@ def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) 
     launched = []
     monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch.kernel.fn.__name__))
     monkeypatch.setattr(CodedKv, "_runs_kernels", lambda kv, query: True)
-    monkeypatch.setattr("kvchat_kernels.int8_kv_write.uses_triton", lambda device, impl: True)
+    monkeypatch.setattr("kvchat_kernels.coded_kv_write.uses_triton", lambda device, impl: True)
     kv = zeroed_pools(5, 16, 2, 64, 64)
     lengths = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     sequences = DeviceSequences(3, 1, *lengths, torch.zeros(3, 4, dtype=torch.int32), 16)
@@ -101,7 +127,7 @@ def test_a_step_on_the_kernels_can_be_captured(monkeypatch: pytest.MonkeyPatch) 
         kv.attend(torch.zeros(3, 4, 64), sequences, Scoring(0.1))
 
     assert launched == [
-        "int8_kv_write_kernel",
+        "coded_kv_write_kernel",
         "turned_queries_kernel",
         "paged_attention_split_kernel",
         "merge_splits_kernel",

@@ -1,4 +1,4 @@
-"""KV of 8 bits: the compiled kernels and the layer's own code against the plain formulas."""
+"""KV in few bits: the compiled kernels and the layer's own code against the plain formulas."""
 
 import random
 from dataclasses import dataclass, replace
@@ -10,9 +10,11 @@ from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, rotation
 from kvchat_kernels.cpu.program import Operation, run_units
 from kvchat_kernels.kv_code import (
+    FP8,
     INT4,
     INT8,
     K8V4,
+    Form,
     KvCode,
     NumberCode,
     group_size,
@@ -28,8 +30,8 @@ from kvchat_kernels.paged_attention import (
 )
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from support.attention_checks import CASES, assert_exact, span_of
+from support.coded_kv_checks import coded_problem, zeroed_pools
 from support.cpu_tasks import attended, header
-from support.int8_kv_checks import int8_problem
 
 SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
 
@@ -71,32 +73,25 @@ class Scene:
             form,
             self.span,
             self.sequences,
-            turned_queries(self.query).flatten(1),
+            self.asked().flatten(1),
             self.kv,
             softcap=self.softcap or 0.0,
             sinks=self.sinks,
             num_threads=num_threads,
         )
 
+    def asked(self) -> torch.Tensor:
+        """The queries as the keys are."""
+        return turned_queries(self.query) if self.kv.code.keys.turned else self.query
+
     def by_torch(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         query = self.query.to(dtype)
         return self.kv.attend(query, self.sequences, self.scoring)
 
 
-def zeroed_kv(
-    num_blocks: int, block: int, num_kv_heads: int, *dims: int, code: KvCode = INT8
-) -> CodedKv:
-    made = []
-    shape = (num_blocks, block, num_kv_heads)
-    for dim, numbers in zip(dims, (code.keys, code.values), strict=True):
-        made.append(torch.zeros(*shape, numbers.width(dim), dtype=numbers.dtype))
-        made.append(torch.zeros(*shape, dim // group_size(dim), dtype=torch.bfloat16))
-    return CodedKv(*made, code)
-
-
 WIDTHS = 8, 16, 24, 40, 64, 80, 96
 CODED = [*((seed, INT8) for seed in range(8)), *((seed, K8V4) for seed in range(8, 14))]
-CODED += [(seed, INT4) for seed in range(14, 20)]
+CODED += [*((seed, INT4) for seed in range(14, 20)), *((seed, FP8) for seed in range(20, 24))]
 
 
 def scene(seed: int, widths: tuple[int, ...] = WIDTHS, code: KvCode = INT8) -> Scene:
@@ -116,7 +111,7 @@ def scene(seed: int, widths: tuple[int, ...] = WIDTHS, code: KvCode = INT8) -> S
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     for table, own in zip(tables, order.split([*needed, 3])[:-1], strict=True):
         table[: len(own)] = own
-    kv = zeroed_kv(num_blocks, block, num_kv_heads, *dims, code=code)
+    kv = zeroed_pools(num_blocks, block, num_kv_heads, *dims, code=code)
     for scales in (kv.key_scales, kv.value_scales):
         scales.fill_(float("nan"))
     sequences = PagedSequences(tuple(counts), tuple(lengths), tables, block)
@@ -160,7 +155,7 @@ def test_attention_by_torch_is_that_of_the_formula(seed: int, code: KvCode) -> N
 @pytest.mark.parametrize("name", ["window 100", "chunk 48"])
 def test_tables_with_positions_of_their_own_are_read_alike_by_both(name: str) -> None:
     case = replace(CASES[name], key_dim=64, value_dim=64)
-    problem, parts = int8_problem(case, ((1, 63), (3, 50), (18, 300)), is_private=True)
+    problem, parts = coded_problem(case, ((1, 63), (3, 50), (18, 300)), is_private=True)
     assert isinstance(problem.sequences, PagedSequences)
     query = turned(problem.query.unflatten(-1, (-1, 32))).flatten(-2)  # is turned back
     found = Scene(CodedKv(*parts), problem.sequences, query, span_of(case), None, None)
@@ -190,7 +185,7 @@ def test_attention_by_torch_over_lengths_that_are_on_the_device() -> None:
 def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span: AttentionSpan) -> None:
     torch.manual_seed(1)
     count, end, heads = 16, 601, 3
-    kv = zeroed_kv(38, 16, 1, 64, 32)
+    kv = zeroed_pools(38, 16, 1, 64, 32)
     kv.write(torch.randn(608, 1, 64), torch.randn(608, 1, 32), torch.arange(608))
     tables, query = torch.arange(38).int()[None], torch.randn(count, heads, 64)
     rows = Scene(kv, PagedSequences((count,), (end,), tables, 16), query, span, None, None)
@@ -206,7 +201,7 @@ def test_a_row_is_the_same_beside_others_and_on_any_number_of_threads(span: Atte
 @pytest.mark.parametrize(
     ("code", "dims"),
     [
-        *((INT8, dims) for dims in [(64, 64), (8, 16), (40, 136)]),
+        *((code, dims) for code in (INT8, FP8) for dims in [(64, 64), (8, 16), (40, 136)]),
         *((code, dims) for code in (K8V4, INT4) for dims in [(64, 64), (16, 80)]),
     ],
 )
@@ -228,7 +223,7 @@ def test_the_compiled_write_stores_the_same_bytes_as_the_plain_one(
     qkv[8] = 1e-30 * torch.rand(width)
     qkv[9, ::3] *= 1000
     slots = torch.tensor([3, 9, 18, 11, 2, 0, 1, 4, 5, 6, -1, 7, 8, 10, 12, 13])
-    kv, plain = (zeroed_kv(5, 4, num_kv_heads, *dims, code=code) for _ in range(2))
+    kv, plain = (zeroed_pools(5, 4, num_kv_heads, *dims, code=code) for _ in range(2))
     heads = rotation.Heads(
         num_heads,
         num_kv_heads,
@@ -323,17 +318,29 @@ def test_the_searched_scale_of_four_bits_leaves_less_error_than_the_largest_numb
     usual = (plain.unflatten(-1, (-1, 32)) / scale).round().clamp(-8, 7) * scale
     usual_error = (usual.flatten(-2) - plain).square().mean()
 
-    code = NumberCode(4, turned=turned_first)
+    code = NumberCode(Form.INT4, turned=turned_first)
     found = code.restored(*code.quantised(values))
 
     assert (found - plain).square().mean() < 0.9 * usual_error
+
+
+def test_floats_of_8_bits_keep_four_bits_of_every_number() -> None:
+    """Beside a large number, small ones are as exact, down to a 14th power of two below it."""
+    torch.manual_seed(0)
+    values = torch.randn(200, 32) * 2.0 ** -torch.randint(0, 12, (200, 32))
+    code = FP8.values
+
+    off = (code.restored(*code.quantised(values)) - values).abs()
+
+    floor = values.abs().amax(-1, keepdim=True) / 448 * 2**-10
+    assert bool((off <= torch.maximum(values.abs() / 15.9, floor * 1.01)).all())
 
 
 def test_every_four_bit_group_is_at_its_best_level() -> None:
     """No level has less error beside the scale that was stored."""
     torch.manual_seed(0)
     values = torch.randn(200, 32) * 10.0 ** torch.randint(-20, 20, (200, 1))
-    code = NumberCode(4)
+    code = NumberCode(Form.INT4)
     numbers, scales = code.quantised(values)
     levels = torch.arange(-8, 8)[:, None, None] * scales.float()
 

@@ -1,5 +1,5 @@
-"""Writes a step's keys and values to their slots in 8 bits, with a scale for each group, and turns
-queries as keys are turned.
+"""Writes a step's keys and values to their slots in few bits, with a scale for each group. Turns
+queries as keys are turned, and what turned values add up to back.
 
 The reference says what the stored bytes are; a GPU's kernel stores the same ones, so that KV kept
 by one device is read by another.
@@ -7,17 +7,18 @@ by one device is read by another.
 
 import torch
 
-from kvchat_kernels.int8_kv_write.reference import CodedPools, coded_write
-from kvchat_kernels.kv_code import INT8, turned_queries
+from kvchat_kernels.coded_kv_write.reference import CodedPools, coded_write
+from kvchat_kernels.kv_code import KvCode, turned_queries
 from kvchat_kernels.launch import dense, uses_triton
 
-__all__ = ["CodedPools", "coded_write", "int8_kv_write", "turn_queries"]
+__all__ = ["CodedPools", "coded_kv_write", "turn_queries"]
 
 
-def int8_kv_write(
+def coded_kv_write(
     key: torch.Tensor,
     value: torch.Tensor,
     pools: CodedPools,
+    code: KvCode,
     slot_mapping: torch.Tensor,
     *,
     impl: str = "auto",
@@ -32,20 +33,21 @@ def int8_kv_write(
     impl           auto, triton or reference
     """
     if uses_triton(key.device, impl):
-        from kvchat_kernels.int8_kv_write.kernel import int8_kv_write_launch
+        from kvchat_kernels.coded_kv_write.kernel import coded_kv_write_launch
 
-        int8_kv_write_launch(dense(key), dense(value), pools, slot_mapping).run()
+        launch = coded_kv_write_launch(dense(key), dense(value), pools, code, slot_mapping)
+        launch.run()
     else:
-        coded_write(key, value, pools, INT8, slot_mapping)
+        coded_write(key, value, pools, code, slot_mapping)
 
 
 def turn_queries(query: torch.Tensor, *, impl: str = "auto") -> torch.Tensor:
     """Return queries [num_tokens, num_heads, dim] whose products with turned keys are those with
-    the keys, in new memory. `dim` is a multiple of 8; `impl` as of `int8_kv_write`.
+    the keys, in new memory. `dim` is a multiple of 8; `impl` as of `coded_kv_write`.
     """
     if not uses_triton(query.device, impl):
         return turned_queries(query)
-    from kvchat_kernels.int8_kv_write.kernel import turned_queries_launch
+    from kvchat_kernels.coded_kv_write.kernel import turned_queries_launch
 
     query = dense(query)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -15,7 +15,7 @@ def coded_write(
     code: KvCode,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Store new keys and values, rounded; see `int8_kv_write` for the shapes."""
+    """Store new keys and values, rounded; see `coded_kv_write` for the shapes."""
     is_written = slot_mapping >= 0
     if not bool(is_written.all()):
         key, value, slot_mapping = (x[is_written] for x in (key, value, slot_mapping))
