@@ -23,7 +23,7 @@ from support.soak_sizes import short_and_long
 from unit.kernels.test_block_linear import check_compiled, meta, meta_blocks
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("num_rows", spread([1, 2], [2]))
 @pytest.mark.parametrize("kind", spread(KINDS, [KINDS[3]]), ids=str)
 def test_experts_are_those_of_the_unpacked_weights(
     interpreter: Interpreter, kind: Kind, num_rows: int
@@ -93,7 +93,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(interpreter: Interpreter) -
     interpreter(check_rows_beside_others)
 
 
-@pytest.mark.parametrize("num_rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", spread([1, MAX_ROWS], [MAX_ROWS]))
 def test_steps_of_graphs_read_nothing_on_the_host(interpreter: Interpreter, num_rows: int) -> None:
     interpreter(check_no_host_reads, num_rows)
 

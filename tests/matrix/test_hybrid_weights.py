@@ -44,7 +44,7 @@ def similarity(found: torch.Tensor, expected: torch.Tensor) -> float:
     return torch.cosine_similarity(*pair).median().item()
 
 
-@pytest.mark.parametrize("name", spread(STATEFUL, [*_READ, *FORMS]))
+@pytest.mark.parametrize("name", spread(STATEFUL, {*_READ, *FORMS[:5]}))
 def test_all_linear_layers_are_packed_but_those_whose_weights_others_read(
     name: str, tmp_path: Path
 ) -> None:

@@ -93,9 +93,11 @@ def private_table_on_kernels(name: str, directory: Path) -> int:
     return len(layers)
 
 
+# Each takes seconds, and what it runs has tests of its own.
 LONG = [pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2, softcap")]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["gpt_oss, sinks", *LONG])
 def test_logits_are_those_of_the_models_own_attention(
     name: str, interpreter: Interpreter, tmp_path: Path
@@ -113,6 +115,7 @@ def test_logits_over_a_private_table_are_those_of_a_cache_without_the_dropped_to
     assert interpreter(private_table_on_kernels, name, tmp_path) == 2 * 5
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.soak)])
 def test_a_packed_model_runs_on_the_kernels_of_its_products(
     weights: str, interpreter: Interpreter, tmp_path: Path
@@ -134,6 +137,7 @@ def test_a_packed_mixture_runs_on_the_kernels_of_its_experts(
     assert calls > 30
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize(
     ("name", "is_fused"),
     [("llama", True), pytest.param("gemma2, softcap", False, marks=pytest.mark.soak)],

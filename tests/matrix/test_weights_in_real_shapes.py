@@ -74,7 +74,6 @@ def _rounded(weight: torch.Tensor, weights: str, is_head: bool) -> torch.Tensor:
 
 
 _IN_FORMS_OF_THEIR_OWN = [
-    "Qwen2.5 0.5B, biases",
     "Gemma 2 2B, a quarter as wide, softcap and window",
     "Phi-3 mini, a quarter as wide, fused products",
     "GPT-2, a quarter as wide, turned weights",

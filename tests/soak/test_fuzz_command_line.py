@@ -3,24 +3,23 @@
 The tests do not check the text of answers. They check that a refusal is one clear sentence.
 """
 
-import json
 import os
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from kvchat.core.parameters import PARAMETERS, Kind
 from support.checkpoints import save_checkpoint, tiny_model
-from support.commands import ROOT
+from support.commands import Shell
+from support.fork_server import ForkServer
 from support.soak_sizes import short_and_long
 
 _CODES = {0, 1, 2, 3, 4, 5, 6, 124, 129, 130, 141, 143}
 _MAX_LINES = 3
+# No input can take the machine's memory.
+_ADDRESS_SPACE_BYTES = 12 << 30
+_DEADLINE_S = 90.0
 _NUMBERS = (
     *("0", "-1", "1", "2", "0.5", "1e10", "1e400", "-1e400", "inf", "nan", "-0", "9" * 19),
     *("9" * 400, "9" * 5000, "\u0663", "\u00b2", "0x10", "1_0", "1e-320", str(2**63), "", " 1 "),
@@ -67,19 +66,25 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
     stdin: bytes = b""
 
-    def as_line(self) -> str:
-        """Return what is to be run, for `support.forked_commands`."""
+    def end_on(self, server: ForkServer) -> int:
+        """Run kvchat to its end; return its exit code, or -9 where it had to be ended."""
         (self.place / "stdin").write_bytes(self.stdin)
-        home = str(self.place / "home")
-        streams = {name: str(self.place / name) for name in ("stdin", "stdout", "stderr")}
-        fixed = {"HOME": home, "PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
-        case = {
-            **streams,
-            "arguments": self.arguments,
-            "variables": {**fixed, **self.variables},
-            "directory": str(self.place / "work"),
-        }
-        return json.dumps(case)
+        with ExitStack() as opened:
+            files = zip(("stdin", "stdout", "stderr"), ("rb", "wb", "wb"), strict=True)
+            streams = [opened.enter_context((self.place / name).open(how)) for name, how in files]
+            life = server.start(
+                Shell(self.place / "work"),
+                *self.arguments,
+                variables={"HOME": str(self.place / "home"), **self.variables},
+                streams={number: stream.fileno() for number, stream in enumerate(streams)},
+                most_address_bytes=_ADDRESS_SPACE_BYTES,
+            )
+            with life:
+                try:
+                    return life.wait(_DEADLINE_S)
+                except TimeoutError:
+                    life.kill()
+                    return life.wait()
 
 
 class CaseMaker:
@@ -185,22 +190,6 @@ class CaseMaker:
         return arguments + self._random.choice(extras)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator["subprocess.Popen[str]"]:
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "support.forked_commands"],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(60)
-
-
 def _faults(case: Case, code: int) -> list[str]:
     """Return what is wrong with how a command ended."""
     told = (case.place / "stderr").read_bytes().decode(errors="replace")
@@ -222,19 +211,15 @@ def _faults(case: Case, code: int) -> list[str]:
 
 @short_and_long(6, int(os.environ.get("FUZZ_COMMAND_LINES", "3000")))
 def test_every_command_line_ends_with_a_documented_code_and_a_sentence(
-    runner: "subprocess.Popen[str]", tmp_path: Path, size: int
+    fork_server: ForkServer, tmp_path: Path, size: int
 ) -> None:
     model = str(save_checkpoint(tmp_path / "model", tiny_model("llama")))
     seed = int(os.environ.get("FUZZ_SEED", "1"))
     maker = CaseMaker(seed, model)
-    assert runner.stdin is not None
-    assert runner.stdout is not None
     found = []
     for number in range(size):
         case = maker.case(tmp_path / str(number))
-        print(case.as_line(), file=runner.stdin, flush=True)
-        code = int(runner.stdout.readline())
-        if faults := _faults(case, code):
+        if faults := _faults(case, case.end_on(fork_server)):
             told = (case.place / "stderr").read_bytes()[-1500:]
             found.append((number, faults, case.arguments, case.variables, case.stdin[:200], told))
 

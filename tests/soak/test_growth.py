@@ -123,9 +123,9 @@ def _hold(
     levels.put(found)  # at the end, for it begins a thread
 
 
-# The dtypes leave the same behind, so the short run takes one.
+# The dtypes leave the same behind, so the short run takes one; few commits' operations are enough.
 RUNS = [
-    pytest.param("float32", (30, 30), id="float32-short"),
+    pytest.param("float32", (30, 30), id="float32-short", marks=pytest.mark.matrix),
     pytest.param("float32", (1500, 2000), id="float32-long", marks=pytest.mark.soak),
     pytest.param("bfloat16", (1500, 2000), id="bfloat16-long", marks=pytest.mark.soak),
 ]

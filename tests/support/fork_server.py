@@ -164,10 +164,12 @@ class ForkServer:
         variables: Mapping[str, str] = MappingProxyType({}),
         streams: Streams = PIPES,
         most_file_bytes: int | None = None,
+        most_address_bytes: int | None = None,
     ) -> ForkedLife:
         """Fork a kvchat, as `ForkedShell.start` says; `variables` are added to its environment.
 
-        No file may grow beyond `most_file_bytes`, which fails as a full disk does.
+        No file may grow beyond `most_file_bytes`, which fails as a full disk does; the life may
+        use `most_address_bytes` of address space.
         """
         (stdin, ours_in), (ours_out, stdout), (ours_err, stderr) = os.pipe(), os.pipe(), os.pipe()
         pipes = (stdin, stdout, stderr)
@@ -180,6 +182,7 @@ class ForkServer:
             "directory": str(shell.home),
             "kill_at": kill_at,
             "most_file_bytes": most_file_bytes,
+            "most_address_bytes": most_address_bytes,
             "streams": list(given),
         }
         pid = self._fork(asked, list(given.values()))
@@ -321,6 +324,8 @@ def _live(asked: dict[str, Any], ends: Sequence[int]) -> None:
         sys.dont_write_bytecode = True
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    if (most := asked.get("most_address_bytes")) is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     main = _MODULES[asked["module"]]
     if (kill_at := asked.get("kill_at")) is None:
         main()

@@ -158,6 +158,7 @@ class ForkedProcesses:
         return self.server.start(shell, *command[3:], variables=env, streams=streams)
 
 
+@pytest.mark.matrix  # their parts have tests of their own
 def test_real_processes_bring_a_conversation_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:

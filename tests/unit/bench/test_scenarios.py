@@ -211,6 +211,7 @@ def test_coded_kv_is_measured_beside_the_models_own(report_of: Reports) -> None:
     assert_readable(result)
 
 
+@pytest.mark.matrix  # the engine's test has the same measurement on fewer tokens
 def test_what_coded_kv_does_to_predictions_is_measured() -> None:
     setup = BenchSetup(find_model("demo"), ModelConfig("demo"), SMALL, 1, True, SESSIONS)
     result = scenario("kv")(setup)

@@ -16,6 +16,7 @@ from kvchat.cache.radix_tree import Node, RadixTree
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from support.engine_harness import EngineHarness
+from support.matrix import spread
 from support.remembering_model import GREEDY, VOCAB_SIZE, WatchFor, complete_without_cache
 from support.soak_sizes import short_and_long
 
@@ -265,21 +266,20 @@ class Crowd:
         assert num_complete > 20
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"num_blocks": 40, "block_size": 4, "max_context": 60},
-        {"num_blocks": 12, "block_size": 4, "max_context": 44, "max_running": 3},
-        {"num_blocks": 30, "block_size": 2, "max_step_tokens": 3},
-        {"num_blocks": 7, "block_size": 8, "max_context": 48, "max_step_tokens": 64},
-        {"num_blocks": 80, "block_size": 1, "max_context": 70},
-    ],
-    ids=["roomy", "tight", "small steps", "six blocks", "one-token blocks"],
-)
+LIMITS = {
+    "roomy": {"num_blocks": 40, "block_size": 4, "max_context": 60},
+    "tight": {"num_blocks": 12, "block_size": 4, "max_context": 44, "max_running": 3},
+    "small steps": {"num_blocks": 30, "block_size": 2, "max_step_tokens": 3},
+    "six blocks": {"num_blocks": 7, "block_size": 8, "max_context": 48, "max_step_tokens": 64},
+    "one-token blocks": {"num_blocks": 80, "block_size": 1, "max_context": 70},
+}
+
+
+@pytest.mark.parametrize("limits", spread(LIMITS, always=["tight", "small steps"]))
 @short_and_long(1, 30)
-def test_random_callers_get_exactly_their_tokens(size: int, limits: dict[str, int]) -> None:
+def test_random_callers_get_exactly_their_tokens(size: int, limits: str) -> None:
     for seed in range(size):
-        Crowd(seed, **limits).run_to_the_end(num_acts=400)
+        Crowd(seed, **LIMITS[limits]).run_to_the_end(num_acts=400)
 
 
 # Controls: faults planted in the cache, with its own checks switched off, must show in the tokens.

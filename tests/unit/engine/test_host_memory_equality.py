@@ -20,7 +20,7 @@ NAMES = (
 )
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=spread(NAMES, NAMES[1::2]))
 def specimen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Specimen:
     directory: Path = tmp_path_factory.mktemp("model")
     return make_specimen(request.param, directory)

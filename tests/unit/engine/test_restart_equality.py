@@ -25,6 +25,7 @@ from support.architectures import SUPPORTED
 from support.cached_contexts import images_of
 from support.checkpoints import save_checkpoint, tiny_model
 from support.greedy_answer import greedy_answer
+from support.matrix import spread
 from support.specimens import random_ids
 
 FAMILIES = [
@@ -89,7 +90,7 @@ def full_blocks(num_tokens: int, block_size: int = BLOCK) -> int:
     return num_tokens // block_size * block_size
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", spread(FAMILIES, FAMILIES[2::3]))
 def test_a_conversation_that_was_interrupted_goes_on_as_one_that_was_not(
     family: str, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def launches_at(name: str, directory: Path, num_new: int, contexts: list[int]) -
 LONG = [pytest.param("mistral, window", 3, [1, 63, 257], marks=pytest.mark.soak)]
 
 
+@pytest.mark.matrix  # interpreting two whole steps takes seconds
 @pytest.mark.parametrize(("name", "num_new", "contexts"), [("qwen3", 2, [0, 255]), *LONG])
 def test_launches_do_not_depend_on_lengths(
     name: str, num_new: int, contexts: list[int], interpreter: Interpreter, tmp_path: Path
