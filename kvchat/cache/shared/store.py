@@ -11,6 +11,9 @@ from dataclasses import dataclass
 MOST_HEAD_BYTES = 1 << 20
 
 
+Payload = bytes | memoryview
+
+
 class StoreTrouble(Exception):
     """A store did not do what it was asked; `str()` of the error says why, in a few words."""
 
@@ -43,8 +46,11 @@ class SharedStore(ABC):
         """Return the heads that there are of records of a group, by name."""
 
     @abstractmethod
-    def payload(self, group: str, name: str, most_bytes: int) -> bytes | memoryview | None:
-        """Return a payload of at most `most_bytes`; None if there is none."""
+    def payload(self, group: str, name: str, most_bytes: int) -> Payload | None:
+        """Return a payload of at most `most_bytes`; None if there is none.
+
+        The next call may overwrite its memory.
+        """
 
     @abstractmethod
     def put(

@@ -9,6 +9,7 @@ a record under another name, of another model or of another shape of KV does not
 import hashlib
 import hmac
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from kvchat.cache.tier import DamagedRecord, Layout
@@ -24,14 +25,20 @@ SEAL_BYTES = len(_MAGIC) + 1 + _NONCE_BYTES + _MAC_BYTES
 _COST = {"n": 1 << 14, "r": 8, "p": 1}
 
 
+def _fresh(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(num_bytes))
+
+
 class _Cipher(Protocol):
     """AES-GCM, as `cryptography` has it."""
 
     def encrypt(self, nonce: bytes, data: memoryview, associated_data: bytes | None) -> bytes:
         """Return the encrypted bytes and their tag."""
 
-    def decrypt(self, nonce: bytes, data: memoryview, associated_data: bytes | None) -> bytes:
-        """Return the bytes; raises InvalidTag."""
+    def decrypt_into(
+        self, nonce: bytes, data: memoryview, associated_data: bytes | None, buf: memoryview
+    ) -> int:
+        """Write the bytes to `buf`, which has as many as they are; raises InvalidTag."""
 
 
 class TeamKey:
@@ -70,9 +77,16 @@ class TeamKey:
         sealed = self._cipher.encrypt(nonce, memoryview(content), place)
         return b"".join((_MAGIC, form, nonce, sealed))
 
-    def open(self, part: bytes, key: bytes, sealed: bytes | memoryview) -> memoryview:
-        """Return the content of a sealed part. Raises DamagedRecord if it was not sealed with this
-        key, as this part of the record of `key`.
+    def open(
+        self,
+        part: bytes,
+        key: bytes,
+        sealed: bytes | memoryview,
+        new_buffer: Callable[[int], memoryview] = _fresh,
+    ) -> memoryview:
+        """Return the content of a sealed part, in what `new_buffer` returns for its size.
+
+        Raises DamagedRecord if it was not sealed with this key, as this part of that record.
         """
         view = memoryview(sealed)
         start = len(_MAGIC) + 1
@@ -80,22 +94,31 @@ class TeamKey:
         if bytes(view[: len(_MAGIC)]) != _MAGIC or form not in (_ENCRYPTED, _SIGNED):
             raise DamagedRecord("of another form")
         place = self._place + form + part + key
-        open_form = self._decrypted if form == _ENCRYPTED else self._verified
-        return open_form(place, view[start:])
+        if form == _SIGNED:
+            return self._verified(place, view[start:], new_buffer)
+        return self._decrypted(place, view[start:], new_buffer)
 
-    def _decrypted(self, place: bytes, view: memoryview) -> memoryview:
+    def _decrypted(
+        self, place: bytes, view: memoryview, new_buffer: Callable[[int], memoryview]
+    ) -> memoryview:
         from cryptography.exceptions import InvalidTag
 
         if len(view) < _NONCE_BYTES + _TAG_BYTES:
             raise DamagedRecord("truncated")
+        nonce, data = bytes(view[:_NONCE_BYTES]), view[_NONCE_BYTES:]
+        content = new_buffer(len(data) - _TAG_BYTES)
         try:
-            content = self._cipher.decrypt(bytes(view[:_NONCE_BYTES]), view[_NONCE_BYTES:], place)
+            self._cipher.decrypt_into(nonce, data, place, content)
         except InvalidTag:
             raise DamagedRecord("of another key") from None
-        return memoryview(content)
+        return content
 
-    def _verified(self, place: bytes, view: memoryview) -> memoryview:
-        mac, content = bytes(view[:_MAC_BYTES]), view[_MAC_BYTES:]
+    def _verified(
+        self, place: bytes, view: memoryview, new_buffer: Callable[[int], memoryview]
+    ) -> memoryview:
+        mac, signed = bytes(view[:_MAC_BYTES]), view[_MAC_BYTES:]
+        content = new_buffer(len(signed))
+        content[:] = signed
         own = hmac.new(self._signing, place, "sha256")
         own.update(content)
         if not hmac.compare_digest(own.digest(), mac):

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from kvchat.cache.device_copies import PACK_BYTES
 from kvchat.cache.disk.pack_rows import checksum_of
 from kvchat.cache.keys import KEY_BYTES, root_key
+from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.rates import averaged
 from kvchat.cache.shared.breaker import Breaker
 from kvchat.cache.shared.record import RecordHead
@@ -41,6 +43,8 @@ _HEAD, _PAYLOAD, _NAME = b"head", b"kv", b"name"
 _CLOCKS_S = 300.0
 # Heads of the records found last, to read their payloads without asking again.
 _MOST_HEADS = 1 << 14
+# Buffers for images that were read and are not yet on the device.
+_MAX_BUFFERS, _WARM_BUFFERS = 8, 4
 
 
 class SharedTier(Tier):
@@ -72,6 +76,8 @@ class SharedTier(Tier):
         self._breaker = breaker or Breaker()
         self._root = root_key(layout.identity)
         self._heads: dict[bytes, RecordHead] = {}
+        self._buffers = ReadBuffers(_MAX_BUFFERS)
+        self._buffers.warm(max(PACK_BYTES, layout.block_bytes), _WARM_BUFFERS)
         self._wrong: set[bytes] = set()
         self._round_trip_s: float | None = None
         self._status = TierStatus()
@@ -162,7 +168,7 @@ class SharedTier(Tier):
             self._heads.pop(run.key, None)
             raise GoneRecord("gone")
         try:
-            image = self._key.open(_PAYLOAD, run.key, sealed)
+            image = self._key.open(_PAYLOAD, run.key, sealed, self._buffers.take)
             if len(image) != num_bytes:
                 raise DamagedRecord("truncated")
             if checksum_of(run.key, head.pack, image) != head.pack.checksum:

@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvchat.cache.shared.store import MOST_HEAD_BYTES, Deadlines, SharedStore, StoreTrouble
+from kvchat.cache.shared.store import (
+    MOST_HEAD_BYTES,
+    Deadlines,
+    Payload,
+    SharedStore,
+    StoreTrouble,
+)
 from kvchat.cache.shared.team_key import missing_extra
 from kvchat.core.errors import UsageError
 
@@ -21,20 +27,44 @@ _MOST_NAMES = 1 << 14
 # A server's answer that is larger is not read. A pack has 4 MiB, or one block that is larger.
 _MOST_BYTES = 1 << 28
 _MOST_LINE_BYTES = 1 << 16
+_END = b"\r\n"
 
 
 class _BoundedBuffer(SocketBuffer):
-    """Reads nothing that a server announces as larger than any record."""
+    """Reads nothing that a server announces as larger than any record.
 
-    def read(self, length: int) -> bytes:
+    What is larger than a head is read into memory that the next such answer overwrites: fresh
+    memory and copies take longer than the socket.
+    """
+
+    def __init__(self, sock: Any, socket_read_size: int, socket_timeout: float) -> None:
+        super().__init__(sock, socket_read_size, socket_timeout)
+        self._memory = memoryview(bytearray())
+
+    def read(self, length: int) -> Any:
         if length > _MOST_BYTES:
             raise valkey.ConnectionError("the answer is too large")
-        data: bytes = super().read(length)
-        return data
+        return self._read_large(length) if length > MOST_HEAD_BYTES else super().read(length)
+
+    def _read_large(self, length: int) -> memoryview:
+        whole = length + len(_END)
+        if len(self._memory) < whole:
+            self._memory = memoryview(bytearray(whole))
+        view = self._memory[:whole]
+        num_read = self._buffer.readinto(view)
+        while num_read < whole:
+            try:
+                count = self._sock.recv_into(view[num_read:])
+            except TimeoutError as error:
+                raise valkey.TimeoutError from error
+            if not count:
+                raise valkey.ConnectionError("the connection is closed")
+            num_read += count
+        return view[:length]
 
     def readline(self) -> bytes:
         data = self._buffer.readline()
-        while not data.endswith(b"\r\n"):
+        while not data.endswith(_END):
             if len(data) > _MOST_LINE_BYTES:
                 raise valkey.ConnectionError("the answer is too large")
             self._read_from_socket()
@@ -86,9 +116,10 @@ class ValkeyStore(SharedStore):
             }
         return found
 
-    def payload(self, group: str, name: str, most_bytes: int) -> bytes | None:
-        value = self._ask("GETRANGE", _payload(group, name), 0, most_bytes)
-        return value if isinstance(value, bytes) and 0 < len(value) <= most_bytes else None
+    def payload(self, group: str, name: str, most_bytes: int) -> Payload | None:
+        value = self._ask("GET", _payload(group, name))
+        is_some = isinstance(value, bytes | memoryview) and 0 < len(value) <= most_bytes
+        return value if is_some else None
 
     def put(
         self, group: str, name: str, head: bytes, payload: bytes | memoryview, ttl_s: int
@@ -107,7 +138,7 @@ class ValkeyStore(SharedStore):
 
     def _ask(self, *command: Any) -> Any:
         try:
-            return self._client.execute_command(*command)
+            return self._client.execute_command(*command, NEVER_DECODE=True)
         except (valkey.ValkeyError, OSError, ValueError) as error:
             raise StoreTrouble(_reason(error)) from error
 
