@@ -1,6 +1,5 @@
 """The interactive chat in a real pseudo-terminal: what a person sees."""
 
-import codecs
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,21 +63,6 @@ def test_resizing_while_an_answer_comes_loses_and_doubles_nothing(start_pty: Sta
     assert _numbered(chat.text) == list(range(45))
 
 
-def test_nothing_a_model_says_acts_on_the_terminal(start_pty: StartPty) -> None:
-    chat = start_pty()
-    before = len(chat.raw)
-    chat.enter("evil").wait_for("end").wait_for("tokens, ")
-
-    assert "␛]0;owned" in chat.text
-    assert "␛[2J" in chat.text
-    assert chat.screen.title == ""
-    raw = chat.raw[before:]
-    allowed = re.compile(rb"\x1b\[[0-9;]*[mABCDGJKH]|\x1b\[\?(?:25|7|12|2004|2026)[hl]|\r|\n|\x08")
-    # The screen is still being written to: what was read may end inside a character.
-    rest = codecs.getincrementaldecoder("utf-8")().decode(allowed.sub(b"", raw))
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", rest)
-
-
 def test_what_a_user_pastes_does_not_act_either(start_pty: StartPty) -> None:
     chat = start_pty()
     chat.paste("a\x1b]0;mine\x07b \u202eabc\u202c\nsecond line").wait_for("second line")
@@ -101,12 +85,6 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
         chat.wait_for("❯ and half")
     finally:
         chat.close()
-
-
-def test_nothing_moves_while_nothing_happens(start_pty: StartPty) -> None:
-    chat = start_pty()
-    chat.enter("hello").wait_for("on device")
-    chat.wait_until_quiet(1.0)
 
 
 def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_pty: StartPty) -> None:

@@ -13,8 +13,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from support.matrix import spread
+
 _DEADLINE_S = 60.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
+_WIDTHS = (100, 60, 100, 60)
+_WIDER = (60, 200, 60, 200)
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
@@ -100,8 +104,13 @@ def _resized_while_it_answers(tmux: _Tmux) -> str:
     return tmux.wait_for(_has("tokens, "))
 
 
-@pytest.mark.parametrize("widths", [(100, 60, 100, 60), (60, 200, 60, 200)], ids=str)
-@pytest.mark.parametrize("block", ["table", "list"])
+@pytest.mark.parametrize(
+    ("block", "widths"),
+    spread(
+        [(block, widths) for block in ("table", "list") for widths in (_WIDTHS, _WIDER)],
+        always=[("table", _WIDER), ("list", _WIDTHS)],
+    ),
+)
 def test_no_row_of_an_open_block_is_left_in_the_scrollback(
     tmux: _Tmux, block: str, widths: tuple[int, ...]
 ) -> None:

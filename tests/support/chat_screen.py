@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from prompt_toolkit.data_structures import Size
@@ -151,3 +151,29 @@ class ChatScreen(Screen):
         self._loop.run_until_complete(asyncio.wait((self._running,)))
         self._runner.close()
         self._exit.close()
+
+
+class PlainChat(ChatScreen):
+    """The chat on plain lines: it reads a pipe, and what is typed is echoed as a terminal does.
+
+    Ctrl-C is the signal that a terminal makes of it. Other keys of line editing are not there.
+    """
+
+    def __init__(self, home: Path, arguments: Sequence[str], **settings: Any) -> None:
+        super().__init__(home, arguments, **settings)
+        source, sink = os.pipe()
+        stdin = self._exit.enter_context(open(source))  # noqa: SIM115
+        self._keyboard = self._exit.enter_context(open(sink, "w", buffering=1))  # noqa: SIM115
+        self._patch.setattr(sys, "stdin", stdin)
+        self._patch.setattr(sys, "stdout", self._output)
+
+    def type(self, text: str) -> Self:
+        if text == "\x03":
+            self._feed(b"^C")
+            os.kill(os.getpid(), signal.SIGINT)
+            return self
+        line = text.replace("\r", "\n")
+        self._feed(line.replace("\n", "\r\n").encode())
+        self._keyboard.write(line)
+        self._keyboard.flush()
+        return self

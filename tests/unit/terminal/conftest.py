@@ -13,7 +13,7 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
 from kvchat.terminal import code_lines
-from support.chat_screen import ChatScreen
+from support.chat_screen import ChatScreen, PlainChat
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
 
 StartChat = Callable[..., ChatScreen]
@@ -58,7 +58,8 @@ def start_chat(checkpoint: Path, tmp_path: Path) -> Iterator[StartChat]:
         def start(*arguments: str, is_saved: bool = True, **settings: Any) -> ChatScreen:
             saving = ["--sessions", str(tmp_path / "sessions")] if is_saved else []
             everything = [str(checkpoint), *saving, *arguments]
-            chat = ChatScreen(tmp_path, everything, **settings)
+            kind = PlainChat if {"--plain", "--spoken"} & {*arguments} else ChatScreen
+            chat = kind(tmp_path, everything, **settings)
             started.callback(chat.close)
             return chat.wait_for("/help for help")
 

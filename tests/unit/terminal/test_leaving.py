@@ -4,6 +4,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from kvchat.chat.store import SessionStore
 from kvchat.core.types import FinishReason
 from support.chat_screen import ChatScreen
@@ -15,6 +17,24 @@ def _last_answer(sessions: Path) -> tuple[str, FinishReason | None]:
     store = SessionStore(sessions)
     turn = list(store.read(store.latest()).conversation.turns())[-1]
     return turn.text, turn.finish
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda chat: chat.type("\x04"),
+        lambda chat: chat.enter("exit").wait_for("Enter again leaves").type("\r"),
+    ],
+    ids=["ctrl-d", "exit exit"],
+)
+def test_keys_that_leave_say_that_nothing_failed(
+    start_chat: StartChat, how: Callable[[ChatScreen], object]
+) -> None:
+    chat = start_chat(is_saved=False)
+    chat.enter("hello").wait_for("tokens, ")
+    how(chat)
+
+    assert chat.finish() == 0
 
 
 def test_exit_in_the_middle_of_an_answer_stops_it_and_leaves(

@@ -1,5 +1,6 @@
-"""The interactive chat in a real pseudo-terminal: what a person sees."""
+"""The interactive chat on an emulated screen: what a person sees."""
 
+import codecs
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,24 @@ def test_a_message_too_long_for_the_context_comes_back(start_chat: StartChat) ->
     chat.enter("y" * 400).wait_for("the context holds 300")
     chat.wait_for(lambda text: "yyyy" in chat.shown.rpartition("❯")[2])
     chat.type("\x1b\x1b\x15").type("\x03").enter("short").wait_for("You said 'short' (0).")
+
+
+def test_nothing_a_model_says_acts_on_the_terminal(start_chat: StartChat) -> None:
+    chat = start_chat()
+    before = len(chat.raw)
+    chat.enter("evil").wait_for("end").wait_for("tokens, ")
+
+    assert "␛]0;owned" in chat.text
+    assert "␛[2J" in chat.text
+    assert chat.screen.title == ""
+    raw = chat.raw[before:]
+    allowed = re.compile(rb"\x1b\[[0-9;]*[mABCDGJKH]|\x1b\[\?(?:25|7|12|2004|2026)[hl]|\r|\n|\x08")
+    # The screen is still being written to: what was read may end inside a character.
+    rest = codecs.getincrementaldecoder("utf-8")().decode(allowed.sub(b"", raw))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", rest)
+
+
+def test_nothing_moves_while_nothing_happens(start_chat: StartChat) -> None:
+    chat = start_chat()
+    chat.enter("hello").wait_for("on device")
+    chat.wait_until_quiet(1.0)
