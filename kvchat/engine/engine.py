@@ -18,7 +18,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.moved_kv import Moving
 from kvchat.cache.rates import LEAST_TELLING_TOKENS
-from kvchat.cache.thinned_kv import has_thinned, num_thinned_tokens
+from kvchat.cache.thinned_kv import has_thinned
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
@@ -27,9 +27,11 @@ from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_thinner import KvThinner
 from kvchat.engine.kv_verifier import KvVerifier
+from kvchat.engine.locator import Locator
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor, explained
 from kvchat.engine.request import Request, RequestSpec, State, Thinning
+from kvchat.engine.request_saver import RequestSaver
 from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
@@ -45,8 +47,6 @@ _log = logging.getLogger(__name__)
 
 # How long a step without other work waits for room in the write queue, in seconds.
 _ROOM_PATIENCE_S = 0.02
-# Copying snapshots takes time, which must not delay the first token.
-_TOKENS_BEFORE_KEEPING = 2
 # A step of few tokens after one of so many seconds can be given up, too.
 _SLOW_STEP_S = 0.1
 # Prompts beside answers, and read ahead, are read in steps of at most about so many seconds.
@@ -117,6 +117,8 @@ class Engine:
             self._prefill_rate,
             self._kv_mover,
         )
+        self._saver = RequestSaver(cache, self.chain, self._kv_verifier)
+        self._locator = Locator(cache, self.chain, self._fetcher, self._kv_thinner)
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
         self._request_ids = count(1)
@@ -241,47 +243,19 @@ class Engine:
 
     def cached_tokens(self, token_ids: Sequence[int]) -> CachedTokens:
         """Return how many tokens of a context each memory tier has cached; changes nothing."""
-        return self.chain.num_cached(token_ids, self.cache.num_reusable_tokens(token_ids))
+        return self._locator.cached_tokens(token_ids)
 
     def locate(
         self, contexts: Sequence[Sequence[int]], done: Callable[[list[KvPlaces]], None]
     ) -> None:
-        """Call `done` with where the KV of each context is; moves nothing.
+        """Call `done` with where the KV of each context is, as `Locator.locate` does.
 
-        It looks up what a request for these contexts would find. `done` runs on this thread or on
-        the one that reads the disk; never if the engine is closed before. The first call measures
-        how fast this model computes, if that is not known and no request waits.
+        The first call measures how fast this model computes, if that is not known and no request
+        waits.
         """
         if not self._prefill_rate.is_measured and not self._has_answers_due:
             self._measure_prefill()
-        in_memory = [self._cached_by_origin(token_ids) for token_ids in contexts]
-        rates = self.chain.read_rates()
-
-        def finish(found: Sequence[dict[str, int]]) -> None:
-            done(
-                [
-                    KvPlaces(len(ids), cached.with_found(places), rates, self.cache.block_size)
-                    for ids, cached, places in zip(contexts, in_memory, found, strict=True)
-                ]
-            )
-
-        self.chain.look_up(contexts, finish)
-
-    def _cached_by_origin(self, token_ids: Sequence[int]) -> CachedTokens:
-        """Return as `cached_tokens`, but what a prefetch has loaded counts for the tier it came
-        from, as in the usage of the request that follows.
-        """
-        cached, left = self.cached_tokens(token_ids), {}
-        if (num_moved := self.cache.num_moved_tokens(token_ids)) > cached.total:
-            return CachedTokens(device=num_moved)
-        beginning = self._kv_thinner.beginning_of(token_ids)
-        if beginning is not None and has_thinned(self.cache, beginning, token_ids):
-            return CachedTokens(device=num_thinned_tokens(self.cache, beginning, token_ids))
-        num_left = cached.device
-        for name, loaded in reversed(self._fetcher.prefetched(token_ids).items()):
-            left[name] = min(loaded, num_left)
-            num_left -= left[name]
-        return replace(cached, device=num_left).plus(left)
+        self._locator.locate(contexts, done)
 
     def _measure_prefill(self) -> None:
         """Prefill some tokens that no later request finds; a request that comes ends it."""
@@ -586,46 +560,8 @@ class Engine:
 
     def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
         events = self._output.advance(plan, drawn)
-        self._keep_whole_packs(plan)
-        if self.chain.shared:
-            self._share_beginnings(plan)
+        self._saver.save(plan)
         return events
-
-    def _share_beginnings(self, plan: Sequence[ScheduledRequest]) -> None:
-        """Write what other machines may have of prompts that have been computed now."""
-        for request in (scheduled.request for scheduled in plan):
-            if request.spec.num_shared and request.num_generated == 1 and not request.moved_under:
-                self.chain.share(request.ids[: request.spec.num_shared])
-
-    def _keep_whole_packs(self, plan: Sequence[ScheduledRequest]) -> None:
-        """Write the KV of running requests to disk as it fills whole packs.
-
-        So the KV of a long document survives if the process is killed during its first answer.
-        """
-        if not self.chain.has_slow:
-            return
-        if self.cache.has_state:
-            self._keep_prompts(plan)
-            return
-        pack_tokens = self.chain.pack_tokens
-        for request in (scheduled.request for scheduled in plan):
-            request.num_offered = min(request.num_offered, request.num_computed)
-            is_due = request.num_computed - request.num_offered >= pack_tokens
-            if is_due and request.is_kept and request.state is State.RUNNING:
-                request.num_offered = request.num_computed
-                computed = request.ids[: request.num_computed]
-                self.chain.save_packs(computed, request.spec.is_one_shot)
-
-    def _keep_prompts(self, plan: Sequence[ScheduledRequest]) -> None:
-        """Write prompts with their snapshots of recurrent state, once the answer has begun.
-
-        Not before: a state that is not finite shows only in the logits.
-        """
-        for request in (scheduled.request for scheduled in plan):
-            is_due = request.num_generated == _TOKENS_BEFORE_KEEPING and request.spec.is_kept
-            if is_due and request.state is State.RUNNING:
-                computed = request.ids[: request.num_computed]
-                self._kv_verifier.save(computed, request.spec.is_one_shot)
 
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)
