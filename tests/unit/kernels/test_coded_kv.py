@@ -349,6 +349,13 @@ def test_every_four_bit_group_is_at_its_best_level() -> None:
     assert torch.equal((code.restored(numbers, scales) - values).abs(), least)
 
 
+@pytest.mark.parametrize(("code", "times"), [(INT8, 1.88), (FP8, 1.88), (K8V4, 2.46), (INT4, 3.56)])
+def test_a_cache_holds_so_many_times_the_tokens_of_16_bits(code: KvCode, times: float) -> None:
+    """With keys of 8 bits no scales at all would make 2.67 of it: 3.2 times needs keys of 4."""
+    for dim in (32, 64, 96, 128, 256):
+        assert 2 * 2 * dim / code.num_bytes(dim, dim) == pytest.approx(times, abs=0.01)
+
+
 def test_bfloat16_is_read_as_float32_rounded_once() -> None:
     torch.manual_seed(0)
     numbers, scales = INT8.values.quantised(torch.randn(40, 64))
