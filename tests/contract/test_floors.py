@@ -113,13 +113,18 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
 def imported_modules(path: Path) -> tuple[tuple[int, str], ...]:
     """Return the line and the full name of everything a file imports."""
     return tuple(_imported(path))
 
 
 def _imported(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -257,16 +262,16 @@ def test_every_imported_package_is_declared() -> None:
 
 def subclassed(path: Path) -> set[str]:
     """Return the packages of which a file extends classes."""
-    tree = tree_of(path)
+    nodes = nodes_of(path)
     package_of = {
         alias.asname or alias.name.split(".")[0]: (getattr(node, "module", 0) or alias.name)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
     names = {
         name.id
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ClassDef)
         for base in node.bases
         for name in ast.walk(base)
@@ -305,7 +310,7 @@ def test_every_package_is_on_a_floor() -> None:
 
 def foreign_code(path: Path) -> Iterator[str]:
     """Yield what a file unpickles, or runs that is not its own."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for name in {alias.name for alias in node.names} & {"pickle", "dill", "marshal"}:
                 yield f"{path}:{node.lineno} imports {name}"
@@ -327,7 +332,7 @@ def test_nothing_is_unpickled_and_no_foreign_code_is_run() -> None:
 
 def swallowed_errors(path: Path) -> Iterator[str]:
     """Yield the handlers of every error that neither raise again, nor log, nor hand it on."""
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if not isinstance(node, ast.ExceptHandler) or node.type is None:
             continue
         if ast.unparse(node.type) not in {"Exception", "BaseException"}:

@@ -148,10 +148,8 @@ _BLOCKS = [
     spread(
         _BLOCKS,
         always=[
-            ("qwen35", "Q4_K"),
             ("qwen3next", "Q8_0"),
             ("lfm2", "Q4_K"),
-            ("granitehybrid", "Q8_0"),
             ("falcon-h1", "Q4_K"),
             ("qwen35", "Q6_K"),
         ],

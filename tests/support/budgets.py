@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 
 BUDGETS_S = {
-    "contract": 200,
-    "matrix": 800,
-    "pty": 80,
-    "soak": 100,
-    "unit/bench": 120,
+    "contract": 150,
+    "matrix": 600,
+    "pty": 60,
+    "soak": 80,
+    "unit/bench": 80,
     "unit/cache": 120,
-    "unit/chat": 160,
-    "unit/cli": 180,
-    "unit/core": 20,
-    "unit/engine": 220,
-    "unit/kernels": 250,
-    "unit/model": 300,
-    "unit/remote": 60,
-    "unit/server": 120,
-    "unit/terminal": 180,
-    "unit/tools": 40,
+    "unit/chat": 140,
+    "unit/cli": 160,
+    "unit/core": 10,
+    "unit/engine": 200,
+    "unit/kernels": 150,
+    "unit/model": 200,
+    "unit/remote": 50,
+    "unit/server": 80,
+    "unit/terminal": 150,
+    "unit/tools": 30,
 }
 _NAME = "processor seconds"
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")

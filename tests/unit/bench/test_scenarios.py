@@ -136,6 +136,7 @@ def test_recorded_conversations_are_replayed(
     assert_readable(result)
 
 
+@pytest.mark.matrix(4)  # a file's weights are measured always, by the same code
 def test_fewer_bits_are_measured_on_recorded_conversations(
     checkpoint: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
