@@ -1,4 +1,5 @@
-"""Scenario `kv`: KV in few bits beside KV of the model's dtype: bytes, decoding, and quality.
+"""Scenario `kv`: KV in few bits beside KV of the model's dtype: bytes, decoding, and quality. Then
+answers over the KV of some positions (`thinning.py`).
 
 Quality is measured on a text that comes with kvchat: its perplexity, how far predictions are from
 those over plain KV, and how often the likeliest token is the same; and by a hundred questions on
@@ -20,8 +21,10 @@ from kvchat.bench.measure import alternated
 from kvchat.bench.recall import NUM_FACTS, RecallText, recall, recall_texts
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.bench.thinning import thinned
 from kvchat.bench.weights import perplexity, predictions, recorded_texts
-from kvchat.core.errors import KvchatError, ModelError
+from kvchat.chat.keeping import REPEAT
+from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.parameters import KV_CODES
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.model.rounding import divergences, new_encoder, sample_ids
@@ -61,9 +64,24 @@ def run(setup: BenchSetup) -> Result:
             measured += quality
             notes += [note] if note else []
         figures += [replace(figure, name=f"{code}: {figure.name}") for figure in measured]
+    try:
+        figures += _over_less_kv(setup)
+    except UsageError as error:
+        notes.append(str(error))
     if not figures:
         return Result("kv", settings, refusal=" ".join(notes))
     return Result("kv", settings, tuple(figures), notes=tuple(dict.fromkeys(notes)))
+
+
+def _over_less_kv(setup: BenchSetup) -> list[Figure]:
+    """Measure the rules that drop KV of positions; raises UsageError where a model has none."""
+    own = _with_plain_kv(setup)
+    texts = _texts(setup, own)
+    if texts is None:
+        return thinned(setup, own, (), ())
+    encode = new_encoder(setup.source)
+    suite = texts.recall[:1] if setup.is_quick else texts.recall
+    return thinned(setup, own, suite, encode(REPEAT)[len(encode("")) :])
 
 
 def _with_plain_kv(setup: BenchSetup) -> AssembledEngine:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Timeout for opening the disk tier and writing pending KV.
 _PATIENCE_S = 30.0
 # The model is asked to repeat a pin in parts of so many tokens, each after some tokens before it.
-_REPEAT = "\n\nRepeat the previous context exactly.\n"
+REPEAT = "\n\nRepeat the previous context exactly.\n"
 _PART_TOKENS, _LEAD_IN = 256, 8
 # The first tokens, to which all others attend.
 _NUM_SINKS = 4
@@ -61,7 +61,7 @@ async def thin_pin(
     tokens are computed. Raises UsageError where that is not possible.
     """
     host = controller.host
-    asking = host.model.tokenizer.encode([Segment(_REPEAT, is_inert=True)])
+    asking = host.model.tokenizer.encode([Segment(REPEAT, is_inert=True)])
     highest = [0.0] * len(token_ids)
     for start in range(0, len(token_ids), _PART_TOKENS):
         part = [*asking, *token_ids[max(0, start - _LEAD_IN) : start + _PART_TOKENS]]

@@ -331,6 +331,7 @@ _WHY = {
     MissReason.EVICTED: "they are neither in memory nor on disk any more: evicted to make "
     "room, or out of date.",
     MissReason.OFF: "the cache is off (--no-cache), so every answer reads its whole context.",
+    MissReason.THINNED: "what follows a pin that keeps a share of its KV is in memory only.",
     MissReason.CORRUPT: "what was kept on disk was corrupt, and is gone now.",
     MissReason.OVER_BUDGET: "they did not fit on disk: over budget. --disk-cache allows more.",
     MissReason.QUARANTINED: "what was kept is not this model's: "

@@ -43,6 +43,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no room on the device"
     NO_TIER = "no disk cache"
     OFF = "the cache is off"
+    THINNED = "over a pin that keeps a share of its KV"
     NOT_KEPT = "not kept by the server"
     NOT_TOLD = "the server does not tell what it had cached"
 

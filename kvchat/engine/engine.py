@@ -211,10 +211,11 @@ class Engine:
             self._fetcher.give_up_prefetch()
             self._scheduler.add(request)
             return request_id
-        beginning = request.beginning
-        if beginning is not None and has_thinned(self.cache, beginning, spec.prompt_ids):
-            self._scheduler.add(request)
-            return request_id
+        if request.beginning is not None:
+            request.told_miss_reason = MissReason.THINNED
+            if has_thinned(self.cache, request.beginning, spec.prompt_ids):
+                self._scheduler.add(request)
+                return request_id
         self._fetcher.begin(request)
         if not self.cache.reuse:
             request.told_miss_reason = MissReason.OFF

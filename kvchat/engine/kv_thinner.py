@@ -54,7 +54,7 @@ class KvThinner:
     @property
     def is_possible(self) -> bool:
         """Whether the model's attention can be observed, and its tables may be private."""
-        return self._runner.can_observe and self._cache.reuse
+        return self._runner.can_observe
 
     def consider(self, request: Request, thinning: Thinning) -> None:
         """Drop KV of a running request that is due; where that fails, the request goes on with all

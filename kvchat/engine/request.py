@@ -249,6 +249,11 @@ class Request:
         return self.spec.is_kept and not (self.moved_under or self.is_thinned)
 
     @property
+    def has_budget(self) -> bool:
+        """Whether KV may be dropped while it decodes."""
+        return self.spec.thinning is not None and self.spec.thinning.budget is not None
+
+    @property
     def beginning(self) -> "ThinnedBeginning | None":
         """The thinned beginning that its prompt has; None without one."""
         thinning = self.spec.thinning

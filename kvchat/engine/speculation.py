@@ -22,6 +22,7 @@ from kvchat.engine.scheduler import ScheduledRequest
 _log = logging.getLogger(__name__)
 
 _WHY_LIMITED = "the answer follows a format"
+_WHY_BUDGET = "the answer is held to a KV budget"
 # Drafters catch up with the requests in this share of each step's time.
 _SHARE_FOR_CATCHING_UP = 0.25
 
@@ -271,15 +272,17 @@ class Speculation:
         for scheduled in plan:
             num_tokens = 1 + accepted_len(scheduled.drafts, drawn[scheduled])
             own = scheduled.request.drafting
-            is_limited = scheduled.request.constraint is not None
-            own.why_plain = (
-                _WHY_LIMITED if is_limited else self._policy.why_plain(scheduled.request)
-            )
+            own.why_plain = self._why_plain(scheduled.request)
             own.spent_s += seconds
             own.plain_s += plain_s * num_tokens
             self.total.spent_s += seconds / len(plan)
             self.total.plain_s += plain_s * num_tokens / len(plan)
             self.total.why_plain = own.why_plain
+
+    def _why_plain(self, request: Request) -> str:
+        if request.constraint is not None:
+            return _WHY_LIMITED
+        return _WHY_BUDGET if request.has_budget else self._policy.why_plain(request)
 
     def update(self, requests: Sequence[Request]) -> None:
         """Let the drafters catch up with the unfinished requests, in a share of the step's time."""
@@ -343,6 +346,8 @@ def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
     request = scheduled.request
     if request.constraint is not None:
         return 0  # the tokens allowed after a draft are not known before it is accepted
+    if request.has_budget:
+        return 0  # drafts would move the tokens at which KV is dropped, and so the text
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
     if request.spec.max_tokens is not None:
         most = min(most, request.spec.max_tokens - request.num_generated - 1)

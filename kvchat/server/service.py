@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -137,6 +137,7 @@ def facts(
     `miss_reason` names a MissReason: why a slower tier did not have more; null if it was not asked.
     `changed` says which earlier message the client changed, so that all after it was computed; null
     if it changed none. `left_out` counts the oldest messages that the full context is without.
+    `kept_kv` is there where the answer went on without some KV: of how many tokens it had that.
     `ends_in_thinking` tells an answer that was never begun from one that was
     cut off.
     """
@@ -147,5 +148,6 @@ def facts(
         "changed": difference.as_dict() if difference is not None else None,
         "left_out": num_left_out,
         "ends_in_thinking": ended.ends_in_thinking,
+        **({"kept_kv": asdict(dropped)} if (dropped := ended.usage.dropped) is not None else {}),
         "ttft_s": round(ended.timing.ttft_s, 4),
     }

@@ -209,6 +209,7 @@ def test_coded_kv_is_measured_beside_the_models_own(report_of: Reports) -> None:
         assert found[f"{code}: KV of a token"].ratio == pytest.approx(num_bytes / 64)
         assert found[f"{code}: context 128"].value > 0
         assert found[f"{code}: context 32"].beside_name == "KV in float32"
+    assert found["SnapKV 25%: context 128"].beside_name == "all KV"
     assert_readable(result)
 
 
@@ -224,6 +225,7 @@ def test_what_coded_kv_does_to_predictions_is_measured() -> None:
     assert found["int8: other answers"].value <= 5
     assert found["int8: other answers"].unit == "of 100"
     assert found["int8: recall at 80 to 100 %"].beside is not None
+    assert {found[f"{rule} 50%: recall"].unit for rule in ("SnapKV", "KVzip", "H2O")} == {"of 20"}
     # The demo is small: what 4 bits would do is a note.
     assert any("would answer otherwise. KV in k8v4 changes" in note for note in result.notes)
     assert not any(name.startswith("k8v4") for name in found)

@@ -3,6 +3,7 @@ far, attends to most, and the answer is that of transformers over a cache that l
 """
 
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ import torch
 from transformers import DynamicCache
 
 from kvchat.cache.thinned_kv import ThinnedBeginning, has_thinned
+from kvchat.core.errors import UsageError
 from kvchat.core.events import SampleFinished, TokensGenerated
 from kvchat.core.stats import KvPlaces
 from kvchat.core.text import Size
 from kvchat.core.types import KeptPositions, SamplingParams, Usage, digest_of_ids
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import Request, RequestSpec, Thinning
+from kvchat.engine.speculation import Speculation
+from kvchat.model.spec import Gathered
+from support.fixed_drafts import FixedDraftPolicy
 from support.specimens import Specimen, engine_on, make_specimen, random_ids
+from support.trial_drafters import GarbageDrafter
 
 READ = random_ids(100, 1)
 NUM_LEADING, NUM_LAST = 6, 18
@@ -343,3 +349,66 @@ def located(engine: Engine, *contexts: list[int]) -> list[KvPlaces]:
     found: list[KvPlaces] = []
     engine.locate(contexts, found.extend)
     return found
+
+
+def test_drafts_change_no_answer_over_less_kv(specimen: Any) -> None:
+    """Over a beginning, where they are verified; with a budget there are none."""
+    made, thinned = specimen("llama"), beginning()
+    more = random_ids(7, 3)
+    budget = within(Size(share=0.8))
+    plain = Answered(engine_on(made.loaded), budget).first
+    drafter = GarbageDrafter()
+    speculation = Speculation([drafter], policy=FixedDraftPolicy(4))
+    engine = engine_on(made.loaded, speculation=speculation)
+    found = Answered(engine, after(thinned, more))
+    assert found.first == answer_after(made, thinned, more)
+    assert found.first_usage.drafts.num_drafted > 0
+    found = Answered(engine, budget)
+    assert (found.first, found.first_usage.drafts.num_drafted) == (plain, 0)
+
+
+@pytest.mark.parametrize("change", ["gathered", "state"])
+def test_a_model_whose_attention_is_not_seen_refuses_a_budget(specimen: Any, change: str) -> None:
+    """In one sentence, before anything is read."""
+    made = specimen("llama")
+    spec = made.loaded.spec
+    changes: dict[str, Any] = {"gathered": Gathered("is so", (), 0), "state": ("a state",)}
+    engine = engine_on(made.loaded)
+    engine._runner._model.loaded = replace(
+        made.loaded, spec=replace(spec, **{change: changes[change]})
+    )
+    with pytest.raises(UsageError, match="No KV of this model can be dropped"):
+        engine.submit(within(Size(share=0.5)))
+    with pytest.raises(UsageError, match="No KV of this model can be dropped"):
+        engine.repeat_scores(READ, [1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_on_a_small_cache_answer_as_alone(specimen: Any, seed: int) -> None:
+    """With and without budgets and beginnings, sent back, forgotten and evicted meanwhile."""
+    made, draw = specimen("llama"), random.Random(seed)
+    engine = engine_on(made.loaded, num_blocks=40)
+    choices = []
+    for number in range(4):
+        more, thinned = random_ids(5 + number, number), beginning(40 + 8 * (number % 2))
+        choices.append((after(thinned, more), answer_after(made, thinned, more)))
+    plain = RequestSpec(tuple(READ), GREEDY, max_tokens=12)
+    choices.append((plain, made.generate(READ)[:12]))
+    alone = Answered(engine_on(made.loaded), within(Size(share=0.8))).first
+    engine = engine_on(made.loaded, num_blocks=40)
+    choices.append((within(Size(share=0.8)), alone))
+    expected: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
+    for _ in range(12):
+        spec, answer = draw.choice(choices)
+        request_id = engine.submit(spec)
+        expected[request_id], tokens[request_id] = answer, []
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                tokens[event.request_id].extend(event.token_ids)
+        engine.cache.check([r.table for r in engine.running() if r.table])
+        if draw.random() < 0.1:
+            engine.forget([(READ, draw.choice((0, 32)))], lambda: None)
+    assert tokens == expected
+    engine.cache.check([])
