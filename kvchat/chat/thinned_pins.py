@@ -29,11 +29,20 @@ class ThinnedPins:
 
     def of_model(self, name: str) -> list[KeptPositions]:
         """Return the positions that were chosen with this model; what is damaged is left out."""
-        found = []
-        for entry in self._read().values():
+        return [kept for model, kept in self._entries().values() if model == name]
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of positions that stays, by label."""
+        entries = self._entries().items()
+        return {label: len(kept.positions) / kept.num_tokens for label, (_, kept) in entries}
+
+    def _entries(self) -> dict[str, tuple[str, KeptPositions]]:
+        """Return the model and the positions of every label; what is damaged is left out."""
+        found = {}
+        for label, entry in self._read().items():
             with suppress(KeyError, TypeError, ValueError):
-                if isinstance(entry, dict) and entry["model"] == name:
-                    found.append(_read_entry(entry))
+                if isinstance(entry, dict):
+                    found[label] = str(entry["model"]), _read_entry(entry)
         return found
 
     def put(self, label: str, model: str, kept: KeptPositions) -> None:

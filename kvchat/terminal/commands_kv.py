@@ -103,6 +103,11 @@ async def pin(context: "CommandContext", arguments: str) -> None:
         status = await asyncio.to_thread(kept.status)
         files = await asyncio.to_thread(context.controller.pins.paths)
         lines = [*cache_lines.pin_lines(status, names), *cache_lines.unkept_lines(status, files)]
+        shares = await asyncio.to_thread(context.controller.pins.thinned.shares)
+        lines += [
+            f"{one_line(label, 64)}: keeps {part:.0%} of its KV in memory"
+            for label, part in shares.items()
+        ]
         context.say("\n".join(lines) if lines else "Nothing is pinned.", hanging=_HANGING)
         return
     controller = context.controller

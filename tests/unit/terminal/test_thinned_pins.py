@@ -113,6 +113,7 @@ def test_chats_over_a_pin_that_keeps_a_share_of_its_positions(
     assert second.cached.device >= again.prompt_tokens
     chat.do("/fork")
     assert chat.ask("Why?").cached.device >= second.prompt_tokens
+    assert f"ships: keeps {share}% of its KV in memory" in chat.do("/pin list")
 
     assert "Pinned" in chat.do("/pin ships --keep 100%")
     assert json.loads(state.read_text())["thinned pins"] == {}
