@@ -105,8 +105,7 @@ class ChatController:
         self._last_session_id = ""
         self._held: tuple[int, tuple[ToolResult, ...]] = (ROOT, ())
         self._asked = ("", ROOT)  # the session and the turn of the last new message
-        if thinned := self.pins.thinned.of_model(host.model.name):
-            host.thin_beginnings(thinned)
+        host.thin_beginnings(self.pins.thinned.of_model(host.model.name))
 
     # State
     @property
@@ -558,11 +557,7 @@ class ChatController:
         self.host, self.options = host, self.options.for_model(host.model.sampling_defaults)
         self.last = None  # its figures are the other model's
         self.engine.change_host(host)
-        self.thin_pins()
-
-    def thin_pins(self) -> None:
-        """Let chats that begin with a pin answer over the KV that `/pin --keep` left of it."""
-        self.host.thin_beginnings(self.pins.thinned.of_model(self.host.model.name))
+        host.thin_beginnings(self.pins.thinned.of_model(host.model.name))
 
     def saving_problem(self) -> str | None:
         """Try again to save what is not saved; return None or a sentence on why it cannot be."""

@@ -82,6 +82,7 @@ class ChatHost:
         self._outcome: LoadEvent | None = None
         self._engine = EngineThread(build, self._hear, rebuild, clock)
         self.places_at_opening: Future[list[KvPlaces]] | None = None
+        self._has_thinned = False
 
     def _hear(self, event: LoadEvent) -> None:
         if isinstance(event, ModelReady | LoadFailed):
@@ -279,7 +280,9 @@ class ChatHost:
 
         It holds for the requests that follow, also while the model loads.
         """
-        self._engine.call(lambda engine: engine.thin_beginnings(kept))
+        if kept or self._has_thinned:
+            self._has_thinned = bool(kept)
+            self._engine.call(lambda engine: engine.thin_beginnings(kept))
 
     def repeat_scores(
         self, token_ids: Sequence[int], part: Sequence[int]

@@ -75,8 +75,14 @@ async def thin_pin(
     positions = kept_positions(highest, share, num_leading, status.block_size)
     kept = KeptPositions(digest_of_ids(token_ids), len(token_ids), positions, "KVzip")
     controller.pins.thinned.put(label, host.model.name, kept)
-    controller.thin_pins()
+    thin_pins(controller)
     return kept
+
+
+def thin_pins(controller: "ChatController") -> None:
+    """Let chats that begin with a pin answer over the KV that `thin_pin` left of it."""
+    name = controller.host.model.name
+    controller.host.thin_beginnings(controller.pins.thinned.of_model(name))
 
 
 def kept_positions(

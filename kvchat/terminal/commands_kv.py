@@ -19,6 +19,7 @@ from kvchat.chat.keeping import (
     pin_context,
     share_context,
     thin_pin,
+    thin_pins,
 )
 from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.saved_chats import named_contexts, titles
@@ -176,7 +177,7 @@ async def _pin_files(
     num_tokens = await pin_context(controller, token_ids, label)
     await asyncio.to_thread(controller.pins.put, label, paths)
     controller.pins.thinned.remove([label])
-    controller.thin_pins()
+    thin_pins(controller)
     context.say(
         f"Pinned {one_line(label, 64)}: {num_tokens:,} of {plural(len(token_ids), 'token')} stay "
         f"on disk. {_attaching(label)}{_use(controller)}{_DATED if is_dated else ''}"
@@ -266,7 +267,7 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
     for label in wanted:
         await asyncio.to_thread(kept.unpin, label)
     await asyncio.to_thread(context.controller.pins.remove, wanted)
-    context.controller.thin_pins()
+    thin_pins(context.controller)
     context.say(
         f"{plural(len(wanted), 'pin')} removed. KV that was pinned stays while there is room."
     )
