@@ -13,7 +13,16 @@ import typer
 
 from kvchat import __version__
 from kvchat.cli.command_line import ChatGroup, HelpedCommand, HelpedGroup
-from kvchat.cli.flags import CHAT_FLAGS, OF_BENCH, OF_CHAT, OF_SERVER, SERVE_FLAGS, takes, values_of
+from kvchat.cli.flags import (
+    CHAT_FLAGS,
+    OF_BENCH,
+    OF_CHAT,
+    OF_PREFILL,
+    OF_SERVER,
+    SERVE_FLAGS,
+    takes,
+    values_of,
+)
 from kvchat.cli.settings import unknown_variables
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_KV
@@ -148,6 +157,22 @@ def serve(context: typer.Context, **flags: Any) -> None:
     key = KeyRequest(given["api_key"], path and Path(path), given["no_api_key"])
     request = ServeRequest(given["host"], given["port"], key, given["name"], given["stabilise"])
     raise typer.Exit(run_server({**before, **here}, request))
+
+
+@app.command(cls=HelpedCommand)
+@takes(OF_PREFILL)
+def prefill(
+    context: typer.Context,
+    names: Annotated[list[str], typer.Argument(metavar="FILE...|SESSION", help="what to read")],
+    **flags: Any,
+) -> None:
+    """Read files or a conversation for the machines that share --shared-cache."""
+    from kvchat.cli.prefill import run_prefill
+
+    assert context.parent is not None
+    before = _settings_in(context.parent.params)
+    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
+    run_prefill({**before, **here}, names)
 
 
 sessions_app = _new_app("Saved conversations.")

@@ -117,6 +117,9 @@ BENCH_FLAGS = grouped(
 _NOT_SERVED = (Group.CONVERSATION, Group.TERMINAL, Group.TOOLS)
 OF_CHAT = (*CHAT_FLAGS, *PARAMETERS)
 OF_SERVER = (*SERVE_FLAGS, *(p for p in PARAMETERS if p.group not in _NOT_SERVED))
+# What is read for other machines needs a model, its KV and a beginning.
+_READ_WITH = (Group.MODEL, Group.CACHE)
+OF_PREFILL = (BY_NAME["system"], *(p for p in PARAMETERS if p.group in _READ_WITH))
 _BENCH_SETTINGS = (
     "model",
     "weights",

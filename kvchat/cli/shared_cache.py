@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvchat.cache.shared.store import scheme_of
+from kvchat.cache.shared.team_key import require_secret
 from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import UnreadableFile, UsageError
@@ -20,6 +22,7 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
     url = settings["shared_cache"]
     if not url or settings["incognito"]:
         return None
+    scheme_of(url)
     path = settings["shared_key_file"]
     secret = key_in(user_path(path)) if path else environment.get(SHARED_KEY_VARIABLE, "")
     if not secret:
@@ -27,6 +30,7 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
             "--shared-cache needs the team's key.",
             f"--shared-key-file or {SHARED_KEY_VARIABLE} has it; `openssl rand -hex 32` makes one.",
         )
+    require_secret(secret)
     return SharedConfig(
         url,
         secret,

@@ -1,14 +1,11 @@
 """Opens a shared tier as the settings say, over the store that a URL names."""
 
-from urllib.parse import urlsplit
-
-from kvchat.cache.shared.store import Deadlines, SharedStore
+from kvchat.cache.shared.store import BUCKETS, SERVERS, Deadlines, SharedStore, scheme_of
 from kvchat.cache.shared.team_key import TeamKey
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
 from kvchat.cache.tier import Layout
 from kvchat.core.config import SharedConfig
-from kvchat.core.errors import UsageError
 from kvchat.core.types import Memory
 
 # How long a record is of use, in seconds: 30 days, as unused KV on the disk.
@@ -30,20 +27,15 @@ def open_store(url: str, deadlines: Deadlines) -> SharedStore:
 
     Raises UsageError for a URL that names none, or whose package is not installed.
     """
-    scheme = urlsplit(url).scheme
-    if scheme in ("valkey", "valkeys", "redis", "rediss"):
+    scheme = scheme_of(url)
+    if scheme in SERVERS:
         from kvchat.cache.shared.valkey_store import ValkeyStore
 
         return ValkeyStore(url, deadlines)
-    if scheme in ("file", "s3", "gs", "az"):
+    if scheme in BUCKETS:
         from kvchat.cache.shared.object_store import BucketStore
 
         return BucketStore(url, deadlines)
-    if scheme == "mooncake":
-        from kvchat.cache.shared.mooncake_store import MooncakeStore
+    from kvchat.cache.shared.mooncake_store import MooncakeStore
 
-        return MooncakeStore(url, deadlines)
-    raise UsageError(
-        f"{scheme or url}: is not the beginning of a shared cache's address.",
-        "Give valkey://, redis://, rediss://, s3://, gs://, az://, mooncake:// or file://.",
-    )
+    return MooncakeStore(url, deadlines)

@@ -6,12 +6,34 @@ A record is two values: a small head and a payload. A lookup reads heads, many i
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvchat.core.errors import UsageError
 
 # No head is larger; a store that says so is not believed.
 MOST_HEAD_BYTES = 1 << 20
 
 
 Payload = bytes | memoryview
+
+
+# The beginnings of addresses, by the kind of store.
+SERVERS, BUCKETS, POOLS = (
+    ("valkey", "valkeys", "redis", "rediss"),
+    ("file", "s3", "gs", "az"),
+    ("mooncake",),
+)
+
+
+def scheme_of(url: str) -> str:
+    """Return the beginning of a store's address. Raises UsageError for that of no store."""
+    scheme = urlsplit(url).scheme
+    if scheme not in (*SERVERS, *BUCKETS, *POOLS):
+        raise UsageError(
+            f"{scheme or url}: is not the beginning of a shared cache's address.",
+            "Give valkey://, redis://, rediss://, s3://, gs://, az://, mooncake:// or file://.",
+        )
+    return scheme
 
 
 class StoreTrouble(Exception):

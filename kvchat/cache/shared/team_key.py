@@ -29,6 +29,15 @@ def _fresh(num_bytes: int) -> memoryview:
     return memoryview(bytearray(num_bytes))
 
 
+def require_secret(secret: str) -> None:
+    """Raise UsageError for a secret that is guessed too easily."""
+    if len(secret) < LEAST_SECRET:
+        raise UsageError(
+            f"The key of the shared cache has less than {LEAST_SECRET} characters.",
+            "`openssl rand -hex 32` makes one.",
+        )
+
+
 class _Cipher(Protocol):
     """AES-GCM, as `cryptography` has it."""
 
@@ -49,11 +58,7 @@ class TeamKey:
     """
 
     def __init__(self, secret: str, layout: Layout, encrypts: bool = True) -> None:
-        if len(secret) < LEAST_SECRET:
-            raise UsageError(
-                f"The key of the shared cache has less than {LEAST_SECRET} characters.",
-                "`openssl rand -hex 32` makes one.",
-            )
+        require_secret(secret)
         whole = hashlib.scrypt(secret.encode(), salt=_MAGIC, dklen=96, **_COST)
         self._naming, self._signing = whole[:32], whole[32:64]
         self._cipher = _cipher(whole[64:])
