@@ -41,13 +41,18 @@ def run(setup: BenchSetup) -> Result:
     """Measure each code of KV beside plain KV, with the same model."""
     figures: list[Figure] = []
     notes: list[str] = []
-    settings: dict[str, object] = {"model": setup.source.name}
-    plain: _Quality | None = None
+    own = _with_plain_kv(setup)
+    dtype = str(own.loaded.dtype).removeprefix("torch.")
+    settings: dict[str, object] = {
+        "model": setup.source.name,
+        "weights": own.loaded.weights,
+        "device": own.loaded.device.type,
+        "own": dtype,
+    }
+    texts = _texts(setup, own)
+    # An engine of its own: measuring quality rebinds the model's attention.
+    plain = _quality(_with_plain_kv(setup), texts) if texts is not None else None
     for code in KV_CODES:
-        own = _with_plain_kv(setup)
-        dtype = str(own.loaded.dtype).removeprefix("torch.")
-        device = own.loaded.device.type
-        settings |= {"weights": own.loaded.weights, "device": device, "own": dtype}
         try:
             rounded = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=code))
         except ModelError as error:
@@ -55,12 +60,10 @@ def run(setup: BenchSetup) -> Result:
             continue
         beside = f"KV in {dtype}"
         measured = [_token_bytes(rounded, own, beside), *_rates(setup, rounded, own, beside)]
-        # Quality last: it rebinds the model's attention.
-        if (texts := _texts(setup, own)) is not None:
-            plain = plain or _quality(own, texts)
+        if texts is not None and plain is not None:
             measured += _agreement(_quality(rounded, texts), plain, texts, beside)
         if setup.sessions is not None:
-            quality, note = _perplexity(setup, rounded, own, beside)
+            quality, note = _perplexity(setup, rounded, _with_plain_kv(setup), beside)
             measured += quality
             notes += [note] if note else []
         figures += [replace(figure, name=f"{code}: {figure.name}") for figure in measured]
