@@ -85,7 +85,7 @@ def test_a_conversation_without_a_message_is_named(shell: Shell, tiny: str) -> N
     kept.write_text(header)
 
     [row] = shell.run("sessions").stdout.splitlines()
-    assert row.endswith(b"0 turns  (no message) (tiny0)")
+    assert row.decode().endswith(f"0 turns  (no message) ({Path(tiny).name})")
 
 
 def test_a_title_names_a_conversation_and_several_are_listed(shell: Shell, tiny: str) -> None:

@@ -77,10 +77,10 @@ def test_sizes_are_shown_in_few_digits_and_never_in_exponents(num_bytes: int, te
         (lambda: CacheConfig(block_size=24), "--block-size is 24"),
         (lambda: CacheConfig(block_size=0), "--block-size is 0"),
         (lambda: CacheConfig(block_size=2048), "block-size is 2048"),
-        (lambda: CacheConfig(kv_dtype="fp8"), "kv-dtype is 'fp8'"),
+        (lambda: CacheConfig(kv_dtype="fp4"), "kv-dtype is 'fp4'"),
         (
             lambda: CacheConfig(kv_dtype="int3"),
-            "auto, float32, bfloat16, float16, int8, k8v4, int4",
+            "auto, float32, bfloat16, float16, int8, fp8, k8v4, int4",
         ),
         (lambda: EngineConfig(max_step_tokens=0), "max-step-tokens is 0"),
         (lambda: EngineConfig(max_running=-1), "max-running is -1"),
