@@ -333,7 +333,8 @@ def test_models_and_conversations_are_named_and_why_is_told(shell: Shell, tiny: 
     listed = json.loads(shell.run(*blocks, "sessions", "list", "--json").stdout)
 
     assert listed["next_message"]["cached"] > 0
-    assert b"(tiny0, ready in 0.1 s)" in shell.run(*blocks, "sessions", "list").stdout
+    ready = f"({name}, ready in 0.1 s)".encode()
+    assert ready in shell.run(*blocks, "sessions", "list").stdout
     status = shell.run("cache").stdout.decode()
     assert f"{name}: " in status
     tree = shell.run("cache", "tree").stdout.decode()
