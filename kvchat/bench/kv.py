@@ -50,8 +50,7 @@ def run(setup: BenchSetup) -> Result:
         "own": dtype,
     }
     texts = _texts(setup, own)
-    # An engine of its own: measuring quality rebinds the model's attention.
-    plain = _quality(_with_plain_kv(setup), texts) if texts is not None else None
+    plain: _Quality | None = None
     for code in KV_CODES:
         try:
             rounded = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=code))
@@ -60,7 +59,9 @@ def run(setup: BenchSetup) -> Result:
             continue
         beside = f"KV in {dtype}"
         measured = [_token_bytes(rounded, own, beside), *_rates(setup, rounded, own, beside)]
-        if texts is not None and plain is not None:
+        if texts is not None:
+            # By an engine of its own: measuring quality rebinds the model's attention.
+            plain = plain or _quality(_with_plain_kv(setup), texts)
             measured += _agreement(_quality(rounded, texts), plain, texts, beside)
         if setup.sessions is not None:
             quality, note = _perplexity(setup, rounded, _with_plain_kv(setup), beside)

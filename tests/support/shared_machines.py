@@ -1,0 +1,81 @@
+"""Machines that share a store which does anything that a store may do.
+
+The model answers from the KV that it reads, so that a wrong block shows in the text.
+"""
+
+import os
+import random
+from collections.abc import Callable
+
+from kvchat.cache.shared.breaker import Breaker
+from kvchat.cache.shared.team_key import TeamKey
+from kvchat.cache.shared.tier import SharedTier
+from kvchat.cache.shared.tombstones import Tombstones
+from kvchat.cache.tier import Layout, TierOpener
+from kvchat.core.types import NO_MEMORY
+from support.restarts import Process, Processes, alone, spec
+from support.shared_stores import DictStore
+
+LAYOUT = Layout(b"a remembering mo", 4, 4 * 8)
+KEY = TeamKey("a secret of the team", LAYOUT)
+
+
+class Machines:
+    """Machines without a disk that share a store; `answers_in_s` is its time, by a timer."""
+
+    def __init__(self, takes_all: bool = False, answers_in_s: float = 0.0) -> None:
+        self.store = DictStore()
+        self.store.before = self._take_time
+        self._answers_in_s = answers_in_s
+        self._now_s = 0.0
+        opener = TierOpener("shared", self._open, is_shared=True, takes_all=takes_all)
+        self._processes = Processes(None, [opener])
+
+    def _take_time(self) -> None:
+        self._now_s += self._answers_in_s
+
+    def _open(self, layout: Callable[[], Layout]) -> SharedTier:
+        tombstones = Tombstones(NO_MEMORY)
+        timer = lambda: self._now_s  # noqa: E731
+        # It rests for no time: each call may fail anew.
+        breaker = Breaker(lambda: self.store.num_calls * 1e3)
+        return SharedTier(self.store, KEY, LAYOUT, 1000, tombstones, timer=timer, breaker=breaker)
+
+    def start(self) -> Process:
+        process = self._processes.start()
+        assert process.chain.flush(10)
+        return process
+
+
+def spoil(store: DictStore, random_: random.Random) -> None:
+    """Do one of the things that a store may do: fail, lie, lose, or swap records."""
+    kind = random_.randrange(8)
+    names = list(store.heads_kept)
+    store.trouble = "it cannot be reached" if kind < 2 else ""
+    if kind < 3 or not names:
+        return
+    name, other = random_.choice(names), random_.choice(names)
+    if kind == 3:
+        store.payloads.pop(name, None)
+    elif kind == 4:
+        store.heads_kept[name] = store.heads_kept[other]
+    elif kind == 5:
+        store.payloads[name] = store.payloads.get(other, b"")
+    elif kind == 6:
+        store.payloads[name] = os.urandom(random_.randrange(200))
+    else:
+        store.heads_kept[name] = os.urandom(random_.randrange(200))
+
+
+def run_with_faults(num_faults: int, seed: int) -> None:
+    """Answer on new machines while the store does anything; answers are those without it."""
+    random_ = random.Random(seed)
+    machines = Machines(takes_all=True)
+    contexts = [tuple(random_.randrange(1, 31) for _ in range(40)) for _ in range(3)]
+    for _ in range(num_faults):
+        process = machines.start()
+        spoil(machines.store, random_)
+        context = random_.choice(contexts)
+        question = spec(context[: random_.randrange(5, 40)], max_tokens=3)
+        assert process.answer(question)[0] == alone(question)
+        process.end()
