@@ -1,11 +1,12 @@
 """The shared cache as the settings say: its address, and the key from a file or a variable."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvchat.cache.shared.store import scheme_of
-from kvchat.cache.shared.team_key import require_secret
+from kvchat.cache.shared.store import BUCKETS, POOLS, SERVERS, scheme_of
+from kvchat.cache.shared.team_key import missing_extra, require_secret
 from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import UnreadableFile, UsageError
@@ -22,7 +23,7 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
     url = settings["shared_cache"]
     if not url or settings["incognito"]:
         return None
-    scheme_of(url)
+    _require_packages(scheme_of(url))
     path = settings["shared_key_file"]
     secret = key_in(user_path(path)) if path else environment.get(SHARED_KEY_VARIABLE, "")
     if not secret:
@@ -38,6 +39,14 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
         encrypts=settings["shared_encryption"],
         first_byte_s=settings["shared_deadline"] / 1e3,
     )
+
+
+def _require_packages(scheme: str) -> None:
+    """Raise UsageError where a package is missing: an answer may end before its store is opened."""
+    client = "valkey" if scheme in SERVERS else "obstore" if scheme in BUCKETS else "mooncake"
+    for package in ("cryptography", client):
+        if find_spec(package) is None:
+            raise missing_extra(package, "mooncake" if scheme in POOLS else "shared")
 
 
 def without_password(url: str) -> str:

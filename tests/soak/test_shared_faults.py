@@ -7,6 +7,6 @@ from support.shared_machines import run_with_faults
 pytestmark = pytest.mark.soak
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_store_does_the_answers_stay(seed: int) -> None:
-    run_with_faults(1000, seed)
+    run_with_faults(500, seed)

@@ -132,7 +132,7 @@ def _new_client() -> Callable[[], Any]:
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:  # of its own libraries too: libibverbs1, libnuma1
-        raise missing_extra("mooncake-transfer-engine-non-cuda") from error
+        raise missing_extra("mooncake-transfer-engine-non-cuda", "mooncake") from error
     client: Callable[[], Any] = MooncakeDistributedStore
     return client
 

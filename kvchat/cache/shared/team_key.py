@@ -139,9 +139,9 @@ def _cipher(key: bytes) -> _Cipher:
     return AESGCM(key)
 
 
-def missing_extra(package: str) -> UsageError:
+def missing_extra(package: str, extra: str = "shared") -> UsageError:
     """Return the error for a package that the shared cache needs, and that is not installed."""
     return UsageError(
         f"The shared cache needs the package {package}, which is not installed.",
-        "pip install 'kvchat[shared]' installs it.",
+        f"pip install 'kvchat[{extra}]' installs it.",
     )

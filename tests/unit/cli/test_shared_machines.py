@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cli import shared_cache
 from support.commands import Shell
 from support.direct_shell import DirectShell
 from support.fork_server import ForkedShell
@@ -71,6 +72,18 @@ def test_what_cannot_be_shared_is_one_sentence(
     assert done.returncode
     assert told in done.stderr.decode()
     assert len(done.stderr.decode().splitlines()) == 1
+
+
+def test_a_missing_package_is_said_at_once(
+    direct: DirectShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short answer had ended before the store was opened, and nothing was said."""
+    monkeypatch.setattr(shared_cache, "find_spec", lambda package: None)
+
+    done = direct.run("--shared-cache", "valkey://box", "-p", "Hi", **KEY)
+
+    assert done.returncode == 2
+    assert "kvchat[shared]" in done.stderr.decode()
 
 
 def test_an_address_is_shown_without_its_password(shell: Shell) -> None:
