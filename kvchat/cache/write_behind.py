@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.breaker import rest_s
 from kvchat.cache.device_copies import PACK_BYTES, Images
 from kvchat.cache.keys import TOKEN_BYTES, KeyMemo, encode_ids
 from kvchat.cache.tier import LogitFingerprint, PackHead, Tier
@@ -19,10 +20,6 @@ from kvchat.core.types import TokenIds
 
 _log = logging.getLogger(__name__)
 
-# The waiting time after a failed write; it doubles after each further failure.
-_FIRST_REST_S = 1.0
-_LONGEST_REST_S = 300.0
-_MOST_DOUBLINGS = 9
 # Contexts in the backlog; a chat has one or two.
 _MAX_BACKLOG = 16
 # The most blocks remembered as stored: about 16 MiB of keys.
@@ -236,10 +233,8 @@ class WriteBehind:
             if outcome.lost is not None:
                 self._offer_again(outcome.lost)
             if outcome.is_refused:
-                num_doublings = min(self._num_refusals, _MOST_DOUBLINGS)
-                rest_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2**num_doublings)
                 self._num_refusals += 1
-                self._rests_until_s = outcome.at_s + rest_s
+                self._rests_until_s = outcome.at_s + rest_s(self._num_refusals)
             elif outcome.num_there == len(outcome.keys):
                 self._num_refusals = 0
 

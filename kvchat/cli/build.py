@@ -88,14 +88,18 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 
 
 def shared_opener(settings: Settings) -> "Callable[[Layout], SharedTier] | None":
-    """Return what opens the shared tier of a layout; None where no shared cache is named."""
-    config = shared_config(settings, os.environ)
-    if config is None:
+    """Return what opens the shared tier of a layout; None where no shared cache is named.
+
+    A list of conversations needs no key: only opening raises UsageError where there is none.
+    """
+    if not settings["shared_cache"] or settings["incognito"]:
         return None
 
     def open_shared(layout: "Layout") -> "SharedTier":
         from kvchat.cache.shared.opening import open_tier
 
+        config = shared_config(settings, os.environ)
+        assert config is not None
         return open_tier(config, layout, _memory(settings))
 
     return open_shared
@@ -109,6 +113,7 @@ def context_copier(settings: Settings) -> "ContextCopier":
     open_shared = shared_opener(settings)
     if open_shared is None:
         raise UsageError("There is no shared cache.", "--shared-cache names one.")
+    shared_config(settings, os.environ)  # raises before anything is looked for
     directory = cache_directory(settings)
     limit = disk_budget(settings.cache_config().disk_bytes, directory)
     return ContextCopier(directory, limit, _memory(settings), open_shared)

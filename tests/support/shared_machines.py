@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Callable
 
-from kvchat.cache.shared.breaker import Breaker
+from kvchat.cache.breaker import Breaker
 from kvchat.cache.shared.team_key import TeamKey
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones

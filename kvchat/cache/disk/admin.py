@@ -37,7 +37,7 @@ from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.disk.weight_files import WeightFiles, weight_directory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.tier import Layout
-from kvchat.core.errors import StoreError
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import open_private
 from kvchat.core.stats import (
     ModelDirStatus,
@@ -221,7 +221,11 @@ class StoreAdmin(StoreLookup):
         """Have a shared store forget blocks too, beside those that stay, and names of contexts."""
         if self._open_shared is None or not (gone or labels):
             return
-        with closing(self._open_shared(layout)) as shared:
+        try:
+            opened = self._open_shared(layout)
+        except UsageError as error:  # what the disk has is gone all the same
+            raise StoreError(error.message, error.hint) from error
+        with closing(opened) as shared:
             shared.forget([*gone], [*stays])
             shared.forget_names(labels)
             if shared.trouble:

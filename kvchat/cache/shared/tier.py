@@ -8,17 +8,18 @@ the store is left alone for a time.
 import hashlib
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from kvchat.cache.breaker import Breaker
 from kvchat.cache.device_copies import PACK_BYTES
 from kvchat.cache.disk.pack_rows import checksum_of
 from kvchat.cache.keys import KEY_BYTES, root_key
 from kvchat.cache.page_memory import ReadBuffers
 from kvchat.cache.rates import averaged
-from kvchat.cache.shared.breaker import Breaker
 from kvchat.cache.shared.record import RecordHead
 from kvchat.cache.shared.store import SharedStore, StoreTrouble
 from kvchat.cache.shared.team_key import SEAL_BYTES, TeamKey
@@ -39,6 +40,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _HEAD, _PAYLOAD, _NAME = b"head", b"kv", b"name"
+# When a name was given, in seconds since the epoch, before the token ids.
+_WRITTEN = struct.Struct("<d")
 # Clocks of machines may differ by so much, in seconds.
 _CLOCKS_S = 300.0
 # Heads of the records found last, to read their payloads without asking again.
@@ -130,7 +133,9 @@ class SharedTier(Tier):
             return None
         try:
             head = RecordHead.of(self._key.open(_HEAD, key, sealed), self._layout)
-            self._require_current(key, head)
+            self._require_current(key, head.written_s)
+            if head.pack.keys(self._layout)[0] != key:
+                raise DamagedRecord("of another place")
         except DamagedRecord as damage:
             self._note_damage(damage)
             return None
@@ -139,15 +144,13 @@ class SharedTier(Tier):
         self._heads[key] = head
         return head
 
-    def _require_current(self, key: bytes, head: RecordHead) -> None:
+    def _require_current(self, key: bytes, written_s: float) -> None:
         """Raise DamagedRecord for a record that is expired, from the future or forgotten here."""
         now_s = self._clock()
-        if not now_s - self._ttl_s - _CLOCKS_S < head.written_s < now_s + _CLOCKS_S:
+        if not now_s - self._ttl_s - _CLOCKS_S < written_s < now_s + _CLOCKS_S:
             raise DamagedRecord("expired")
-        if self._tombstones.forgot_after(self._key.name(key), head.written_s):
+        if self._tombstones.forgot_after(self._key.name(key), written_s):
             raise DamagedRecord("forgotten here")
-        if head.pack.keys(self._layout)[0] != key:
-            raise DamagedRecord("of another place")
 
     def _note_damage(self, damage: DamagedRecord) -> None:
         _log.warning("shared record refused: %s", damage)
@@ -219,14 +222,15 @@ class SharedTier(Tier):
     def put_name(self, name: str, encoded: bytes) -> None:
         """Let other machines find the token ids of a context by a name. Raises BusyRecord."""
         key = _key_of(name)
-        sealed = self._key.seal(_NAME, key, encoded)
+        sealed = self._key.seal(_NAME, key, _WRITTEN.pack(self._clock()) + encoded)
         self._ask(
             lambda: self._store.put(self._group, self._key.name(key), sealed, b"-", self._ttl_s)
         )
 
     def forget_names(self, names: Iterable[str]) -> None:
-        """Remove what was put under names."""
+        """Remove what was put under names; a store that returns it later is not believed."""
         own = self._names([_key_of(name) for name in names])
+        self._tombstones.put(own, self._clock(), self._ttl_s)
         if own:
             self._try(lambda: self._store.remove(self._group, own))
 
@@ -237,7 +241,11 @@ class SharedTier(Tier):
         if sealed is None:
             return b""
         try:
-            return bytes(self._key.open(_NAME, key, sealed))
+            content = self._key.open(_NAME, key, sealed)
+            if len(content) < _WRITTEN.size:
+                raise DamagedRecord("truncated")
+            self._require_current(key, *_WRITTEN.unpack_from(content))
+            return bytes(content[_WRITTEN.size :])
         except DamagedRecord as damage:
             self._note_damage(damage)
             return b""

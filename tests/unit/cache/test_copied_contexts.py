@@ -150,6 +150,22 @@ def test_deleting_a_conversation_reaches_the_store(machines: tuple[Machine, Mach
         other.copier.pull("a conversation", None, "", go_on)
 
 
+def test_a_deletion_without_the_key_deletes_here_and_says_so(
+    machines: tuple[Machine, Machine],
+) -> None:
+    one, _ = machines
+    one.write(IDS)
+
+    def open_shared(layout: Layout) -> SharedTier:
+        raise UsageError("The key is missing.")
+
+    admin = StoreAdmin(one.directory, memory=one.memory, open_shared=open_shared)
+
+    with pytest.raises(StoreError, match="key is missing"):
+        admin.forget([IDS], [])
+    assert one.num_on_disk(IDS) == 0
+
+
 def test_a_deletion_that_does_not_reach_the_store_says_so(
     machines: tuple[Machine, Machine],
 ) -> None:

