@@ -12,7 +12,7 @@ it.
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat.chat import session_file
@@ -34,18 +34,20 @@ DropFromMemory = Callable[[list[tuple[list[int], int]]], None]
 class Deleted:
     """What was deleted: blocks of KV on disk, and the user's messages.
 
-    `trouble` is a sentence on what may be left, "" if all of it is gone.
+    `trouble` is a sentence on what may be left, "" if all of it is gone; `hint` says what to do
+    about it, "" for what is usual.
     """
 
     num_blocks: int = 0
     texts: frozenset[str] = frozenset()
     trouble: str = ""
+    hint: str = ""
 
     def require_all(self, done: str, hint: str) -> None:
         """Raise StoreError if something may be left; `done` says in a clause what is gone."""
         if self.trouble:
             sentence = f"{done}, but not all that may be kept of it. {self.trouble}"
-            raise StoreError(sentence, hint)
+            raise StoreError(sentence, self.hint or hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class SavedPlaces:
         texts = {turn.text for each in gone for turn in each.turns() if turn.role is Role.USER}
         texts.update(text for each in gone for text in each.waiting)
         trouble = self.delete_typed(texts, session_ids)
-        return Deleted(deleted.num_blocks, frozenset(texts), deleted.trouble or trouble)
+        return replace(deleted, texts=frozenset(texts), trouble=deleted.trouble or trouble)
 
     def delete_kv(
         self,
@@ -125,7 +127,7 @@ class SavedPlaces:
         except StoreInUse:
             raise
         except StoreError as error:
-            return Deleted(trouble=one_line(error.message, 4096))
+            return Deleted(trouble=one_line(error.message, 4096), hint=error.hint)
 
     def delete_context(
         self, token_ids: list[int], shared: Contexts, drop: DropFromMemory | None = None

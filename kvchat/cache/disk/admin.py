@@ -229,7 +229,10 @@ class StoreAdmin(StoreLookup):
             shared.forget([*gone], [*stays])
             shared.forget_names(labels)
             if shared.trouble:
-                raise StoreError(f"The shared cache cannot be used: {shared.trouble}.")
+                raise StoreError(
+                    f"The shared cache cannot be used: {shared.trouble}.",
+                    "What it still has is believed here no more, and nowhere after 30 days.",
+                )
 
     def clear(self) -> int:
         """Delete all packs of all identities and all packed weights; return the bytes freed."""

@@ -175,9 +175,10 @@ def test_a_deletion_that_does_not_reach_the_store_says_so(
     one.store.trouble = "it cannot be reached"
     admin = StoreAdmin(one.directory, memory=one.memory, open_shared=one.open_shared)
 
-    with pytest.raises(StoreError, match="cannot be reached"):
+    with pytest.raises(StoreError, match="cannot be reached") as failed:
         admin.forget([IDS], [])
 
+    assert "30 days" in failed.value.hint  # clearing the disk would not help
     assert one.num_on_disk(IDS) == 0
     one.store.trouble = ""
     tier, encoded = one.open_shared(LAYOUT), encode_ids(IDS)
