@@ -14,6 +14,8 @@ from kvchat.chat.grammar import Grammar
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import OF_ANSWERS, SAMPLING, USUAL, Parameter
+from kvchat.core.schemas import JSON, TEXT
+from kvchat.core.text import one_line
 from kvchat.core.types import SamplingParams
 
 
@@ -28,6 +30,7 @@ class ContextPolicy(StrEnum):
 SAMPLING_NAMES = frozenset(parameter.name for parameter in SAMPLING)
 _BY_DASHED = {parameter.dashed: parameter for parameter in OF_ANSWERS}
 NAMES = tuple(_BY_DASHED)
+_MOST_SCHEMA = 100  # characters of it that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class AskOptions:
     min_tokens    no stop token ends an answer before it has so many tokens
     stop_token_ids     further tokens that end an answer
     grammar       what the text of the answer after its thinking matches; None for any text
+    format        `text`, `json` or a schema as JSON text; `answer_format.py` makes a grammar of it
     repetition_limit   ends an answer that has repeated itself for so many tokens; 0 lets it go on
     context_policy     how a chat goes on once its context is full
     kv_budget     the KV that an answer may take, as a setting spells it; None for all of it
@@ -65,6 +69,7 @@ class AskOptions:
     chosen: frozenset[str] = SAMPLING_NAMES
     num_top_logprobs: int | None = None
     grammar: Grammar | None = None
+    format: str = TEXT
     tells_ids: bool = False
     scores_prompt: bool = False
     repetition_limit: int = 0
@@ -115,6 +120,8 @@ def _in_words(parameter: Parameter, options: AskOptions) -> str:
     value = value_of(parameter, options)
     if value is None:
         return parameter.otherwise
+    if parameter.name == "format" and value not in (TEXT, JSON):
+        return f"a schema, {one_line(value, _MOST_SCHEMA)}"
     if parameter.name == "repetition_limit":
         return f"{value} tokens" if value else "off"
     if isinstance(value, tuple):

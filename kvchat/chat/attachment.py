@@ -6,8 +6,9 @@ A file's text is put in a code fence below its name, so that a model sees its be
 import difflib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
@@ -16,8 +17,15 @@ from types import MappingProxyType
 
 from kvchat.chat.thinned_pins import ThinnedPins
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.paths import MOST_STATE_BYTES, read_bounded, read_state, user_path, write_state
-from kvchat.core.text import one_line, text_of
+from kvchat.core.paths import (
+    MOST_STATE_BYTES,
+    open_regular,
+    read_bounded,
+    read_state,
+    user_path,
+    write_state,
+)
+from kvchat.core.text import format_bytes, one_line, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +48,16 @@ class Attached:
 
 
 _MAX_BYTES = 16 * 2**20
+_MOST_FILES = 500
+_BEGINNING_BYTES = 8192
+_ADDRESS = re.compile(r"https?:/", re.IGNORECASE)
 _HAS_SUFFIX = re.compile(r"\.\w+\Z")
 
 
-def read_attachment(path: Path) -> Attached:
+def read_attachment(path: Path, title: str = "") -> Attached:
     """Return a file with its text, fenced below its name, to put before a message.
+
+    title   stands for the name, as for a file of a directory its path
 
     Raises UnreadableFile for one that is missing, not text, or larger than 16 MiB.
     """
@@ -60,8 +73,9 @@ def read_attachment(path: Path) -> Attached:
     while fence in text:
         fence += "`"
     # Without a dot a name could be a word of the message: "Code:" above a fence.
-    title = path.name if _HAS_SUFFIX.search(path.name) else f"./{path.name}"
-    return Attached(path.name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_whole)
+    name = title or path.name
+    title = name if _HAS_SUFFIX.search(name) else f"./{name}"
+    return Attached(name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_whole)
 
 
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
@@ -144,19 +158,83 @@ def _unknown(names: Sequence[str], pins: Collection[str]) -> str:
     return f"There is no {kind} {listed}{near}"
 
 
-def matching_paths(word: str) -> list[Path]:
-    """Return the files that a path or a pattern such as `docs/*.md` names, else the path alone.
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files that a word names. With `is_many` it is a directory or a pattern, not one file."""
 
-    Raises UsageError for a pattern that no file has.
+    paths: tuple[Path, ...]
+    is_many: bool = False
+
+    def read(self) -> list[Attached]:
+        """Return the files; those of several directories have their paths for names.
+
+        Raises UnreadableFile.
+        """
+        is_one_place = len({each.parent for each in self.paths}) == 1
+        return [read_attachment(each, "" if is_one_place else str(each)) for each in self.paths]
+
+
+def matching_files(word: str) -> Files:
+    """Return the files of a path, of a pattern such as `docs/**/*.md`, or below a directory.
+
+    A path that no file has is returned alone. Of a directory these are its text files without
+    hidden ones and links. Raises UsageError for a pattern that no file has, for a directory without
+    text or with too much, and for the address of a page.
     """
+    if _ADDRESS.match(word):
+        raise UsageError(
+            "kvchat fetches no pages from addresses.",
+            "Pipe one in, as in `curl -s URL | kvchat`, or let a tool fetch it.",
+        )
     path = user_path(word)
-    found = [] if path.exists() else sorted(glob(str(path)))
-    if not found and not path.exists() and set(word) & set("*?["):
+    if path.is_dir():
+        found = list(_below(path))
+        if not found:
+            raise UsageError(f"{one_line(word, 60)} has no text files.")
+        return Files(_few(word, found), is_many=True)
+    if path.exists() or not set(word) & set("*?["):
+        return Files((path,))
+    found = [Path(name) for name in sorted(glob(str(path), recursive=True))]
+    found = [each for each in found if each.is_file()]
+    if not found:
         raise UsageError(
             f"No file is named {one_line(word, 60)}.",
             "A pattern begins in the working directory, or with / or ~.",
         )
-    return [Path(name) for name in found] or [path]
+    return Files(_few(word, found), is_many=True)
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """Yield the text files below a directory in order, without hidden ones and links."""
+    for root, directories, names in os.walk(directory):
+        directories[:] = sorted(d for d in directories if d[0] not in "._" and d != "node_modules")
+        paths = (Path(root, name) for name in sorted(names) if name[0] != ".")
+        yield from (each for each in paths if not each.is_symlink() and _is_text(each))
+
+
+def _is_text(path: Path) -> bool:
+    with suppress(OSError):
+        descriptor = open_regular(path)
+        try:
+            return b"\0" not in os.read(descriptor, _BEGINNING_BYTES)
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _few(word: str, paths: list[Path]) -> tuple[Path, ...]:
+    """Return paths; raises UsageError where they are more than any context holds."""
+    num_bytes = 0
+    for number, path in enumerate(paths):
+        with suppress(OSError):
+            num_bytes += path.stat().st_size
+        if number >= _MOST_FILES or num_bytes > _MAX_BYTES:
+            raise UsageError(
+                f"{one_line(word, 60)} names {len(paths):,} files; at most {_MOST_FILES} with "
+                f"{_MAX_BYTES >> 20} MiB can be attached.",
+                "Name a part of them, as in src/*.py.",
+            )
+    return tuple(paths)
 
 
 def _existing(name: str) -> Path | None:
@@ -270,13 +348,20 @@ class PinFiles:
         )
 
     def attachments(self, path: Path) -> tuple[list[Attached], str]:
-        """Return the file that a path names, or else the files of the pin of this name.
+        """Return the files that a path or a pattern names, or else those of the pin of this name.
 
-        The sentence is on pinned files that changed since, "" for none. Raises UnreadableFile.
+        The sentence is on pinned files that changed since, or how many the files are; "" for one.
+        Raises UnreadableFile, UsageError.
         """
         files = self.paths().get(str(path), ()) if not path.exists() else ()
-        note = self.check(str(path)) if files else ""
-        return [read_attachment(each) for each in files or (path,)], note
+        if files:
+            note = self.check(str(path))
+            return [read_attachment(each) for each in files], note
+        found = matching_files(str(path))
+        attached = found.read()
+        size = format_bytes(sum(len(each.text.encode()) for each in attached))
+        note = f"{one_line(str(path))}: {len(attached):,} files, {size}, are attached."
+        return attached, note if found.is_many else ""
 
     def _read(self) -> dict[str, dict[str, str]]:
         """Return the digest by path of every label; what is damaged is left out."""

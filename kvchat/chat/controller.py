@@ -9,7 +9,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvchat.chat import session_file
@@ -151,16 +150,15 @@ class ChatController:
 
     # Asking
 
-    def attach(self, path: Path) -> int:
+    def attach(self, file: Attached) -> int:
         """Put a file before the next message, unless it is there; return its number of tokens.
 
-        Raises UsageError for a file that cannot be read or does not fit in the context.
+        Raises UsageError for a file that does not fit in the context.
         """
-        file = read_attachment(path)
         text, model = file.text, self.host.model
         if model.tokenizer.exceeds(text, model.max_context):
             raise UsageError(
-                f"{path} has {len(text):,} characters, which are more than twice the "
+                f"{file.name} has {len(text):,} characters, which are more than twice the "
                 f"{model.max_context:,} tokens that the model's context holds.",
                 "Attach a part of it.",
             )
@@ -168,7 +166,7 @@ class ChatController:
         limit = self.host.ready.context_limit if self.host.ready is not None else num_tokens
         if num_tokens > limit:
             raise UsageError(
-                f"{path} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
+                f"{file.name} has {num_tokens:,} tokens, and the model's context holds {limit:,}.",
                 "Attach a part of it.",
             )
         if file not in self.attached:
@@ -184,7 +182,9 @@ class ChatController:
         before = self.attached
         note = self.pins.check(label)
         try:
-            return sum(self.attach(path) for path in self.pins.paths()[label]), note
+            return sum(
+                self.attach(read_attachment(path)) for path in self.pins.paths()[label]
+            ), note
         except UsageError:
             self.attached = before
             raise
@@ -198,7 +198,7 @@ class ChatController:
         before, pins = self.attached, self.pins.paths()
         notes = [self.pins.check(label) for label in mentioned_pins(text, pins)]
         for path in mentioned_files(text, pins):
-            self.attach(path)
+            self.attach(read_attachment(path))
         notes += [file.note for file in self.attached if file not in before]
         return [note for note in notes if note]
 

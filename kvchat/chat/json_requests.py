@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvchat.chat.answer_format import answer_format
 from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.chat.compaction import whole_path
 from kvchat.chat.conversation import Conversation, Turn
@@ -118,7 +119,9 @@ def read_tools(fields: Fields) -> ToolSet | None:
     return ToolSet(function.values for function in functions) if functions else None
 
 
-_FIELDS = ("id", "prompt", "messages", "tools", "system", *(each.name for each in OF_ANSWERS))
+_FORMAT = "response_format"
+_OWN_FIELDS = ("id", "prompt", "messages", "tools", "system", _FORMAT)
+_FIELDS = (*_OWN_FIELDS, *(each.name for each in OF_ANSWERS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ def parse_request(content: object, line: int) -> JsonRequest:
         )
     try:
         chat, has_system = _chat(Fields(content))
+        wanted = answer_format(Fields(content), _FORMAT, ("json_schema", "schema"))
     except UsageError as error:
         raise UsageError(f"Line {line} of the input: {error.message}", error.hint) from error
     if "system" in content:
@@ -184,12 +188,17 @@ def parse_request(content: object, line: int) -> JsonRequest:
         label=label_of(content, line),
         chat=chat,
         has_system=has_system,
-        values={
-            p.name: p.checked(content[p.name], f"{p.name} of line {line}")
-            for p in OF_ANSWERS
-            if content.get(p.name) is not None
-        },
+        values=_values(content, line) | ({"format": json.dumps(wanted.schema)} if wanted else {}),
     )
+
+
+def _values(content: dict[str, Any], line: int) -> dict[str, Any]:
+    """Return the settings of a request's answer, by their names."""
+    return {
+        p.name: p.checked(content[p.name], f"{p.name} of line {line}")
+        for p in OF_ANSWERS
+        if content.get(p.name) is not None
+    }
 
 
 def _chat(fields: Fields) -> tuple[ResentChat, bool]:

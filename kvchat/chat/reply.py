@@ -40,6 +40,7 @@ from kvchat.core.events import (
     SampleFinished,
     TokensGenerated,
 )
+from kvchat.core.schemas import schema_of
 from kvchat.core.types import FinishReason, TokenConstraint, TokenLogprobs
 from kvchat.engine.request import RequestSpec
 
@@ -259,6 +260,7 @@ class Asking:
             session_id=session_id,
             client=options.client,
             repetition_limit=options.repetition_limit,
+            answer_schema=schema_of(options.format),
         )
 
     @property

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from kvchat.chat import session_file
+from kvchat.chat.answer_format import with_grammar
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
@@ -23,6 +24,7 @@ from kvchat.chat.thinking import Think, ThinkingSplitter
 from kvchat.chat.thinning import budget_thinning
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.schemas import TEXT
 from kvchat.core.text import one_line, whole_number
 from kvchat.engine.request import Thinning
 from kvchat.engine.thread import EngineThread
@@ -224,6 +226,7 @@ class ChatSession(SavedConversation):
         splitter = ThinkingSplitter(self._starts_thinking(answer.parent_id))
         said = "".join(p.text for p in splitter.feed(answer.text) if not p.is_thinking)
         ledger = ContinuedLedger(self, self.conversation.turn(answer.parent_id), answer)
+        options = with_grammar(options, self.model, self.conversation.tools)
         grammar = options.grammar.begun(said) if options.grammar is not None else None
         options = replace(options, num_samples=1, grammar=grammar)
         return self._generate(answer.turn_id, ledger, splitter.is_thinking, options, notify)
@@ -259,7 +262,7 @@ class ChatSession(SavedConversation):
     def _ask_unsaved(
         self, prompt: tuple[int, ...], options: AskOptions, notify: Callable[[], None] | None
     ) -> Reply:
-        options = replace(options, num_samples=1, shares_system=False)
+        options = replace(options, num_samples=1, shares_system=False, format=TEXT)
         starts_thinking = self.model.starts_thinking(prompt)
         return self._submit(prompt, UnsavedLedger(), starts_thinking, options, notify, False)
 
@@ -314,6 +317,7 @@ class ChatSession(SavedConversation):
         thinning: Thinning | None = None,
     ) -> Reply:
         tools = self.conversation.tools
+        options = with_grammar(options, self.model, tools)
         asking = Asking(self.model, context, options, starts_thinking, tools)
         scored_context = context if options.scores_prompt else ()
         reply = Reply(ledger, asking.decodings(), notify, scored_context=scored_context)

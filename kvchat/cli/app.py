@@ -112,6 +112,7 @@ def chat(
         is_raw=given["raw"],
         num_samples=given["samples"],
     )
+    flags["format"] = given["schema"] or flags["format"]
     raise typer.Exit(run_chat(_settings_in(flags), request))
 
 

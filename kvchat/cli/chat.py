@@ -217,7 +217,7 @@ def _open_controller(
         partial(_new_host, own),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
-        settings["system"],
+        settings.system,
         request.title,
         attached,
         _kept_kv(settings, host),

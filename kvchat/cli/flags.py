@@ -28,6 +28,7 @@ from kvchat.core.parameters import (
     new_texts,
     new_whole,
 )
+from kvchat.core.schemas import read_format
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +63,12 @@ CHAT_FLAGS = (
             least=1,
             most=MOST_SAMPLES,
             short="-n",
+        ),
+        new_text(
+            "schema",
+            "answer as this schema says: --format under another name",
+            unit="SCHEMA",
+            read=read_format,
         ),
     ),
     *grouped(
@@ -113,10 +120,11 @@ BENCH_FLAGS = grouped(
     _switch("quick", "small lengths: does it run? No figures to quote"),
 )
 
-# A server's clients have their own conversations, screens and tools.
+# A server's clients have their own conversations, screens, tools and formats.
 _NOT_SERVED = (Group.CONVERSATION, Group.TERMINAL, Group.TOOLS)
 OF_CHAT = (*CHAT_FLAGS, *PARAMETERS)
-OF_SERVER = (*SERVE_FLAGS, *(p for p in PARAMETERS if p.group not in _NOT_SERVED))
+_SERVED = (p for p in PARAMETERS if p.group not in _NOT_SERVED and p.name != "format")
+OF_SERVER = (*SERVE_FLAGS, *_SERVED)
 # What is read for other machines needs a model, its KV and a beginning.
 _READ_WITH = (Group.MODEL, Group.CACHE)
 OF_PREFILL = (BY_NAME["system"], *(p for p in PARAMETERS if p.group in _READ_WITH))

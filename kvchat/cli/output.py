@@ -106,7 +106,7 @@ def error_object(error: KvchatError) -> dict[str, object]:
 class TextWriter:
     """Prints answers as they arrive, without thinking; each ends with a newline.
 
-    Several samples are printed when complete, with a blank line between them. `is_raw` keeps
+    Several samples are printed when complete, each below a line with its number. `is_raw` keeps
     control characters.
     """
 
@@ -122,9 +122,9 @@ class TextWriter:
             self._print(event.text)
         elif isinstance(event, AnswerEnded):
             if exchange.num_samples > 1:
-                self._print("\n" if self._num_printed else "")
-                self._print(event.text)
                 self._num_printed += 1
+                self._print(f"--- {self._num_printed} of {exchange.num_samples} ---\n")
+                self._print(event.text)
             self._end_line()
         elif isinstance(event, AnswerFailed):
             self._end_line()

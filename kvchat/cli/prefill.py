@@ -64,7 +64,7 @@ def _context(settings: Settings, model: "ChatModel", names: Sequence[str]) -> li
             )
         return list(read.conversation.context_ids())
     text = "".join(f"{read_attachment(path).text}\n" for path in paths)
-    return model.opening_ids(Conversation("", time.time(), settings["system"]), text)
+    return model.opening_ids(Conversation("", time.time(), settings.system), text)
 
 
 def _read_and_share(host: "ChatHost", ids: list[int]) -> None:

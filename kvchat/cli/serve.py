@@ -109,11 +109,11 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     path = answers_path(settings) if is_kept else None
     metrics = Metrics()
     chats = ResentChats(host, AnswerMemory(path), _new_stabiliser(host, path, request.stabilises))
-    options = ask_options(settings).for_model(host.model.sampling_defaults)
+    options = ask_options(settings, leaves_out=("format",)).for_model(host.model.sampling_defaults)
     name = host.model.name
     return Service(
         host,
-        Answering(chats, metrics, settings["system"], settings["timeout"]),
+        Answering(chats, metrics, settings.system, settings["timeout"]),
         metrics,
         options,
         (short_name(name), *request.names),

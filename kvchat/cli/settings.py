@@ -21,7 +21,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.parameters import BY_NAME, PARAMETERS, Parameter
-from kvchat.core.paths import from_anywhere, read_bounded
+from kvchat.core.paths import from_anywhere, read_bounded, text_or_file
 from kvchat.core.text import Size, encoding_of, one_line, parse_size, shown
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
@@ -111,6 +111,12 @@ class Settings:
                 whole = BY_NAME[name].checked(value, name) if value is not None else None
                 values[name], origins[name] = whole, _CONVERSATION
         return Settings(values, origins)
+
+    @property
+    def system(self) -> str | None:
+        """The system prompt, which a file may hold; raises UnreadableFile."""
+        given = self["system"]
+        return text_or_file(given) if given is not None else None
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(

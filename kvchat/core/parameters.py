@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvchat.core.errors import UsageError
+from kvchat.core.schemas import TEXT, read_format
 from kvchat.core.text import parse_size, shown
 
 # Every place that takes a value of a parameter (a flag, the environment, config.toml, /set, a field
@@ -64,6 +65,7 @@ class Parameter:
     off         the value that switches it off; None for none
     short       a flag of one letter
     switches_off   whether a switch has a flag for no, too
+    read        makes of a given value, and the place that errors name, the value that is held
     """
 
     name: str
@@ -81,6 +83,7 @@ class Parameter:
     off: Any = None
     short: str = ""
     switches_off: bool = True
+    read: Callable[[object, str], Any] | None = None
 
     @property
     def variable(self) -> str:
@@ -129,6 +132,8 @@ class Parameter:
 
         place   names the parameter in errors: `--top-p`, `KVCHAT_TOP_P`, `top_p of line 3`
         """
+        if self.read is not None:
+            return self.read(value, place)
         if self.kind is Kind.TEXTS:
             return self._checked_texts(value, place)
         if self.kind in (Kind.WHOLE, Kind.NUMBER):
@@ -335,6 +340,13 @@ OF_ANSWERS = (
             ("auto", "on", "off", "low", "medium", "high"),
             "HOW",
         ),
+        new_text(
+            "format",
+            "text, json, or what a schema says: JSON, a file, 'name: string, age: integer'",
+            unit="FORMAT",
+            default=TEXT,
+            read=read_format,
+        ),
         new_choice(
             "context_policy",
             "in a full context: refuse a message, drop the oldest, or let a summary replace them",
@@ -352,7 +364,10 @@ OF_ANSWERS = (
 )
 
 _OTHERS = (
-    *grouped(Group.ANSWER, new_text("system", "system prompt of new conversations", short="-s")),
+    *grouped(
+        Group.ANSWER,
+        new_text("system", "system prompt of new conversations: a text or @FILE", short="-s"),
+    ),
     *grouped(
         Group.SCRIPTS,
         # Thirty years at most: a wait for a lock counts nanoseconds in 64 bits.

@@ -20,7 +20,8 @@ from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 
-from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.errors import StoreError, UnreadableFile, UsageError
+from kvchat.core.text import text_of
 
 _log = logging.getLogger(__name__)
 
@@ -311,6 +312,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 # waiting. Symbolic links are followed, because the user chose the path.
 
 _PIECE_BYTES = 1 << 20
+_MOST_TEXT_BYTES = 16 << 20
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -358,6 +360,23 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
         return read_descriptor(descriptor, max_bytes, str(path))
     finally:
         os.close(descriptor)
+
+
+def text_or_file(text: str) -> str:
+    """Return a text, or that of the file which `@PATH` names, without space around it.
+
+    Raises UnreadableFile.
+    """
+    if not text.startswith("@"):
+        return text
+    path = user_path(text[1:])
+    try:
+        content, is_whole = text_of(read_bounded(path, _MOST_TEXT_BYTES))
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
+    if not is_whole or "\0" in content:
+        raise UnreadableFile(f"{path} is not a text file.")
+    return content.strip()
 
 
 def read_descriptor(descriptor: int, max_bytes: int, name: str) -> bytes:

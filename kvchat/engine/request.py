@@ -1,10 +1,10 @@
 """RequestSpec, what a caller asks for, and Request, the state of one sample being generated."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvchat.core.text import Size
 from kvchat.core.types import (
@@ -71,6 +71,8 @@ class RequestSpec:
     moved_under        the name of the moved contexts (`cache/moved_kv.py`) that may serve it where
                        less of its own KV is in memory; "" for none
     thinning           which KV it goes on without; None for none
+    answer_schema      the JSON schema that the answer follows, None for any text: what another
+                       program's server is told. This engine follows `new_constraint`
     num_shared         leading tokens of the prompt whose KV other machines may have too
     repetition_limit   ends a completion that has repeated itself for so many tokens, as
                        `repetition.py` says; 0 lets it go on
@@ -93,6 +95,7 @@ class RequestSpec:
     moved_under: str = ""
     thinning: Thinning | None = None
     num_shared: int = 0
+    answer_schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_ids

@@ -106,6 +106,7 @@ def request(
         **_streamed(),
         **_sampling(server.kind, spec.sampling, sample),
         **_session(server, spec),
+        **_format(spec),
     }
     return Sent("/v1/completions", body | ({"max_tokens": limit} if limit is not None else {}))
 
@@ -137,6 +138,7 @@ def _messages(server: Server, spec: RequestSpec, sample: int) -> dict[str, Any]:
         **_sampling(server.kind, spec.sampling, sample),
         **_thinking(server.kind, context.think),
         **_session(server, spec),
+        **_format(spec),
     }
     if context.tools:
         body["tools"] = context.tools
@@ -147,6 +149,14 @@ def _messages(server: Server, spec: RequestSpec, sample: int) -> dict[str, Any]:
     if server.kind is Kind.VLLM and context.is_continued:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     return body
+
+
+def _format(spec: RequestSpec) -> dict[str, Any]:
+    """Return the field that limits an answer to a schema, as OpenAI has it."""
+    if spec.answer_schema is None:
+        return {}
+    schema = {"name": "answer", "schema": dict(spec.answer_schema)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _thinking(kind: Kind, think: Mark | None) -> dict[str, Any]:
@@ -192,6 +202,7 @@ def _llama(spec: RequestSpec, sample: int, limit: int | None, slot: int | None) 
         "return_tokens": True,
         "return_progress": True,
         "cache_prompt": True,
+        **({"json_schema": dict(spec.answer_schema)} if spec.answer_schema is not None else {}),
         **_sampling(Kind.LLAMA_CPP, spec.sampling, sample),
     }
 
@@ -202,6 +213,8 @@ def _sglang(spec: RequestSpec, sample: int, limit: int | None) -> dict[str, Any]
     fields["stop_token_ids"] = sorted(spec.stop_token_ids)
     if limit is not None:
         fields["max_new_tokens"] = limit
+    if spec.answer_schema is not None:
+        fields["json_schema"] = json.dumps(spec.answer_schema)
     return {"input_ids": list(spec.prompt_ids), "sampling_params": fields, "stream": True}
 
 

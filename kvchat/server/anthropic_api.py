@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.answer_format import AnswerFormat, answer_format
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText
 from kvchat.chat.fields import Fields
@@ -22,8 +23,6 @@ from kvchat.server.api_errors import ApiError, anthropic_form
 from kvchat.server.bodies import read_request
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
-    AnswerFormat,
-    answer_format,
     asked_thinking,
     foreign_format,
     sampling_options,

@@ -3,12 +3,13 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from kvchat.chat.answer_format import ANY_OBJECT, AnswerFormat
 from kvchat.chat.answer_settings import AskOptions, with_values
 from kvchat.chat.fields import Fields
-from kvchat.chat.grammar import Grammar, json_grammar
+from kvchat.chat.grammar import Grammar
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think, ThinkSwitch
 from kvchat.core.errors import UsageError
@@ -26,7 +27,8 @@ _OTHER_WORDS: Mapping[tuple[str, float], float | None] = {
     ("seed", -1): None,
 }
 # Each interface has names of its own for the others.
-_COMMON = tuple(p for p in OF_ANSWERS if p.name not in ("max_tokens", "stop", "think"))
+_OTHER_NAMES = ("max_tokens", "stop", "think", "format")
+_COMMON = tuple(p for p in OF_ANSWERS if p.name not in _OTHER_NAMES)
 _MOST_SAMPLES = 128
 _TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -73,53 +75,7 @@ def num_samples(fields: Fields) -> int:
     return fields.whole("n", 1, _MOST_SAMPLES) or 1
 
 
-_JSON = {"type": "object"}
 _MOST_CHOICES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """The format that a request asks for, and the field that has it.
-
-    schema   the JSON schema
-    lark     a grammar in its place, in the form of llguidance; empty for none
-    """
-
-    schema: dict[str, Any]
-    param: str
-    lark: str = ""
-
-    @property
-    def grammar(self) -> str:
-        return self.lark or json_grammar(self.schema)
-
-
-def answer_format(fields: Fields, name: str, schema_path: tuple[str, ...]) -> AnswerFormat | None:
-    """Return the format that a request asks for, None for any text.
-
-    name          the field of `fields` that holds the format
-    schema_path   where in it the schema is; llama.cpp has it beside the type
-
-    Raises ApiError for a format that is unknown.
-    """
-    format_fields = fields.nested(name)
-    kind = format_fields.text("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        schema = format_fields.nested("schema").values or _JSON
-        return AnswerFormat(schema, fields.name_of(name))
-    if kind != "json_schema":
-        raise format_fields.fault("type", "must be text, json_object or json_schema")
-    if schema_path[0] not in format_fields and "schema" in format_fields:
-        schema_path = ("schema",)
-    for part in schema_path[:-1]:
-        format_fields = format_fields.nested(part)
-    last = schema_path[-1]
-    if format_fields.raw(last) is None:
-        raise format_fields.fault(last, "is missing")
-    format_fields.flag("strict")
-    return AnswerFormat(format_fields.nested(last).values, format_fields.name_of(last))
 
 
 def foreign_format(fields: Fields) -> AnswerFormat | None:
@@ -127,7 +83,7 @@ def foreign_format(fields: Fields) -> AnswerFormat | None:
     wanted = fields.nested("structured_outputs")
     wanted.refuse("grammar", "structural_tag", "whitespace_pattern")
     if wanted.flag("json_object"):
-        return AnswerFormat(_JSON, wanted.name_of("json_object"))
+        return AnswerFormat(ANY_OBJECT, wanted.name_of("json_object"))
     for holder, name in ((fields, "guided_json"), (fields, "json_schema"), (wanted, "json")):
         if name in holder:
             return AnswerFormat(_schema(holder, name), holder.name_of(name))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.answer_format import answer_format
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import (
     AnswerCall,
@@ -34,7 +35,6 @@ from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_request
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
-    answer_format,
     asked_effort,
     chat_logprobs,
     foreign_format,

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvchat.chat.answer_format import answer_format
 from kvchat.chat.answer_memory import Fed
 from kvchat.chat.answer_settings import AskOptions, ContextPolicy
 from kvchat.chat.compaction import (
@@ -35,7 +36,6 @@ from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import Body, read_request
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
-    answer_format,
     asked_effort,
     foreign_format,
     require_tellable,

@@ -2,23 +2,21 @@
 
 import re
 import shlex
-from pathlib import Path
 
 from kvchat.chat import answer_settings
-from kvchat.chat.attachment import matching_paths
+from kvchat.chat.attachment import matching_files
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role
 from kvchat.chat.messages import MessageNumbers, in_words
 from kvchat.chat.thinking import Think, split_thinking
-from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.paths import read_bounded, user_path
-from kvchat.core.text import one_line, text_of, whole_number
+from kvchat.core.errors import UsageError
+from kvchat.core.paths import text_or_file, user_path
+from kvchat.core.text import one_line, whole_number
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model
 from kvchat.terminal.history_view import show_turns
 from kvchat.terminal.status import StatsLevel, about, plural
 
-_MAX_PROMPT_BYTES = 16 << 20
 _SETTING_COLUMNS = 21  # the longest name, and space after it
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -46,8 +44,11 @@ async def file(context: "CommandContext", arguments: str) -> None:
             if note:
                 context.say(note)
             continue
-        for path in matching_paths(name):
-            _tell_attached(context, one_line(path.name), controller.attach(path))
+        files = matching_files(name)
+        tokens = sum(controller.attach(each) for each in files.read())
+        count = f", {plural(len(files.paths), 'file')}" if files.is_many else ""
+        own_name = name if files.is_many else files.paths[0].name
+        _tell_attached(context, one_line(own_name, 64) + count, tokens)
     for file in controller.attached:
         if file.note and file not in before:
             context.say(file.note)
@@ -79,8 +80,7 @@ async def system(context: "CommandContext", arguments: str) -> None:
         context.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
         return
     text = None if arguments == "clear" else arguments
-    if text is not None and text.startswith("@"):
-        text = _read_text(user_path(text[1:]))
+    text = text_or_file(text) if text is not None else None
     _require_room(controller, text or "")
     cost = await controller.engine.cost(controller.ids_with_system(text))
     if not await context.confirm_cost(cost, "/system"):
@@ -99,16 +99,6 @@ def _require_room(controller: ChatController, system: str) -> None:
             f"{ready.context_limit:,}.",
             "Shorten it.",
         )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        text, is_whole = text_of(read_bounded(path, _MAX_PROMPT_BYTES))
-    except OSError as error:
-        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
-    if not is_whole or "\0" in text:
-        raise UnreadableFile(f"{path} is not a text file.")
-    return text.strip()
 
 
 async def set_(context: "CommandContext", arguments: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from kvchat.chat.attachment import matching_paths
+from kvchat.chat.attachment import matching_files
 from kvchat.chat.controller import ChatController
 from kvchat.chat.keeping import (
     delete_conversation,
@@ -244,7 +244,7 @@ def _label_and_paths(
     has_name = len(words) > 1 and not first.exists() and not glob(str(first))
     if has_name and (words[0] in _NO_LABELS or len(words[0]) > _MAX_LABEL_CHARS):
         raise UsageError(f"A pin cannot be called {one_line(words[0], 64)}.", "/pin NAME FILE...")
-    paths = [path for word in words[has_name:] for path in matching_paths(word)]
+    paths = [path for word in words[has_name:] for path in matching_files(word).paths]
     names = " ".join(path.name for path in paths)
     if len(names) > _MAX_LABEL_CHARS:
         names = f"{paths[0].name[:_MAX_LABEL_CHARS]} and {len(paths) - 1:,} more"

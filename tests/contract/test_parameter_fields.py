@@ -63,9 +63,9 @@ BAD: dict[str, tuple[Any, str]] = {
 
 def fields_of(path: str) -> list[tuple[str, str]]:
     names = NAMES.get(path, {})
-    pairs = [
-        (parameter.name, names.get(parameter.name, parameter.name)) for parameter in OF_ANSWERS
-    ]
+    # Each interface has a field of its own for formats.
+    settings = [parameter.name for parameter in OF_ANSWERS if parameter.name != "format"]
+    pairs = [(name, names.get(name, name)) for name in settings]
     return [(name, field) for name, field in pairs if field is not None]
 
 

@@ -60,6 +60,12 @@ VALUES: dict[str, tuple[str, str, str]] = {
         "hard",
         "is 'hard', but must be one of auto, on, off, low, medium, high.",
     ),
+    "format": (
+        "json",
+        "xml",
+        "is 'xml', which is no file and no schema. Give a file, a JSON schema, "
+        "or a form like 'name: string, age?: integer, tags: string[]'.",
+    ),
     "context_policy": ("drop", "x", "is 'x', but must be one of stop, drop, compact."),
     "kv_budget": ("25%", "0%", "is '0%', but must be a size like 512M or 25%."),
     "timeout": ("30", "0", "is 0.0, but must be more than 0 seconds and at most 1e9."),
@@ -101,6 +107,7 @@ BAD_FIELDS: dict[str, tuple[Any, str]] = {
     "repetition_limit": (5, "is 5, but must be 0 (off) or at least 128."),
     "stop": (5, "is 5, but must be a text or a list of texts."),
     "think": ("hard", "is 'hard', but must be one of auto, on, off, low, medium, high."),
+    "format": (5, "is 5, but must be text, json or a schema."),
     "context_policy": ("x", "is 'x', but must be one of stop, drop, compact."),
     "kv_budget": (0.25, "is 0.25, but must be a size."),
 }
@@ -241,6 +248,7 @@ def test_the_rest_of_the_command_line_is_as_before() -> None:
         "fork": False,
         "title": "T",
         "samples": 3,
+        "schema": None,
         "json": True,
         "output_format": "text",
         "input_format": "text",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat.attachment import read_attachment
+from kvchat.chat.attachment import PinFiles, matching_files, read_attachment, split_attached
 from kvchat.core.errors import UsageError
 
 
@@ -66,3 +66,44 @@ def test_a_file_of_another_editor_is_read_as_its_text(tmp_path: Path, encoding: 
     (tmp_path / "notes.txt").write_bytes("naïve\r\nlines\r\n".encode(encoding))
 
     assert read_attachment(tmp_path / "notes.txt").text == "notes.txt:\n```\nnaïve\nlines\n```\n"
+
+
+def test_a_directory_and_a_pattern_are_the_text_files_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory was refused, and `**` was the same as `*`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("src/a/one.py", "src/two.py", "src/.hidden", "src/node_modules/x.js", ".git/x"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    Path("src/data.bin").write_bytes(b"a\0b")
+    Path("src/link.py").symlink_to(tmp_path / "src/two.py")
+
+    whole, note = PinFiles(None).attachments(Path("src"))
+    names = [each.name for each in matching_files("src/**/*.py").read()]
+
+    assert [each.name for each in whole] == ["src/two.py", "src/a/one.py"]
+    assert whole[1].text.startswith("src/a/one.py:\n```\nsrc/a/one.py\n```")
+    assert note.startswith("src: 2 files, ")
+    assert names == ["src/a/one.py", "src/link.py", "src/two.py"]
+    assert split_attached("".join(f"{each.text}\n" for each in whole) + "why?") == (
+        [each.name for each in whole],
+        "why?",
+    )
+
+
+def test_too_many_files_an_empty_directory_and_an_address_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvchat.chat.attachment._MOST_FILES", 2)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+
+    for word, words in (
+        (str(tmp_path), "names 3 files; at most 2 with 16 MiB"),
+        (str(tmp_path / "empty"), "has no text files"),
+        ("https://example.org/a.txt", "fetches no pages"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            matching_files(word)

@@ -197,3 +197,23 @@ def test_a_value_may_hold_an_equals_sign(shell: Shell, tiny: str) -> None:
     assert "'x=1'" in told
     assert "top-p is 0.5" in told
     assert "System prompt: set the table=now" in told
+
+
+def test_a_system_prompt_is_read_from_a_file_and_samples_are_told_apart(
+    direct: DirectShell, tiny: str
+) -> None:
+    """-s took "@prompt.txt" for the prompt itself, and two answers had a blank line between."""
+    (direct.home / "prompt.txt").write_text(" Be brief.\n")
+    asked = ("-m", tiny, *GREEDY, "-p", "x", "-n", "2")
+
+    done = direct.run(*asked, "-s", f"@{direct.home}/prompt.txt")
+    missing = direct.run(*asked, "-s", "@none.txt")
+
+    lines = done.stdout.decode().splitlines()
+    assert [line for line in lines if line.startswith("---")] == [
+        "--- 1 of 2 ---",
+        "--- 2 of 2 ---",
+    ]
+    [kept] = direct.home.rglob("*.jsonl")
+    assert '"system":"Be brief."' in kept.read_text()
+    assert (missing.returncode, b"none.txt cannot be read" in missing.stderr) == (6, True)

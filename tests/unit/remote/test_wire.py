@@ -267,3 +267,22 @@ def test_tokens_that_come_together_have_no_rate(last_s: float, decode_s: float) 
 
     assert timing.decode_s == pytest.approx(decode_s)
     assert timing.ttft_s == pytest.approx(0.1)
+
+
+def test_each_kind_of_server_is_told_the_schema_of_an_answer() -> None:
+    """A chat in a format would else get any text from a server in the place of its engine."""
+    schema = {"type": "string"}
+    talk, ids = (replace(spec, answer_schema=schema) for spec in (TALK, IDS))
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+    for kind in Kind:
+        assert (request(server(kind), talk, 0, takes_ids=False).body or {})[
+            "response_format"
+        ] == form
+    for kind, name, value in (
+        (Kind.KVCHAT, "response_format", form),
+        (Kind.LLAMA_CPP, "json_schema", schema),
+    ):
+        assert (request(server(kind), ids, 0, takes_ids=True).body or {})[name] == value
+    sglang = request(server(Kind.SGLANG), ids, 0, takes_ids=True).body or {}
+    assert sglang["sampling_params"]["json_schema"] == '{"type": "string"}'

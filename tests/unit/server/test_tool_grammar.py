@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from kvchat.chat.call_grammar import call_grammar
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.grammar import Grammar
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import UsageError
-from kvchat.server.tool_fields import call_grammar
 from support import template_zoo as zoo
 from support.scripted_engine import text_model, write_text_checkpoint
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.cache.disk.memory import DiskMemory
+from kvchat.chat.attachment import read_attachment
 from kvchat.chat.controller import ChatController
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
@@ -227,11 +228,11 @@ def test_a_message_is_nowhere_with_its_files_and_the_commands_about_it(
     session_id = controller.require_session().session_id
     history = PrivateHistory(home.places.typed, lambda: session_id)
     history.append_string(f"/file {place}")
-    controller.attach(place)
+    controller.attach(read_attachment(place))
     controller.keep_waiting([SECRET])
     finish(controller.ask("Not this."))
     controller.place.edited = controller.place.user_turn("")
-    controller.attach(place)
+    controller.attach(read_attachment(place))
     history.append_string(f"/edit 2 {SECRET}")
     finish(controller.ask(SECRET))
     ids = controller.require_conversation().path()[-2].token_ids[-40:-20]  # of the text alone

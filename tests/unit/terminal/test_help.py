@@ -12,7 +12,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from rich.cells import cell_len
 
-from kvchat.chat.attachment import matching_paths, unattached
+from kvchat.chat.attachment import matching_files, unattached
 from kvchat.chat.conversation import Conversation, Role, Turn
 from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
@@ -236,10 +236,10 @@ def test_what_is_no_file_is_not_called_missing(
 def test_a_pattern_names_the_files_that_match(tmp_path: Path) -> None:
     for name in ("b.md", "a.md", "c.txt"):
         (tmp_path / name).write_text("x")
-    assert matching_paths(f"{tmp_path}/*.md") == [tmp_path / "a.md", tmp_path / "b.md"]
-    assert matching_paths(f"{tmp_path}/none.md") == [tmp_path / "none.md"]
+    assert matching_files(f"{tmp_path}/*.md").paths == (tmp_path / "a.md", tmp_path / "b.md")
+    assert matching_files(f"{tmp_path}/none.md").paths == (tmp_path / "none.md",)
     with pytest.raises(UsageError, match="No file is named "):
-        matching_paths(f"{tmp_path}/none*")
+        matching_files(f"{tmp_path}/none*")
 
 
 def test_an_exported_fence_stands_on_its_own_line() -> None:
