@@ -38,6 +38,7 @@ class Arrival:
     arrived, or when the tier was asked at `asked_s`.
 
     `give_up` ends it; blocks already on the device stay. `miss_reason` says why no more arrived.
+    Another machine that computes may be sent the first `num_sendable` tokens.
     For a prefetch (`is_prefetch`) no front is computed, because no request waits for it.
     `is_one_shot`: the context will hardly be continued. Only quick tiers are asked if
     `is_quick_only`.
@@ -48,6 +49,7 @@ class Arrival:
     is_prefetch: bool = False
     is_one_shot: bool = False
     is_quick_only: bool = False
+    num_sendable: int = 0
     stage: int = -1
     feed: Feed | None = None
     waiting: "deque[Piece]" = field(default_factory=deque)
@@ -140,7 +142,11 @@ class Arrivals:
     # Beginning
 
     def begin(
-        self, ids: TokenIds, is_prefetch: bool = False, is_one_shot: bool = False
+        self,
+        ids: TokenIds,
+        is_prefetch: bool = False,
+        is_one_shot: bool = False,
+        num_sendable: int = 0,
     ) -> Arrival | None:
         """Start to fetch the KV of a prompt that the device lacks; None if it lacks no full block.
 
@@ -149,7 +155,8 @@ class Arrivals:
         num_known = self._manager.num_reusable_tokens(ids[:-1])
         if len(ids) - 1 - num_known < self._manager.block_size:
             return None
-        return self._begin(Arrival(ids, num_known, is_prefetch, is_one_shot))
+        arrival = Arrival(ids, num_known, is_prefetch, is_one_shot, num_sendable=num_sendable)
+        return self._begin(arrival)
 
     def begin_quick(self, ids: TokenIds, earlier: Arrival | None) -> Arrival | None:
         """Start to fetch what quick tiers have of a prompt; None if they have nothing.
@@ -168,9 +175,9 @@ class Arrivals:
             self.live.append(arrival)
         return arrival
 
-    def hand_over(self, arrival: Arrival) -> None:
+    def hand_over(self, arrival: Arrival, num_sendable: int = 0) -> None:
         """A request claimed this prefetch: restart its deadline."""
-        arrival.is_prefetch = False
+        arrival.is_prefetch, arrival.num_sendable = False, num_sendable
         arrival.since_s = arrival.asked_s = self._clock()
 
     def _ask_next(self, arrival: Arrival) -> None:
@@ -184,7 +191,10 @@ class Arrivals:
             if len(arrival.ids) - 1 - num_known < self._manager.block_size:
                 arrival.is_over = True
                 return
-            feed = Feed(arrival.ids, num_known, arrival.is_prefetch, arrival.is_one_shot)
+            ids = arrival.ids[: arrival.num_sendable + 1] if link.computes else arrival.ids
+            if len(ids) - 1 - num_known < self._manager.block_size:
+                continue
+            feed = Feed(ids, num_known, arrival.is_prefetch, arrival.is_one_shot)
             ask = self._ask_quick if link.is_quick else self._ask
             if ask(arrival, link, feed):
                 arrival.stage, arrival.feed, arrival.num_hurries = stage, feed, 0
@@ -203,6 +213,8 @@ class Arrivals:
         num_blocks = (len(feed.ids) - 1 - feed.num_known) // size
         num_bytes = (num_blocks + self._manager.num_state_blocks) * self._image_bytes
         num_tokens, latency_s = num_blocks * size, link.latency_s
+        if link.computes:
+            return self._send(link, feed, num_tokens, num_bytes)
         if latency_s and not self._planner.is_worth_asking(latency_s, num_tokens, feed.num_known):
             return False
         if not self._planner.is_worth_reading(
@@ -211,6 +223,18 @@ class Arrivals:
             arrival.miss_reason = arrival.miss_reason or MissReason.SLOWER
             return False
         start_block = self._manager.num_cached_tokens(feed.ids[:-1]) // size
+        link.thread.restore(lambda tier: self._reader.read(link, tier, feed, start_block))
+        return True
+
+    def _send(self, link: Link, feed: Feed, num_tokens: int, num_bytes: int) -> bool:
+        """Have another machine compute a prompt; false if that is not worth it."""
+        wait_s = link.wait_s(num_tokens)
+        if not self._planner.is_worth_sending(
+            link.read_rate, num_tokens, num_bytes, feed.num_known, wait_s
+        ):
+            return False
+        feed.expected_s = self._clock() + wait_s
+        start_block = feed.num_known // self._manager.block_size
         link.thread.restore(lambda tier: self._reader.read(link, tier, feed, start_block))
         return True
 
@@ -270,9 +294,16 @@ class Arrivals:
             self._unlock(arrival)
             if arrival in self.live:
                 self.live.remove(arrival)
+                self._interrupt(arrival)
                 if self._planner.has_memory:
                     self._links[arrival.stage].thread.copy(self._planner.keep)
         return not arrival.is_over
+
+    def _interrupt(self, arrival: Arrival) -> None:
+        """Tell a machine that still computes for an arrival that this is of no use any more."""
+        link, feed = self._links[arrival.stage], arrival.feed
+        if link.computes and link.tier is not None and feed and not feed.has_all.is_set():
+            link.tier.interrupt()
 
     def _has_ended(self, arrival: Arrival) -> bool:
         """Take what the present feed has delivered; return whether it delivers no more."""
@@ -295,7 +326,9 @@ class Arrivals:
             if is_late:
                 feed.give_up()
             return is_late
-        if is_ready and self._is_late(arrival, feed, link):
+        if is_ready and link.computes and not feed.is_found:
+            self._compute_meanwhile(arrival, feed)
+        elif is_ready and self._is_late(arrival, feed, link):
             self._hurry(arrival, feed)
         return False
 
@@ -346,14 +379,28 @@ class Arrivals:
         A prefetch gives up instead, and so does a context with recurrent state: its snapshot is of
         use only as a whole.
         """
+        arrival.num_hurries += 1
+        arrival.miss_reason = feed.miss_reason = MissReason.LATE
+        if arrival.is_prefetch or self._manager.has_state:
+            arrival.give_up()
+        else:
+            self._extend_front(arrival, feed, _HURRY_TOKENS << (arrival.num_hurries - 1))
+
+    def _compute_meanwhile(self, arrival: Arrival, feed: Feed) -> None:
+        """Extend the front a little, while another machine computes all of it."""
+        arrival.since_s = self._clock()
+        num_there = self._manager.num_cached_tokens(arrival.ids[:-1])
+        left_s = feed.expected_s - self._clock()
+        num_more = self._planner.tokens_meanwhile(left_s, num_there)
+        if num_more is None or num_more >= self._manager.block_size or left_s <= 0:
+            self._extend_front(arrival, feed, _HURRY_TOKENS if num_more is None else num_more)
+
+    def _extend_front(self, arrival: Arrival, feed: Feed, num_more: int) -> None:
+        """Compute so many more tokens meanwhile; give up where nothing would be left to deliver."""
         size = self._manager.block_size
         num_there = self._manager.num_cached_tokens(arrival.ids[:-1])
-        num_more = max(_HURRY_TOKENS << arrival.num_hurries, size)
-        arrival.num_hurries += 1
-        num_front = (num_there + num_more) // size * size
-        arrival.miss_reason = feed.miss_reason = MissReason.LATE
-        is_whole = arrival.is_prefetch or self._manager.has_state
-        if is_whole or num_front >= len(arrival.ids) - 1:
+        num_front = (num_there + max(num_more, size)) // size * size
+        if num_front >= min(len(feed.ids), len(arrival.ids)) - 1:
             arrival.give_up()
         else:
             arrival.num_front = feed.num_front = num_front

@@ -270,6 +270,9 @@ class KvChain:
         """Wait for queued writes, for a limited time, and end the threads. Idempotent."""
         self.planner.prefill.keep()
         deadline_s = time.monotonic() + _CLOSE_PATIENCE_S
+        for link in self.links:
+            if link.tier is not None:
+                link.tier.interrupt()
         self._offer_backlog(deadline_s)
         for link in self.slow:
             # Only a write finds out what other processes have deleted.

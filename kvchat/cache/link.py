@@ -20,6 +20,7 @@ class Link:
 
     A quick tier gets what the device evicts (`demotion.py`); nothing is written behind to it, nor
     to one that is only read, and to a shared one only what is to be shared.
+    One that `computes` may be sent the token ids of any context if `is_told_all`.
     `read_s` counts the seconds that reading took.
     """
 
@@ -35,6 +36,8 @@ class Link:
         self.is_quick = opener.is_quick
         self.is_shared = opener.is_shared
         self.takes_all = opener.takes_all and not opener.is_only_read
+        self.computes = opener.computes
+        self.is_told_all = opener.computes and opener.takes_all
         self.read_rate = from_tier(opener.name)
         self.read_s = 0.0
         tier = opener.open(layout) if opener.is_quick else None
@@ -53,6 +56,10 @@ class Link:
         if (tier := self.tier) is not None:
             return tier.latency_s
         return _UNKNOWN_LATENCY_S if self.is_shared else 0.0
+
+    def wait_s(self, num_tokens: int) -> float:
+        """Return the seconds until the tier begins to deliver so many tokens, where that counts."""
+        return self.tier.wait_s(num_tokens) if self.tier is not None else self.latency_s
 
     def status(self) -> TierStatus | None:
         """Return the tier's status under its name, or why it could not be opened; None while it is

@@ -32,6 +32,8 @@ _ASKING = 0.02
 # time to compute all of them: the time of a wait that brings nothing is lost.
 _PATIENCE = 0.05
 _MIN_PATIENCE_S = 0.1
+# Tokens are computed for so long, in seconds, before it is looked whether they came from elsewhere.
+_MEANWHILE_S = 0.25
 # A tier that is still being opened gets more time: it is opened once.
 _OPENING_PATIENCE = 0.25
 _MIN_OPENING_PATIENCE_S = 0.3
@@ -124,6 +126,26 @@ class Planner:
         compute_s = self.seconds_to_compute(num_tokens, start)
         compute_s = self.assumed_seconds(num_tokens) if compute_s is None else compute_s
         return latency_s <= _ASKING * compute_s
+
+    def is_worth_sending(
+        self, name: str, num_tokens: int, num_bytes: int, start: int, wait_s: float
+    ) -> bool:
+        """Whether to have another machine compute tokens after `start`, and read them once it has,
+        after `wait_s`. They are computed here meanwhile, so an attempt costs no time.
+        """
+        compute_s = self.seconds_to_compute(num_tokens, start)
+        compute_s = self.assumed_seconds(num_tokens) if compute_s is None else compute_s
+        read_s = num_bytes / self.rates[name] if name in self.rates else 0.0
+        return wait_s + read_s < _WORTH * compute_s
+
+    def tokens_meanwhile(self, left_s: float, start: int) -> int | None:
+        """Return how many tokens after `start` to compute now while others are computed elsewhere,
+        which are expected in `left_s`; None if nothing is known. It is few at a time, so that those
+        are taken as soon as they come.
+        """
+        seconds = min(left_s, _MEANWHILE_S) if left_s > 0 else _MEANWHILE_S
+        one_s = self.seconds_to_compute(1, start)
+        return int(seconds / one_s) if one_s is not None else None
 
     def front(
         self, name: str, num_tokens: int, num_bytes: int, start: int = 0, latency_s: float = 0.0

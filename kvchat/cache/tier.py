@@ -153,6 +153,15 @@ class Tier(ABC):
         """
         return 0.0
 
+    def wait_s(self, num_tokens: int) -> float:
+        """Return the seconds until it begins to deliver so many tokens, where that counts; infinity
+        while it cannot. Any thread may ask.
+        """
+        return self.latency_s
+
+    def interrupt(self) -> None:  # noqa: B027
+        """End a `find` that waits for another machine; any thread may call it."""
+
     @abstractmethod
     def find(
         self, keys: Sequence[bytes], encoded: bytes, is_one_shot: bool = False
@@ -235,6 +244,8 @@ class TierOpener:
     quick tier is opened at once and must not call it; others are opened on threads of their own.
     `open` may return None for no tier. Nothing is written to a tier that is only read. A shared one
     is for other machines too; without `takes_all` it gets only contexts that are to be shared.
+    One that `computes` has another machine compute what it is asked for, which gets the token ids:
+    without `takes_all` only of contexts that are to be shared.
     """
 
     name: str
@@ -243,6 +254,7 @@ class TierOpener:
     is_only_read: bool = False
     is_shared: bool = False
     takes_all: bool = True
+    computes: bool = False
 
 
 def trouble_of(error: Exception, tier: str = "disk") -> str:

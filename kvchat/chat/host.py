@@ -340,6 +340,7 @@ _PATIENCE_S = 2.0
 # The engine of a model just loaded runs a few steps before it answers.
 PATIENCE_AFTER_LOADING_S = 20.0
 _DISK_CACHE_FAILED = "the disk cache failed"
+_NOT_OF_THE_DISK = ("the shared cache", "prefill elsewhere")
 _MAX_TROUBLE_CHARS = 4096
 
 
@@ -433,7 +434,7 @@ def trouble_notice(trouble: str) -> str:
     told = one_line(trouble, _MAX_TROUBLE_CHARS).rstrip(".")
     if told.startswith(_DISK_CACHE_FAILED):
         return f"{told}; the chat goes on without it."
-    where = "" if told.startswith("the shared cache") else "the disk cache: "
+    where = "" if told.startswith(_NOT_OF_THE_DISK) else "the disk cache: "
     return f"{where}{told}; the chat goes on."
 
 

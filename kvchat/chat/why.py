@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
-from kvchat.core.types import CONVERTED_FROM, CachedTokens, MissReason, Usage
+from kvchat.core.types import CONVERTED_FROM, ELSEWHERE, CachedTokens, MissReason, Usage
 
 # Fewer tokens than this are a partial block, which is never cached.
 NOT_WORTH_MENTIONING = 32
@@ -291,6 +291,8 @@ def explain(reuse: Reuse, decode: Callable[[list[int]], str]) -> list[str]:
             lines.append(
                 f"{count:,} were kept in {was}; converted, they are kept in fewer bits too."
             )
+        elif name == ELSEWHERE:
+            lines.append(f"{count:,} were computed for it by the machine of --prefill-at.")
     num_read = total - reuse.cached.total - reuse.num_unread
     were = "was" if num_read == 1 else "were"
     if reuse.num_lost:

@@ -156,7 +156,14 @@ def serve(context: typer.Context, **flags: Any) -> None:
     here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
     path = given["api_key_file"]
     key = KeyRequest(given["api_key"], path and Path(path), given["no_api_key"])
-    request = ServeRequest(given["host"], given["port"], key, given["name"], given["stabilise"])
+    request = ServeRequest(
+        given["host"],
+        given["port"],
+        key,
+        given["name"],
+        given["stabilise"],
+        prefills=given["role"] == "prefill",
+    )
     raise typer.Exit(run_server({**before, **here}, request))
 
 

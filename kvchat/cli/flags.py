@@ -100,6 +100,12 @@ SERVE_FLAGS = grouped(
         "api_key_file", "the file with the key, which no list of processes shows", unit="PATH"
     ),
     _switch("no_api_key", "let every user of this machine in"),
+    new_choice(
+        "role",
+        "chat: answer; prefill: only read prompts for chats elsewhere",
+        ("chat", "prefill"),
+        "ROLE",
+    ),
     new_texts("name", "another name for the model; * stands for any text (repeat)"),
     new_switch(
         "stabilise",

@@ -31,6 +31,7 @@ def run_prefill(flags: dict[str, Any], names: Sequence[str]) -> None:
     settings = resolve(flags, os.environ, user_paths().config)
     if not settings["shared_cache"] or settings["incognito"]:
         raise UsageError("There is no shared cache to read for.", "--shared-cache names one.")
+    settings = Settings({**settings.values, "prefill_at": None}, settings.origins)  # here
     settings = settings.with_model(whole_name(settings, settings["model"]))
     host = open_host(settings, attaches=False)
     try:

@@ -51,6 +51,7 @@ _SAME = (
     "disk_cache",
     "shared_cache",
     "share",
+    "prefill_at",
     "max_context",
     "cache",
     "graphs",

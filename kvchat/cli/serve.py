@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,16 @@ from kvchat.cli.build import (
 from kvchat.cli.log_file import close_log
 from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve
-from kvchat.core.errors import TimedOut
+from kvchat.cli.shared_cache import shared_config
+from kvchat.core.errors import TimedOut, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
 from kvchat.core.paths import require_working_directory
 
 if TYPE_CHECKING:
+    from kvchat.cache.shared.prefill_box import PromptKey
     from kvchat.chat.host import ChatHost
     from kvchat.chat.stabiliser import Stabiliser
+    from kvchat.server.guard import App
     from kvchat.server.service import Service
 
 _MOST_STABILISED_BYTES = 16 << 20
@@ -38,6 +42,7 @@ class ServeRequest:
     names        further names that requests may give the model; `*` stands for any text
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
+    prefills     whether it only prefills for chats on other machines
     """
 
     host: str
@@ -45,39 +50,39 @@ class ServeRequest:
     key: KeyRequest
     names: tuple[str, ...]
     stabilises: bool | None = None
+    prefills: bool = False
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     """Load the model and serve it until a signal ends the server; return the exit code."""
     require_working_directory()
-    from kvchat.server.app import new_app
-    from kvchat.server.guard import Limits, is_loopback
+    from kvchat.server.guard import is_loopback
     from kvchat.server.serving import bound_socket, serve
 
     settings = resolve(flags, os.environ, user_paths().config)
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
-    state = None if settings["incognito"] else user_paths().state
-    is_local = is_loopback(request.host)
-    is_terminal = sys.stderr.isatty()
-    api_key = server_key(
-        request.key, os.environ, is_local, state, _say, is_used_by_others, is_terminal
-    )
+    prompt_key = None
+    if request.prefills:
+        settings, prompt_key = _for_prefilling(settings)
+    api_key = prompt_key.bearer if prompt_key is not None else _api_key(settings, request)
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
     try:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
-        app = new_app(service, api_key, Limits())
+        app = _new_app(service, api_key, prompt_key)
         here = request.host if is_loopback(request.host) else "127.0.0.1"
         url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
-        with announced(settings, user_paths().state, url, api_key):
+        is_for_chats = prompt_key is None
+        state = user_paths().state
+        with announced(settings, state, url, api_key) if is_for_chats else nullcontext():
             code = serve(
                 app,
                 bound,
-                lambda: _say(f"{service.name} at http://{shown}:{port}/v1"),
+                lambda: _say(f"{service.name} at http://{shown}:{port}{'/v1' * is_for_chats}"),
                 lambda: host.failure is not None or _is_late(host, settings["timeout"]),
             )
             if host.failure is None and settings["timeout"] is not None:
@@ -88,6 +93,45 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         service.responses.close()
         if host.ready is not None:
             host.close()
+
+
+def _api_key(settings: Settings, request: ServeRequest) -> str | None:
+    from kvchat.server.guard import is_loopback
+
+    state = None if settings["incognito"] else user_paths().state
+    is_local, is_terminal = is_loopback(request.host), sys.stderr.isatty()
+    return server_key(
+        request.key, os.environ, is_local, state, _say, is_used_by_others, is_terminal
+    )
+
+
+def _for_prefilling(settings: Settings) -> "tuple[Settings, PromptKey]":
+    """Return the settings of a server that only prefills, and what opens the prompts.
+
+    Prompts of other machines are not kept on this one's disk, unless a flag says so. Raises
+    UsageError without a shared cache.
+    """
+    from kvchat.cache.shared.prefill_box import PromptKey
+
+    values = {**settings.values, "prefill_at": None}
+    if not settings.is_flag("disk_cache"):
+        values["disk_cache"] = "0"
+    settings = Settings(values, settings.origins)
+    config = shared_config(settings, os.environ)
+    if config is None:
+        raise UsageError("--role prefill writes to a shared cache.", "--shared-cache names it.")
+    return settings, PromptKey(config.secret)
+
+
+def _new_app(service: "Service", api_key: str | None, prompt_key: "PromptKey | None") -> "App":
+    from kvchat.server.app import new_app, new_prefill_app
+    from kvchat.server.guard import Limits
+    from kvchat.server.prefill_api import PrefillApi
+
+    if prompt_key is None:
+        return new_app(service, api_key, Limits())
+    prefills = PrefillApi(service, prompt_key.opened)
+    return new_prefill_app(service, prefills, prompt_key.bearer, Limits())
 
 
 def _is_late(host: "ChatHost", limit_s: float | None) -> bool:

@@ -11,6 +11,7 @@ from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import UnreadableFile, UsageError
 from kvchat.core.paths import user_path
+from kvchat.core.text import shown
 
 _MOST_BYTES = 4096
 
@@ -21,6 +22,10 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
     Raises UsageError without a key, and UnreadableFile for a file that has none.
     """
     url = settings["shared_cache"]
+    if not url and settings["prefill_at"] and not settings["incognito"]:
+        raise UsageError(
+            "--prefill-at needs a shared cache: KV comes through it.", "--shared-cache names one."
+        )
     if not url or settings["incognito"]:
         return None
     _require_packages(scheme_of(url))
@@ -38,7 +43,20 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
         takes_all=settings["share"] == "all",
         encrypts=settings["shared_encryption"],
         first_byte_s=settings["shared_deadline"] / 1e3,
+        prefill_at=_web_address(settings["prefill_at"] or ""),
     )
+
+
+def _web_address(url: str) -> str:
+    """Return the address of a machine that prefills; raises UsageError for anything else."""
+    parts = urlsplit(url)
+    try:
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        is_one = False
+    if url and not is_one:
+        raise UsageError(f"--prefill-at is {shown(url)}, but must be http://HOST:PORT.")
+    return url
 
 
 def _require_packages(scheme: str) -> None:

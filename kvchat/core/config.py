@@ -41,6 +41,7 @@ class SharedConfig:
     takes_all    False writes only pins that are shared, and system prompts
     encrypts     False signs records, but lets everybody read them who reaches the store
     first_byte_s   how long an answer may take to begin
+    prefill_at   the machine that prefills what may go to the store; "" for none
     """
 
     url: str
@@ -48,6 +49,7 @@ class SharedConfig:
     takes_all: bool = False
     encrypts: bool = True
     first_byte_s: float = 0.05
+    prefill_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -458,6 +458,11 @@ _CACHE = grouped(
         least=1,
         most=60_000,
     ),
+    new_name(
+        "prefill_at",
+        "have this kvchat serve --role prefill read what may go to --shared-cache, where quicker",
+        unit="URL",
+    ),
     new_switch("cache", "reuse KV between turns", default=True, otherwise="on"),
     new_switch("incognito", "save nothing", default=False),
     new_path("sessions_dir", "where conversations are kept"),

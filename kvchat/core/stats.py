@@ -23,6 +23,7 @@ class TierStatus:
     num_held_up                 operations skipped because another process used the store
     is_shared                   whether other models and processes have KV within the same limit
     trouble                     the last problem, in a sentence; empty if there was none
+    root                        names the KV of a shared tier: the hex of its empty context's key
     """
 
     name: str = ""
@@ -39,10 +40,21 @@ class TierStatus:
     num_held_up: int = 0
     is_shared: bool = False
     trouble: str = ""
+    root: str = ""
 
     def of(self, name: str, read_s: float) -> "TierStatus":
         """Return the status as that of a tier in a chain."""
         return replace(self, name=name, read_s=read_s)
+
+
+def kv_form(dtype: str, kv_dtype: str, weights: str, block_size: int) -> dict[str, str]:
+    """Return in words what KV is, to tell how that of two machines differs."""
+    return {
+        "dtype": dtype,
+        "KV dtype": kv_dtype or dtype,
+        "weights": weights or "own",
+        "block size": str(block_size),
+    }
 
 
 @dataclass(frozen=True, slots=True)

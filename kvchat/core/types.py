@@ -156,6 +156,10 @@ class SamplingParams:
 CONVERTED_FROM = "disk as "
 
 
+# The name of the tier whose KV another machine computes.
+ELSEWHERE = "elsewhere"
+
+
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
     """Prompt tokens that were not computed again, by the tier their KV came from.

@@ -22,6 +22,7 @@ class Fetcher:
     def __init__(self, chain: "KvChain") -> None:
         self._arrivals = chain.arrivals
         self._demoter = chain.demoter
+        self._computing = [link for link in chain.links if link.computes]
         self._prefetch: Arrival | None = None
 
     @property
@@ -56,14 +57,28 @@ class Fetcher:
 
     def begin(self, request: Request) -> None:
         """Begin to load a prompt's KV, or take over the prefetch of its beginning."""
+        num_sendable, is_one_shot = self._num_sendable(request), request.spec.is_one_shot
         prefetch = self._prefetch
-        if prefetch is not None and _begins_with(request.ids, prefetch):
-            self._prefetch = None
-            self._arrivals.hand_over(prefetch)
-            request.arrival = prefetch
+        if prefetch is None or not _begins_with(request.ids, prefetch):
+            self.give_up_prefetch()
+            request.arrival = self._arrivals.begin(
+                request.ids, is_one_shot=is_one_shot, num_sendable=num_sendable
+            )
             return
-        self.give_up_prefetch()
-        request.arrival = self._arrivals.begin(request.ids, is_one_shot=request.spec.is_one_shot)
+        self._prefetch, request.arrival = None, prefetch
+        self._arrivals.hand_over(prefetch, num_sendable)
+        if num_sendable and prefetch.is_over:  # another machine was not asked for it
+            arrival = self._arrivals.begin(request.ids, False, is_one_shot, num_sendable)
+            if arrival is not None:
+                arrival.num_known, arrival.tokens = prefetch.num_known, dict(prefetch.tokens)
+                request.arrival = arrival
+
+    def _num_sendable(self, request: Request) -> int:
+        """Return how many leading tokens another machine may be sent, to compute their KV."""
+        if not request.spec.is_kept or not self._computing:
+            return 0
+        is_told_all = any(link.is_told_all for link in self._computing)
+        return len(request.ids) - 1 if is_told_all else request.spec.num_shared
 
     def promote(self, request: Request) -> bool:
         """Ask quick tiers for a request about to start, once before each start; return whether

@@ -4,7 +4,7 @@ A further tier is one more opener in `tier_openers`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
@@ -14,6 +14,7 @@ from kvchat.cache.disk.model_dirs import is_ours
 from kvchat.cache.disk.quota import disk_budget, least_bytes, why_nothing_fits
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.host_tier import HostTier
+from kvchat.cache.keys import root_key
 from kvchat.cache.kv_conversion import ConvertingTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool
 from kvchat.cache.planner import Planner
@@ -23,8 +24,9 @@ from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import StoreError
 from kvchat.core.paths import private_directory
+from kvchat.core.stats import kv_form
 from kvchat.core.text import format_bytes
-from kvchat.core.types import CONVERTED_FROM, Memory
+from kvchat.core.types import CONVERTED_FROM, ELSEWHERE, Memory
 from kvchat.engine.kv_storage import (
     earlier_identities,
     finer_geometries,
@@ -46,7 +48,13 @@ def new_chain(
 ) -> KvChain:
     """Return the chain of the configured tiers; it has none if no KV is to be kept."""
     geometry = cache.kv_pool.geometry
-    openers = tier_openers(config, cache, memory, is_draft) if config.reuse else []
+    form = kv_form(
+        dtype_name(loaded.dtype),
+        geometry.dtype_beside(loaded.dtype),
+        chosen_weights(loaded),
+        geometry.block_size,
+    )
+    openers = tier_openers(config, cache, memory, is_draft, form) if config.reuse else []
 
     def layout() -> Layout:
         digest = content_digest(loaded.source, memory)
@@ -85,15 +93,20 @@ def new_chain(
 
 
 def tier_openers(
-    config: CacheConfig, cache: CacheManager, memory: Memory, is_draft: bool
+    config: CacheConfig,
+    cache: CacheManager,
+    memory: Memory,
+    is_draft: bool,
+    form: Mapping[str, str] | None = None,
 ) -> list[TierOpener]:
-    """Return what opens the configured tiers, the fastest first."""
+    """Return what opens the configured tiers, the fastest first; `form` tells the form of KV."""
     kv_pool = cache.kv_pool
     openers = [
         _host_opener(config, kv_pool, is_draft),
         _disk_opener(config, kv_pool.geometry.block_bytes, is_draft),
         *_finer_openers(config, kv_pool.geometry),
         _shared_opener(config, cache.has_state, memory) if not is_draft else None,
+        _elsewhere_opener(config, cache, memory, form or {}) if not is_draft else None,
     ]
     return [opener for opener in openers if opener is not None]
 
@@ -174,6 +187,41 @@ def _shared_opener(config: CacheConfig, has_state: bool, memory: Memory) -> Tier
         return open_tier(shared, layout(), memory)
 
     return TierOpener("shared", open_shared, is_shared=True, takes_all=shared.takes_all)
+
+
+def _elsewhere_opener(
+    config: CacheConfig, cache: CacheManager, memory: Memory, form: Mapping[str, str]
+) -> TierOpener | None:
+    """Return what opens KV that another machine computes; None where none is named.
+
+    It may be of the same model in more bits: it is converted, as the disk's is.
+    """
+    shared = config.shared
+    if shared is None or not shared.prefill_at or cache.has_state:
+        return None
+    geometry = cache.kv_pool.geometry
+
+    def open_elsewhere(layout: Callable[[], Layout]) -> Tier:
+        from kvchat.cache.shared.elsewhere import ElsewhereTier
+        from kvchat.cache.shared.opening import open_tier
+        from kvchat.cache.shared.prefill_box import PrefillBox
+
+        own = layout()
+
+        def records_of(root: bytes) -> Tier | None:
+            if root == root_key(own.identity):
+                return open_tier(shared, own, memory)
+            for finer, of in zip(own.finer, finer_geometries(geometry).values(), strict=True):
+                if root == root_key(finer.identity):
+                    return ConvertingTier(open_tier(shared, finer, memory), of, geometry)
+            return None
+
+        box = PrefillBox(shared.prefill_at, shared.secret)
+        return ElsewhereTier(box, records_of, root_key(own.identity), form)
+
+    return TierOpener(
+        ELSEWHERE, open_elsewhere, is_only_read=True, takes_all=shared.takes_all, computes=True
+    )
 
 
 def rate_memory(loaded: LoadedModel, memory: Memory) -> RateMemory:

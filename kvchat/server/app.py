@@ -20,6 +20,7 @@ from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.openai_api import OpenAiApi
+from kvchat.server.prefill_api import PrefillApi
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.responses_socket import ResponsesSockets
 from kvchat.server.service import Service
@@ -60,15 +61,37 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/kvchat/read_ahead": chat.read_ahead,
     }
     deletes: dict[str, Handler] = {"/v1/responses/{name}": responses.stored.delete}
-    routes = [
-        Route(path, _counted(handler, path, service), methods=[method])
-        for method, handlers in (("GET", gets), ("POST", posts), ("DELETE", deletes))
-        for path, handler in handlers.items()
-    ]
+    routes = _routes(service, gets, posts, deletes)
     sockets = ResponsesSockets(service, responses, limits.body_bytes)
     socket_route = WebSocketRoute("/v1/responses", sockets.serve)
     app = Starlette(routes=[*routes, socket_route], exception_handlers={HTTPException: _refused})
     return _with_plain_paths(Guard(app, api_key, limits))
+
+
+def new_prefill_app(service: Service, prefills: PrefillApi, api_key: str, limits: Limits) -> App:
+    """Return the ASGI application that only prefills for chats on other machines."""
+    gets: dict[str, Handler] = {
+        "/": _health(service),
+        "/health": _health(service),
+        "/metrics": _metrics(service),
+        "/kvchat/prefill": prefills.offer,
+    }
+    routes = _routes(service, gets, {"/kvchat/prefill": prefills.prefill}, {})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+    return _with_plain_paths(Guard(app, api_key, limits))
+
+
+def _routes(
+    service: Service,
+    gets: dict[str, Handler],
+    posts: dict[str, Handler],
+    deletes: dict[str, Handler],
+) -> list[Route]:
+    return [
+        Route(path, _counted(handler, path, service), methods=[method])
+        for method, handlers in (("GET", gets), ("POST", posts), ("DELETE", deletes))
+        for path, handler in handlers.items()
+    ]
 
 
 def _with_plain_paths(app: App) -> App:

@@ -83,7 +83,7 @@ class SharedTier(Tier):
         self._buffers.warm(max(PACK_BYTES, layout.block_bytes), _WARM_BUFFERS)
         self._wrong: set[bytes] = set()
         self._round_trip_s: float | None = None
-        self._status = TierStatus()
+        self._status = TierStatus(root=self._root.hex())
         self._try(self._store.ping, is_round_trip=True)
 
     @property

@@ -46,6 +46,13 @@ def test_what_one_machine_read_comes_home_to_another(
     [
         (("prefill", "x"), {}, "There is no shared cache to read for."),
         (("cache", "push", "x"), {}, "There is no shared cache."),
+        (("serve", "--role", "prefill"), {}, "--role prefill writes to a shared cache."),
+        (("--prefill-at", "http://box:1", "-p", "Hi"), {}, "--prefill-at needs a shared cache"),
+        (
+            ("--shared-cache", "file:///x", "--prefill-at", "box:8642", "-p", "Hi"),
+            KEY,
+            "--prefill-at is 'box:8642', but must be http://HOST:PORT.",
+        ),
         (
             ("--shared-cache", "ftp://x", "-p", "Hi"),
             KEY,
