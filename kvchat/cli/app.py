@@ -12,13 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from kvchat import __version__
-from kvchat.cli.command_line import ChatGroup, HelpedCommand, HelpedGroup
+from kvchat.cli.command_line import BenchGroup, ChatGroup, HelpedCommand, HelpedGroup
 from kvchat.cli.flags import (
     CHAT_FLAGS,
     OF_BENCH,
     OF_CHAT,
     OF_PREFILL,
     OF_SERVER,
+    OF_TRACE,
     SERVE_FLAGS,
     takes,
     values_of,
@@ -26,6 +27,7 @@ from kvchat.cli.flags import (
 from kvchat.cli.settings import unknown_variables
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_KV
+from kvchat.core.text import parse_size
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 
 # Commands that may run compiled kernels; None is the chat.
@@ -121,26 +123,56 @@ def _settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name in BY_NAME}
 
 
-@app.command(cls=HelpedCommand)
+bench_app = typer.Typer(
+    cls=BenchGroup,
+    rich_markup_mode=None,
+    subcommand_metavar="[SCENARIOS | COMMAND [ARGS]...]",
+)
+app.add_typer(bench_app, name="bench", invoke_without_command=True)
+
+
+@bench_app.callback()
 @takes(OF_BENCH)
 def bench(
-    scenarios: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="turns resume cold decode spec prefill tiers radix memory startup kernels "
-            "weights replay equality clients concurrency kv"
-        ),
-    ] = None,
+    context: typer.Context,
+    scenario: Annotated[list[str] | None, typer.Option("--scenario", hidden=True)] = None,
     **flags: Any,
 ) -> None:
-    """Measure this machine: every figure beside its peer or its ceiling, JSON on the last line."""
+    """Measure this machine: every figure beside its peer or its ceiling, JSON on the last line.
+
+    Scenarios: turns resume cold decode spec prefill tiers radix memory startup kernels weights
+    replay equality clients concurrency kv
+    """
+    if context.invoked_subcommand is not None:
+        return
     from kvchat.cli.bench import BenchRequest, run_bench
 
     given = values_of(OF_BENCH, flags)
     for name in ("sessions", "gguf", "record"):
         given[name] = given[name] and Path(given[name])
     model, quick = flags["model"], given.pop("quick")
-    run_bench(BenchRequest(tuple(scenarios or ()), **{**given, "model": model, "is_quick": quick}))
+    run_bench(BenchRequest(tuple(scenario or ()), **{**given, "model": model, "is_quick": quick}))
+
+
+@bench_app.command("trace", cls=HelpedCommand)
+@takes(OF_TRACE)
+def bench_trace(
+    trace: Annotated[
+        str, typer.Argument(help="a file of block hashes, or chats agents documents scans mixed")
+    ],
+    **flags: Any,
+) -> None:
+    """Replay a trace through tiers: hits and first tokens by kvchat's rule, LRU, LFU, Belady's."""
+    from kvchat.bench.traces.simulation import Speed
+    from kvchat.cli.bench_trace import TraceRun, run_trace
+
+    given = values_of(OF_TRACE, flags)
+    speed = Speed(parse_size(given["token_bytes"], "--token-bytes").resolve(0), given["prefill"])
+    run_trace(
+        TraceRun(
+            trace, tuple(given["tier"]), speed, given["machines"], given["requests"], given["seed"]
+        )
+    )
 
 
 @app.command(cls=HelpedCommand)

@@ -94,6 +94,25 @@ class ChatGroup(HelpedGroup):
         return super().parse_args(ctx, args)
 
 
+class BenchGroup(HelpedGroup):
+    """The `kvchat bench` command: subcommands, or names of scenarios in their place."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments, with each name of a scenario as `--scenario`."""
+        valued = {flag for p in self.params if not _is_switch(p) for flag in p.opts}
+        kept: list[str] = []
+        rest = list(args)
+        while rest and rest[0] not in self.commands:
+            argument = rest.pop(0)
+            if not argument.startswith("-"):
+                kept.append(f"--scenario={argument}")
+                continue
+            kept.append(argument)
+            if _awaits_value(argument, valued) and rest:
+                kept.append(rest.pop(0))
+        return super().parse_args(ctx, [*kept, *rest])
+
+
 def _is_switch(parameter: object) -> bool:
     return bool(getattr(parameter, "is_flag", False))
 

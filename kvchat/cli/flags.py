@@ -126,6 +126,22 @@ BENCH_FLAGS = grouped(
     _switch("quick", "small lengths: does it run? No figures to quote"),
 )
 
+OF_TRACE = grouped(
+    Group.BENCH,
+    new_texts(
+        "tier",
+        "NAME:SIZE[,SIZE...][:RATE[:LATENCY[:PRICE]]], the fastest first (repeat); shared is one "
+        "for all machines, PRICE is of a GB a month",
+        unit="TIER",
+        otherwise="memory:4G disk:20G:1G:2ms",
+    ),
+    new_text("token_bytes", "of a token's KV", unit="SIZE", default="128K"),
+    new_whole("prefill", "first tokens that are computed a second", default=1000, least=1),
+    new_whole("machines", "requests are shared out to", default=1, least=1, most=100_000),
+    new_whole("requests", "of a synthetic trace", default=20_000, least=1, most=100_000_000),
+    new_whole("seed", "of a synthetic trace", default=0, least=0),
+)
+
 # A server's clients have their own conversations, screens, tools and formats.
 _NOT_SERVED = (Group.CONVERSATION, Group.TERMINAL, Group.TOOLS)
 OF_CHAT = (*CHAT_FLAGS, *PARAMETERS)
