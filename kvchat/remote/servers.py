@@ -40,6 +40,8 @@ class Kind(StrEnum):
     LLAMA_CPP = "llama.cpp"
     VLLM = "vLLM"
     SGLANG = "SGLang"
+    TENSORRT_LLM = "TensorRT-LLM"
+    TGI = "TGI"
     OLLAMA = "ollama"
     TRANSFORMERS = "transformers"
     OTHER = "OpenAI-compatible"
@@ -50,6 +52,7 @@ _OWNERS = {
     "llamacpp": Kind.LLAMA_CPP,
     "vllm": Kind.VLLM,
     "sglang": Kind.SGLANG,
+    "tensorrt_llm": Kind.TENSORRT_LLM,
     "library": Kind.OLLAMA,
 }
 _TRANSFORMERS_PATHS = frozenset({"/load_model", "/reset", "/v1/chat/completions"})
@@ -309,6 +312,8 @@ def _kind(asker: Asker, models: list[dict[str, Any]]) -> Kind:
         return kind
     if asker.ask_further("/api/version") is not None:
         return Kind.OLLAMA
+    if _tgi_context(asker) is not None:  # it lists its model as owned by that model
+        return Kind.TGI
     # `transformers serve` lists what the Hugging Face cache has, which may not be what it runs.
     paths = (asker.ask_further("/openapi.json") or {}).get("paths")
     is_transformers = isinstance(paths, dict) and paths.keys() >= _TRANSFORMERS_PATHS
@@ -357,6 +362,8 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
         files = about.get("model_path")
     elif kind is Kind.SGLANG:
         files = (asker.ask("/get_model_info") or {}).get("model_path", files)
+    elif kind is Kind.TGI:
+        limit = _tgi_context(asker)
     elif kind is Kind.OLLAMA:
         limit = _ollama_context(asker, chosen["id"])
     return Server(
@@ -368,6 +375,13 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
         json.dumps(chosen.get("meta")) if kind is Kind.LLAMA_CPP else "",
         limit if type(limit) is int and limit > 0 else _LARGE_CONTEXT,
     )
+
+
+def _tgi_context(asker: Asker) -> int | None:
+    """Return the context that a TGI router gives its model; None of what is no such router."""
+    about = asker.ask_further("/info") or {}
+    limit = about.get("max_total_tokens")
+    return limit if "model_id" in about and type(limit) is int else None
 
 
 def _ollama_context(asker: Asker, model: str) -> int | None:

@@ -22,7 +22,9 @@ _MOST_TOKENS = 1 << 40  # of one request; a server that tells more is wrong
 _GIVEN_UP = frozenset({"abort", "error"})  # vLLM's and SGLang's reasons beside OpenAI's
 _EFFORTS = {Mark.THINK_LOW: "low", Mark.THINK_MEDIUM: "medium", Mark.THINK_HIGH: "high"}
 # Kinds that pass variables on to the model's chat template.
-_TEMPLATE_KINDS = frozenset({Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG, Kind.TRANSFORMERS})
+_TEMPLATE_KINDS = frozenset(
+    {Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG, Kind.TENSORRT_LLM, Kind.TRANSFORMERS}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,9 @@ def _sampling(kind: Kind, sampling: SamplingParams, sample: int) -> dict[str, An
         "top_p": sampling.top_p,
         "seed": _seed(sampling, sample),
     }
-    if kind in (Kind.OTHER, Kind.OLLAMA, Kind.TRANSFORMERS):
+    if kind is Kind.TGI and sampling.top_p >= 1.0:  # it refuses one that leaves out nothing
+        del fields["top_p"]
+    if kind in (Kind.OTHER, Kind.OLLAMA, Kind.TRANSFORMERS, Kind.TGI):
         return fields
     fields |= {"min_p": sampling.min_p, "top_k": sampling.top_k}
     if kind in (Kind.VLLM, Kind.SGLANG):

@@ -22,7 +22,7 @@ from kvchat.core.errors import ContextTooLong, GenerationError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, SamplingParams
 from kvchat.remote.engine import RemoteEngine
-from kvchat.remote.servers import Server, address_of, find_server
+from kvchat.remote.servers import Kind, Server, address_of, find_server
 from support.fake_llm_server import (
     Author,
     BrokenOff,
@@ -350,3 +350,39 @@ def test_where_kv_is_cannot_be_known() -> None:
         with pytest.raises(GenerationError):
             host.status().result(PATIENCE_S)
         host.forget([([1, 2], 0)]).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("gets", "kind", "details", "cached"),
+    [
+        (
+            {"/v1/models": models("m", "tensorrt_llm", object="model", created=1764200000)},
+            Kind.TENSORRT_LLM,
+            {"prompt_tokens_details": {"cached_tokens": 64}},
+            64,
+        ),
+        (
+            {
+                "/v1/models": models("m", "m", object="model", created=0),
+                "/info": {"model_id": "m", "max_total_tokens": 4096, "max_input_tokens": 4095},
+            },
+            Kind.TGI,
+            {"total_tokens": 102},
+            None,
+        ),
+    ],
+    ids=["TensorRT-LLM", "TGI"],
+)
+def test_a_chat_with_a_server_that_never_ran_here(
+    gets: dict[str, object], kind: Kind, details: dict[str, object], cached: int | None
+) -> None:
+    """Recorded by the projects' sources: how each is known, and what its stream tells at the end."""
+    usage = {"prompt_tokens": 100, "completion_tokens": 2, **details}
+    with fake_server(always("He", "llo", usage=usage), gets) as fake, host_of(fake.url) as host:
+        assert find_server(address_of(fake.url)).kind is kind
+        done = ended(host.unsaved_session().ask("Hi", answer_options()))
+
+        assert done.text == "Hello"
+        assert done.usage.prompt_tokens == 100
+        assert done.usage.cached.total == (cached or 0)
+        assert (done.miss_reason is MissReason.NOT_TOLD) is (cached is None)

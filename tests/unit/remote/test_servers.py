@@ -71,6 +71,22 @@ def test_this_machine_is_told_from_others(url: str, is_here: bool) -> None:
             "org/m",
             512,
         ),
+        ({"/v1/models": models("m", "tensorrt_llm")}, Kind.TENSORRT_LLM, "", None),
+        (
+            {
+                "/v1/models": models("m", "m"),
+                "/info": {
+                    "model_id": "m",
+                    "max_input_tokens": 3000,
+                    "max_total_tokens": 4000,
+                    "router": "text-generation-router",
+                },
+            },
+            Kind.TGI,
+            "",
+            4000,
+        ),
+        ({"/v1/models": models("m", "m"), "/info": {"max_total_tokens": 9}}, Kind.OTHER, "", None),
         ({"/v1/models": models("m", "library"), "/api/version": {}}, Kind.OLLAMA, "", None),
         ({"/v1/models": models("m", "someone")}, Kind.OTHER, "", None),
         ({"/v1/models": models("m", "kvchat", root="demo")}, Kind.KVCHAT, "demo", None),

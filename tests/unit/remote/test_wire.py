@@ -42,7 +42,7 @@ def test_openai_gets_no_field_that_it_does_not_know() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", [Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG])
+@pytest.mark.parametrize("kind", [Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG, Kind.TENSORRT_LLM])
 def test_a_template_is_told_whether_to_think(kind: Kind) -> None:
     body = request(server(kind), TALK, 0, takes_ids=False).body
 
@@ -82,6 +82,26 @@ def test_off_has_another_number_for_each_kind() -> None:
     assert (request(server(Kind.LLAMA_CPP), spec, 0, True).body or {})["top_k"] == 0
     parameters = (request(server(Kind.SGLANG), spec, 0, True).body or {})["sampling_params"]
     assert parameters["top_k"] == -1
+
+
+def test_tensorrt_llm_gets_only_fields_that_it_has() -> None:
+    """Its requests forbid all others, `reasoning_effort` of `none` too."""
+    body = request(server(Kind.TENSORRT_LLM), TALK, 0, takes_ids=False).body or {}
+
+    own = {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2}
+    assert own.items() <= body.items()
+    usual = {"model", "messages", "stream", "stream_options", "temperature", "top_p", "seed"}
+    assert body.keys() == usual | own.keys() | {"chat_template_kwargs"}
+
+
+def test_tgi_gets_no_top_p_that_leaves_out_nothing() -> None:
+    def sent(top_p: float) -> dict[str, object]:
+        spec = RequestSpec((Mark.USER, Mark.ANSWER), replace(SAMPLING, top_p=top_p))
+        return request(server(Kind.TGI), spec, 0, takes_ids=False).body or {}
+
+    assert "top_p" not in sent(1.0)
+    assert sent(0.9)["top_p"] == 0.9
+    assert not {"top_k", "min_p", "repetition_penalty"} & sent(0.9).keys()
 
 
 def test_a_chat_chunk_is_read() -> None:
