@@ -27,6 +27,7 @@ from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
+from kvchat.chat.known_names import KnownNames
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession, Place
 from kvchat.chat.tokenizer import Segment
@@ -46,7 +47,6 @@ from kvchat.core.events import LoadEvent
 from kvchat.core.stats import Cost
 from kvchat.core.text import one_line
 from kvchat.core.types import MissReason
-from kvchat.model.checkpoint.local_models import model_lines
 
 # Starts loading a model by its name; load events go to the listener. The last argument is what a
 # conversation with the model was saved with, None for the settings of this process.
@@ -65,7 +65,7 @@ class ChatController:
     pins       the files of pins, which can be attached by the pin's name
     places     every place that has something of saved conversations, for deleting them
     settings   what holds in every conversation: ConversationSettings explains the arguments
-    model_lines   returns a line for each model on this machine
+    names      the models and presets that the user may name
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ChatController:
         places: SavedPlaces | None = None,
         given: Mapping[str, Any] | None = None,
         keeps_model: bool = False,
-        lines_of_models: Callable[[], list[str]] = model_lines,
+        names: KnownNames | None = None,
     ) -> None:
-        self.model_lines = lines_of_models
+        self.names = names or KnownNames()
         self.places = places if places is not None else SavedPlaces(host.store, kept)
         self.pins = pins if pins is not None else PinFiles(None)
         self.host = host
@@ -93,7 +93,8 @@ class ChatController:
         self.new_host = new_host
         self.place = Place(session)
         self.settings = ConversationSettings(options, dict(given or {}), keeps_model)
-        self.options = self._options_in(session)
+        opened = self.settings.options(session.conversation if session is not None else None)
+        self.options = opened.for_model(host.model.sampling_defaults)
         self.system = system
         self.title = title
         self.attached = attached
@@ -143,10 +144,10 @@ class ChatController:
         """Return the session; raises UsageError before the first message."""
         return self.place.require_session()
 
-    def _options_in(self, session: ChatSession | None) -> AskOptions:
-        """Return how answers are generated in a conversation that is opened."""
-        options = self.settings.options(session.conversation if session is not None else None)
-        return options.for_model(self.host.model.sampling_defaults)
+    def take_options(self, options: AskOptions) -> None:
+        """Generate answers so from now on; whether tools may be called stays as it is."""
+        own = options.for_model(self.host.model.sampling_defaults)
+        self.options = replace(own, max_calls=self.options.max_calls)
 
     # Asking
 
@@ -472,8 +473,7 @@ class ChatController:
     def close_deleted(self) -> None:
         """Close the conversation, of which nothing is to be saved, and drop attached files."""
         self.close_session()
-        self.attached = ()
-        self.title = ""
+        self.attached, self.title = (), ""
 
     def open(self, session_id: str) -> ChatSession:
         """Open a saved conversation; if that fails, the current one stays open.
@@ -499,7 +499,7 @@ class ChatController:
     def _enter(self, session: ChatSession) -> None:
         """Replace the open session by one that goes on with settings of its own."""
         self._exchange(session)
-        self.options = replace(self._options_in(session), max_calls=self.options.max_calls)
+        self.take_options(self.settings.options(session.conversation))
 
     def fork(self, title: str = "") -> ChatSession:
         """Copy the conversation and make the copy the open one."""

@@ -99,11 +99,15 @@ def chat(
     if context.invoked_subcommand is not None:
         return
     from kvchat.cli.chat import ChatRequest, run_chat
+    from kvchat.cli.presets import with_preset
 
     given = values_of(CHAT_FLAGS, flags)
+    flags["format"] = given["schema"] or flags["format"]
+    settings, files = with_preset(_settings_in(flags), given["preset"])
+    is_new = not given["continue_"] and given["resume"] is None
     request = ChatRequest(
         prompt=given["prompt"],
-        files=tuple(map(Path, given["file"])),
+        files=tuple(map(Path, (*(files if is_new else ()), *given["file"]))),
         is_continued=given["continue_"],
         takes_one_shots=given["last"],
         resume=given["resume"],
@@ -114,8 +118,7 @@ def chat(
         is_raw=given["raw"],
         num_samples=given["samples"],
     )
-    flags["format"] = given["schema"] or flags["format"]
-    raise typer.Exit(run_chat(_settings_in(flags), request))
+    raise typer.Exit(run_chat(settings, request))
 
 
 def _settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,6 +182,7 @@ def bench_trace(
 @takes(OF_SERVER)
 def serve(context: typer.Context, **flags: Any) -> None:
     """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
+    from kvchat.cli.presets import with_preset
     from kvchat.cli.running_server import KeyRequest
     from kvchat.cli.serve import ServeRequest, run_server
 
@@ -196,7 +200,10 @@ def serve(context: typer.Context, **flags: Any) -> None:
         given["stabilise"],
         prefills=given["role"] == "prefill",
     )
-    raise typer.Exit(run_server({**before, **here}, request))
+    settings, _ = with_preset(
+        {**before, **here}, given["preset"] or context.parent.params["preset"]
+    )
+    raise typer.Exit(run_server(settings, request))
 
 
 @app.command(cls=HelpedCommand)
@@ -219,10 +226,12 @@ sessions_app = _new_app("Saved conversations.")
 models_app = _new_app("Models on this machine.")
 cache_app = _new_app("KV kept on disk between runs.")
 config_app = _new_app("Settings and where they come from.")
+presets_app = _new_app("Presets: names for a model, a prompt, parameters and files.")
 app.add_typer(sessions_app, name="sessions", invoke_without_command=True)
 app.add_typer(models_app, name="models", invoke_without_command=True)
 app.add_typer(cache_app, name="cache", invoke_without_command=True)
 app.add_typer(config_app, name="config", invoke_without_command=True)
+app.add_typer(presets_app, name="presets", invoke_without_command=True)
 
 _takes_sessions_dir = takes((BY_NAME["sessions_dir"],))
 _SessionId = Annotated[str, typer.Argument(metavar="ID|TITLE", help="or the beginning of one")]
@@ -311,18 +320,32 @@ def sessions_remove(
 
 
 @models_app.callback()
-def models_default(context: typer.Context) -> None:
+@takes((BY_NAME["model_dir"],))
+def models_default(context: typer.Context, **flags: Any) -> None:
     """List the models on this machine, or describe one and say whether it is supported."""
+    context.obj = {"model_dir": flags["model_dir"] or _given_before(context, "model_dir")}
     if context.invoked_subcommand is None:
-        models_list()
+        models_list(context)
 
 
 @models_app.command("list")
-def models_list() -> None:
+def models_list(context: typer.Context) -> None:
     """List the models on this machine with their sizes."""
     from kvchat.cli import models
 
-    models.list_models()
+    models.list_models(context.obj)
+
+
+@models_app.command("alias")
+def models_alias(
+    name: Annotated[str | None, typer.Argument(help="the alias; without it all are listed")] = None,
+    model: Annotated[str | None, typer.Argument(help="what it stands for")] = None,
+    rm: Annotated[bool, typer.Option("--rm", help="delete the alias")] = False,
+) -> None:
+    """Let a short name stand for a model, or list such names."""
+    from kvchat.cli import models
+
+    models.alias(name, model, rm)
 
 
 @models_app.command("info", cls=HelpedCommand)
@@ -489,3 +512,48 @@ def config_unset(name: str) -> None:
     from kvchat.cli import config
 
     config.unset(name)
+
+
+_PresetName = Annotated[str, typer.Argument(metavar="NAME", help="the preset's name")]
+
+
+@presets_app.callback()
+def presets_default(context: typer.Context) -> None:
+    """List presets, show or delete one, or make one of a Modelfile; --preset NAME takes one."""
+    if context.invoked_subcommand is None:
+        presets_list()
+
+
+@presets_app.command("list")
+def presets_list() -> None:
+    """List the presets and what they hold."""
+    from kvchat.cli import presets
+
+    presets.list_presets()
+
+
+@presets_app.command("show")
+def presets_show(name: _PresetName) -> None:
+    """Print a preset."""
+    from kvchat.cli import presets
+
+    presets.show(name)
+
+
+@presets_app.command("rm")
+def presets_remove(name: _PresetName) -> None:
+    """Delete a preset."""
+    from kvchat.cli import presets
+
+    presets.remove(name)
+
+
+@presets_app.command("import")
+def presets_import(
+    name: _PresetName,
+    file: Annotated[str, typer.Argument(metavar="MODELFILE", help="a Modelfile of ollama")],
+) -> None:
+    """Make a preset of a Modelfile's FROM, SYSTEM, PARAMETER and ADAPTER."""
+    from kvchat.cli import presets
+
+    presets.import_modelfile(name, file)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.settings import NO_ENDPOINT, Settings, name_to_keep
+from kvchat.cli.settings import NO_ENDPOINT, Settings
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError, UsageError
@@ -18,7 +18,6 @@ from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import is_gone, user_path
 from kvchat.core.types import NO_MEMORY
-from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.object_cache import save_nothing
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def state_memory() -> "DiskMemory":
     return DiskMemory(user_paths().state)
 
 
-def _memory(settings: Settings) -> "Memory":
+def memory_of(settings: Settings) -> "Memory":
+    """Return the memory of a chat, which an incognito one has not."""
     return NO_MEMORY if settings["incognito"] else state_memory()
 
 
@@ -83,7 +83,7 @@ def store_admin(settings: Settings) -> "StoreAdmin":
 
     config, model = settings.cache_config(), settings.model_config()
     wanted = KvSettings(config.block_size, config.kv_dtype, model.dtype, model.weights)
-    memory, open_shared = _memory(settings), shared_opener(settings)
+    memory, open_shared = memory_of(settings), shared_opener(settings)
     return StoreAdmin(cache_directory(settings), config.disk_bytes, memory, wanted, open_shared)
 
 
@@ -100,7 +100,7 @@ def shared_opener(settings: Settings) -> "Callable[[Layout], SharedTier] | None"
 
         config = shared_config(settings, os.environ)
         assert config is not None
-        return open_tier(config, layout, _memory(settings))
+        return open_tier(config, layout, memory_of(settings))
 
     return open_shared
 
@@ -116,7 +116,7 @@ def context_copier(settings: Settings) -> "ContextCopier":
     shared_config(settings, os.environ)  # raises before anything is looked for
     directory = cache_directory(settings)
     limit = disk_budget(settings.cache_config().disk_bytes, directory)
-    return ContextCopier(directory, limit, _memory(settings), open_shared)
+    return ContextCopier(directory, limit, memory_of(settings), open_shared)
 
 
 def saved_places(settings: Settings) -> "SavedPlaces":
@@ -142,20 +142,6 @@ def history_path() -> Path:
     return user_paths().state / "history"
 
 
-def whole_name(settings: Settings, name: str) -> str:
-    """Return a model's name as a conversation keeps it; a short one may name a file that was used.
-
-    A short name is that of the file, without its directory; .gguf may be left out.
-    """
-    whole = name_to_keep(name)
-    is_short = whole == name and name not in (DEMO, DEMO_DRAFT) and not set(name) & set("/:")
-    if not is_short or has_endpoint(settings):
-        return whole
-    from kvchat.model.checkpoint.used_models import UsedModels
-
-    return UsedModels(_memory(settings)).named(name) or name
-
-
 def with_model_of(settings: Settings, model: str, saved: Mapping[str, Any] | None) -> Settings:
     """Return the settings with which a conversation goes on; `Settings.in_conversation` explains.
 
@@ -168,20 +154,12 @@ def with_model_of(settings: Settings, model: str, saved: Mapping[str, Any] | Non
         return settings
     from kvchat.model.checkpoint.used_models import UsedModels
 
-    if (path := UsedModels(_memory(settings)).moved_to(name)) is None:
+    if (path := UsedModels(memory_of(settings)).moved_to(name)) is None:
         raise ModelError(
             f"The model of this conversation is not at {name} any more.",
             "Name where it is, or another one: -m FILE",
         )
     return settings.with_model(path)
-
-
-def lines_of_models(settings: Settings) -> list[str]:
-    """Return a line for each model on this machine, the last used first."""
-    from kvchat.model.checkpoint.local_models import model_lines
-    from kvchat.model.checkpoint.used_models import UsedModels
-
-    return model_lines(UsedModels(_memory(settings)).read())
 
 
 def ask_options(
@@ -342,7 +320,7 @@ def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":
 def _build(
     settings: Settings, source: "ModelSource", draft: "ModelSource | None"
 ) -> "Callable[[Callable[[LoadProgress], None]], tuple[Engine, ModelReady]]":
-    memory = _memory(settings)
+    memory = memory_of(settings)
     kept = None if settings["incognito"] else cache_directory(settings)
     shared = shared_config(settings, os.environ)
     if settings["incognito"]:

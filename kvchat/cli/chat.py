@@ -16,17 +16,16 @@ from kvchat.cli.build import (
     ask_options,
     has_endpoint,
     history_path,
-    lines_of_models,
     open_host,
     open_toolbox,
     saved_places,
     session_store,
     store_admin,
     user_paths,
-    whole_name,
     with_model_of,
 )
 from kvchat.cli.log_file import close_log
+from kvchat.cli.model_names import known_names, whole_name
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.parameters import OF_ANSWERS
@@ -226,7 +225,7 @@ def _open_controller(
         saved_places(settings),
         given,
         own.names_model,
-        partial(lines_of_models, own),
+        known_names(own),
     )
     if request.is_forked:
         controller.place.copied_from = session_id

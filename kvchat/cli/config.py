@@ -1,26 +1,20 @@
-"""`kvchat config`: shows the current settings and their origins, and changes the file.
+"""`kvchat config`: shows the current settings and their origins, and changes the file."""
 
-It writes TOML itself, for the few kinds of values that settings have.
-"""
-
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from kvchat.cache.disk.quota import disk_budget
 from kvchat.cli.build import cache_directory, session_store, user_paths
-from kvchat.cli.settings import ENDPOINTS, OTHER_VARIABLES, Settings, known, read_config, resolve
+from kvchat.cli.settings import OTHER_VARIABLES, Settings, known, resolve
 from kvchat.cli.shared_cache import without_password
-from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.parameters import BY_NAME, Kind
-from kvchat.core.paths import from_anywhere, private_directory, replace_private, user_path
+from kvchat.core.paths import from_anywhere, user_path
 from kvchat.core.text import format_bytes
+from kvchat.core.toml_text import read_table, toml_value, write_table
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
 # In the file the meaning of a path would depend on the directory that kvchat is started in. A name
 # is a path only if there is one, or if it begins as a path does.
 _NAMES = (DEMO, DEMO_DRAFT, "ngram", "none")
@@ -40,7 +34,7 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
         sys.stdout.write(line + "\n")
     for name in OTHER_VARIABLES:
         if value := os.environ.get(name):
-            line = f"{name:20} {_toml(value)}"
+            line = f"{name:20} {toml_value(value)}"
             sys.stdout.write(f"{line:64} {name}\n" if with_origin else line + "\n")
 
 
@@ -61,7 +55,7 @@ def _effective(name: str, settings: Settings) -> str:
         value = without_password(value)
     if value is None or value == ():
         return BY_NAME[name].otherwise or "none"
-    return _toml(value)
+    return toml_value(value)
 
 
 def path() -> None:
@@ -94,50 +88,4 @@ def unset(name: str) -> None:
 
 def _change(change: Callable[[dict[str, object]], dict[str, object]]) -> None:
     target = user_paths().config
-    changed = sorted(change(read_config(target)).items())
-    content = _document(changed, target)
-    private_directory(target.parent)
-    try:
-        replace_private(target, content)
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror}.") from error
-
-
-def _document(values: list[tuple[str, object]], target: Path) -> bytes:
-    """Return the TOML file that sets these values; raises UsageError for unsupported values."""
-    try:
-        settings = [(key, item) for key, item in values if key != ENDPOINTS]
-        lines = "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in settings)
-        return (lines + _endpoints(dict(values).get(ENDPOINTS, {}))).encode()
-    except UnicodeEncodeError as error:
-        raise UsageError("The value is not valid UTF-8.") from error
-    except (TypeError, ValueError) as error:  # dates, tables, and numbers without an end
-        raise UsageError(
-            f"{target} sets what is no setting's value.", "Mend it by hand."
-        ) from error
-
-
-def _endpoints(servers: object) -> str:
-    """Return the tables of named servers; raises TypeError for what is none."""
-    if not isinstance(servers, dict) or not all(isinstance(s, dict) for s in servers.values()):
-        raise TypeError
-    return "".join(
-        f"\n[{ENDPOINTS}.{_key(name)}]\n"
-        + "".join(f"{_key(key)} = {_toml(item)}\n" for key, item in server.items())
-        for name, server in servers.items()
-    )
-
-
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else json.dumps(name)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    # JSON's strings and numbers are valid TOML, except for one character.
-    if not isinstance(value, str | int | float):
-        raise TypeError
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")
+    write_table(target, dict(sorted(change(read_table(target)).items())))

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvchat.chat.template import NewTurn
-from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings, read_config
+from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings
 from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import one_line, shown
+from kvchat.core.toml_text import read_table
 
 if TYPE_CHECKING:
     from kvchat.chat.chat_model import ChatModel
@@ -62,7 +63,7 @@ def endpoint_address(given: str, model: str, config_path: Path) -> "Address":
 
 def _named(name: str, config_path: Path) -> dict[str, str] | None:
     """Return what the configuration says of a name; None for an address that it does not have."""
-    entries = read_config(config_path).get(ENDPOINTS, {})
+    entries = read_table(config_path).get(ENDPOINTS, {})
     if not isinstance(entries, dict):
         raise UsageError(f"endpoints in {config_path} must be a table of tables.")
     entry = entries.get(name)

@@ -37,8 +37,11 @@ MOST_SAMPLES = 1024
 
 _switch = partial(new_switch, switches_off=False, default=False)
 
+_PRESET = new_name("preset", "take the model, the prompt and all else from this preset")
+
 # What `kvchat` takes besides the settings.
 CHAT_FLAGS = (
+    _PRESET,
     *grouped(
         Group.CONVERSATION,
         new_text("prompt", "answer this and leave", short="-p"),
@@ -87,6 +90,7 @@ CHAT_FLAGS = (
 
 SERVE_FLAGS = grouped(
     Group.SERVER,
+    _PRESET,
     new_name("host", "the address to listen on", unit="ADDRESS", default="127.0.0.1"),
     new_whole("port", "0 takes a free one", default=8642, least=0, most=65535),
     new_text(

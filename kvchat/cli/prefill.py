@@ -8,7 +8,8 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import open_host, session_store, user_paths, whole_name
+from kvchat.cli.build import open_host, session_store, user_paths
+from kvchat.cli.model_names import whole_name
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.paths import require_working_directory, user_path

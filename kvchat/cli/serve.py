@@ -14,9 +14,9 @@ from kvchat.cli.build import (
     open_host,
     saved_places,
     user_paths,
-    whole_name,
 )
 from kvchat.cli.log_file import close_log
+from kvchat.cli.model_names import whole_name
 from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
 from kvchat.cli.settings import Settings, resolve
 from kvchat.cli.shared_cache import shared_config

@@ -4,7 +4,6 @@ Precedence: flags, `KVCHAT_*` environment, config.toml, defaults.
 """
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,10 +18,11 @@ from kvchat.core.config import (
     SharedConfig,
     SpeculationConfig,
 )
-from kvchat.core.errors import UnreadableFile, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, PARAMETERS, Parameter
-from kvchat.core.paths import from_anywhere, read_bounded, text_or_file
-from kvchat.core.text import Size, encoding_of, one_line, parse_size, shown
+from kvchat.core.paths import from_anywhere, text_or_file
+from kvchat.core.text import Size, one_line, parse_size, shown
+from kvchat.core.toml_text import read_table
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 from kvchat_kernels.cpu.object_cache import KERNEL_CACHE_VARIABLE
@@ -41,8 +41,6 @@ NO_ENDPOINT, NO_DRAFT, NGRAM = "none", "none", "ngram"
 _OF_MODEL = ("endpoint", "adapter", "draft")
 _RUNS_AS = ("spec", "dtype", "weights", "kv_dtype", "max_context")
 _CONVERSATION = "the conversation"
-_MAX_CONFIG_BYTES = 1 << 20
-_MEND_IT = "Mend or remove it."
 _MAX_SHOWN_CHARS = 120
 
 
@@ -214,22 +212,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def read_config(path: Path) -> dict[str, object]:
-    """Return a configuration file's values, empty if there is no file; raises UsageError."""
-    try:
-        data = read_bounded(path, _MAX_CONFIG_BYTES)
-        return tomllib.loads(data.decode(encoding_of(data)))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.", _MEND_IT) from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as others are
-        reason = one_line(str(error), _MAX_SHOWN_CHARS).rstrip(".")
-        raise UsageError(f"{path} cannot be read: {reason}.", _MEND_IT) from error
-
-
 def _known_values(path: Path) -> dict[str, object]:
-    values = read_config(path)
+    values = read_table(path)
     values.pop(ENDPOINTS, None)
     for name in values:
         if name not in BY_NAME:

@@ -247,6 +247,7 @@ _MODEL = grouped(
         default="demo",
         short="-m",
     ),
+    new_texts("model_dir", "look for models in this directory too (repeat)", unit="DIR"),
     new_name(
         "endpoint", "use the model of this server; none: of no server at all", unit="URL|NAME"
     ),

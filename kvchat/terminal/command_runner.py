@@ -16,6 +16,7 @@ from kvchat.terminal import (
     commands_help,
     commands_input,
     commands_kv,
+    commands_presets,
     commands_turns,
 )
 from kvchat.terminal.commands import CommandContext, Invocation, Registry, Stopped
@@ -191,6 +192,7 @@ def build_registry() -> Registry:
         (
             *commands_help.COMMANDS,
             *commands_conversation.COMMANDS,
+            *commands_presets.COMMANDS,
             *commands_turns.COMMANDS,
             *commands_input.COMMANDS,
             *commands_engine.COMMANDS,

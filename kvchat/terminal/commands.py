@@ -71,6 +71,8 @@ class Argument(StrEnum):
     SETTING = "setting"
     COMMAND = "command"
     TURN = "turn"
+    PRESET = "preset"
+    MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         ("/resume", "choose from a list"),
         ("/resume holiday", "the conversation with that word in its title"),
     ),
+    "preset": (
+        ("/preset coder", "a new conversation with its model, prompt and settings"),
+        ("/preset save coder manual", "keep this conversation's, with the pin manual"),
+    ),
     "rename": (("/rename Holiday plans", "a title"), ("/rename Rex, part 2", "another")),
     "delete": (
         ("/delete", "this conversation"),

@@ -34,24 +34,32 @@ async def file(context: "CommandContext", arguments: str) -> None:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         context.say(f"Attached for your next message: {names}. /file clear takes them away.")
         return
-    pins = controller.pins.paths()
+    if not arguments:
+        raise UsageError("Which file?", "/file PATH...")
     before = controller.attached
-    for name in _split_paths(arguments):
-        if name in pins and not user_path(name).exists():
-            tokens, note = controller.attach_pin(name)
-            what = f"{one_line(name, 64)}, {plural(len(pins[name]), 'file')}"
-            _tell_attached(context, what, tokens)
-            if note:
-                context.say(note)
-            continue
-        files = matching_files(name)
-        tokens = sum(controller.attach(each) for each in files.read())
-        count = f", {plural(len(files.paths), 'file')}" if files.is_many else ""
-        own_name = name if files.is_many else files.paths[0].name
-        _tell_attached(context, one_line(own_name, 64) + count, tokens)
+    for name in split_words(arguments):
+        attach_named(context, name)
     for file in controller.attached:
         if file.note and file not in before:
             context.say(file.note)
+
+
+def attach_named(context: "CommandContext", name: str) -> None:
+    """Attach the pin of a name, or the files that it names as a path or a pattern."""
+    controller = context.controller
+    pins = controller.pins.paths()
+    if name in pins and not user_path(name).exists():
+        tokens, note = controller.attach_pin(name)
+        what = f"{one_line(name, 64)}, {plural(len(pins[name]), 'file')}"
+        _tell_attached(context, what, tokens)
+        if note:
+            context.say(note)
+        return
+    files = matching_files(name)
+    tokens = sum(controller.attach(each) for each in files.read())
+    count = f", {plural(len(files.paths), 'file')}" if files.is_many else ""
+    own_name = name if files.is_many else files.paths[0].name
+    _tell_attached(context, one_line(own_name, 64) + count, tokens)
 
 
 def _tell_attached(context: "CommandContext", what: str, num_tokens: int) -> None:
@@ -59,14 +67,12 @@ def _tell_attached(context: "CommandContext", what: str, num_tokens: int) -> Non
     context.say(f"Attached {what}, {tokens}: it goes with your next message.")
 
 
-def _split_paths(arguments: str) -> list[str]:
+def split_words(arguments: str) -> list[str]:
+    """Return the words of a line as a shell splits them; where it cannot, the line alone."""
     try:
-        names = shlex.split(arguments)
+        return shlex.split(arguments)
     except ValueError:
-        names = [arguments]
-    if not names:
-        raise UsageError("Which file?", "/file PATH...")
-    return names
+        return [arguments]
 
 
 async def system(context: "CommandContext", arguments: str) -> None:

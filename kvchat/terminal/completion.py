@@ -3,7 +3,8 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -39,12 +40,18 @@ def _rank(command: Command) -> int:
 class LineCompleter(Completer):
     """Completes the line before the cursor.
 
-    `sessions`, `turns` and `pins` return current candidates.
+    `sessions`, `turns` and `pins` return current candidates, and `others` for further arguments.
     """
 
     def __init__(
-        self, registry: Registry, sessions: Candidates, turns: Candidates, pins: Candidates = tuple
+        self,
+        registry: Registry,
+        sessions: Candidates,
+        turns: Candidates,
+        pins: Candidates = tuple,
+        others: Mapping[Argument, Candidates] = MappingProxyType({}),
     ) -> None:
+        self._others = others
         self._pins = pins
         self._registry = registry
         self._sessions = sessions
@@ -104,7 +111,9 @@ class LineCompleter(Completer):
             yield from _matching(((word, "") for word in command.subcommands), typed)
         if command.argument is Argument.ATTACHABLE:
             yield from self._attachable(_BEGUN_NAME.search(typed))
-        elif command.argument is Argument.PATH:
+        elif command.argument in self._others:
+            yield from _matching(self._others[command.argument](), typed)
+        if command.argument in (Argument.PATH, Argument.MODEL):
             yield from _paths(typed.split(" ")[-1])
         elif command.argument is Argument.SETTING and " " not in typed:
             yield from _matching(((p.dashed, p.help) for p in OF_ANSWERS), typed)

@@ -35,6 +35,7 @@ from kvchat.chat.typed_lines import TypedLines
 from kvchat.core.errors import UsageError
 from kvchat.core.text import one_line
 from kvchat.terminal.command_runner import build_registry
+from kvchat.terminal.commands import Argument
 from kvchat.terminal.completion import LineCompleter, PrivateHistory
 from kvchat.terminal.history_view import turn_summary
 from kvchat.terminal.key_parser import parse_keys
@@ -527,6 +528,10 @@ def new_live_prompt(
         lambda: _sessions(controller),
         lambda: _turns(controller),
         lambda: _pins(controller),
+        {
+            Argument.PRESET: lambda: controller.names.presets.lines().items(),
+            Argument.MODEL: lambda: ((name, "") for name in controller.names.model_names()),
+        },
     )
     return LivePrompt(terminal, painter, completer, history, editor)
 

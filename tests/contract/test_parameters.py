@@ -24,6 +24,7 @@ from kvchat.cli.script import read_requests
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS, PARAMETERS, Kind, Parameter
+from kvchat.core.toml_text import write_table
 from kvchat.core.types import SamplingParams
 
 COMMANDS = typer.main.get_command(app)
@@ -31,6 +32,7 @@ COMMANDS = typer.main.get_command(app)
 # Every parameter: a text that it takes, and one that it does not, with the words for that.
 VALUES: dict[str, tuple[str, str, str]] = {
     "model": ("org/name:Q4_K_M", " ", "is empty. Leave it out for the default."),
+    "model_dir": ("models", "", "is an empty text."),
     "endpoint": ("http://127.0.0.1:1", "", "is empty. Leave it out for the default."),
     "adapter": ("lora", "", "is empty. Leave it out for the default."),
     "draft": ("ngram", "", "is empty. Leave it out for the default."),
@@ -145,7 +147,7 @@ def test_a_flag_a_variable_and_a_key_mean_the_same(
     typed = [f"--no-{parameter.dashed}"] if is_switch and not value else typed
     flags = params(*typed, command=command)
     file = tmp_path / "config.toml"
-    file.write_text(config._document([(name, value)], file).decode())
+    write_table(file, {name: value})
 
     assert resolve(flags, {}, tmp_path / "none")[name] == value
     assert resolve({}, {parameter.variable: text}, tmp_path / "none")[name] == value
@@ -172,7 +174,7 @@ def test_a_bad_key_of_the_file_is_named_with_the_file(
     tmp_path: Path, name: str, bad: object
 ) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(config._document([(name, bad)], file).decode())
+    write_table(file, {name: bad})
 
     with pytest.raises(UsageError) as caught:
         resolve({}, {}, file)
@@ -241,6 +243,7 @@ def test_the_rest_of_the_command_line_is_as_before() -> None:
     )
 
     assert given == {
+        "preset": None,
         "prompt": "Hi",
         "file": ("a", "b"),
         "last": False,

@@ -6,7 +6,7 @@ function in `local_models`.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,18 +35,19 @@ class LocalModel:
 
 
 def local_models(
-    used: Mapping[str, UsedModel] | None = None, home: Path | None = None
+    used: Mapping[str, UsedModel] | None = None, directories: Sequence[Path] | None = None
 ) -> list[LocalModel]:
     """Return the models on this machine: those used last first, then the demo, then by name.
 
-    used   the models that were loaded, by their names: files of them are listed wherever they are
-    home   the user's directory, whose `models` is searched
+    used          the models that were loaded, by their names: files of them are listed wherever
+                  they are
+    directories   are searched for others; None for `~/models` alone
     """
     used = used or {}
     size = sum(path.stat().st_size for path in demo_directory().iterdir() if path.is_file())
     found = [model for name, places in cached_models() for model in _of_hub(name, places)]
     found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
-    found += _of_files(used, (home if home is not None else Path.home()) / "models")
+    found += _of_files(used, directories)
     found.sort(key=lambda model: model.name.lower())
     found = [LocalModel(DEMO, size, "shipped with kvchat"), *found]
     found = [
@@ -56,23 +57,49 @@ def local_models(
     return sorted(found, key=lambda model: -model.used_s)
 
 
-def _of_files(used: Mapping[str, UsedModel], directory: Path) -> list[LocalModel]:
-    """Return the models that were used from a path, and those of a directory."""
+def _of_files(
+    used: Mapping[str, UsedModel], directories: Sequence[Path] | None
+) -> list[LocalModel]:
+    """Return the models that were used from a path, and those of directories."""
     sizes = {
         name: model.num_bytes
         for name, model in used.items()
         if os.path.isabs(name) and os.path.exists(name)
     }
-    with suppress(OSError):
-        for path in (*directory.glob("*.gguf"), *directory.glob("*/*.gguf")):
-            sizes.setdefault(str(path), path.stat().st_size)
-        for path in directory.glob("*/config.json"):
-            weights = path.parent.glob("*.safetensors")
-            sizes.setdefault(str(path.parent), sum(file.stat().st_size for file in weights))
-    return [
-        LocalModel(name, size, "directory" if os.path.isdir(name) else "file")
-        for name, size in sizes.items()
-    ]
+    for directory in directories if directories is not None else (default_directory(),):
+        with suppress(OSError):
+            for path in (*directory.glob("*.gguf"), *directory.glob("*/*.gguf")):
+                sizes.setdefault(str(path), path.stat().st_size)
+            for path in directory.glob("*/config.json"):
+                weights = path.parent.glob("*.safetensors")
+                sizes.setdefault(str(path.parent), sum(file.stat().st_size for file in weights))
+    return [LocalModel(name, size, _shown_place(name)) for name, size in sizes.items()]
+
+
+def default_directory() -> Path:
+    """Return where models are looked for without being asked."""
+    return Path.home() / "models"
+
+
+def _shown_place(path: str) -> str:
+    """Return the directory of a model's files, as people write it."""
+    directory = os.path.dirname(path)
+    home = os.path.expanduser("~")
+    return f"~{directory[len(home) :]}" if f"{directory}/".startswith(f"{home}/") else directory
+
+
+def short_names(
+    used: Mapping[str, UsedModel], directories: Sequence[Path] | None = None
+) -> dict[str, str]:
+    """Return the path of each model of files by its short name: the file's, without .gguf.
+
+    Of two models of one name the one that was used last has it.
+    """
+    paths = sorted(
+        (model.name for model in _of_files(used, directories)),
+        key=lambda path: used[path].used_s if path in used else 0.0,
+    )
+    return {os.path.basename(path).removesuffix(".gguf"): path for path in paths}
 
 
 def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
@@ -89,9 +116,20 @@ def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
     return [LocalModel(name, sum(files.values()), "Hugging Face cache", trouble)]
 
 
-def model_lines(used: Mapping[str, UsedModel] | None = None, home: Path | None = None) -> list[str]:
-    """Return a line for each of the `local_models`: its name, size, place, last use and trouble."""
-    models = local_models(used, home)
+def model_lines(
+    used: Mapping[str, UsedModel] | None = None,
+    directories: Sequence[Path] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return a line for each of the `local_models`: its name, size, place, last use and trouble.
+
+    A model of files has its short name, unless another one has it; `aliases` stand behind it.
+    """
+    short = {path: name for name, path in short_names(used or {}, directories).items()}
+    models = [
+        replace(model, name=short.get(model.name, model.name) + _other_names(model, aliases or {}))
+        for model in local_models(used, directories)
+    ]
     width = max((len(model.name) for model in models), default=0)
     return [
         f"{model.name:{width}}  {format_bytes(model.num_bytes):>9}  {model.place}"
@@ -99,3 +137,8 @@ def model_lines(used: Mapping[str, UsedModel] | None = None, home: Path | None =
         + (f", {model.trouble}" if model.trouble else "")
         for model in models
     ]
+
+
+def _other_names(model: LocalModel, aliases: Mapping[str, str]) -> str:
+    names = [alias for alias, name in aliases.items() if name == model.name]
+    return f" ({', '.join(names)})" if names else ""

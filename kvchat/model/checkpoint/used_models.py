@@ -59,22 +59,6 @@ class UsedModels:
 
         self._memory.update(*_FACT, with_newest)
 
-    def named(self, name: str) -> str | None:
-        """Return the path of the model of this file name that was used last, None if there is none.
-
-        The ending .gguf may be left out.
-        """
-        paths = (path for path in reversed(self.read()) if os.path.isabs(path))
-        return next(
-            (
-                path
-                for path in paths
-                if name in (os.path.basename(path), os.path.basename(path).removesuffix(".gguf"))
-                and os.path.exists(path)
-            ),
-            None,
-        )
-
     def moved_to(self, name: str) -> str | None:
         """Return the path of the model that was at another one; None if it is not found.
 

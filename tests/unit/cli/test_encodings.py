@@ -7,7 +7,7 @@ import pytest
 
 from kvchat.cli.output import Notices
 from kvchat.cli.script import read_lines, read_requests, read_text
-from kvchat.cli.settings import read_config
+from kvchat.core.toml_text import read_table
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16")
 
@@ -38,4 +38,4 @@ def test_a_configuration_with_a_mark_is_read(tmp_path: Path, encoding: str) -> N
     """ "Invalid statement (at line 1, column 1)" was said of it."""
     (tmp_path / "config.toml").write_bytes("temperature = 0.5\r\n".encode(encoding))
 
-    assert read_config(tmp_path / "config.toml") == {"temperature": 0.5}
+    assert read_table(tmp_path / "config.toml") == {"temperature": 0.5}

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvchat.cli.build import whole_name, with_model_of
+from kvchat.cli.build import with_model_of
+from kvchat.cli.model_names import whole_name
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import ModelError
 from kvchat.model.checkpoint.used_models import UsedModel
 from support.commands import Shell
+from support.direct_shell import DirectShell
 from support.fact_memory import FactMemory
 
 SAVED = {"draft": "/models/small.gguf", "kv_dtype": "int8"}
@@ -82,7 +84,7 @@ def test_the_file_name_of_a_model_that_was_used_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model was named by its whole path every time."""
-    monkeypatch.setattr("kvchat.cli.build._memory", lambda settings: memory)
+    monkeypatch.setattr("kvchat.cli.model_names.memory_of", lambda settings: memory)
     memory, path = FactMemory(), tmp_path / "coder-q4.gguf"
     path.write_bytes(b"")
     used = asdict(UsedModel("s1-x", 3, 1.0))
@@ -111,3 +113,39 @@ def test_a_single_prompt_is_no_conversation_to_go_on_with(shell: Shell, tiny: st
     ]
     assert (session["model"], session["turns"]) == (tiny, 3)
     assert shell.run("--last", "-p", "x").returncode == 2
+
+
+def test_an_alias_stands_for_a_model_until_it_is_deleted(direct: DirectShell, tiny: str) -> None:
+    asked = ("--temperature", "0", "--max-tokens", "2", "--json", "-p", "x")
+    assert direct.run("models", "alias", "small", tiny).returncode == 0
+
+    done = direct.run("-m", "small", *asked)
+    listed = direct.run("models", "alias").stdout.decode()
+
+    assert json.loads(done.stdout)["model"]["name"] == tiny
+    assert listed == f"small  {tiny}\n"
+    assert f"{Path(tiny).name} (small) " in direct.run("models").stdout.decode()
+    assert direct.run("models", "alias", "small", "--rm").returncode == 0
+    assert direct.run("-m", "small", *asked).returncode == 3
+    for bad in (("demo", tiny), ("a/b", tiny), ("small",), ("small", "--rm"), ("x", "/nowhere")):
+        assert direct.run("models", "alias", *bad).returncode in (2, 3)
+
+
+def test_a_preset_counts_as_flags_do_and_holds_when_resumed(direct: DirectShell, tiny: str) -> None:
+    """Its values would else have been lost by `kvchat -c`, which compares with the defaults."""
+    place = direct.home / ".config/kvchat/presets"
+    place.mkdir(parents=True)
+    (place / "t.toml").write_text(f'model = "{tiny}"\nsystem = "Be brief."\nmax_tokens = 3\n')
+    (place / "bad.toml").write_text("nosuch = 1\n")
+
+    first = direct.run("--preset", "t", "--json", "-p", "x", "--temperature", "0")
+    longer = direct.run("--preset", "t", "--json", "-p", "x", "--max-tokens", "5")
+    listed = direct.run("presets").stdout.decode()
+
+    assert json.loads(first.stdout)["usage"]["completion_tokens"] == 3
+    assert json.loads(longer.stdout)["usage"]["completion_tokens"] == 5
+    assert json.loads(first.stdout)["model"]["name"] == tiny
+    assert direct.run("--preset", "none", "-p", "x").returncode == 2
+    assert direct.run("--preset", "bad", "-p", "x").returncode == 2
+    assert "max-tokens 3" in listed
+    assert "bad.toml sets 'nosuch', which is no setting." in listed

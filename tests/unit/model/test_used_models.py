@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.local_models import local_models, model_lines, short_names
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.checkpoint.used_models import UsedModels
 from support.checkpoints import save_checkpoint, tiny_model
@@ -59,26 +59,29 @@ def test_used_files_are_listed_where_they_are_and_the_last_used_first(
     save_checkpoint(own / "c", tiny_model("llama", seed=2))
     (own / "d.gguf").write_bytes(b"GGUF")
 
-    listed = local_models(models.read(), tmp_path / "home")
+    listed = local_models(models.read(), [own])
 
     names = [model.name for model in listed]
     assert names[:2] == [used, "demo"]
     assert {str(own / "c"), str(own / "d.gguf")} <= set(names)
     assert gone not in names
-    line = model_lines(models.read(), tmp_path / "home")[0]
-    assert line.startswith(used)
-    assert line.endswith("directory, used just now")
+    lines = model_lines(models.read(), [own], {"coder": used, "other": str(own / "d.gguf")})
+    assert lines[0].startswith("a (coder) ")
+    assert lines[0].endswith(f"{tmp_path}, used just now")
+    assert any(line.startswith("d (other) ") for line in lines)
 
 
 def test_a_short_name_is_that_of_the_file_used_last(models: UsedModels, tmp_path: Path) -> None:
     first = _used(models, tmp_path / "a" / "m")
     second = _used(models, tmp_path / "b" / "m", seed=1)
-    assert models.named("m") == second
+    own = tmp_path / "models"
+    save_checkpoint(own / "m", tiny_model("llama", seed=2))
+    save_checkpoint(own / "n", tiny_model("llama", seed=2))
+    assert short_names(models.read(), [own]) == {"m": second, "n": str(own / "n")}
     models.note(find_model(first))
-    assert models.named("m") == first
+    assert short_names(models.read(), [own])["m"] == first
     shutil.rmtree(first)
-    assert models.named("m") == second
-    assert models.named("n") is None
+    assert short_names(models.read(), [own])["m"] == second
 
 
 def test_a_foreign_fact_counts_as_none(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""/preset: begins a conversation with a preset, and saves how this one goes as one."""
+
+from typing import Any
+
+from kvchat.chat.answer_settings import with_values
+from kvchat.chat.conversation_settings import changes
+from kvchat.chat.host import close_host
+from kvchat.chat.presets import Preset
+from kvchat.core.errors import UsageError
+from kvchat.core.parameters import OF_ANSWERS
+from kvchat.core.paths import from_anywhere, text_or_file
+from kvchat.core.text import one_line
+from kvchat.terminal.commands import Argument, Command, CommandContext, Group
+from kvchat.terminal.commands_engine import load_host
+from kvchat.terminal.commands_input import attach_named, split_words
+from kvchat.terminal.theme import Role
+
+_USAGE = "[NAME|save NAME [FILE|PIN...]|rm NAME]"
+
+
+async def preset(context: CommandContext, arguments: str) -> None:
+    words = split_words(arguments) if arguments else []
+    if not words:
+        _list(context)
+    elif words[0] == "save" and len(words) > 1:
+        _save(context, words[1], tuple(map(from_anywhere, words[2:])))
+    elif words[0] == "rm" and len(words) == 2:
+        context.controller.names.presets.remove(words[1])
+        context.say(f"Deleted: {one_line(words[1], 64)}")
+    elif len(words) == 1 and words[0] not in ("save", "rm"):
+        await _begin_with(context, words[0])
+    else:
+        raise UsageError("/preset takes a name.", f"/preset {_USAGE}")
+
+
+def _list(context: CommandContext) -> None:
+    known = context.controller.names.presets.lines()
+    width = max((len(name) for name in known), default=0) + 2
+    lines = [f"{name:{width}}{line}" for name, line in known.items()]
+    lines.append("/preset NAME begins a conversation with one, /preset save NAME keeps this one's.")
+    context.say("\n".join(lines), hanging=width)
+
+
+def _save(context: CommandContext, name: str, files: tuple[str, ...]) -> None:
+    controller = context.controller
+    values: dict[str, Any] = {"model": from_anywhere(controller.host.model.name)}
+    values |= controller.host.settings
+    conversation = controller.conversation
+    system = conversation.system if conversation is not None else controller.system
+    values |= {"system": system} if system else {}
+    values |= {"tools": True} if controller.tools is not None else {}
+    chosen = changes(controller.options, controller.settings.plain)
+    values |= {name: value for name, value in chosen.items() if value is not None}
+    saved = Preset(values, files)
+    path = controller.names.presets.write(name, saved)
+    context.say(f"Saved in {path}: {saved.line()}. `kvchat --preset {name}` begins with it.")
+
+
+async def _begin_with(context: CommandContext, name: str) -> None:
+    """Begin a new conversation; the model is loaded before the open one is left."""
+    controller = context.controller
+    chosen = controller.names.presets.read(name)
+    system = chosen.values.get("system", controller.system)
+    system = text_or_file(system) if system is not None else None
+    model, old = chosen.values.get("model"), None
+    host = controller.host
+    if model is not None and from_anywhere(model) != host.model.name:
+        of_model = {key: chosen.values[key] for key in _LOADED_WITH if key in chosen.values}
+        host = await load_host(context, model, of_model or None)
+    problem = controller.begin_new()
+    if host is not controller.host:
+        old = controller.change_host(host)
+    options = with_values(controller.settings.plain, _of_answers(chosen))
+    controller.take_options(options)
+    controller.set_system(system)
+    context.conversation_changed()
+    context.say(f"A new conversation with {name}: {chosen.line()}.")
+    if problem is not None:
+        context.say(problem, Role.WARNING)
+    for word in chosen.files:
+        attach_named(context, word)
+    if chosen.values.get("tools") and context.toolbox is None:
+        context.say(f"Its tools need a start with them: kvchat --preset {name}.")
+    if old is not None:
+        await close_host(old)
+
+
+# What a model is loaded with.
+_LOADED_WITH = ("endpoint", "adapter", "draft", "spec", "dtype", "weights", "kv_dtype")
+
+
+def _of_answers(chosen: Preset) -> dict[str, Any]:
+    names = {parameter.name for parameter in OF_ANSWERS}
+    return {name: value for name, value in chosen.values.items() if name in names}
+
+
+COMMANDS = (
+    Command(
+        "preset",
+        "begin with a saved model, prompt and settings, or save those of this chat",
+        preset,
+        Group.CONVERSATION,
+        _USAGE,
+        ("presets",),
+        argument=Argument.PRESET,
+        subcommands=("save", "rm"),
+    ),
+)
