@@ -20,7 +20,7 @@ from kvchat.core.config import (
 )
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, PARAMETERS, Parameter
-from kvchat.core.paths import from_anywhere, text_or_file
+from kvchat.core.paths import from_anywhere, text_or_file, user_path
 from kvchat.core.text import Size, one_line, parse_size, shown
 from kvchat.core.toml_text import read_table
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
@@ -137,7 +137,9 @@ class Settings:
         )
 
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(max_context=self["max_context"], graphs=self["graphs"])
+        path = self["trace_log"]
+        trace = user_path(path) if path and not self["incognito"] else None
+        return EngineConfig(max_context=self["max_context"], graphs=self["graphs"], trace=trace)
 
     def speculation_config(self, model_name: str) -> SpeculationConfig:
         """Return the speculation settings for a chat with `model_name`."""

@@ -89,13 +89,15 @@ class EngineConfig:
     answers gets half as many rows on top (see `Scheduler`). None chooses it from the model's size
     so that a step on a CPU stays short enough to stop promptly. `max_running` bounds the
     requests that hold blocks at once, None chooses it; no more run than a step has tokens.
-    `graphs` lets small steps on a CUDA device be captured and replayed.
+    `graphs` lets small steps on a CUDA device be captured and replayed. `trace` is the file that
+    gets a line for each request, None for none.
     """
 
     max_step_tokens: int | None = None
     max_running: int | None = None
     max_context: int | None = None
     graphs: bool = True
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         require(max_context=self.max_context)

@@ -430,6 +430,10 @@ _CACHE = grouped(
         "cache_dir",
         "where KV is kept; unused KV goes after 30 days, and it can be deleted at any time",
     ),
+    new_path(
+        "trace_log",
+        "append hashes, counts and times of each request, for kvchat bench trace; no text",
+    ),
     new_name(
         "shared_cache",
         "KV that machines share: valkey://HOST, s3://BUCKET, file:///DIR",

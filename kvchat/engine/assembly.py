@@ -42,11 +42,12 @@ from kvchat.engine.kv_storage import (
     small_kv,
 )
 from kvchat.engine.ngram import NgramDrafter
+from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Runner
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
-from kvchat.engine.tiers import chosen_weights, new_chain
+from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import same_vocabulary
 from kvchat.model.device import can_change_threads, dtype_name
@@ -226,7 +227,15 @@ def engine_around(
         max_prefill_tokens=engine_config.max_step_tokens or prefill_tokens(loaded, short),
         max_pairs=prefill_pairs(loaded.spec, loaded.device),
         key_rotations=partial(possible_rotations, loaded),
+        trace=new_trace(loaded, engine_config, memory),
     )
+
+
+def new_trace(loaded: LoadedModel, config: EngineConfig, memory: Memory) -> RequestTrace | None:
+    """Return what notes the requests to a model; None where nothing does."""
+    if config.trace is None:
+        return None
+    return RequestTrace(config.trace, rate_subject(loaded).encode(), memory)
 
 
 def _cache_and_runner(

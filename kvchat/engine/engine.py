@@ -32,6 +32,7 @@ from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor, explained
 from kvchat.engine.request import Request, RequestSpec, State, Thinning
 from kvchat.engine.request_saver import RequestSaver
+from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
@@ -85,6 +86,7 @@ class Engine:
         max_pairs: int = 0,
         queues_next: bool = True,
         key_rotations: Callable[[], Sequence[KeyRotation]] = tuple,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.cache = cache
         self.chain = chain or KvChain(cache)
@@ -116,6 +118,7 @@ class Engine:
             clock,
             self._prefill_rate,
             self._kv_mover,
+            trace,
         )
         self._saver = RequestSaver(cache, self.chain, self._kv_verifier)
         self._locator = Locator(cache, self.chain, self._fetcher, self._kv_thinner)

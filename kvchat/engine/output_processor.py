@@ -25,6 +25,7 @@ from kvchat.core.types import CachedTokens, FinishReason, TokenLogprobs
 from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, State
+from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Drawn
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import accepted_len
@@ -42,7 +43,7 @@ class OutputProcessor:
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
     go to `kv_verifier`, which has them kept, and those over moved KV to `kv_mover`. `prefill_rate`
-    tells how long a prompt takes.
+    tells how long a prompt takes. `trace` notes the requests that end.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class OutputProcessor:
         clock: Callable[[], float],
         prefill_rate: PrefillRate,
         kv_mover: KvMover,
+        trace: RequestTrace | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._cache = cache
@@ -62,6 +64,7 @@ class OutputProcessor:
         self._clock = clock
         self._prefill_rate = prefill_rate
         self._kv_mover = kv_mover
+        self._trace = trace
 
     def mark_started(self, plan: Sequence[ScheduledRequest]) -> list[RequestEvent]:
         """Note the time of requests that start in a step; return the progress of those whose
@@ -212,6 +215,8 @@ class OutputProcessor:
         if request.moved_under:
             self._kv_mover.note_inexact(computed, request.moved_under)
         timing = request.clock.timing(self._clock())
+        if self._trace is not None and request.is_kept:
+            self._trace.note(computed, usage, timing, request.spec.is_one_shot)
         return SampleFinished(
             request.request_id,
             request.sample,

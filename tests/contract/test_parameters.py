@@ -83,6 +83,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "device_cache": ("512M", "lots", "is 'lots', but must be a size like 8G, 512M or 20%."),
     "host_cache": ("0", "1e9", "is '1e9', but must be a size like 8G, 512M or 20%."),
     "disk_cache": ("5%", "2", "is 2 bytes. Give a unit: 2G, or 2B if bytes are meant."),
+    "trace_log": ("trace.jsonl", "", "is empty. Leave it out for the default."),
     "shared_cache": ("valkey://box:6379/0", "", "is empty. Leave it out for the default."),
     "prefill_at": ("http://box:8642", "", "is empty. Leave it out for the default."),
     "shared_key_file": ("team.key", "", "is empty. Leave it out for the default."),

@@ -14,6 +14,8 @@ a head and has these fields, of which only `blocks` is required in each line:
     one_shot       true: nobody is expected to go on with this context
     machine        the machine that had the request, any text
 
+`--trace-log` writes it (`engine/request_trace.py`), with `found` and `first_token_s` besides.
+
 Mooncake's form has `timestamp` in milliseconds, `input_length`, `output_length`, and `hash_ids` of
 the prompt's blocks of 512 tokens, the last one perhaps not full.
 """
