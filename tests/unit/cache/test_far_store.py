@@ -1,7 +1,11 @@
 """A shared store that is far away, slow or gone, over real connections: what a chat loses by it."""
 
+import re
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -97,3 +101,34 @@ def test_a_partition_is_one_deadline_and_the_chat_goes_on(proxy: FarProxy) -> No
     proxy.is_partitioned = False
     store.ping()  # over a new connection
     store.close()
+
+
+@contextmanager
+def lying_server(lie: bytes) -> Iterator[int]:
+    """Yield the port of a server that answers GET with a lie and bytes for ever, and all else OK."""
+
+    def serve(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            while asked := connection.recv(1 << 16):
+                if b"\r\nGET\r\n" not in asked:
+                    connection.sendall(b"+OK\r\n" * len(re.findall(rb"\*\d+\r\n", asked)))
+                    continue
+                connection.sendall(lie)
+                while True:
+                    connection.sendall(bytes(1 << 16))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("lie", [b"$40000000000\r\n", b"+", b"$-7\r\n", b"*1000000000\r\n$5\r\n"])
+def test_a_server_that_returns_gigabytes_is_cut_off(lie: bytes) -> None:
+    with lying_server(lie) as port:
+        store = open_store(f"valkey://127.0.0.1:{port}/0", Deadlines(1.0, 0.5))
+        began_s = time.perf_counter()
+        with suppress(StoreTrouble):  # a number below zero is no payload
+            assert store.payload(GROUP, NAME, 1 << 20) is None
+        assert time.perf_counter() - began_s < 5.0
+        store.close()

@@ -14,7 +14,7 @@ from kvchat.cache.breaker import Breaker
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.shared.opening import open_store
-from kvchat.cache.shared.store import Deadlines, SharedStore
+from kvchat.cache.shared.store import MOST_HEAD_BYTES, Deadlines, SharedStore
 from kvchat.cache.shared.team_key import TeamKey
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
@@ -142,6 +142,19 @@ def test_forgotten_blocks_are_removed_with_the_records_that_have_them(
 
     assert tier.find(KEYS, IDS) == []
     assert other.find(KEYS, IDS) == []
+
+
+def test_nothing_is_read_that_is_larger_than_a_record_can_be(
+    new_store: Callable[[], SharedStore],
+) -> None:
+    store = new_store()
+    store.put("group", "name", bytes(MOST_HEAD_BYTES + 1), bytes(5000), 100)
+
+    assert store.payload("group", "name", 5000) == bytes(5000)
+    assert store.payload("group", "name", 4999) is None
+    assert store.heads("group", ["name"]) == {}
+    store.remove("group", ["name"])
+    store.close()
 
 
 @pytest.mark.parametrize("encrypts", [True, False])
