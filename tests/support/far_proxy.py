@@ -18,6 +18,7 @@ class FarProxy:
     bytes_per_s      what a connection carries in a second, in either direction; 0: no limit
     is_partitioned   nothing arrives any more, and no connection is closed
     num_pieces       pieces that clients sent
+    server_port      where new connections go
     """
 
     def __init__(self, server_port: int) -> None:
@@ -26,7 +27,7 @@ class FarProxy:
         self.is_partitioned = False
         self.num_pieces = 0
         self.port = 0
-        self._server_port = server_port
+        self.server_port = server_port
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_ready = threading.Event()
@@ -53,7 +54,7 @@ class FarProxy:
         assert task is not None
         self._tasks.add(task)
         with suppress(OSError):
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.server_port)
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(
                     self._one_way(reader, far_writer, True), self._one_way(far_reader, writer)

@@ -5,29 +5,39 @@ The model answers from the KV that it reads, so that a wrong block shows in the 
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
+from itertools import count
 
 from kvchat.cache.breaker import Breaker
-from kvchat.cache.shared.store import SharedStore
+from kvchat.cache.keys import encode_ids
+from kvchat.cache.shared.opening import open_store
+from kvchat.cache.shared.store import Deadlines, SharedStore
 from kvchat.cache.shared.team_key import TeamKey
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
 from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.types import NO_MEMORY
+from support.faulty_server import FaultyServer
 from support.restarts import Process, Processes, alone, spec
 from support.shared_stores import DictStore
 
 LAYOUT = Layout(b"a remembering mo", 4, 4 * 8)
+QUICK = Deadlines(first_s=0.02, whole_s=0.1)
 KEY = TeamKey("a secret of the team", LAYOUT)
 
 
 class Machines:
     """Machines without a disk that share a store: a dict with `answers_in_s` as its time, by a
-    timer of its own, or `real`, a store that really takes its time.
+    timer of its own, or what `real` opens, which really takes its time.
     """
 
     def __init__(
-        self, takes_all: bool = False, answers_in_s: float = 0.0, real: SharedStore | None = None
+        self,
+        takes_all: bool = False,
+        answers_in_s: float = 0.0,
+        real: Callable[[], SharedStore] | None = None,
     ) -> None:
         self.store = DictStore()
         self.store.before = self._take_time
@@ -43,7 +53,8 @@ class Machines:
     def _open(self, layout: Callable[[], Layout]) -> SharedTier:
         tombstones = Tombstones(NO_MEMORY)
         if self._real is not None:
-            return SharedTier(self._real, KEY, LAYOUT, 1000, tombstones)
+            rested = Breaker(count(0.0, 1e3).__next__)
+            return SharedTier(self._real(), KEY, LAYOUT, 1000, tombstones, breaker=rested)
         timer = lambda: self._now_s  # noqa: E731
         # It rests for no time: each call may fail anew.
         breaker = Breaker(lambda: self.store.num_calls * 1e3)
@@ -87,3 +98,26 @@ def run_with_faults(num_faults: int, seed: int) -> None:
         question = spec(context[: random_.randrange(5, 40)], max_tokens=3)
         assert process.answer(question)[0] == alone(question)
         process.end()
+
+
+def run_on_faulty_server(num_faults: int, seed: int) -> Counter[str]:
+    """Answer beside a real server that fails; answers are those without it, and what the server
+    has tells nothing. Each machine meets some faults; return how many there were of each kind.
+    """
+    random_, kinds = random.Random(seed), Counter[str]()
+    with closing(FaultyServer()) as server:
+        url = f"valkey://127.0.0.1:{server.port}/0"
+        machines = Machines(True, real=lambda: open_store(url, QUICK))
+        contexts = [tuple(random_.randrange(1, 31) for _ in range(100)) for _ in range(3)]
+        while kinds.total() < num_faults:
+            process = machines.start()
+            for _ in range(random_.randrange(1, 5)):
+                kinds[server.fault(random_)] += 1
+                context = random_.choice(contexts)
+                question = spec(context[: random_.randrange(5, 100)], max_tokens=3)
+                assert process.answer(question)[0] == alone(question)
+            process.end()
+            server.mend()
+        content = server.content()
+    assert all(encode_ids(each[n : n + 4]) not in content for each in contexts for n in range(96))
+    return kinds

@@ -42,7 +42,7 @@ def store_at(proxy: FarProxy, first_s: float = 0.05, whole_s: float = 10.0) -> S
 
 def test_a_far_store_is_asked_only_where_that_costs_two_percent(proxy: FarProxy) -> None:
     proxy.delay_s = _ROUND_TRIP_S / 2
-    machines = Machines(real=store_at(proxy, first_s=5.0))
+    machines = Machines(real=lambda: store_at(proxy, first_s=5.0))
     chat = machines.start()
     num_pieces = proxy.num_pieces
 
@@ -105,7 +105,7 @@ def test_a_partition_is_one_deadline_and_the_chat_goes_on(proxy: FarProxy) -> No
 
 @contextmanager
 def lying_server(lie: bytes) -> Iterator[int]:
-    """Yield the port of a server that answers GET with a lie and bytes for ever, and all else OK."""
+    """Yield the port of a server that answers GET with a lie and endless bytes, else with OK."""
 
     def serve(server: socket.socket) -> None:
         connection, _ = server.accept()
