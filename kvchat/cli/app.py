@@ -464,7 +464,7 @@ def cache_path(context: typer.Context) -> None:
 @app.command(cls=HelpedCommand)
 @_takes_sessions_dir
 def doctor(context: typer.Context, **flags: Any) -> None:
-    """Check terminal, Python, torch, GPU, disk, kept KV, sessions; exit 0 only if all is well."""
+    """Check terminal, Python, torch, GPU, disk, KV, shared cache, sessions; 0 if all is well."""
     from kvchat.cli.doctor import examine
 
     raise typer.Exit(examine(flags["sessions_dir"] or _given_before(context, "sessions_dir")))

