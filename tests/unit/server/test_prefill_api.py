@@ -6,6 +6,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from kvchat.chat.answer_memory import AnswerMemory, ResponseMemory
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.core.config import SharedConfig
+from kvchat.core.types import CachedTokens
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_prefill_app
 from kvchat.server.guard import App, Limits
@@ -27,23 +30,40 @@ from kvchat.server.prefill_api import PrefillApi
 from kvchat.server.service import Service
 from kvchat.server.serving import HastyProtocol
 from support.asgi_client import call
+from support.chains import compute_at
 from support.checkpoints import save_checkpoint, tiny_model
-from support.tiny_host import answer_options, tiny_host
+from support.tiny_host import TINY_KV, answer_options, finish, tiny_host
 
 SECRET = "a secret of the team"
 IDS = [7 * i % 200 + 1 for i in range(41)]  # five blocks of eight, and a token
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatHost]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, whose `nas` is the store."""
     directory = tmp_path_factory.mktemp("box")
-    tiny = save_checkpoint(directory / "tiny", tiny_model("llama"))
-    shared = SharedConfig(f"file://{directory}/nas", SECRET, first_byte_s=10.0)
-    host = tiny_host(tiny, None, shared=shared)
+    save_checkpoint(directory / "tiny", tiny_model("llama"))
+    return directory
+
+
+@contextmanager
+def machine(place: Path, prefill_at: str = "", kv_dtype: str = "auto") -> Iterator[ChatHost]:
+    """Yield a host of the model whose tiers are open."""
+    url = f"file://{place}/nas"
+    shared = SharedConfig(url, SECRET, True, first_byte_s=10.0, prefill_at=prefill_at)
+    host = tiny_host(
+        place / "tiny", None, shared=shared, wanted=replace(TINY_KV, kv_dtype=kv_dtype)
+    )
     host.wait_until_ready()
     assert host._engine.call(lambda engine: engine.chain.flush(30)).result()  # type: ignore[attr-defined]
     yield host
     host.close()
+
+
+@pytest.fixture(scope="module")
+def host(place: Path) -> Iterator[ChatHost]:
+    with machine(place) as host:
+        yield host
 
 
 @pytest.fixture
@@ -95,6 +115,21 @@ def test_a_box_offers_its_kv_and_puts_it_into_the_store(
     assert offer.seconds_for(1000)
     assert num_tokens == 40
     assert str(IDS[3]) not in caplog.text.split()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_chat_goes_on_from_what_the_box_computed(app: App, place: Path, kv_dtype: str) -> None:
+    """KV of more bits serves a chat of fewer: it is converted as it is read."""
+    question = "Of the twelve ships in the harbour three are red. " + kv_dtype
+
+    def ask(url: str) -> CachedTokens:
+        with machine(place, url, kv_dtype) as chat:
+            chat._engine.call(lambda engine: compute_at(engine.chain, 0.1)).result()  # type: ignore[attr-defined]
+            return finish(chat.new_session().ask(question, answer_options(2))).usage.cached
+
+    cached = while_served(app, ask)
+
+    assert cached.places["elsewhere"] >= 40
 
 
 def test_another_teams_chat_and_one_without_a_key_are_refused(app: App) -> None:
