@@ -199,7 +199,7 @@ def test_experts_of_which_a_part_has_no_blocks_are_unpacked(tmp_path: Path) -> N
     twin = tiny_model("qwen3_moe", **{**settings, **_SIZES})
 
     def kinds(stored: str) -> str:
-        return "IQ4_NL" if stored == "blk.1.ffn_down_exps.weight" else all_in("Q8_0")(stored)
+        return "F16" if stored == "blk.1.ffn_down_exps.weight" else all_in("Q8_0")(stored)
 
     loaded = load(write_gguf(tmp_path / "m.gguf", twin, kinds, metadata))
 

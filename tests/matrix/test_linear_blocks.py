@@ -15,6 +15,7 @@ from kvchat_kernels.linear import cpu
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     GROUPS,
+    PLANES,
     BlockWeights,
     Rounding,
     alternating,
@@ -29,9 +30,15 @@ from support.matrix import spread
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
 STEPPED = [(1, 256), (33, 4864), (16, 2304), (48, 768)]
-# Bits, columns of a block, type of the scales, whether there are minimums; and whether activations
-# beside 4 bits have 8.
-Kind = tuple[int, int, torch.dtype, bool] | tuple[int, int, torch.dtype, bool, bool]
+# Bits, columns of a block, type of the scales, whether there are minimums; whether activations
+# beside 4 bits have 8; what is subtracted from levels; what levels stand for.
+Kind = (
+    tuple[int, int, torch.dtype, bool]
+    | tuple[int, int, torch.dtype, bool, bool]
+    | tuple[int, int, torch.dtype, bool, bool, int]
+    | tuple[int, int, torch.dtype, bool, bool, int, tuple[int, ...]]
+)
+CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KINDS: list[Kind] = [
     (8, 32, torch.float16, False),
     (8, 32, torch.float32, False),
@@ -46,10 +53,16 @@ KINDS: list[Kind] = [
     (8, 16, torch.int8, False),
     (4, 32, torch.float16, False, True),
     (4, 32, torch.int8, True, True),
+    (5, 32, torch.float16, False, False, 16),
+    (5, 32, torch.int8, True),
+    (6, 16, torch.int8, False, False, 32),
+    (3, 16, torch.int8, False, False, 4),
+    (4, 32, torch.float16, False, False, 0, CODES),
+    (4, 32, torch.int8, False, False, 0, CODES),
 ]
 _EACH = [(kind,) for kind in KINDS]
 # In these the bits, blocks, kinds of scales, minimums and roundings all occur.
-_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12)]
+_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12, 13, 15, 17)]
 
 
 def random_blocks(
@@ -59,6 +72,8 @@ def random_blocks(
     dtype: torch.dtype,
     has_minimums: bool,
     is_coarse: bool = False,
+    zero: int = 0,
+    codes: tuple[int, ...] | None = None,
 ) -> BlockWeights:
     """Every level, scale and minimum that a file may hold."""
     torch.manual_seed(shape[1] + bits)
@@ -66,13 +81,18 @@ def random_blocks(
     scales = torch.randn(num_out, num_in // block)
     scales = (scales * 30).clamp(-128, 127).to(dtype) if dtype == torch.int8 else scales.to(dtype)
     levels = torch.randint(-128, 128, shape, dtype=torch.int8)
-    if bits == 4:
-        levels = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8)
+    if bits < 8:
+        levels = torch.randint(0, 256, (num_out, num_in * bits // 8), dtype=torch.uint8)
     minimums = scales[torch.randperm(num_out)].roll(1, dims=1) if has_minimums else None
     steps = None
     if dtype == torch.int8:
         steps = torch.rand(num_out, num_in // 256, 1 + has_minimums).half() / 30
-    return BlockWeights(bits, block, levels, scales, minimums, steps, is_coarse=is_coarse)
+    return BlockWeights(
+        *(bits, block, levels, scales, minimums, steps),
+        is_coarse=is_coarse,
+        zero=zero,
+        codes=codes,
+    )
 
 
 def outlying(rows: int, width: int) -> torch.Tensor:
@@ -198,7 +218,7 @@ def test_a_prompt_and_an_answer_are_the_same_numbers(bits: int) -> None:
     assert torch.equal(many, few)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", PLANES)
 @pytest.mark.parametrize("num_blocks", [*range(1, 18), 152])
 def test_interleaved_levels_are_the_same_weights(num_blocks: int, bits: int) -> None:
     weights = random_blocks((5, 32 * num_blocks), bits, 32, torch.float16, True)

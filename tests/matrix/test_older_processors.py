@@ -22,8 +22,9 @@ _FLOATS = (
     "test_a_row_of_a_product_is_the_same_beside_others_to_the_bit"
 )
 _STEP = "tests/matrix/test_compiled_step.py::test_a_long_prompt_is_computed_group_by_group"
-# Many rows with weights of 8 bits and of 4.
-_KINDS = [f"{_BLOCKS}[compiled-kind{kind}-40]" for kind in (0, 6)]
+# Many rows with weights of 8 bits, of 4, and in planes; and a single row of these.
+_KINDS = [f"{_BLOCKS}[compiled-kind{kind}-40]" for kind in (0, 6, 15)]
+_KINDS += [f"{_BLOCKS}[compiled-kind{kind}-1]" for kind in (15, 17)]
 _STEPS = [f"{_STEP}[config1-False-True]"]
 
 

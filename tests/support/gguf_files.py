@@ -112,7 +112,12 @@ _PLAIN_METADATA = {
     "residual_scale": "residual_multiplier",
 }
 # Where the two bytes of a block's float16 scales are; random ones would be NaN or infinite.
-_SCALES_AT = {
+SCALES_AT = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q4_K": (0, 2),
@@ -128,7 +133,7 @@ _SCALES_AT = {
     "IQ4_XS": (0,),
 }
 QUANTISED = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
-RANDOM_BLOCKS = tuple(_SCALES_AT)
+RANDOM_BLOCKS = tuple(name for name in SCALES_AT if name not in QUANTISED)
 
 Blocks = Callable[[np.ndarray], np.ndarray]
 
@@ -255,7 +260,7 @@ def _blocks(values: np.ndarray, kind: str, generator: Any) -> np.ndarray:
     size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
     blocks = generator.integers(0, 256, shape, dtype=np.uint8)
-    for at in _SCALES_AT[kind]:
+    for at in SCALES_AT[kind]:
         scale = np.full(shape[:-1], 0.001, dtype=np.float16)
         blocks[..., at : at + 2] = scale[..., None].view(np.uint8)
     return blocks.reshape(*values.shape[:-1], -1)

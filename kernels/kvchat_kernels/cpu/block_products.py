@@ -5,15 +5,18 @@ added in float32. Rows of weights and activations are taken together as in `prod
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from llvmlite import ir
 
 from kvchat_kernels.cpu.block_rows import (
     ActivationRow,
+    Place,
     TwoWeightRows,
     WeightRow,
     each_group,
+    each_vector,
     vector_bytes,
 )
 from kvchat_kernels.cpu.code import (
@@ -29,8 +32,9 @@ from kvchat_kernels.cpu.code import (
     has_feature,
     has_vnni,
 )
-from kvchat_kernels.cpu.products import write_tiles
+from kvchat_kernels.cpu.products import WEIGHT_ROWS, write_tiles
 from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
+from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
@@ -38,6 +42,11 @@ from kvchat_kernels.linear.blocks import COLUMNS, Layout
 # there are 32 of them. Of 16, the sums of more than _FEW_X with four rows of weights take too many.
 _X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 3, 2, 1)
 _FEW_X = 3
+# The same where levels in planes are read for each; with more than _MOST_FEW_X they are read once.
+_FEW_X_COUNTS = (3, 2, 1)
+_MOST_FEW_X = 5
+# Levels of 8 bits that are read once: of four rows at least.
+_ROOM_BYTES = 1 << 17
 # Bytes ahead that levels are asked for.
 _AHEAD = 1024
 # Sums side by side that keep the multiplier busy without a second chain for each.
@@ -84,6 +93,8 @@ def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel[BlockProductT
 @cache
 def _is_wide_faster(layout: Layout) -> bool:
     """Return whether products are faster in vectors of 512 bits."""
+    if not layout.are_nibbles:  # those of 8 bits decide for all that are multiplied as 16 bits
+        layout = replace(layout, bits=8, zero=0, codes=None)
     sizes = {"num_out": NUM_OUT, "num_blocks": NUM_IN // COLUMNS, "chunk": NUM_OUT}
     sizes["out_stride"] = 4 * NUM_OUT
 
@@ -121,9 +132,62 @@ _Pairs = Sequence[Sequence[_Pair]]
 
 
 def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
-    """Write all products of a unit."""
+    """Write all products of a unit.
+
+    Beside many rows of activations levels in planes are read once, into memory of 8 bits each that
+    stays in the second cache.
+    """
     start, end = code.chunk(code.task.num_out)
+    if not layout.has_planes:
+        _write_rows(code, layout, has_bias, is_wide, start, end)
+        return
+    row_bytes = code.task.num_blocks * COLUMNS
+    fits = row_bytes < _ROOM_BYTES // WEIGHT_ROWS + 1
+    is_read_once = (code.header(Header.NUM_ROWS) > _MOST_FEW_X) & fits
+    with code.when(is_read_once ^ 1):
+        _write_rows(code, layout, has_bias, is_wide, start, end)
+    with code.when(is_read_once):
+        room, whole = code.room(_ROOM_BYTES), replace(layout, bits=8, zero=0, codes=None)
+        most = code.whole(_ROOM_BYTES) // (row_bytes * WEIGHT_ROWS) * WEIGHT_ROWS
+        first = code.variable(start)
+        with code.loop(0, (end - start + (most - 1)) // most):
+            last = code.least(first.get() + most, end)
+            _read_levels(code, layout, first.get(), last, room)
+            _write_rows(code, whole, has_bias, is_wide, first.get(), last, room)
+            first.set(last)
+
+
+def _read_levels(code: Code, layout: Layout, start: Value, end: Value, room: Value) -> None:
+    """Write the levels of some rows to `room` as levels of 8 bits."""
+    num_blocks = code.task.num_blocks
+    as_a_whole = replace(layout, block=COLUMNS)
+    with code.loop(start, end) as number:
+        row, to = WeightRow(code, layout, number), room + (number - start) * (num_blocks * COLUMNS)
+        for index, size in each_group(code, num_blocks):
+            row.prefetch(index, size, _AHEAD)
+            for places in each_vector(code, as_a_whole, size, 0):
+                for place in places:
+                    levels = row.whole_bytes(index, size, place)
+                    code.store(levels, to, index * COLUMNS + place.start)
+
+
+def _write_rows(
+    code: Code,
+    layout: Layout,
+    has_bias: bool,
+    is_wide: bool,
+    start: Value,
+    end: Value,
+    room: Value | None = None,
+) -> None:
+    """Write the products of the rows from `start` to `end`, whose levels may be in a `room`."""
     has_many_registers = has_feature("avx512vl")
+
+    def weight_row(row: Value) -> WeightRow:
+        if room is None:
+            return WeightRow(code, layout, row)
+        levels_at = room + (row - start) * (code.task.num_blocks * COLUMNS)
+        return WeightRow(code, layout, row, levels_at)
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         are_all = has_many_registers or len(x_rows) <= _FEW_X
@@ -132,8 +196,9 @@ def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
             write_part(rows[at : at + step], x_rows)
 
     def write_part(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
-        side = 2 if is_wide and len(x_rows) > 1 else 1
-        single = [WeightRow(code, layout, row) for row in rows]
+        has_two = len(rows) > 1 and (len(x_rows) > 1 or layout.has_planes)
+        side = 2 if is_wide and has_two else 1
+        single = [weight_row(row) for row in rows]
         weights: Sequence[WeightRow | TwoWeightRows] = single
         if side == 2:
             pairs_of_rows = zip(single[::2], single[1::2], strict=True)
@@ -147,7 +212,8 @@ def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
                 total = code.lane(totals, number) if len(rows) > 1 else totals
                 _store(code, total, row, x_row, has_bias)
 
-    counts = _WIDE_X_COUNTS if is_wide else _X_COUNTS
+    counts: Sequence[int] = _WIDE_X_COUNTS if is_wide else _X_COUNTS
+    counts = _FEW_X_COUNTS if layout.has_planes else counts
     write_tiles(code, start, end, counts, write_tile, holds_x=True)
 
 
@@ -205,18 +271,18 @@ def _sums_of_group(
     Of weights and activations, the fewer are loaded first and stay in registers. It is a loop, for
     in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
     """
-    width, part_bytes = vector_bytes(layout, size), size * layout.block * layout.bits // 8
+    width = vector_bytes(layout, size)
     num_rows = pairs[0][0].num_rows
     # Of 16 registers, two chains of each sum would take more than there are.
     has_few_registers = not has_feature("avx512vl")
     is_beside = num_rows == 2 or has_few_registers
     has_many = is_beside and len(pairs) * len(pairs[0]) >= _MANY
     starts: list[Callable[[], Value] | None] = [None] * len(pairs[0])
-    if layout.bits == 4 and not layout.has_minimums:
-        assert layout.block == COLUMNS, layout
+    if layout.is_centred:
         starts = [partial(pair.x.starts, index, size, width // 4) for pair in pairs[0]]
+    lanes = width * num_rows
     sums = [
-        [_Whole(code, layout.bits, width * num_rows, has_many, start) for start in starts]
+        [_Whole(code, layout.are_nibbles, lanes, has_many, start) for start in starts]
         for _ in pairs
     ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
@@ -224,26 +290,42 @@ def _sums_of_group(
         if part_of_x:
             for total in (total for of_row in sums for total in of_row):
                 total.begin_low_bytes()
-        with code.loop(part * part_bytes, (part + 1) * part_bytes, width) as start:
-            if len(rows) < len(xs) or len(xs) == 1:
-                levels = [row.halves(index, start, width) for row in rows]
-                for number, x in enumerate(xs):
-                    halves = x.beside(index, size, start, width, part_of_x)
-                    for half, loaded in enumerate(halves):
-                        for both, of_row in zip(levels, sums, strict=True):
-                            of_row[number].add(half, both[half], loaded)
-            else:
-                beside = [x.beside(index, size, start, width, part_of_x) for x in xs]
-                for row, of_row in zip(rows, sums, strict=True):
-                    for half, levels_of_half in enumerate(row.halves(index, start, width)):
-                        for halves, total in zip(beside, of_row, strict=True):
-                            total.add(half, levels_of_half, halves[half])
+        for places in each_vector(code, layout, size, part):
+            for place in places:
+                _add_vectors(rows, xs, sums, index, size, place, width, part_of_x)
     return sums
+
+
+def _add_vectors(
+    rows: Sequence[WeightRow | TwoWeightRows],
+    xs: Sequence[ActivationRow],
+    sums: Sequence[Sequence["_Whole"]],
+    index: Value,
+    size: int,
+    place: Place,
+    width: int,
+    part_of_x: int,
+) -> None:
+    """Add the products of a vector of each row of weights with each row of activations."""
+    if len(rows) < len(xs) or len(xs) == 1:
+        levels = [row.halves(index, size, place) for row in rows]
+        for number, x in enumerate(xs):
+            halves = x.beside(index, size, place.start, width, part_of_x)
+            for half, loaded in enumerate(halves):
+                for both, of_row in zip(levels, sums, strict=True):
+                    of_row[number].add(half, both[half], loaded)
+    else:
+        beside = [x.beside(index, size, place.start, width, part_of_x) for x in xs]
+        for row, of_row in zip(rows, sums, strict=True):
+            for half, levels_of_half in enumerate(row.halves(index, size, place)):
+                for halves, total in zip(beside, of_row, strict=True):
+                    total.add(half, levels_of_half, halves[half])
 
 
 class _Whole:
     """A sum of products of levels with activations, neighbours added by fours: 32 bits a lane.
 
+    Of levels with 16 bits neighbours are two.
     VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
     `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
     15 * 128, fit. Of activations in two bytes the high ones come first. What `first` loads, 32 bits
@@ -253,7 +335,7 @@ class _Whole:
     def __init__(
         self,
         code: Code,
-        bits: int,
+        are_nibbles: bool,
         width: int,
         has_many: bool,
         first: Callable[[], Value] | None,
@@ -261,8 +343,8 @@ class _Whole:
         self._code = code
         self._lanes = ir.VectorType(I32, width // 4)
         self._has_vnni = has_vnni()
-        self._is_short = bits == 4 and not self._has_vnni
-        self._bits = bits
+        self._is_short = are_nibbles and not self._has_vnni
+        self._are_nibbles = are_nibbles
         kind = ir.VectorType(I16, width // 2) if self._is_short else self._lanes
         self._zeros = Value(code, constant(0, kind))
         has_two = self._has_vnni and not has_many
@@ -283,7 +365,7 @@ class _Whole:
         code, chain = self._code, self._chains[half % len(self._chains)]
         if self._has_vnni:
             words = code.as_bits(levels, self._lanes), code.as_bits(x, self._lanes)
-            multiplied = "vpdpbusd" if self._bits == 4 else "vpdpwssd"
+            multiplied = "vpdpbusd" if self._are_nibbles else "vpdpwssd"
             name = f"llvm.x86.avx512.{multiplied}.{32 * self._lanes.count}"
             chain.set(code.call(name, self._lanes, chain.get(), *words))
         elif self._is_short:

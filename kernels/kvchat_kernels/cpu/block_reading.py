@@ -1,27 +1,25 @@
 """Reads blocks as GGUF files store them into block weights, each byte once.
 
 The parts are those that `block_weights` (`linear/gguf_blocks.py`) makes, bit by bit, and their
-levels interleaved if asked for. The formats are ggml's (ggml-common.h).
+levels interleaved if asked for. `linear/file_formats.py` has a table of each format.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import alternating, each_group
+from kvchat_kernels.cpu.block_rows import alternating, each_group, looked_up
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
-from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS
+from kvchat_kernels.linear.blocks import COLUMNS, PLANES, STEP_COLUMNS
+from kvchat_kernels.linear.file_formats import FILE_FORMATS, FileFormat, Halves, Plane, Whole
 
-_HALF = COLUMNS // 2
 _BLOCKS_PER_STEP = STEP_COLUMNS // COLUMNS
 _HALF_BYTES = 2  # of a float16
-# Steps of scales and of minimums, and 6 bits for each scale and minimum of 8 blocks.
-_HEAD_BYTES = 16
-_BYTES, _ALL_BYTES = ir.VectorType(I8, _HALF), ir.VectorType(I8, COLUMNS)
-_FOUR, _FLAGS = ir.VectorType(I8, 4), ir.VectorType(ir.IntType(1), COLUMNS)
+_FOUR = ir.VectorType(I8, 4)
 _SIGN = -(1 << 15)  # of a float16
+# Below so many numbers side by side each is shifted by itself.
+_FEWEST = 4
 
 
 class ReadingTask(Task):
@@ -43,105 +41,140 @@ class ReadingTask(Task):
 
 
 @kernel("block reading", ReadingTask)
-def block_reading_kernel(code: Code, name: str, is_interleaved: bool) -> None:
+def block_reading_kernel(code: Code, name: str, is_interleaved: bool, is_wide: bool) -> None:
     """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
-    form = _FORMS[name]
+    form = FILE_FORMATS[name]
+    are_nibbles = form.bits == 4 and form.codes is None
+    bits = 8 if is_wide and not are_nibbles else form.bits
+    word = I32 if are_nibbles else I16
     count = code.task.num_blocks
     start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row:
         for index, size in _groups(code, count, form):
             first = row * count + index
-            words = form.read(code, first, size)
-            _store_levels(code, words, first, form.bits, is_interleaved)
+            blocks = []
+            for number in range(0, size, form.columns // COLUMNS):
+                at = (
+                    code.task.stored
+                    + (first + number) // (form.columns // COLUMNS) * form.num_bytes
+                )
+                _store_factors(code, form, at, first + number)
+                blocks += _levels_of(code, form, at, bits)
+            _store_levels(code, blocks, first, bits, word if is_interleaved else None)
 
 
-def _groups(code: Code, count: Value, form: "_Form") -> Iterator[tuple[Value, int]]:
-    """Write loops over the groups of a row; blocks that share a step come all at once."""
-    if form.blocks == 1:
+def _groups(code: Code, count: Value, form: FileFormat) -> Iterator[tuple[Value, int]]:
+    """Write loops over the groups of a row, which begin and end where stored blocks do."""
+    if form.columns == COLUMNS:
         yield from each_group(code, count)
         return
-    with code.loop(0, count, form.blocks) as index:
-        yield index, form.blocks
+    with code.loop(0, count, form.columns // COLUMNS) as index:
+        yield index, form.columns // COLUMNS
+
+
+def _levels_of(code: Code, form: FileFormat, at: Value, bits: int) -> list[Value]:
+    """Return the levels of a stored block, a vector of bytes for each 32 columns."""
+    blocks = [
+        numbers(code, at, form.planes, first, COLUMNS) for first in range(0, form.columns, COLUMNS)
+    ]
+    if bits == form.bits:
+        return blocks
+    if form.codes is not None:
+        return [looked_up(code, form.codes, block) for block in blocks]
+    return [block - form.zero for block in blocks]
+
+
+def numbers(code: Code, at: Value, planes: Sequence[Plane], first: int, count: int) -> Value:
+    """Return the numbers from `first` on of a stored block, a vector of `count` bytes."""
+    total, low = None, 0
+    for plane in planes:
+        part = _bits_of(code, at, plane, first, count)
+        part = part << low if low else part
+        total = part if total is None else total + part
+        low += plane.bits
+    assert total is not None
+    return total
+
+
+def _bits_of(code: Code, at: Value, plane: Plane, first: int, count: int) -> Value:
+    """Return the bits that a plane has of some numbers."""
+    places, shifts = zip(*(plane.place(first + i) for i in range(count)), strict=True)
+    is_even = len(set(shifts)) == 1
+    if not is_even and plane.run >= _FEWEST:
+        half = count // 2
+        parts = (_bits_of(code, at, plane, first + start, half) for start in (0, half))
+        return code.joined(*parts)
+    start, width = min(places), max(places) + 1 - min(places)
+    if plane.bits == plane.run == 1 and count == COLUMNS and shifts[0] == 0:
+        flags = code.as_bits(code.load(at, start, I32), ir.VectorType(ir.IntType(1), COLUMNS))
+        return code.convert("zext", flags, ir.VectorType(I8, COLUMNS))
+    loaded = code.load(at, start, ir.VectorType(I8, width))
+    lanes = [place - start for place in places]
+    if lanes != list(range(width)):
+        loaded = code.picked(loaded, lanes)
+    if is_even:
+        loaded = loaded >> shifts[0] if shifts[0] else loaded
+    else:
+        loaded = loaded >> Value(code, ir.Constant(loaded.type, list(shifts)))
+    return loaded if plane.bits == 8 else loaded & ((1 << plane.bits) - 1)
 
 
 def _store_levels(
-    code: Code, blocks: Sequence[Value], first: Value, bits: int, is_interleaved: bool
+    code: Code, blocks: Sequence[Value], first: Value, bits: int, word: ir.IntType | None
 ) -> None:
-    """Store the bytes of neighbouring blocks, whose words alternate if they are interleaved."""
+    """Store the levels of neighbouring blocks in planes, whose words alternate if one is given."""
     levels, block_bytes = code.task.levels, COLUMNS * bits // 8
-    if is_interleaved:
-        word = I32 if bits == 4 else I16
-        kind = ir.VectorType(word, block_bytes * 8 // word.width)
-        words = [code.as_bits(block, kind) for block in blocks]
-        code.store(alternating(code, words), levels, first * block_bytes)
+    planes = [_in_planes(code, block, bits) for block in blocks]
+    start = 0
+    for parts in zip(*planes, strict=True):
+        num_bytes = parts[0].type.count
+        if word is None:
+            for number, part in enumerate(parts):
+                code.store(part, levels, (first + number) * block_bytes + start)
+        else:
+            kind = ir.VectorType(word, num_bytes * 8 // word.width)
+            words = [code.as_bits(part, kind) for part in parts]
+            at = first * block_bytes + start * len(blocks)
+            code.store(alternating(code, words), levels, at)
+        start += num_bytes
+
+
+def _in_planes(code: Code, levels: Value, bits: int) -> list[Value]:
+    """Return the bytes of the planes of a block's levels, as `in_planes` has them."""
+    parts, low = [], 0
+    for plane in PLANES[bits]:
+        width, total = 4 * plane, None
+        of_plane = levels >> low if low else levels
+        of_plane = of_plane if low + plane == bits else of_plane & ((1 << plane) - 1)
+        for field in range(8 // plane):
+            part = code.picked(of_plane, range(field * width, (field + 1) * width))
+            part = part << (field * plane) if field else part
+            total = part if total is None else total + part
+        assert total is not None
+        parts.append(total)
+        low += plane
+    return parts
+
+
+# Factors
+
+
+def _store_factors(code: Code, form: FileFormat, at: Value, first: Value) -> None:
+    """Store scales, minimums and steps of a stored block, whose first 32 columns are `first`."""
+    task, scales = code.task, form.scales
+    if isinstance(scales, Halves):
+        _copy_half(code, at, scales.scale, task.scales, first)
+        if scales.minimum is not None:
+            _copy_half(code, at, scales.minimum, task.minimums, first)
         return
-    for number, block in enumerate(blocks):
-        code.store(block, levels, (first + number) * block_bytes)
-
-
-# The formats: each stores scales, minimums and steps, and returns the bytes of the levels: 16 of
-# two levels each, or 32.
-
-_Read = Callable[[Code, Value, int], list[Value]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A format: the blocks that it stores together, and what reads so many or a group of them."""
-
-    bits: int
-    blocks: int
-    read: _Read
-
-
-def _q8_0(code: Code, first: Value, size: int) -> list[Value]:
-    def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, code.task.scales, index)
-        return code.load(at, 2, _ALL_BYTES)
-
-    return _each(code, first, size, 34, read)
-
-
-def _q4_0(code: Code, first: Value, size: int) -> list[Value]:
-    def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, code.task.scales, index)
-        return code.load(at, 2, _BYTES)
-
-    return _each(code, first, size, 18, read)
-
-
-def _q4_1(code: Code, first: Value, size: int) -> list[Value]:
-    def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, code.task.scales, index)
-        _copy_half(code, at, 2, code.task.minimums, index)
-        return code.load(at, 4, _BYTES)
-
-    return _each(code, first, size, 20, read)
-
-
-def _q5_0(code: Code, first: Value, size: int) -> list[Value]:
-    def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, code.task.scales, index)
-        return _with_fifth_bits(code, at, 2) - 16
-
-    return _each(code, first, size, 22, read)
-
-
-def _q5_1(code: Code, first: Value, size: int) -> list[Value]:
-    def read(at: Value, index: Value) -> Value:
-        _copy_half(code, at, 0, code.task.scales, index)
-        _copy_half(code, at, 2, code.task.minimums, index)
-        return _with_fifth_bits(code, at, 4)
-
-    return _each(code, first, size, 24, read)
-
-
-def _each(
-    code: Code, first: Value, size: int, num_bytes: int, read: Callable[[Value, Value], Value]
-) -> list[Value]:
-    """Read blocks that are stored alone, in `num_bytes` each."""
-    stored = code.task.stored
-    return [read(stored + (first + number) * num_bytes, first + number) for number in range(size)]
+    step = first // _BLOCKS_PER_STEP
+    if isinstance(scales, Whole):
+        whole = numbers(code, at, scales.planes, 0, form.columns // form.block)
+        whole = whole - scales.zero if scales.zero else whole
+        code.store(whole, task.scales, first * (COLUMNS // form.block))
+        _copy_half(code, at, scales.step, task.steps, step)
+    else:
+        _store_head(code, at, first, step)
 
 
 def _copy_half(code: Code, at: Value, offset: int, to: Value, index: Value) -> None:
@@ -149,76 +182,13 @@ def _copy_half(code: Code, at: Value, offset: int, to: Value, index: Value) -> N
     code.store(code.load(at, offset, I16), to, index * _HALF_BYTES)
 
 
-def _with_fifth_bits(code: Code, at: Value, offset: int) -> Value:
-    """Return levels of 5 bits: a number of 32 bits has the fifth ones, 16 bytes the others."""
-    nibbles = code.load(at, offset + 4, _BYTES)
-    levels = code.joined(nibbles & 15, nibbles >> 4)
-    flags = code.as_bits(code.load(at, offset, I32), _FLAGS)
-    return levels + (code.convert("zext", flags, _ALL_BYTES) << 4)
-
-
-def _q4_k(code: Code, first: Value, size: int) -> list[Value]:
-    """Blocks 0 and 1 are the low and the high bits of the first 32 bytes, and so on."""
-    at, blocks = _stored_step(code, first, 144), []
-    _read_head(code, at, first)
-    for pair in range(size // 2):
-        low, high = (code.load(at, _HEAD_BYTES + COLUMNS * pair + side, _BYTES) for side in (0, 16))
-        blocks += [(low & 15) + (high << 4), (low >> 4) + (high & -16)]
-    return blocks
-
-
-def _q5_k(code: Code, first: Value, size: int) -> list[Value]:
-    """Bit `n` of 32 bytes is the fifth one of block `n`."""
-    at, blocks = _stored_step(code, first, 176), []
-    _read_head(code, at, first)
-    fifth = code.load(at, _HEAD_BYTES, _ALL_BYTES)
-    for number in range(size):
-        pair = code.load(at, _HEAD_BYTES + COLUMNS * (1 + number // 2), _ALL_BYTES)
-        levels = pair >> 4 if number % 2 else pair & 15
-        blocks.append(levels + (((fifth >> number) & 1) << 4))
-    return blocks
-
-
-def _read_head(code: Code, at: Value, first: Value) -> None:
+def _store_head(code: Code, at: Value, first: Value, step: Value) -> None:
     """Store 8 scales and 8 minimums of 6 bits, and the two steps; minimums are subtracted."""
     low, other, high = (code.load(at, start, _FOUR) for start in (4, 8, 12))
     scales = code.joined(low & 63, (high & 15) + ((low >> 6) << 4))
     minimums = code.joined(other & 63, (high >> 4) + ((other >> 6) << 4))
     code.store(scales, code.task.scales, first)
     code.store(minimums, code.task.minimums, first)
-    place = first // _BLOCKS_PER_STEP * (2 * _HALF_BYTES)
-    steps = code.task.steps
+    place, steps = step * (2 * _HALF_BYTES), code.task.steps
     code.store(code.load(at, 0, I16), steps, place)
     code.store(code.load(at, _HALF_BYTES, I16) + _SIGN, steps, place + _HALF_BYTES)
-
-
-def _q6_k(code: Code, first: Value, size: int) -> list[Value]:
-    """Two halves of 128 columns: 64 bytes of low bits and 32 of high bits for each."""
-    at, blocks = _stored_step(code, first, 210), []
-    code.store(code.load(at, 192, _BYTES), code.task.scales, first * 2)
-    place = first // _BLOCKS_PER_STEP * _HALF_BYTES
-    code.store(code.load(at, 208, I16), code.task.steps, place)
-    for number in range(size):
-        half, quarter = divmod(number, 4)
-        pair = code.load(at, 64 * half + COLUMNS * (quarter % 2), _ALL_BYTES)
-        low = pair >> 4 if quarter > 1 else pair & 15
-        high = code.load(at, 128 + COLUMNS * half, _ALL_BYTES) >> (2 * quarter)
-        blocks.append(low + ((high & 3) << 4) - 32)
-    return blocks
-
-
-def _stored_step(code: Code, first: Value, num_bytes: int) -> Value:
-    """Return the address of the blocks that share a step, of which `first` is the first."""
-    return code.task.stored + first // _BLOCKS_PER_STEP * num_bytes
-
-
-_FORMS = {
-    "Q8_0": _Form(8, 1, _q8_0),
-    "Q4_0": _Form(4, 1, _q4_0),
-    "Q4_1": _Form(4, 1, _q4_1),
-    "Q5_0": _Form(8, 1, _q5_0),
-    "Q5_1": _Form(8, 1, _q5_1),
-    "Q4_K": _Form(4, _BLOCKS_PER_STEP, _q4_k),
-    "Q5_K": _Form(8, _BLOCKS_PER_STEP, _q5_k),
-    "Q6_K": _Form(8, _BLOCKS_PER_STEP, _q6_k),
-}

@@ -8,6 +8,7 @@ Q4_1 that changed 2 % of the likeliest tokens (KL 0.0028 beside float32), and 16
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
     GROUPS,
+    PLANES,
     STEP_COLUMNS,
     WORD,
     Layout,
@@ -49,6 +51,10 @@ _CACHE_LINE = 64
 _HIGH_BITS = 0x1020_4080_0000_0000
 # Bytes of levels that an instruction takes.
 _VECTOR_BYTES = 32
+# Groups of so many blocks are read a word of columns after another, smaller ones lane by lane.
+_LEAST_EVEN = 4
+# Words of 4 columns that a block has: of each, a group of 8 blocks has a vector.
+_WORDS = COLUMNS // WORD
 
 _KINDS = {torch.float16: F16, torch.float32: F32, torch.int8: I8}
 _STEP_BYTES = 2
@@ -97,21 +103,73 @@ def rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a vector of a group's levels is.
+
+    start    the columns before it in the group, as bytes: of levels in planes 8 bits for each, of
+             others as they lie
+    turn     of levels in planes in a group of 8 blocks: the word of columns is `turn` plus a
+             multiple of the first plane's bits
+    words    of levels in planes: that multiple, or in smaller groups all words of the vector
+    """
+
+    start: Value | int
+    turn: Value | None = None
+    words: Sequence[int] = ()
+
+
 def vector_bytes(layout: Layout, size: int) -> int:
-    """Return how many bytes of the levels of a group of blocks are taken at once."""
-    return min(_VECTOR_BYTES, size * layout.block * layout.bits // 8)
+    """Return how many bytes of the levels of a group of blocks are taken at once.
+
+    Those of levels in planes count 8 bits each.
+    """
+    bits = 4 if layout.are_nibbles else 8
+    return min(_VECTOR_BYTES, size * layout.block * bits // 8)
+
+
+def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[list[Place]]:
+    """Write a loop over the vectors of a group of `size` blocks, or of the halves `part` of them.
+
+    The body gets the places that a turn of the loop takes. Of levels in planes all turns are
+    written, for their shifts are constants then.
+    """
+    width = vector_bytes(layout, size)
+    bits = 4 if layout.are_nibbles else 8
+    part_bytes = size * layout.block * bits // 8
+    first, last = part * part_bytes, (part + 1) * part_bytes
+    if not layout.has_planes:
+        with code.loop(first, last, width) as start:
+            yield [Place(start)]
+    elif size < GROUPS[0]:
+        of_vector = width // (WORD * size)
+        for at in range(first, last, width):
+            word = at // (WORD * size)
+            yield [Place(at, words=range(word, word + of_vector))]
+    else:
+        turns = PLANES[layout.bits][0]
+        words = range(0, _WORDS, turns)
+        half = len(words) * layout.block // COLUMNS
+        for turn in range(turns):
+            yield [
+                Place((turn + word) * width, code.whole(turn), [word])
+                for word in words[part * half : (part + 1) * half]
+            ]
 
 
 class WeightRow:
     """The addresses of a row of weights."""
 
-    def __init__(self, code: Code, layout: Layout, row: Value) -> None:
+    def __init__(
+        self, code: Code, layout: Layout, row: Value, levels_at: Value | None = None
+    ) -> None:
+        """`levels_at`: where its levels are, if not in their matrix."""
         self._code = code
         self._layout = layout
         self._scale_bytes = layout.scales.itemsize
         self._num_steps = 1 + layout.has_minimums
         blocks = row * code.task.num_blocks
-        self.levels_at = code.task.levels + blocks * (COLUMNS * layout.bits // 8)
+        self.levels_at = levels_at or code.task.levels + blocks * layout.block_bytes
         offset = blocks * (self._scale_bytes * (COLUMNS // layout.block))
         self._scales = code.task.scales + offset
         self._minimums = code.task.minimums + offset
@@ -120,33 +178,61 @@ class WeightRow:
 
     def levels(self, index: Value) -> list[Value]:
         """Load the levels of 32 columns that are not interleaved: two vectors of 16 x 16 bits."""
-        code = self._code
-        if self._layout.bits == 8:
-            start = index * COLUMNS
-            loaded = [code.load(self.levels_at, start + at, _BYTES) for at in (0, 16)]
+        code, layout = self._code, self._layout
+        at = index * layout.block_bytes
+        if layout.bits == 8:
+            loaded = [code.load(self.levels_at, at + start, _BYTES) for start in (0, 16)]
             return [code.convert("sext", half, _SHORTS) for half in loaded]
-        packed = code.load(self.levels_at, index * (COLUMNS // 2), _BYTES)
-        both = code.convert("zext", packed, _SHORTS)
-        return [both & 15, both >> 4]
+        if layout.are_nibbles:
+            both = code.convert("zext", code.load(self.levels_at, at, _BYTES), _SHORTS)
+            return [both & 15, both >> 4]
+        return list(self.halves(index, 1, Place(0, words=range(_WORDS))))
 
-    def halves(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
-        """Load `width` bytes of interleaved levels that begin `start` bytes behind `index`'s block.
+    def halves(self, index: Value, size: int, place: Place) -> tuple[Value, Value]:
+        """Load a vector of the levels of a group of `size` blocks from `index` on.
 
-        4 bits: the low bits and the high bits, 8 bits each. 8 bits: the first half of the bytes and
-        the second, 16 bits each.
+        Nibbles: the low bits of bytes and the high bits, 8 bits each. Others: the first half of the
+        bytes and the second, 16 bits each.
         """
-        return halves_of(self._code, self._layout, self.stored(index, start, width))
+        return halves_of(self._code, self._layout, size, place, self.stored(index, size, place))
 
-    def stored(self, index: Value, start: Value | int, width: int) -> list[Value]:
-        """Load what `halves` makes its vectors of: 4 bits: the bytes; 8 bits: halves of them."""
-        offset = index * (COLUMNS * self._layout.bits // 8) + start
-        step = width if self._layout.bits == 4 else width // 2
+    def whole_bytes(self, index: Value, size: int, place: Place) -> Value:
+        """Load levels in planes as bytes with signs, as levels of 8 bits lie in a group."""
+        stored = self.stored(index, size, place)
+        levels = _levels_of(self._code, self._layout.bits, size, place, stored)
+        return signed(self._code, self._layout, levels)
+
+    def stored(self, index: Value, size: int, place: Place) -> list[Value]:
+        """Load the bytes that `halves` makes its vectors of.
+
+        Nibbles: a vector; 8 bits: its halves; levels in planes: a vector of each plane.
+        """
+        code, layout = self._code, self._layout
+        group = self.levels_at + index * layout.block_bytes
+        if layout.has_planes:
+            return self._planes(group, size, place)
+        width = vector_bytes(layout, size)
+        step = width if layout.are_nibbles else width // 2
         kind = ir.VectorType(I8, step)
-        return [self._code.load(self.levels_at, offset + at, kind) for at in range(0, width, step)]
+        return [code.load(group + place.start, at, kind) for at in range(0, width, step)]
+
+    def _planes(self, group: Value, size: int, place: Place) -> list[Value]:
+        """Load the vector of each plane, of small groups all of each plane."""
+        loaded, turns = [], PLANES[self._layout.bits][0]
+        for bits in PLANES[self._layout.bits]:
+            if place.turn is None:
+                kind = ir.VectorType(I8, WORD * bits * size)
+                loaded.append(self._code.load(group, 0, kind))
+            else:
+                number = place.turn if bits == turns else place.turn & (bits - 1)
+                kind = ir.VectorType(I8, WORD * size)
+                loaded.append(self._code.load(group, number * (WORD * size), kind))
+            group = group + WORD * bits * size
+        return loaded
 
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         """Ask for the levels of `count` blocks that lie `ahead` bytes behind those at `index`."""
-        block_bytes = COLUMNS * self._layout.bits // 8
+        block_bytes = self._layout.block_bytes
         for line in range(0, count * block_bytes, _CACHE_LINE):
             self._code.prefetch(self.levels_at, index * block_bytes + (line + ahead))
 
@@ -163,9 +249,9 @@ class WeightRow:
         return self._code.picked(loaded, lanes) if size > 1 else self._code.lane(loaded, part)
 
     def minimums(self, index: Value, count: int = 1) -> Value:
-        """Load minimums; in 4 bits, where there are none, what the level 8 makes of the scales."""
+        """Load minimums; where levels are centred, what the level 8 makes of the scales."""
         if not self._layout.has_minimums:
-            assert self._layout.bits == 4
+            assert self._layout.is_centred
             return self.scales(index, count) * -float(CENTRE)
         return self._floats(self._minimums, index, count, 1)
 
@@ -196,10 +282,20 @@ class TwoWeightRows:
         self._layout = layout
         self._rows = rows
 
-    def halves(self, index: Value, start: Value | int, width: int) -> tuple[Value, Value]:
-        one, other = (row.stored(index, start, width) for row in self._rows)
-        joined = [self._code.joined(*both) for both in zip(one, other, strict=True)]
-        return halves_of(self._code, self._layout, joined)
+    def halves(self, index: Value, size: int, place: Place) -> tuple[Value, Value]:
+        """Load the vectors of both: the first halves of both side by side, then the second."""
+        code, layout = self._code, self._layout
+        one, other = (row.stored(index, size, place) for row in self._rows)
+        pairs = list(zip(one, other, strict=True))
+        if not layout.has_planes:
+            joined = [code.joined(*pair) for pair in pairs]
+            return halves_of(code, layout, size, place, joined)
+        if place.turn is None:
+            each = [halves_of(code, layout, size, place, stored) for stored in (one, other)]
+            first, second = (code.joined(*half) for half in zip(*each, strict=True))
+            return first, second
+        mixed = [_halves_by_turns(code, *pair) for pair in pairs]
+        return halves_of(code, layout, size, place, mixed)
 
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         return self._code.joined(*(row.scales_of_group(index, size, part) for row in self._rows))
@@ -212,15 +308,117 @@ class TwoWeightRows:
             row.prefetch(index, count, ahead)
 
 
-def halves_of(code: Code, layout: Layout, stored: Sequence[Value]) -> tuple[Value, Value]:
+def _halves_by_turns(code: Code, one: Value, other: Value) -> Value:
+    """Return the first halves of two vectors, then their second halves."""
+    half = one.type.count // 2
+    starts = (0, 2 * half, half, 3 * half)
+    return code.shuffled(one, other, [start + lane for start in starts for lane in range(half)])
+
+
+def halves_of(
+    code: Code, layout: Layout, size: int, place: Place, stored: Sequence[Value]
+) -> tuple[Value, Value]:
     """Return the two vectors of levels that stored bytes hold, see `WeightRow.halves`."""
-    if layout.bits == 4:
+    if layout.are_nibbles:
         (packed,) = stored
         return packed & 15, _high_bits(code, packed)
+    halves = stored
+    if layout.has_planes:
+        levels = _levels_of(code, layout.bits, size, place, stored)
+        halves = code.halves(signed(code, layout, levels))
     first, second = (
-        code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in stored
+        code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in halves
     )
     return first, second
+
+
+def _levels_of(code: Code, bits: int, size: int, place: Place, stored: Sequence[Value]) -> Value:
+    """Return levels without signs, 8 bits each, of vectors of their planes."""
+    if place.turn is None and size >= _LEAST_EVEN:
+        each = [_levels_of_word(code, bits, size, word, stored) for word in place.words]
+        while len(each) > 1:
+            each = [code.joined(*two) for two in zip(each[::2], each[1::2], strict=True)]
+        return each[0]
+    total, low, turns = None, 0, PLANES[bits][0]
+    for plane, data in zip(PLANES[bits], stored, strict=True):
+        if place.turn is None:
+            part = _picked_bits(code, plane, size, place.words, data) << low
+        else:
+            turn = place.turn & -plane if plane < turns else None
+            part = bits_at(code, data, plane, place.words[0], low, turn)
+        total = part if total is None else total | part
+        low += plane
+    assert total is not None
+    return total
+
+
+def _levels_of_word(code: Code, bits: int, size: int, word: int, stored: Sequence[Value]) -> Value:
+    """Return the levels of a word of columns of a small group, whose planes are `stored`."""
+    total, low, width = None, 0, WORD * size
+    for plane, data in zip(PLANES[bits], stored, strict=True):
+        start = width * (word % plane)
+        part = code.picked(data, range(start, start + width))
+        part = bits_at(code, part, plane, word // plane * plane, low)
+        total = part if total is None else total | part
+        low += plane
+    assert total is not None
+    return total
+
+
+def bits_at(
+    code: Code, data: Value, count: int, shift: int, low: int, turn: Value | None = None
+) -> Value:
+    """Return `count` bits of each byte from bit `shift` plus `turn` on, moved to bit `low`.
+
+    Bytes are shifted in words, whose bits beyond a byte are none of those.
+    """
+    words = code.as_bits(data, ir.VectorType(I16, data.type.count // 2))
+    if shift > low:
+        words = words >> (shift - low)
+    elif low > shift:
+        words = words << (low - shift)
+    if turn is not None:
+        words = words >> code.spread(code.convert("trunc", turn, I16), words.type.count)
+    mask = ((1 << count) - 1) << low
+    return code.as_bits(words, data.type) & (mask if mask < 128 else mask - 256)
+
+
+def _picked_bits(code: Code, bits: int, size: int, words: Sequence[int], data: Value) -> Value:
+    """Return the bits of some words of columns of a small group, whose plane is `data`."""
+    lanes = [WORD * size * (word % bits) + lane for word in words for lane in range(WORD * size)]
+    shifts = [bits * (word // bits) for word in words for _ in range(WORD * size)]
+    picked = code.picked(data, lanes)
+    shifted = picked >> Value(code, ir.Constant(picked.type, shifts))
+    return shifted if bits == 8 else shifted & ((1 << bits) - 1)
+
+
+def signed(code: Code, layout: Layout, levels: Value) -> Value:
+    """Return what levels without signs stand for, 8 bits each."""
+    if layout.codes is not None:
+        return looked_up(code, layout.codes, levels)
+    return levels - layout.zero if layout.zero else levels
+
+
+def looked_up(code: Code, codes: Sequence[int], levels: Value) -> Value:
+    """Return what each level of 0 to 15 stands for, in bytes."""
+    count = levels.type.count
+    names = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
+    needed = {16: "ssse3", 32: "avx2", 64: "avx512bw"}
+    if count in names and has_feature(needed[count]):
+        table = Value(code, ir.Constant(levels.type, list(codes) * (count // 16)))
+        return code.call(f"llvm.x86.{names[count]}", levels.type, table, levels)
+    if count > 16 and has_feature("ssse3"):
+        return code.joined(*(looked_up(code, codes, half) for half in code.halves(levels)))
+    return _chosen(code, codes, levels)
+
+
+def _chosen(code: Code, codes: Sequence[int], levels: Value) -> Value:
+    """Do the same by choosing between the halves of the codes, for any processor."""
+    if len(codes) == 1:
+        return Value(code, constant(codes[0], levels.type))
+    half = len(codes) // 2
+    low, high = (_chosen(code, part, levels) for part in (codes[:half], codes[half:]))
+    return code.select((levels & half) > 0, high, low)
 
 
 def _high_bits(code: Code, packed: Value) -> Value:
@@ -353,7 +551,7 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
     for half, levels in enumerate(row.levels(index)):
         place = places + (half if layout.block == 16 else 0)
         values = code.convert("sitofp", levels, wide) * code.spread(row.scales(place), 16)
-        if layout.has_minimums or layout.bits == 4:
+        if layout.has_minimums or layout.is_centred:
             values = values + code.spread(row.minimums(place), 16)
         code.store(values, out, index * (4 * COLUMNS) + 64 * half)
 

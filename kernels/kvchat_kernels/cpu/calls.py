@@ -118,7 +118,9 @@ def round_blocks(weight: torch.Tensor, out: BlockWeights) -> None:
     _run(kernel, task, -(-num_out // chunk), weight.numel())
 
 
-def read_blocks(data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool) -> None:
+def read_blocks(
+    data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool, is_wide: bool
+) -> None:
     """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
     chunk = unit_rows(out.num_out, data.shape[1])
     task = ReadingTask(
@@ -128,7 +130,7 @@ def read_blocks(data: torch.Tensor, name: str, out: BlockWeights, is_interleaved
         **out.parts(),
         chunk=chunk,
     )
-    kernel = block_reading_kernel(name, is_interleaved)
+    kernel = block_reading_kernel(name, is_interleaved, is_wide)
     _run(kernel, task, -(-out.num_out // chunk), out.num_out * out.num_in)
 
 

@@ -25,9 +25,9 @@ class Level:
 
 _V2 = frozenset({"cx16", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3"})
 _V3 = _V2 | {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}
-_AVX2 = frozenset({"sse2", "avx2", "f16c"})
+_AVX2 = frozenset({"sse2", "ssse3", "avx2", "f16c"})
 LEVELS = {
-    "x86-64-v2": Level("x86-64-v2", (), frozenset({"sse2"}), _V2),
+    "x86-64-v2": Level("x86-64-v2", (), frozenset({"sse2", "ssse3"}), _V2),
     "x86-64-v3": Level("x86-64-v3", (), _AVX2, _V3),
     "x86-64-v3+avxvnni": Level("x86-64-v3", ("avxvnni",), _AVX2 | {"avxvnni"}, _V3 | {"avxvnni"}),
 }

@@ -23,8 +23,10 @@ from kvchat_kernels.cpu.block_products import BlockProductTask
 from kvchat_kernels.cpu.block_rows import (
     RoundingTask,
     WeightRow,
+    bits_at,
     round_block,
     row_bytes,
+    signed,
     transposed,
     write_rounding,
 )
@@ -33,6 +35,7 @@ from kvchat_kernels.cpu.code import (
     I8,
     I16,
     I32,
+    I32S,
     I64,
     LANES,
     Code,
@@ -44,7 +47,7 @@ from kvchat_kernels.cpu.code import (
     kernel,
 )
 from kvchat_kernels.cpu.step import Header
-from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, Layout, Rounding
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, PLANES, Layout, Rounding
 
 # Rows of a tile, of activations and of weights. With fewer rows of activations vectors are used.
 TILE_ROWS = 16
@@ -57,6 +60,7 @@ _TILE_BYTES = COLUMNS * TILE_ROWS
 # What is loaded of a row at once: as many words as there are rows.
 _SQUARE_BYTES = 4 * TILE_ROWS
 _VECTOR_F, _VECTOR_I = ir.VectorType(F32, TILE_ROWS), ir.VectorType(I32, TILE_ROWS)
+_VECTOR_B = ir.VectorType(I8, _LINE)
 _VOID, _POINTER = ir.VoidType(), I8.as_pointer()
 # The tiles: sums of high and of low bytes, for two parts one after another; activations; weights.
 _SUMS, _X, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), 6
@@ -155,6 +159,7 @@ class _Product:
         self._scales = code.room(tiles * self._halves * _LINE)
         self._minimums = code.room(tiles * _LINE) if layout.has_minimums else None
         self._sums = code.room(_SLAB * LANES * _LINE)
+        self._turned = code.room(LANES * layout.block_bytes // 4 * _LINE)
         self._whole_bytes = self._parts * TILE_ROWS * _LINE
         self._whole = code.room(2 * self._whole_bytes)
 
@@ -223,13 +228,53 @@ class _Product:
         if self._minimums is not None:
             minimums = [row.minimums(index, LANES) for row in rows]
             self._store_lanes(minimums, self._minimums, tiles)
+        if self._layout.has_planes:
+            self._turn_planes(rows, index, tiles)
+            return
         # A loop, for of a longer run of instructions LLVM keeps too many vectors at once.
-        group_bytes = LANES * COLUMNS * self._layout.bits // 8
+        group_bytes = LANES * self._layout.block_bytes
         store = self._store_of_4_bits if self._layout.bits == 4 else self._store_of_8_bits
         with code.loop(0, group_bytes // _SQUARE_BYTES) as number:
-            at = index * (COLUMNS * self._layout.bits // 8) + number * _SQUARE_BYTES
+            at = index * self._layout.block_bytes + number * _SQUARE_BYTES
             words = [code.load(row.levels_at, at, _VECTOR_I) for row in rows]
             store(transposed(code, words), tiles, number * 2)
+
+    def _turn_planes(self, rows: Sequence[WeightRow], index: Value, tiles: Sequence[Value]) -> None:
+        """Turn the bytes of planes, a line of all rows for each word, and then read the levels."""
+        code, layout = self._code, self._layout
+        words = LANES * layout.block_bytes // 4
+        turned = self._turned
+        with code.loop(0, words, TILE_ROWS // 2) as number:
+            at = index * layout.block_bytes + number * 4
+            halves = [code.load(row.levels_at, at, I32S) for row in rows]
+            joined = [code.joined(*two) for two in zip(halves[:LANES], halves[LANES:], strict=True)]
+            for lane, line in enumerate(transposed(code, joined)):
+                code.store(line, turned, (number + lane) * _LINE)
+        turns = PLANES[layout.bits][0]
+        for pair in range(LANES // 2):
+            with code.loop(0, turns) as turn:
+                for word in range(0, LANES, turns):
+                    one, other = (
+                        self._levels_at(turned, turn, word, lane)
+                        for lane in (pair, pair + LANES // 2)
+                    )
+                    self._store_pair(one, other, tiles, turn + word, pair)
+
+    def _levels_at(self, turned: Value, turn: Value, word: int, lane: int) -> Value:
+        """Return the levels of the word `turn` + `word` of columns, words of 32 bits for all rows.
+
+        A word of the bytes has 2 columns of each of 2 neighbouring blocks.
+        """
+        code, total, low, start = self._code, None, 0, 0
+        turns = PLANES[self._layout.bits][0]
+        for bits in PLANES[self._layout.bits]:
+            number = turn if bits == turns else turn & (bits - 1)
+            data = code.load(turned, (number * LANES + (start + lane)) * _LINE, _VECTOR_B)
+            part = bits_at(code, data, bits, word, low, turn & -bits if bits < turns else None)
+            total = part if total is None else total | part
+            low, start = low + bits, start + bits * LANES
+        assert total is not None
+        return code.as_bits(signed(code, self._layout, total), _VECTOR_I)
 
     def _store_lanes(self, factors: Sequence[Value], room: Value, places: Sequence[Value]) -> None:
         """Store the rows' factors for each block of a group side by side."""
@@ -255,13 +300,19 @@ class _Product:
             at = row + number // (2 * pairs)
             for pair in range(pairs):
                 one, other = words[number + pair], words[number + pair + pairs]
-                even, odd = tiles[2 * pair : 2 * pair + 2]
-                self._store_word((one & 0xFFFF) | (other << 16), even, at)
-                self._store_word((one >> 16) | (other & -(1 << 16)), odd, at)
+                self._store_pair(one, other, tiles, at, pair)
+
+    def _store_pair(
+        self, one: Value, other: Value, tiles: Sequence[Value], row: Value, pair: int
+    ) -> None:
+        """Store columns 0 and 1, and 2 and 3, of word `row` of the two blocks of a pair."""
+        even, odd = tiles[2 * pair : 2 * pair + 2]
+        self._store_word((one & 0xFFFF) | (other << 16), even, row)
+        self._store_word((one >> 16) | (other & -(1 << 16)), odd, row)
 
     def _store_word(self, word: Value, tile: Value, row: Value) -> None:
         """Store 4 columns of all rows; levels of 4 bits without minimums are 8 too high."""
-        if self._layout.bits == 4 and not self._layout.has_minimums:
+        if self._layout.is_centred:
             kind = ir.VectorType(I8, _LINE)
             word = self._code.as_bits(self._code.as_bits(word, kind) - CENTRE, word.type)
         self._code.store(word, self._weights, tile * _TILE_BYTES + row * _LINE)

@@ -1,6 +1,7 @@
 """BlockWeights: a matrix [out, in] as whole numbers in blocks of columns, each block with a scale.
 
 The layouts of GGUF files' blocks fit it without a loss: a weight is `level * scale + minimum`.
+Levels of 2 to 8 bits lie in planes, which take as many bits together as a level has.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +10,13 @@ from enum import Enum
 
 import torch
 
-# Columns that a packed byte row of 4 bits holds together, as GGUF has them: byte `i` of 16 has
-# column `i` in its low bits and column `16 + i` in its high bits.
+# Columns whose levels lie together.
 COLUMNS = 32
-# The level of 4 bits that stands for 0 in weights without minimums.
+# The bits of the planes of levels of so many bits; the first plane has the lowest bits. Of 32
+# columns a plane of `n` bits takes 4 * n bytes: byte `i` has columns i, i + 4 * n and so on, the
+# first in its lowest bits.
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+# The level of 4 bits that stands for 0 in weights without minimums and without codes.
 CENTRE = 8
 # Columns that share a step, which whole scales and minimums are counted in.
 STEP_COLUMNS = 256
@@ -27,10 +31,10 @@ LEAST_SCALE = 1e-7
 class Rounding(Enum):
     """How activations are rounded beside a matrix: whole numbers, with a scale for 32 columns.
 
-    SHORT   16 bits, beside weights of 8 bits
-    BYTES   16 bits as two bytes, 256 * high + low, beside weights of 4 bits: processors multiply
-            bytes of 4 and 8 bits four at a time
-    BYTE    8 bits, beside weights of 4 bits in a large model
+    SHORT   16 bits, beside most weights
+    BYTES   16 bits as two bytes, 256 * high + low, beside weights of 4 bits without codes:
+            processors multiply bytes of 4 and 8 bits four at a time
+    BYTE    8 bits, beside weights of 4 bits without codes in a large model
     """
 
     SHORT = "16 bits"
@@ -56,7 +60,8 @@ class Rounding(Enum):
 class Layout:
     """How blocks lie in memory, which compiled code is made for. `scales`: their dtype.
 
-    `is_coarse`: activations beside levels of 4 bits have 8 bits, and not 16.
+    `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`
+    and `codes` are as of BlockWeights.
     """
 
     bits: int
@@ -65,25 +70,49 @@ class Layout:
     has_minimums: bool
     is_interleaved: bool
     is_coarse: bool = False
+    zero: int = 0
+    codes: tuple[int, ...] | None = None
 
     @property
     def rounding(self) -> Rounding:
         """How activations are rounded on a CPU."""
-        if self.bits == 8:
+        if not self.are_nibbles:
             return Rounding.SHORT
         return Rounding.BYTE if self.is_coarse else Rounding.BYTES
+
+    @property
+    def are_nibbles(self) -> bool:
+        """Whether levels have 4 bits, and are multiplied as they are."""
+        return self.bits == 4 and self.codes is None
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether levels are read from planes, or looked up, to be multiplied as 16 bits."""
+        return self.bits != 8 and not self.are_nibbles
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether levels are 4 bits of which CENTRE stands for 0."""
+        return self.are_nibbles and not self.has_minimums
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the levels of COLUMNS columns."""
+        return COLUMNS * self.bits // 8
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
     """A matrix in blocks of `block` columns; owns its tensors, contiguous and on one device.
 
-    bits       8 or 4
-    levels     8 bits: int8 [out, in]; 4 bits: uint8 [out, in / 2], levels 0 to 15
+    bits       of a level: a number of PLANES
+    levels     int8 of 8 bits, else uint8 [out, in * bits / 8]
     scales     float16 or float32 [out, in / block], or int8 with `steps`
-    minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits the level 8
+    minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
                and whole minimums
+    zero       what is subtracted from each level of fewer than 8 bits
+    codes      None, or what each of 16 levels of 4 bits stands for, -128 to 127
 
     Blocks of 16 have no minimums. `is_coarse` is as of Layout. Levels may be interleaved
     (`interleaved`), as compiled code for a CPU reads them.
@@ -97,12 +126,18 @@ class BlockWeights:
     steps: torch.Tensor | None = None
     is_interleaved: bool = False
     is_coarse: bool = False
+    zero: int = 0
+    codes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        assert (self.bits, self.block) in ((8, 32), (8, 16), (4, 32))
+        assert self.bits in PLANES
+        assert self.block in (COLUMNS, COLUMNS // 2)
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
+        assert self.codes is None or (self.bits, len(self.codes), self.zero) == (4, 16, 0)
+        assert not (self.zero and (self.bits == 8 or self.layout.are_nibbles))
         has_minimums, has_steps = self.minimums is not None, self.steps is not None
         assert not (has_minimums and self.block == 16)
+        assert not (self.layout.are_nibbles and self.block == 16)
         assert has_steps == (self.scales.dtype == torch.int8)
         if self.steps is not None:
             assert self.num_in % STEP_COLUMNS == 0
@@ -136,6 +171,8 @@ class BlockWeights:
             has_minimums,
             self.is_interleaved,
             self.is_coarse,
+            self.zero,
+            self.codes,
         )
 
     @property
@@ -231,13 +268,13 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
 def interleaved(weights: BlockWeights) -> BlockWeights:
     """Return weights whose levels are interleaved, copied; scales are shared.
 
-    Of 8 blocks of 32 columns in a row, the first 4 bytes of each lie side by side (2 where levels
-    have 8 bits), then their second 4 bytes, and so on: one vector has levels of 8 blocks, whose
-    products with as many activations are added in lanes of their own. Blocks beyond a multiple of 8
-    are taken in groups of 4, 2 and 1.
+    Of 8 blocks of 32 columns in a row, the first 4 bytes of each lie side by side (2 beside
+    activations of 16 bits), then their second 4 bytes, and so on: one vector has levels of 8
+    blocks, whose products with as many activations are added in lanes of their own. Blocks beyond a
+    multiple of 8 are taken in groups of 4, 2 and 1.
     """
     assert not weights.is_interleaved
-    kind = torch.int32 if weights.bits == 4 else torch.int16
+    kind = torch.int16 if weights.layout.rounding is Rounding.SHORT else torch.int32
     levels = weights.levels.view(-1)
     if levels.storage_offset() % kind.itemsize:
         levels = levels.clone()  # a matrix of one block may lie anywhere in a block of its file
@@ -285,17 +322,46 @@ def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
 def dequantised(weights: BlockWeights) -> torch.Tensor:
     """Return the matrix [out, in] in float32."""
     levels, (scales, minimums) = weights.levels, scales_and_minimums(weights)
-    if weights.bits == 4:
-        packed = levels.view(weights.num_out, weights.num_in // COLUMNS, COLUMNS // 2)
-        if weights.is_interleaved:
-            packed = in_order(levels, COLUMNS // 2, Rounding.BYTE.word)
-        levels = torch.cat((packed & 15, packed >> 4), dim=-1)
-    elif weights.is_interleaved:
-        levels = in_order(levels, COLUMNS, Rounding.SHORT.word)
-    blocks = levels.view(*weights.scales.shape, weights.block).float() * scales[..., None]
+    width = weights.layout.block_bytes
+    if weights.is_interleaved:
+        levels = in_order(levels, width, weights.layout.rounding.word)
+    num_blocks = weights.num_in // COLUMNS
+    levels = whole_levels(levels.view(weights.num_out, num_blocks, width), weights.bits)
+    if weights.codes is not None:
+        levels = levels.new_tensor(weights.codes, dtype=torch.int8)[levels.long()]
+    blocks = levels.view(*weights.scales.shape, weights.block).float()
+    if weights.zero:
+        blocks -= weights.zero
+    blocks *= scales[..., None]
     if minimums is not None:
         blocks += minimums[..., None]
     return blocks.view(weights.num_out, weights.num_in)
+
+
+def whole_levels(blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return levels [..., 32] of blocks in their planes, [..., 4 * bits]; of 8 bits as they are."""
+    total, low, start = None, 0, 0
+    for plane in PLANES[bits]:
+        data = blocks[..., start : start + 4 * plane]
+        fields = [(data >> shift) & ((1 << plane) - 1) for shift in range(0, 8, plane)]
+        part = data if plane == 8 else torch.cat(fields, dim=-1) << low
+        total = part if total is None else total | part
+        low, start = low + plane, start + 4 * plane
+    assert total is not None
+    return total
+
+
+def in_planes(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return what `whole_levels` makes `levels` of, uint8; levels of 8 bits as they are."""
+    if bits == 8:
+        return levels
+    parts, low, levels = [], 0, levels.to(torch.uint8)
+    for plane in PLANES[bits]:
+        fields = ((levels >> low) & ((1 << plane) - 1)).unflatten(-1, (8 // plane, 4 * plane))
+        shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=levels.device)
+        parts.append((fields << shifts[:, None]).sum(dim=-2, dtype=torch.uint8))
+        low += plane
+    return torch.cat(parts, dim=-1)
 
 
 def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -306,7 +372,7 @@ def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tens
         steps = weights.steps.float().repeat_interleave(STEP_COLUMNS // weights.block, dim=1)
         scales = scales * steps[..., 0]
         minimums = None if minimums is None else minimums * steps[..., 1]
-    if minimums is None and weights.bits == 4:
+    if weights.layout.is_centred:
         minimums = scales * -CENTRE
     return scales, minimums
 

@@ -50,7 +50,7 @@ class BlockProduct:
 
     def round_coarsely(self) -> None:
         """Round activations to 8 bits beside weights of 4 from now on; before the first product."""
-        self.weights = replace(self.weights, is_coarse=self.weights.bits == 4)
+        self.weights = replace(self.weights, is_coarse=self.weights.layout.are_nibbles)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""
@@ -79,17 +79,19 @@ def unpack(weights: BlockWeights, out: torch.Tensor) -> None:
         out[start:end] = tile
 
 
-def read_blocks(data: torch.Tensor, name: str, is_interleaved: bool = False) -> BlockWeights:
+def read_blocks(
+    data: torch.Tensor, name: str, is_interleaved: bool = False, is_wide: bool = False
+) -> BlockWeights:
     """Return `block_weights(data, name)` of rows as a file stores them, of a format that it has.
 
     Compiled code reads them once, by torch's threads. `data` is uint8 [out, bytes of a row].
     """
     kernels = compiled_calls()
     if kernels is not None and data.is_contiguous():
-        out = empty_weights(len(data), data.shape[1], name)
-        kernels.read_blocks(data, name, out, is_interleaved)
+        out = empty_weights(len(data), data.shape[1], name, is_wide)
+        kernels.read_blocks(data, name, out, is_interleaved, is_wide)
         return replace(out, is_interleaved=is_interleaved)
-    plain = block_weights(data, name)
+    plain = block_weights(data, name, is_wide)
     assert plain is not None, "the format has a layout"
     return interleaved(plain) if is_interleaved else plain
 

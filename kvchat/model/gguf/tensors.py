@@ -155,14 +155,16 @@ def read_gguf_tensors(
     """Return the tensors of a module whose state has these `shapes`, on the CPU, in `dtype`.
 
     `wanted` are the names of tensors that may stay in blocks: those of a group all or none, as the
-    tensors of a layer's experts must; `for_cpu`: interleaved where that is possible, as products on
-    a CPU have them. `tied_head` names the head whose weights are the table of embeddings: it
-    multiplies with the table's blocks. A tensor that the file lacks is left out. Raises ModelError
-    if memory is too small, and ModelUnsupported for a block format that cannot be unpacked.
+    tensors of a layer's experts must; `for_cpu`: at the blocks' own size, and interleaved where
+    that is possible, as products on a CPU have them. `tied_head` names the head whose weights are
+    the table of embeddings: it multiplies with the table's blocks. A tensor that the file lacks is
+    left out. Raises ModelError if memory is too small, and ModelUnsupported for a block format that
+    cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config)
-    needed, free = _needed_bytes(sources, dtype, kept), free_bytes(torch.device("cpu"))
+    needed = _needed_bytes(sources, dtype, kept, for_cpu)
+    free = free_bytes(torch.device("cpu"))
     if needed > free:
         raise ModelError(
             f"The weights take {format_bytes(needed)} of memory as {dtype_name(dtype)}, and "
@@ -210,13 +212,15 @@ def _staying(
     return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
 
 
-def _needed_bytes(sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str]) -> int:
+def _needed_bytes(
+    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], for_cpu: bool
+) -> int:
     """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
     needed = 0
     for name, source in sources.items():
         for part in source.parts:
             if name in kept:
-                needed += held_bytes(part.num_bytes, kind_name(part))
+                needed += held_bytes(part.num_bytes, kind_name(part), is_wide=not for_cpu)
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
@@ -351,7 +355,7 @@ class _Reader:
     def _in_blocks(self, tensor: GgufTensor, is_interleaved: bool) -> BlockWeights:
         """Return a matrix, or the matrices of all experts as one."""
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
-        return read_blocks(rows, kind_name(tensor), is_interleaved)
+        return read_blocks(rows, kind_name(tensor), is_interleaved, is_wide=not self._for_cpu)
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]

@@ -266,7 +266,7 @@ def test_the_experts_of_a_gguf_file_go_to_the_gpu_in_their_blocks(
 def test_whole_scales_stay_whole_on_a_gpu(kind: str, num_bytes: float) -> None:
     """As floats those of Q4_K made a file of 18 GB one of 24 there."""
     stored = torch.zeros(2, stored_bytes_of_a_row(kind), dtype=torch.uint8)
-    weights = block_weights(stored, kind)
+    weights = block_weights(stored, kind, is_wide=True)
     assert weights is not None
 
     assert weights.to(torch.device("meta")).num_bytes == num_bytes * 2 * 512 / 32
