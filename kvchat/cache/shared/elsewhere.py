@@ -19,15 +19,14 @@ from kvchat.cache.shared.store import StoreTrouble
 from kvchat.cache.tier import BlockRun, Image, Tier
 from kvchat.core.stats import TierStatus
 
+_OVERTAKEN = "it is slower than this machine"
 # How the sentences about it begin.
 ELSEWHERE_FAILED = "prefill elsewhere failed"
 
 _log = logging.getLogger(__name__)
 
-# A box may take so many times as long as it says, and a second more.
+# A box that was overtaken failed if it took so many times as long as it says, and a second more.
 _LATE, _LEAST_S = 2.0, 1.0
-# A box that does not know how fast it is has this long to show it.
-_UNKNOWN_S = 60.0
 
 
 class Box(Protocol):
@@ -35,7 +34,7 @@ class Box(Protocol):
 
     def offer(self) -> Offer: ...
 
-    def prefill(self, encoded: bytes, within_s: float) -> int: ...
+    def prefill(self, encoded: bytes) -> int: ...
 
     def interrupt(self) -> None: ...
 
@@ -133,17 +132,20 @@ class ElsewhereTier(Tier):
         return "its model's files, its version of kvchat or its kind of processor differ"
 
     def _have_prefilled(self, encoded: bytes) -> bool:
-        """Have the box prefill; false if it did not, which is noted unless it was interrupted."""
+        """Have the box prefill; false if it did not.
+
+        It is interrupted once no prompt needs it, which is no failure unless it is late.
+        """
         num_tokens = len(encoded) // TOKEN_BYTES
         expected_s = self._expected_s(num_tokens)
-        within_s = _UNKNOWN_S if expected_s is None else _LATE * expected_s + _LEAST_S
         start_s = self._timer()
         self._is_asking, self._is_interrupted = True, False
         try:
-            self._box.prefill(encoded, within_s)
+            self._box.prefill(encoded)
         except StoreTrouble as error:
-            if not self._is_interrupted:
-                self._note_failure(str(error))
+            is_late = self._timer() - start_s > _LATE * (expected_s or 0.0) + _LEAST_S
+            if is_late or not self._is_interrupted:
+                self._note_failure(_OVERTAKEN if self._is_interrupted else str(error))
             return False
         finally:
             self._is_asking = False

@@ -21,8 +21,8 @@ from kvchat.core.text import one_line
 
 PATH = "/kvchat/prefill"
 _MOST_ANSWER_BYTES = 1 << 16
-# Connecting costs a chat no time: it computes meanwhile.
-_CONNECTING_S = 2.0
+# Waiting costs a chat no time: it computes meanwhile.
+_CONNECTING_S, _OFFERING_S, _PREFILLING_S = 2.0, 10.0, 3600.0
 _PART, _PLACE = b"prompt", Layout(b"kvchat prefill  ", 1, 1)
 _MOST_REASON_CHARS = 200
 
@@ -107,11 +107,14 @@ class PrefillBox:
 
     def offer(self) -> Offer:
         """Return what the box computes."""
-        return Offer.of(self._ask("GET", b"", _CONNECTING_S))
+        return Offer.of(self._ask("GET", b"", _OFFERING_S))
 
-    def prefill(self, encoded: bytes, within_s: float) -> int:
-        """Have the box prefill encoded token ids; return how many of them the store then has."""
-        told = self._ask("POST", self._key.seal(encoded), within_s)
+    def prefill(self, encoded: bytes) -> int:
+        """Have the box prefill encoded token ids; return how many of them the store then has.
+
+        That takes as long as it does: `interrupt` ends it.
+        """
+        told = self._ask("POST", self._key.seal(encoded), _PREFILLING_S)
         count = told.get("num_tokens") if isinstance(told, dict) else None
         if not isinstance(count, int) or not count:
             raise StoreTrouble("it put nothing into the shared cache")
@@ -133,7 +136,7 @@ class PrefillBox:
         }
         try:
             connection.connect()
-            connection.sock.settimeout(max(within_s, _CONNECTING_S))
+            connection.sock.settimeout(within_s)
             connection.request(method, self._path, body, headers)
             response = connection.getresponse()
             told = _json(response.read(_MOST_ANSWER_BYTES + 1))

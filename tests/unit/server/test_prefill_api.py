@@ -102,7 +102,7 @@ def test_a_box_offers_its_kv_and_puts_it_into_the_store(
 
     def ask(url: str) -> tuple[Offer, int]:
         box = PrefillBox(url, SECRET)
-        return box.offer(), box.prefill(encode_ids(IDS), 60.0)
+        return box.offer(), box.prefill(encode_ids(IDS))
 
     offer, num_tokens = while_served(app, ask)
 
@@ -148,7 +148,7 @@ def test_only_sealed_prompts_are_read(app: App) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_one_sentence(app: App) -> None:
-    ask = lambda url: PrefillBox(url, SECRET).prefill(encode_ids([1] * 100_000), 60.0)  # noqa: E731
+    ask = lambda url: PrefillBox(url, SECRET).prefill(encode_ids([1] * 100_000))  # noqa: E731
     with pytest.raises(StoreTrouble, match=r"it refuses: The prompt is longer than the context"):
         while_served(app, ask)
 
@@ -203,7 +203,7 @@ def test_waiting_for_a_box_that_says_nothing_can_be_interrupted() -> None:
 
         def ask() -> None:
             try:
-                box.prefill(encode_ids(IDS), 600.0)
+                box.prefill(encode_ids(IDS))
             except StoreTrouble as error:
                 troubles.append(str(error))
 
