@@ -17,6 +17,7 @@ from kvchat.cli.flags import (
     CHAT_FLAGS,
     OF_BENCH,
     OF_CHAT,
+    OF_PLAN,
     OF_PREFILL,
     OF_SERVER,
     OF_TRACE,
@@ -174,6 +175,31 @@ def bench_trace(
     run_trace(
         TraceRun(
             trace, tuple(given["tier"]), speed, given["machines"], given["requests"], given["seed"]
+        )
+    )
+
+
+@bench_app.command("plan", cls=HelpedCommand)
+@takes((BY_NAME["model"], BY_NAME["kv_dtype"], *OF_PLAN))
+def bench_plan(**flags: Any) -> None:
+    """Say how many sessions a memory holds, and what resuming one costs from each tier."""
+    from kvchat.cli.sizing import PlanRequest, run_plan
+
+    given = values_of(OF_PLAN, flags)
+    memory = parse_size(given["memory"], "--memory").resolve(0)
+    reserve = parse_size(given["reserve"], "--reserve").resolve(memory)
+    run_plan(
+        PlanRequest(
+            flags["model"] or "demo",
+            memory,
+            reserve,
+            given["sessions"],
+            given["tokens"],
+            given["reserved"],
+            given["bits"],
+            flags["kv_dtype"] or "auto",
+            given["run"],
+            given["json"],
         )
     )
 
@@ -359,6 +385,19 @@ def models_info(
     from kvchat.cli import models
 
     models.info(model, flags["device"] or "auto", json_, flags["adapter"])
+
+
+@models_app.command("fit", cls=HelpedCommand)
+def models_fit(
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME|FILE]...", help="default: local and known")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
+) -> None:
+    """Say which models this machine runs well: weights, KV, first token and tokens a second."""
+    from kvchat.cli.sizing import run_fit
+
+    run_fit(tuple(models or ()), json_)
 
 
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]

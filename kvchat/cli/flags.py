@@ -146,6 +146,23 @@ OF_TRACE = grouped(
     new_whole("seed", "of a synthetic trace", default=0, least=0),
 )
 
+OF_PLAN = grouped(
+    Group.BENCH,
+    new_text("memory", "for weights and KV", unit="SIZE", default="24G"),
+    new_text("reserve", "of it kept free for activations: 2G", unit="SIZE", default="10%"),
+    new_whole("sessions", "that are to be resumed", default=10, least=1, most=10_000_000),
+    new_whole("tokens", "of a session", default=2048, least=1, most=100_000_000),
+    new_whole(
+        "reserved",
+        "tokens that a contiguous cache reserves a session",
+        otherwise="the longest context",
+        least=1,
+    ),
+    new_whole("bits", "of a weight, for models of the table", otherwise="4.85", least=1, most=32),
+    _switch("run", "fill a real pool of as many blocks, and count"),
+    _switch("json", "print one JSON object"),
+)
+
 # A server's clients have their own conversations, screens, tools and formats.
 _NOT_SERVED = (Group.CONVERSATION, Group.TERMINAL, Group.TOOLS)
 OF_CHAT = (*CHAT_FLAGS, *PARAMETERS)

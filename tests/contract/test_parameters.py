@@ -333,7 +333,7 @@ def test_help_has_every_flag_with_its_choices_under_headings(
     [
         ("sessions", "list show export import rename rm"),
         ("cache", "status tree why verify gc clear path"),
-        ("models", "list info"),
+        ("models", "list info fit"),
         ("config", "show path set"),
     ],
 )
