@@ -14,6 +14,7 @@ from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.linear import cpu
 from kvchat_kernels.linear.blocks import (
     CENTRE,
+    FLOATS_OF_8_BITS,
     GROUPS,
     PLANES,
     BlockWeights,
@@ -36,8 +37,9 @@ Kind = (
     tuple[int, int, torch.dtype, bool]
     | tuple[int, int, torch.dtype, bool, bool]
     | tuple[int, int, torch.dtype, bool, bool, int]
-    | tuple[int, int, torch.dtype, bool, bool, int, tuple[int, ...]]
+    | tuple[int, int, torch.dtype, bool, bool, int, tuple[int, ...] | None]
 )
+_WHOLE = (torch.int8, torch.uint8)
 CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KINDS: list[Kind] = [
     (8, 32, torch.float16, False),
@@ -59,10 +61,14 @@ KINDS: list[Kind] = [
     (3, 16, torch.int8, False, False, 4),
     (4, 32, torch.float16, False, False, 0, CODES),
     (4, 32, torch.int8, False, False, 0, CODES),
+    (2, 16, torch.uint8, False),
+    (2, 256, torch.float16, False, False, 1),
+    (4, 32, torch.float8_e8m0fnu, False, False, 0, CODES),
+    (4, 16, torch.float8_e4m3fn, False, False, 0, CODES),
 ]
 _EACH = [(kind,) for kind in KINDS]
 # In these the bits, blocks, kinds of scales, minimums and roundings all occur.
-_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12, 13, 15, 17)]
+_DIFFERENT = [_EACH[number] for number in (0, 3, 4, 6, 9, 12, 13, 15, 17, 19)]
 
 
 def random_blocks(
@@ -79,20 +85,29 @@ def random_blocks(
     torch.manual_seed(shape[1] + bits)
     num_out, num_in = shape
     scales = torch.randn(num_out, num_in // block)
-    scales = (scales * 30).clamp(-128, 127).to(dtype) if dtype == torch.int8 else scales.to(dtype)
+    if dtype == torch.int8:
+        scales = (scales * 30).clamp(-128, 127)
+    scales = scales.abs() * 100 if dtype == torch.uint8 else scales
+    scales = (scales.abs() if dtype in FLOATS_OF_8_BITS else scales).to(dtype)
     levels = torch.randint(-128, 128, shape, dtype=torch.int8)
     if bits < 8:
         levels = torch.randint(0, 256, (num_out, num_in * bits // 8), dtype=torch.uint8)
     minimums = scales[torch.randperm(num_out)].roll(1, dims=1) if has_minimums else None
     steps = None
-    if dtype == torch.int8:
-        steps = torch.rand(num_out, num_in // 256, 1 + has_minimums).half() / 30
+    if dtype in _WHOLE:
+        count = 1 + (has_minimums or dtype == torch.uint8)
+        steps = torch.rand(num_out, num_in // 256, count).half() / 30
     return BlockWeights(
         *(bits, block, levels, scales, minimums, steps),
         is_coarse=is_coarse,
         zero=zero,
         codes=codes,
     )
+
+
+def is_stepped(kind: Kind) -> bool:
+    """Whether rows are whole runs of 256 columns."""
+    return kind[2] in _WHOLE or kind[1] == 256
 
 
 def outlying(rows: int, width: int) -> torch.Tensor:
@@ -114,7 +129,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 7, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
 def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, way: str) -> None:
-    for shape in STEPPED if kind[2] == torch.int8 else SHAPES:
+    for shape in STEPPED if is_stepped(kind) else SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
         rows = rows_of(x, weights.layout.rounding)
 
@@ -127,7 +142,7 @@ def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, w
 @pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
 def test_weights_are_unpacked_as_they_are(kind: Kind, way: str) -> None:
     """A table of embeddings in 4 bits without minimums was once 8 levels too high."""
-    for shape in STEPPED if kind[2] == torch.int8 else SHAPES:
+    for shape in STEPPED if is_stepped(kind) else SHAPES:
         weights = random_blocks(shape, *kind)
         out = torch.empty(shape)
 
@@ -321,7 +336,7 @@ def test_rows_of_weights_side_by_side_are_the_same_products(
 ) -> None:
     """What processors with whole vectors of 512 bits do, here by plain instructions."""
     monkeypatch.setattr(block_products, "_is_wide_faster", lambda layout: True)
-    shape, num_rows = ((19, 768) if kind[2] == torch.int8 else (19, 480)), 19
+    shape, num_rows = ((19, 768) if is_stepped(kind) else (19, 480)), 19
     weights = random_blocks(shape, *kind)
     rows = rows_of(outlying(num_rows, shape[1]), weights.layout.rounding)
     product = BlockProduct(weights)

@@ -131,6 +131,7 @@ SCALES_AT = {
     "IQ1_S": (0,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "TQ2_0": (64,),
 }
 QUANTISED = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
 RANDOM_BLOCKS = tuple(name for name in SCALES_AT if name not in QUANTISED)

@@ -163,7 +163,7 @@ def _read_levels(code: Code, layout: Layout, start: Value, end: Value, room: Val
     as_a_whole = replace(layout, block=COLUMNS)
     with code.loop(start, end) as number:
         row, to = WeightRow(code, layout, number), room + (number - start) * (num_blocks * COLUMNS)
-        for index, size in each_group(code, num_blocks):
+        for index, size in each_group(code, num_blocks, layout):
             row.prefetch(index, size, _AHEAD)
             for places in each_vector(code, as_a_whole, size, 0):
                 for place in places:
@@ -226,12 +226,12 @@ def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -
 
 def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:
     """Write a group of blocks after another: a lane holds the sum of one block's products."""
-    for index, size in each_group(code, code.task.num_blocks):
+    for index, size in each_group(code, code.task.num_blocks, layout):
         for of_row in pairs:
             of_row[0].row.prefetch(index, size, _AHEAD)
-        for part in range(COLUMNS // layout.block):
-            sums = _sums_of_group(code, layout, pairs, index, size, part)
-            _add_sums(code, layout, pairs, sums, index, size, part)
+        for part in range(COLUMNS // layout.part):
+            sums, of_x = _sums_of_group(code, layout, pairs, index, size, part)
+            _add_sums(code, layout, pairs, sums, of_x, index, size, part)
 
 
 def _add_sums(
@@ -239,35 +239,47 @@ def _add_sums(
     layout: Layout,
     pairs: _Pairs,
     sums: Sequence[Sequence["_Whole"]],
+    of_x: Sequence["_Whole"],
     index: Value,
     size: int,
     part: int,
 ) -> None:
-    """Add what the sums of a group, or of a half of each of its blocks, are with their scales."""
+    """Add what the sums of a group, or of a half of each of its blocks, are with their scales.
+
+    `of_x` are the sums of activations alone, where halves have minimums.
+    """
     kind = ir.VectorType(F32, size) if size > 1 else F32
     x_scales = [pair.x.scales(index, kind) for pair in pairs[0]]
-    x_sums = [pair.x.sums(index, kind) for pair in pairs[0]] if layout.has_minimums else []
+    has_sums = layout.has_minimums and not layout.has_minimums_of_parts
+    x_sums = [pair.x.sums(index, kind) for pair in pairs[0]] if has_sums else []
+
+    def scaled(pair: _Pair, total: _Whole, factors: Value) -> Value:
+        whole = total.get()
+        count = whole.type.count // pair.num_rows  # lanes of a row of weights
+        starts = range(0, pair.num_rows * size, size)
+        lanes = [start + lane % size for start in starts for lane in range(count)]
+        floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
+        return floats * code.picked(factors, lanes)
+
     for of_row, of_sums in zip(pairs, sums, strict=True):
         row = of_row[0].row
         scales = row.scales_of_group(index, size, part)
         for pair, x_scale, total in zip(of_row, x_scales, of_sums, strict=True):
-            whole = total.get()
-            count = whole.type.count // pair.num_rows  # lanes of a row of weights
-            starts = range(0, pair.num_rows * size, size)
-            lanes = [start + lane % size for start in starts for lane in range(count)]
-            floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
-            pair.add(floats * code.picked(scales * x_scale, lanes))
+            pair.add(scaled(pair, total, scales * x_scale))
         if layout.has_minimums:
-            minimums = row.minimums(index, size)
-            for pair, x_sum in zip(of_row, x_sums, strict=True):
+            minimums = row.minimums_of_group(index, size, part)
+            for pair, x_sum in zip(of_row, x_sums, strict=has_sums):
                 pair.add(minimums * x_sum)
+            for pair, x_scale, total in zip(of_row, x_scales, of_x, strict=not has_sums):
+                pair.add(scaled(pair, total, minimums * x_scale))
 
 
 def _sums_of_group(
     code: Code, layout: Layout, pairs: _Pairs, index: Value, size: int, part: int
-) -> list[list["_Whole"]]:
+) -> tuple[list[list["_Whole"]], list["_Whole"]]:
     """Return the sum of each pair's products in a group, a lane a block of 32 or its half `part`.
 
+    The second are the sums of activations, where halves have minimums.
     Of weights and activations, the fewer are loaded first and stay in registers. It is a loop, for
     in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
     """
@@ -285,6 +297,9 @@ def _sums_of_group(
         [_Whole(code, layout.are_nibbles, lanes, has_many, start) for start in starts]
         for _ in pairs
     ]
+    of_x = [
+        _Whole(code, False, lanes, True, None) for _ in pairs[0] if layout.has_minimums_of_parts
+    ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
     for part_of_x in range(layout.rounding.num_parts):
         if part_of_x:
@@ -293,7 +308,11 @@ def _sums_of_group(
         for places in each_vector(code, layout, size, part):
             for place in places:
                 _add_vectors(rows, xs, sums, index, size, place, width, part_of_x)
-    return sums
+                for x, total in zip(xs, of_x, strict=bool(of_x)):
+                    halves = x.beside(index, size, place.start, width, part_of_x)
+                    for half, loaded in enumerate(halves):
+                        total.add(half, Value(code, constant(1, loaded.type)), loaded)
+    return sums, of_x
 
 
 def _add_vectors(

@@ -12,7 +12,14 @@ from kvchat_kernels.cpu.block_rows import alternating, each_group, looked_up
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, PLANES, STEP_COLUMNS
-from kvchat_kernels.linear.file_formats import FILE_FORMATS, FileFormat, Halves, Plane, Whole
+from kvchat_kernels.linear.file_formats import (
+    FILE_FORMATS,
+    Bytes,
+    FileFormat,
+    Halves,
+    Plane,
+    Whole,
+)
 
 _BLOCKS_PER_STEP = STEP_COLUMNS // COLUMNS
 _HALF_BYTES = 2  # of a float16
@@ -65,8 +72,10 @@ def block_reading_kernel(code: Code, name: str, is_interleaved: bool, is_wide: b
 
 def _groups(code: Code, count: Value, form: FileFormat) -> Iterator[tuple[Value, int]]:
     """Write loops over the groups of a row, which begin and end where stored blocks do."""
-    if form.columns == COLUMNS:
-        yield from each_group(code, count)
+    if form.columns < STEP_COLUMNS:
+        for index, size in each_group(code, count):
+            if size >= form.columns // COLUMNS:  # no row ends within a stored block
+                yield index, size
         return
     with code.loop(0, count, form.columns // COLUMNS) as index:
         yield index, form.columns // COLUMNS
@@ -163,12 +172,18 @@ def _store_factors(code: Code, form: FileFormat, at: Value, first: Value) -> Non
     """Store scales, minimums and steps of a stored block, whose first 32 columns are `first`."""
     task, scales = code.task, form.scales
     if isinstance(scales, Halves):
-        _copy_half(code, at, scales.scale, task.scales, first)
+        block = first // (form.block // COLUMNS) if form.block > COLUMNS else first
+        _copy_half(code, at, scales.scale, task.scales, block)
         if scales.minimum is not None:
             _copy_half(code, at, scales.minimum, task.minimums, first)
         return
     step = first // _BLOCKS_PER_STEP
-    if isinstance(scales, Whole):
+    if isinstance(scales, Bytes):
+        stored = numbers(code, at, scales.planes, 0, form.columns // form.block)
+        code.store(stored, task.scales, first * COLUMNS // form.block)
+        if scales.steps:
+            _store_steps(code, at, scales.steps, step)
+    elif isinstance(scales, Whole):
         whole = numbers(code, at, scales.planes, 0, form.columns // form.block)
         whole = whole - scales.zero if scales.zero else whole
         code.store(whole, task.scales, first * (COLUMNS // form.block))
@@ -189,6 +204,11 @@ def _store_head(code: Code, at: Value, first: Value, step: Value) -> None:
     minimums = code.joined(other & 63, (high >> 4) + ((other >> 6) << 4))
     code.store(scales, code.task.scales, first)
     code.store(minimums, code.task.minimums, first)
-    place, steps = step * (2 * _HALF_BYTES), code.task.steps
-    code.store(code.load(at, 0, I16), steps, place)
-    code.store(code.load(at, _HALF_BYTES, I16) + _SIGN, steps, place + _HALF_BYTES)
+    _store_steps(code, at, (0, _HALF_BYTES), step)
+
+
+def _store_steps(code: Code, at: Value, places: Sequence[int], step: Value) -> None:
+    """Store the steps of scales and of minimums."""
+    to, steps = step * (2 * _HALF_BYTES), code.task.steps
+    code.store(code.load(at, places[0], I16), steps, to)
+    code.store(code.load(at, places[1], I16) + _SIGN, steps, to + _HALF_BYTES)

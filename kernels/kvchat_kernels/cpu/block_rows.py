@@ -7,7 +7,7 @@ Q4_1 that changed 2 % of the likeliest tokens (KL 0.0028 beside float32), and 16
 (KL 0.00004).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -33,6 +33,7 @@ from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import (
     CENTRE,
     COLUMNS,
+    FLOATS_OF_8_BITS,
     GROUPS,
     PLANES,
     STEP_COLUMNS,
@@ -56,7 +57,9 @@ _LEAST_EVEN = 4
 # Words of 4 columns that a block has: of each, a group of 8 blocks has a vector.
 _WORDS = COLUMNS // WORD
 
-_KINDS = {torch.float16: F16, torch.float32: F32, torch.int8: I8}
+_KINDS = {torch.float16: F16, torch.float32: F32}  # others have bytes
+# The float32 of 2 to the power of -127, and half of the power that exponents of 4 bits lack.
+_LEAST_POWER, _HALF_OF_POWER = 0x0040_0000, 2.0**119
 _STEP_BYTES = 2
 _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
@@ -125,7 +128,7 @@ def vector_bytes(layout: Layout, size: int) -> int:
     Those of levels in planes count 8 bits each.
     """
     bits = 4 if layout.are_nibbles else 8
-    return min(_VECTOR_BYTES, size * layout.block * bits // 8)
+    return min(_VECTOR_BYTES, size * layout.part * bits // 8)
 
 
 def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[list[Place]]:
@@ -136,7 +139,7 @@ def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[li
     """
     width = vector_bytes(layout, size)
     bits = 4 if layout.are_nibbles else 8
-    part_bytes = size * layout.block * bits // 8
+    part_bytes = size * layout.part * bits // 8
     first, last = part * part_bytes, (part + 1) * part_bytes
     if not layout.has_planes:
         with code.loop(first, last, width) as start:
@@ -149,7 +152,7 @@ def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[li
     else:
         turns = PLANES[layout.bits][0]
         words = range(0, _WORDS, turns)
-        half = len(words) * layout.block // COLUMNS
+        half = len(words) * layout.part // COLUMNS
         for turn in range(turns):
             yield [
                 Place((turn + word) * width, code.whole(turn), [word])
@@ -170,7 +173,7 @@ class WeightRow:
         self._num_steps = 1 + layout.has_minimums
         blocks = row * code.task.num_blocks
         self.levels_at = levels_at or code.task.levels + blocks * layout.block_bytes
-        offset = blocks * (self._scale_bytes * (COLUMNS // layout.block))
+        offset = blocks * COLUMNS // layout.block * self._scale_bytes
         self._scales = code.task.scales + offset
         self._minimums = code.task.minimums + offset
         steps = blocks // (STEP_COLUMNS // COLUMNS) * self._num_steps
@@ -241,8 +244,20 @@ class WeightRow:
 
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         """Load the scales of a group of blocks of 32, the first or second where each has two."""
+        return self._of_group(index, size, part, self.scales)
+
+    def minimums_of_group(self, index: Value, size: int, part: int) -> Value:
+        """Load minimums in the same way."""
+        return self._of_group(index, size, part, self.minimums)
+
+    def _of_group(
+        self, index: Value, size: int, part: int, load: Callable[[Value, int], Value]
+    ) -> Value:
+        if self._layout.block > COLUMNS:
+            single = load(index // (self._layout.block // COLUMNS), 1)
+            return self._code.spread(single, size) if size > 1 else single
         per_block = COLUMNS // self._layout.block
-        loaded = self.scales(index * per_block, size * per_block)
+        loaded = load(index * per_block, size * per_block)
         if per_block == 1:
             return loaded
         lanes = range(part, size * per_block, per_block)
@@ -253,14 +268,15 @@ class WeightRow:
         if not self._layout.has_minimums:
             assert self._layout.is_centred
             return self.scales(index, count) * -float(CENTRE)
-        return self._floats(self._minimums, index, count, 1)
+        are_beside = self._layout.scales == torch.uint8
+        return self._floats(self._scales if are_beside else self._minimums, index, count, 1)
 
     def _floats(self, address: Value, index: Value, count: int, number: int) -> Value:
         """Load one factor, or a vector of `count` from `index` on, as float32.
 
         `number` is that of the step that whole factors are multiplied with.
         """
-        code, kind, wide = self._code, _KINDS[self._layout.scales], F32
+        code, kind, wide = self._code, _KINDS.get(self._layout.scales, I8), F32
         if count > 1:
             kind, wide = ir.VectorType(kind, count), ir.VectorType(F32, count)
         loaded = code.load(address, index * self._scale_bytes, kind)
@@ -268,6 +284,10 @@ class WeightRow:
             return code.convert("fpext", loaded, wide)
         if self._layout.scales == torch.float32:
             return loaded
+        if self._layout.scales in FLOATS_OF_8_BITS:
+            return _halves_of_floats(code, loaded, self._layout.scales == torch.float8_e8m0fnu)
+        if self._layout.scales == torch.uint8:
+            loaded = loaded >> 4 if number else loaded & 15
         place = index // (STEP_COLUMNS // self._layout.block) * self._num_steps + number
         step = code.convert("fpext", code.load(self._steps, place * _STEP_BYTES, F16), F32)
         factors = code.convert("sitofp", loaded, wide)
@@ -300,8 +320,8 @@ class TwoWeightRows:
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         return self._code.joined(*(row.scales_of_group(index, size, part) for row in self._rows))
 
-    def minimums(self, index: Value, count: int = 1) -> Value:
-        return self._code.joined(*(row.minimums(index, count) for row in self._rows))
+    def minimums_of_group(self, index: Value, size: int, part: int) -> Value:
+        return self._code.joined(*(row.minimums_of_group(index, size, part) for row in self._rows))
 
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         for row in self._rows:
@@ -313,6 +333,19 @@ def _halves_by_turns(code: Code, one: Value, other: Value) -> Value:
     half = one.type.count // 2
     starts = (0, 2 * half, half, 3 * half)
     return code.shuffled(one, other, [start + lane for start in starts for lane in range(half)])
+
+
+def _halves_of_floats(code: Code, stored: Value, are_powers: bool) -> Value:
+    """Return half of floats of 8 bits without signs, as float32; or half of powers of two."""
+    is_vector = isinstance(stored.type, ir.VectorType)
+    ints, floats = (
+        ir.VectorType(kind, stored.type.count) if is_vector else kind for kind in (I32, F32)
+    )
+    bits = code.convert("zext", stored, ints)
+    if not are_powers:
+        return code.as_bits(bits << 20, floats) * _HALF_OF_POWER
+    least = Value(code, constant(_LEAST_POWER, ints))
+    return code.as_bits(code.select(bits > 0, bits << 23, least), floats) * 0.5
 
 
 def halves_of(
@@ -484,10 +517,15 @@ class ActivationRow:
         return self._code.joined(*[loaded] * self._num_weight_rows)
 
 
-def each_group(code: Code, num_blocks: Value) -> Iterator[tuple[Value, int]]:
-    """Write loops over the groups of a row; each body gets the first block and their number."""
+def each_group(
+    code: Code, num_blocks: Value, layout: Layout | None = None
+) -> Iterator[tuple[Value, int]]:
+    """Write loops over the groups of a row; each body gets the first block and their number.
+
+    Of some layouts rows are whole groups of 8.
+    """
     start = code.whole(0)
-    for size in GROUPS:
+    for size in GROUPS[:1] if layout is not None and layout.are_groups_whole else GROUPS:
         end = start + (num_blocks - start) // size * size
         with code.loop(start, end, size) as index:
             yield index, size
@@ -547,7 +585,7 @@ def unpacking_kernel(code: Code, layout: Layout) -> None:
 
 def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out: Value) -> None:
     wide = ir.VectorType(F32, 16)
-    places = index * (COLUMNS // layout.block)
+    places = index * COLUMNS // layout.block
     for half, levels in enumerate(row.levels(index)):
         place = places + (half if layout.block == 16 else 0)
         values = code.convert("sitofp", levels, wide) * code.spread(row.scales(place), 16)

@@ -78,7 +78,12 @@ def has_tiles() -> bool:
 
 
 def can_use_tiles(layout: Layout, num_in: int) -> bool:
-    """Return whether tiles multiply rows of so many columns: these are whole groups of blocks."""
+    """Return whether tiles multiply rows of so many columns: these are whole groups of blocks.
+
+    Halves of blocks have no minimums there.
+    """
+    if layout.has_minimums_of_parts:
+        return False
     return layout.is_interleaved and num_in % (LANES * COLUMNS) == 0 and has_tiles()
 
 
@@ -150,7 +155,7 @@ class _Product:
         self._layout = layout
         self._has_bias = has_bias
         self._parts = 1 if layout.rounding is Rounding.BYTE else 2
-        self._halves = COLUMNS // layout.block
+        self._halves = COLUMNS // layout.part
         self._num_blocks = code.task.num_blocks
         self._num_groups = self._num_blocks // LANES
         self._row_bytes = self._num_blocks * row_bytes(COLUMNS, layout.rounding)
@@ -179,7 +184,7 @@ class _Product:
 
     def _configure(self) -> None:
         """Say how many rows and bytes each tile has."""
-        code, columns = self._code, self._layout.block
+        code, columns = self._code, self._layout.part
         room = code.room(_LINE)
         code.store(Value(code, constant(0, ir.VectorType(I64, 8))), room, 0)
         code.store(Value(code, constant(1, I8)), room, 0)  # the palette
@@ -226,7 +231,7 @@ class _Product:
             places = [tile * self._halves + half for tile in tiles]
             self._store_lanes(scales, self._scales, places)
         if self._minimums is not None:
-            minimums = [row.minimums(index, LANES) for row in rows]
+            minimums = [row.minimums_of_group(index, LANES, 0) for row in rows]
             self._store_lanes(minimums, self._minimums, tiles)
         if self._layout.has_planes:
             self._turn_planes(rows, index, tiles)
@@ -363,7 +368,7 @@ class _Product:
 
     def _multiply(self, x: Value, part: Value, side: int) -> None:
         """Multiply a part of TILE_ROWS rows of activations with that of as many of weights."""
-        columns = self._layout.block
+        columns = self._layout.part
         # A product right behind the zeros of its tile waits for the one before.
         for number in range(self._parts):
             self._call_tile("llvm.x86.tilezero", _SUMS[side][number])

@@ -24,6 +24,8 @@ STEP_COLUMNS = 256
 GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of parts of 8 bits, or 2 of 16.
 WORD = 4
+# Scales of codes that are twice the values of 4-bit floats.
+FLOATS_OF_8_BITS = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 # The least scale of a rounded block; one of zeros has it.
 LEAST_SCALE = 1e-7
 
@@ -91,6 +93,21 @@ class Layout:
         return self.bits != 8 and not self.are_nibbles
 
     @property
+    def part(self) -> int:
+        """The columns whose levels lie together and have one scale."""
+        return min(self.block, COLUMNS)
+
+    @property
+    def are_groups_whole(self) -> bool:
+        """Whether rows are whole runs of STEP_COLUMNS columns."""
+        return self.scales in (torch.int8, torch.uint8) or self.block == STEP_COLUMNS
+
+    @property
+    def has_minimums_of_parts(self) -> bool:
+        """Whether a block of COLUMNS columns has several minimums."""
+        return self.has_minimums and self.part < COLUMNS
+
+    @property
     def is_centred(self) -> bool:
         """Whether levels are 4 bits of which CENTRE stands for 0."""
         return self.are_nibbles and not self.has_minimums
@@ -107,14 +124,16 @@ class BlockWeights:
 
     bits       of a level: a number of PLANES
     levels     int8 of 8 bits, else uint8 [out, in * bits / 8]
-    scales     float16 or float32 [out, in / block], or int8 with `steps`
-    minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8
+    scales     float16 or float32 [out, in / block], or int8 with `steps`; or floats of 8 bits,
+               which count halves; or uint8 with `steps`: a scale in the low bits, a minimum above
+    minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8,
+               unless scales have them
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
                and whole minimums
     zero       what is subtracted from each level of fewer than 8 bits
     codes      None, or what each of 16 levels of 4 bits stands for, -128 to 127
 
-    Blocks of 16 have no minimums. `is_coarse` is as of Layout. Levels may be interleaved
+    Blocks have 16, 32 or 256 columns. `is_coarse` is as of Layout. Levels may be interleaved
     (`interleaved`), as compiled code for a CPU reads them.
     """
 
@@ -131,14 +150,13 @@ class BlockWeights:
 
     def __post_init__(self) -> None:
         assert self.bits in PLANES
-        assert self.block in (COLUMNS, COLUMNS // 2)
+        assert self.block in (COLUMNS, COLUMNS // 2, STEP_COLUMNS)
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
         assert self.codes is None or (self.bits, len(self.codes), self.zero) == (4, 16, 0)
         assert not (self.zero and (self.bits == 8 or self.layout.are_nibbles))
-        has_minimums, has_steps = self.minimums is not None, self.steps is not None
-        assert not (has_minimums and self.block == 16)
-        assert not (self.layout.are_nibbles and self.block == 16)
-        assert has_steps == (self.scales.dtype == torch.int8)
+        has_minimums, has_steps = self.has_minimums, self.steps is not None
+        assert not (self.layout.are_nibbles and self.block != COLUMNS)
+        assert has_steps == (self.scales.dtype in (torch.int8, torch.uint8))
         if self.steps is not None:
             assert self.num_in % STEP_COLUMNS == 0
             assert self.steps.dtype == torch.float16
@@ -163,17 +181,20 @@ class BlockWeights:
 
     @property
     def layout(self) -> Layout:
-        has_minimums = self.minimums is not None
         return Layout(
             self.bits,
             self.block,
             self.scales.dtype,
-            has_minimums,
+            self.has_minimums,
             self.is_interleaved,
             self.is_coarse,
             self.zero,
             self.codes,
         )
+
+    @property
+    def has_minimums(self) -> bool:
+        return self.minimums is not None or self.scales.dtype == torch.uint8
 
     @property
     def num_out(self) -> int:
@@ -221,6 +242,9 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     assert not weights.is_interleaved
     if torch.equal(order, torch.arange(len(order))):
         return weights
+    if weights.block > COLUMNS:
+        scales = weights.scales.repeat_interleave(weights.block // COLUMNS, dim=1)
+        weights = replace(weights, scales=scales, block=COLUMNS)
     starts, of_steps = _run_starts(order, COLUMNS), _run_starts(order, STEP_COLUMNS)
     assert starts is not None
     if weights.steps is not None and of_steps is None:
@@ -236,8 +260,8 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
 def _without_steps(weights: BlockWeights) -> BlockWeights:
     """Return the same weights whose scales and minimums are float32."""
     scales, minimums = scales_and_minimums(weights)
-    has_minimums = weights.minimums is not None
-    return replace(weights, scales=scales, minimums=minimums if has_minimums else None, steps=None)
+    minimums = minimums if weights.has_minimums else None
+    return replace(weights, scales=scales, minimums=minimums, steps=None)
 
 
 def _run_starts(order: torch.Tensor, size: int) -> torch.Tensor | None:
@@ -368,6 +392,10 @@ def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tens
     """Return them in float32 [out, in / block]; minimums are None where all are 0."""
     scales = weights.scales.float()
     minimums = None if weights.minimums is None else weights.minimums.float()
+    if weights.scales.dtype == torch.uint8:
+        scales, minimums = (weights.scales & 15).float(), (weights.scales >> 4).float()
+    elif weights.scales.dtype in FLOATS_OF_8_BITS:
+        scales = scales / 2
     if weights.steps is not None:
         steps = weights.steps.float().repeat_interleave(STEP_COLUMNS // weights.block, dim=1)
         scales = scales * steps[..., 0]

@@ -6,6 +6,8 @@ names are ggml's (ggml-common.h).
 
 from dataclasses import dataclass
 
+import torch
+
 from kvchat_kernels.linear.blocks import COLUMNS
 
 # Steps of scales and of minimums, and 6 bits for each scale and minimum of 8 blocks.
@@ -52,6 +54,18 @@ class Halves:
 
 
 @dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes that are the scales of BlockWeights, of this type, and the places of their steps.
+
+    The second step is that of minimums, which are subtracted.
+    """
+
+    planes: tuple[Plane, ...]
+    dtype: torch.dtype
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """The head of HEAD_BYTES that begins a block of 8 x 32 columns: scales and minimums."""
 
@@ -69,7 +83,7 @@ class FileFormat:
     columns: int
     num_bytes: int
     planes: tuple[Plane, ...]
-    scales: Whole | Halves | Head
+    scales: Whole | Halves | Bytes | Head
     zero: int = 0
     codes: tuple[int, ...] | None = None
     block: int = COLUMNS
@@ -78,8 +92,14 @@ class FileFormat:
     def bits(self) -> int:
         return sum(plane.bits for plane in self.planes)
 
+    @property
+    def can_be_wide(self) -> bool:
+        """Whether its scales are of those that kernels of a GPU read."""
+        return self.block <= COLUMNS and not isinstance(self.scales, Bytes)
+
 
 # The levels of IQ4_NL and IQ4_XS, and those of 4-bit floats, doubled.
+_FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -114,6 +134,32 @@ FILE_FORMATS = {
             (Plane(2, 32, 32), Plane(1, 0, 32)),
             Whole((Plane(4, 96, 8), Plane(2, 104, 4)), step=108, zero=32),
             zero=4,
+            block=16,
+        ),
+        FileFormat(
+            "Q2_K",
+            256,
+            84,
+            (Plane(2, 16, 32),),
+            Bytes((Plane(8, 0, 16),), torch.uint8, steps=(80, 82)),
+            block=16,
+        ),
+        FileFormat("TQ2_0", 256, 66, (Plane(2, 0, 32),), Halves(64), zero=1, block=256),
+        FileFormat(
+            "MXFP4",
+            32,
+            17,
+            _half(1),
+            Bytes((Plane(8, 0, 1),), torch.float8_e8m0fnu),
+            codes=_FLOATS,
+        ),
+        FileFormat(
+            "NVFP4",
+            64,
+            36,
+            (Plane(4, 4, 8),),
+            Bytes((Plane(8, 0, 4),), torch.float8_e4m3fn),
+            codes=_FLOATS,
             block=16,
         ),
         FileFormat("IQ4_NL", 32, 18, _half(2), Halves(0), codes=_UNEVEN),

@@ -13,6 +13,7 @@ from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, in_planes
 from kvchat_kernels.linear.file_formats import (
     FILE_FORMATS,
     HEAD_BYTES,
+    Bytes,
     FileFormat,
     Halves,
     Plane,
@@ -23,6 +24,7 @@ from kvchat_kernels.linear.file_formats import (
 # gigabytes.
 _BYTES_AT_ONCE = 1 << 22
 BLOCK_FORMATS = frozenset(FILE_FORMATS)
+WIDE_FORMATS = frozenset(name for name, form in FILE_FORMATS.items() if form.can_be_wide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def block_weights(data: torch.Tensor, name: str, is_wide: bool = False) -> Block
     bits but for those of 4 that are multiplied as they are, as kernels of a GPU read them. Beside
     the weights it takes little memory.
     """
-    if name not in FILE_FORMATS:
+    if name not in (WIDE_FORMATS if is_wide else BLOCK_FORMATS):
         return None
     step = max(1, _BYTES_AT_ONCE // data.shape[1])
     if len(data) <= step:
@@ -90,7 +92,7 @@ def _read(data: torch.Tensor, name: str, is_wide: bool) -> BlockWeights:
     elif bits == 8:
         levels = levels.view(torch.int8)
     minimums = by_rows(factors.minimums)
-    steps = by_rows(factors.steps, 1 if minimums is None else 2)
+    steps = by_rows(factors.steps, 1 if factors.steps is None else factors.steps.shape[1])
     parts = {"levels": by_rows(in_planes(levels, bits)), "scales": by_rows(factors.scales)}
     return BlockWeights(
         bits, form.block, **parts, minimums=minimums, steps=steps, zero=zero, codes=codes
@@ -118,6 +120,9 @@ def _factors(blocks: torch.Tensor, form: FileFormat) -> _Factors:
         case Whole(planes, step, zero):
             whole = numbers(blocks, planes, form.columns // form.block)
             return _Factors(whole.view(torch.int8) - zero, steps=_half(blocks, step))
+        case Bytes(planes, dtype, places):
+            stored = numbers(blocks, planes, form.columns // form.block).view(dtype)
+            return _Factors(stored, steps=_steps(blocks, *places) if places else None)
         case _:
             return _head(blocks[:, :HEAD_BYTES])
 
@@ -136,5 +141,9 @@ def _head(head: torch.Tensor) -> _Factors:
     first, second, high = head[:, 4:8], head[:, 8:12], head[:, 12:16]
     scales = torch.cat((first & 63, (high & 15) | ((first >> 6) << 4)), dim=-1)
     minimums = torch.cat((second & 63, (high >> 4) | ((second >> 6) << 4)), dim=-1)
-    steps = torch.cat((_half(head, 0), -_half(head, 2)), dim=-1)
-    return _Factors(scales.view(torch.int8), minimums.view(torch.int8), steps)
+    return _Factors(scales.view(torch.int8), minimums.view(torch.int8), _steps(head, 0, 2))
+
+
+def _steps(blocks: torch.Tensor, scale: int, minimum: int) -> torch.Tensor:
+    """Return the steps of scales and of minimums, [n, 2]; minimums are subtracted."""
+    return torch.cat((_half(blocks, scale), -_half(blocks, minimum)), dim=-1)

@@ -32,7 +32,7 @@ from kvchat_kernels.linear.blocks import (
     with_columns,
 )
 from kvchat_kernels.linear.cpu import read_blocks, unpack
-from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, held_bytes
+from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, WIDE_FORMATS, held_bytes
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
@@ -117,13 +117,14 @@ class _Source:
     form: Form | None = None
     number: float | None = None
 
-    def fits_blocks(self, shape: torch.Size, config: Any) -> bool:
+    def fits_blocks(self, shape: torch.Size, config: Any, for_cpu: bool) -> bool:
         """Whether the file's rows are those of a tensor of this shape, in blocks we have.
 
         Where they are those of several tensors, all have one format: one matrix is made of them.
         """
         form, parts = self.form, self.parts
-        if self.number is not None or any(kind_name(p) not in BLOCK_FORMATS for p in parts):
+        known = BLOCK_FORMATS if for_cpu else WIDE_FORMATS
+        if self.number is not None or any(kind_name(p) not in known for p in parts):
             return False
         if form is not None and form.are_experts:
             widths = sum(part.shape[1] for part in parts if len(part.shape) == 3)
@@ -162,7 +163,7 @@ def read_gguf_tensors(
     cannot be unpacked.
     """
     sources = _sources(gguf, architecture, shapes)
-    kept = _staying(sources, shapes, wanted, config)
+    kept = _staying(sources, shapes, wanted, config, for_cpu)
     needed = _needed_bytes(sources, dtype, kept, for_cpu)
     free = free_bytes(torch.device("cpu"))
     if needed > free:
@@ -190,7 +191,7 @@ def read_gguf_tensors(
     table = gguf.tensors.get("token_embd.weight")
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
         return GgufTensors(state, reader.blocks, precise)
-    if _Source([table]).fits_blocks(shapes[tied_head], config):
+    if _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu):
         reader.keep_again(tied_head, table)
     return GgufTensors(state, reader.blocks, precise)
 
@@ -205,10 +206,11 @@ def _staying(
     shapes: Mapping[str, torch.Size],
     wanted: Collection[tuple[str, ...]],
     config: Any,
+    for_cpu: bool,
 ) -> frozenset[str]:
     """Return the names of the tensors that stay in blocks, of groups that can do so as a whole."""
     names = {name for group in wanted for name in group if name in sources}
-    fitting = {name for name in names if sources[name].fits_blocks(shapes[name], config)}
+    fitting = {n for n in names if sources[n].fits_blocks(shapes[n], config, for_cpu)}
     return frozenset(name for group in wanted if fitting.issuperset(group) for name in group)
 
 
