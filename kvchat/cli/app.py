@@ -31,6 +31,7 @@ from kvchat.core.parameters import BY_NAME, OF_KV
 from kvchat.core.text import parse_size
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 
+_CLIENTS = "claude, codex, opencode, qwen, aider or llm"
 # Commands that may run compiled kernels; None is the chat.
 _RUNS_KERNELS = (None, "bench", "models", "serve")
 
@@ -246,6 +247,44 @@ def prefill(
     before = _settings_in(context.parent.params)
     here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
     run_prefill({**before, **here}, names)
+
+
+@app.command(
+    cls=HelpedCommand,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+@takes((BY_NAME["model"], BY_NAME["max_context"], BY_NAME["keep_alive"]))
+def launch(
+    context: typer.Context,
+    client: Annotated[str, typer.Argument(metavar="CLIENT", help=_CLIENTS)],
+    warm: Annotated[
+        bool, typer.Option("--warm", help="let it read its own prompt before, once")
+    ] = False,
+    **flags: Any,
+) -> None:
+    """Start an agent or another client on a server here; its own flags stand behind --."""
+    from kvchat.cli.launch import launch as start
+
+    assert context.parent is not None
+    before = _settings_in(context.parent.params)
+    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
+    raise typer.Exit(start(client, context.args, {**before, **here}, warm))
+
+
+@app.command(cls=HelpedCommand)
+def ps() -> None:
+    """Show the server that runs here, in the background or not, and the memory that it holds."""
+    from kvchat.cli import background
+
+    background.show()
+
+
+@app.command(cls=HelpedCommand)
+def stop() -> None:
+    """Stop the server that runs here; the next use loads the model again."""
+    from kvchat.cli import background
+
+    background.stop()
 
 
 sessions_app = _new_app("Saved conversations.")

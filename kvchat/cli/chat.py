@@ -26,10 +26,12 @@ from kvchat.cli.build import (
 )
 from kvchat.cli.log_file import close_log
 from kvchat.cli.model_names import known_names, whole_name
+from kvchat.cli.running_server import running_server
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import KvchatError, UsageError
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import require_working_directory
+from kvchat.core.text import one_line
 from kvchat.model.hf.lean_import import load_library
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
-    if not has_endpoint(settings):
+    if not has_endpoint(settings) and running_server(settings, user_paths().state) is None:
         threading.Thread(target=_load_library, name="kvchat-library", daemon=True).start()
     is_interactive = _is_interactive(request)
     if not is_interactive:
@@ -295,6 +297,7 @@ def _run_script(
     from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import ScriptSetup
 
+    _keep_alive(settings, notices)
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox, settings = _open_controller(
         settings, request, loading.show, notices.tell, child, is_script=True
@@ -324,6 +327,18 @@ def _run_script(
         _let_go(controller)
         if toolbox is not None:
             toolbox.close()
+
+
+def _keep_alive(settings: Settings, notices: "Notices") -> None:
+    """Start the server that `--keep-alive` asks for; a prompt is answered without one too."""
+    if not settings["keep_alive"] or settings["incognito"] or has_endpoint(settings):
+        return
+    from kvchat.cli.background import started
+
+    try:
+        started(settings, settings["keep_alive"], notices.tell)
+    except KvchatError as error:
+        notices.tell(one_line(str(error), 300))
 
 
 def _answer_batch(setup: "ScriptSetup", interruption: "Interruption") -> int:

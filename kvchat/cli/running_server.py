@@ -104,12 +104,17 @@ def running_server(settings: Settings, state: Path) -> RunningServer | None:
     return _server_of(found) if found.get("runs") == _runs(settings) else None
 
 
+def any_server(state: Path) -> RunningServer | None:
+    """Return the server that runs here, with any settings; None if none does."""
+    return _server_of(read_state(state / _RECORD, _VERSION, "server"))
+
+
 def drop_in_server(state: Path) -> "DropFromMemory | None":
     """Return what has the server that runs here, with any settings, let go of KV; None without one.
 
     It writes no KV of these contexts to the disk then. Raises GenerationError without an answer.
     """
-    server = _server_of(read_state(state / _RECORD, _VERSION, "server"))
+    server = any_server(state)
     if server is None:
         return None
 

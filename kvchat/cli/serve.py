@@ -57,6 +57,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     """Load the model and serve it until a signal ends the server; return the exit code."""
     require_working_directory()
     from kvchat.server.guard import is_loopback
+    from kvchat.server.idle import IdleWatch
     from kvchat.server.serving import bound_socket, serve
 
     settings = resolve(flags, os.environ, user_paths().config)
@@ -74,16 +75,22 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
         app = _new_app(service, api_key, prompt_key)
+        minutes = settings["keep_alive"]
+        watch = IdleWatch(app, minutes * 60) if minutes else None
         here = request.host if is_loopback(request.host) else "127.0.0.1"
         url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         is_for_chats = prompt_key is None
         state = user_paths().state
         with announced(settings, state, url, api_key) if is_for_chats else nullcontext():
             code = serve(
-                app,
+                watch or app,
                 bound,
                 lambda: _say(f"{service.name} at http://{shown}:{port}{'/v1' * is_for_chats}"),
-                lambda: host.failure is not None or _is_late(host, settings["timeout"]),
+                lambda: (
+                    host.failure is not None
+                    or _is_late(host, settings["timeout"])
+                    or (watch is not None and watch.is_over)
+                ),
             )
             if host.failure is None and settings["timeout"] is not None:
                 host.loading_left_s(settings["timeout"])  # raises where it took too long

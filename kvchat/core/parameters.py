@@ -266,6 +266,15 @@ _MODEL = grouped(
     new_whole(
         "max_context", "lower the longest context, in tokens", otherwise="the model's own", least=1
     ),
+    new_number(
+        "keep_alive",
+        "minutes that a server stays after its last use; a prompt starts one",
+        unit="MIN",
+        default=0.0,
+        least=0,
+        most=1e6,
+        words="0 (off) or more",
+    ),
     new_switch("graphs", "capture decoding on a GPU as CUDA graphs", default=True, otherwise="on"),
 )
 

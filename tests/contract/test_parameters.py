@@ -46,6 +46,11 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "weights": ("int4", "int2", "is 'int2', but must be one of auto, int8, int4."),
     "threads": ("2", "0", "is 0, but must be 1 to 1024."),
     "max_context": ("512", "-1", "is -1, but must be 1 or more."),
+    "keep_alive": (
+        "10",
+        "-1",
+        "is -1.0, but must be 0 (off) or more.",
+    ),
     "graphs": ("off", "2", "is '2', but must be true or false."),
     "system": ("Be brief.", "a\0b", "has a NUL character, which no setting can hold."),
     "temperature": ("0", "hot", "is 'hot', but must be a number."),

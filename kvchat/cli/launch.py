@@ -1,0 +1,87 @@
+"""`kvchat launch CLIENT`: starts an agent or another client on a server of this machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvchat.cli.agents import CLIENTS, Client, Launch
+from kvchat.cli.background import ServerFacts, facts_of, started
+from kvchat.cli.build import user_paths
+from kvchat.cli.model_names import whole_name
+from kvchat.cli.settings import resolve
+from kvchat.core.errors import ContextTooLong, StoreError, UsageError
+from kvchat.core.paths import private_directory, replace_private, require_working_directory
+from kvchat.core.text import one_line
+
+_MINUTES = 10.0
+_GREETING = "Say hello."
+
+
+def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed: bool) -> int:
+    """Start a client that uses the model, and return its exit code.
+
+    With `is_warmed` the client answers one prompt before: what it sends at the beginning of every
+    chat is cached then. Raises UsageError for an unknown client or one that is not installed,
+    ContextTooLong for a model whose context its own prompt fills.
+    """
+    require_working_directory()
+    if name not in CLIENTS:
+        raise UsageError(f"{one_line(name, 32)} is no client known here.", f"There are {_names()}.")
+    client = CLIENTS[name]
+    if shutil.which(client.program) is None:
+        raise UsageError(f"{client.title} is not installed.", f"`{client.install}` installs it.")
+    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings.with_model(whole_name(settings, settings["model"]))
+    if settings["incognito"]:
+        raise UsageError("A server in the background leaves its address: no --incognito here.")
+    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, _say))
+    _require_room(client, server)
+    directory = user_paths().state / "clients" / name
+    how = client.launch(server, directory)
+    _write(directory, how)
+    environment = {**os.environ, **how.variables}
+    if is_warmed:
+        _say(f"{client.title} reads its own prompt of about {client.num_fixed:,} tokens once")
+        command = [client.program, *how.arguments, *client.asking, _GREETING]
+        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
+    _say(
+        f"{client.title} on {server.model}, {server.context:,} tokens of context. Its own prompt "
+        f"of about {client.num_fixed:,} tokens is read once, and comes from the cache later."
+    )
+    return subprocess.run(
+        [client.program, *how.arguments, *arguments], env=environment, check=False
+    ).returncode
+
+
+def _names() -> str:
+    return ", ".join(CLIENTS)
+
+
+def _require_room(client: Client, server: ServerFacts) -> None:
+    if server.context <= client.num_fixed:
+        raise ContextTooLong(
+            f"{client.title} sends about {client.num_fixed:,} tokens before your first word, and "
+            f"the context of {server.model} holds {server.context:,}.",
+            "Choose a model with a longer context by -m, or raise --max-context.",
+            client.num_fixed,
+            server.context,
+        )
+
+
+def _write(directory: Path, how: Launch) -> None:
+    """Write the client's files; raises StoreError."""
+    private_directory(directory)
+    for name, text in (how.files or {}).items():
+        try:
+            replace_private(directory / name, text.encode())
+        except OSError as error:
+            raise StoreError(f"{directory / name} cannot be written: {error.strerror}.") from error
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"kvchat: {sentence}\n")
+    sys.stderr.flush()

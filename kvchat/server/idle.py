@@ -1,0 +1,41 @@
+"""IdleWatch: says when a server that nobody uses has waited long enough."""
+
+import time
+from collections.abc import Callable
+
+from kvchat.server.guard import App, Receive, Scope, Send
+
+# Looking after a server is no use of it.
+_NO_USE = ("/health", "/metrics")
+
+
+class IdleWatch:
+    """Passes requests on to an application, and counts those that run.
+
+    limit_s   how long the server waits for the next request
+    """
+
+    def __init__(
+        self, app: App, limit_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._app = app
+        self._limit_s = limit_s
+        self._clock = clock
+        self._num_running = 0
+        self._last_s = clock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") in _NO_USE:
+            await self._app(scope, receive, send)
+            return
+        self._num_running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_running -= 1
+            self._last_s = self._clock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no request has run for the time that the server waits."""
+        return not self._num_running and self._clock() - self._last_s > self._limit_s
