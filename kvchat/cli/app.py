@@ -160,7 +160,7 @@ def bench(
 
 
 @bench_app.command("trace", cls=HelpedCommand)
-@takes(OF_TRACE)
+@takes((BY_NAME["model"], *OF_TRACE))
 def bench_trace(
     trace: Annotated[
         str, typer.Argument(help="a file of block hashes, or chats agents documents scans mixed")
@@ -168,16 +168,12 @@ def bench_trace(
     **flags: Any,
 ) -> None:
     """Replay a trace through tiers: hits and first tokens by kvchat's rule, LRU, LFU, Belady's."""
-    from kvchat.bench.traces.simulation import Speed
-    from kvchat.cli.bench_trace import TraceRun, run_trace
+    from kvchat.cli.bench_trace import TraceRun, run_trace, speed_of
 
     given = values_of(OF_TRACE, flags)
-    speed = Speed(parse_size(given["token_bytes"], "--token-bytes").resolve(0), given["prefill"])
-    run_trace(
-        TraceRun(
-            trace, tuple(given["tier"]), speed, given["machines"], given["requests"], given["seed"]
-        )
-    )
+    speed = speed_of(flags["model"], given["token_bytes"], given["prefill"])
+    counts = (given["machines"], given["requests"], given["seed"])
+    run_trace(TraceRun(trace, tuple(given["tier"]), speed, *counts))
 
 
 @bench_app.command("plan", cls=HelpedCommand)

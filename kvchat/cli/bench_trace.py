@@ -18,6 +18,7 @@ from kvchat.core.text import format_bytes, parse_size, sanitize, shown
 
 DEFAULT_TIERS = ("memory:4G", "disk:20G:1G:2ms")
 _GB = 1 << 30
+_TOKEN_BYTES, _PREFILL = 128.0 * 1024, 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,20 @@ class TraceRun:
     num_machines: int = 1
     num_requests: int = 20_000
     seed: int = 0
+
+
+def speed_of(model: str | None, token_bytes: str | None, prefill: int | None) -> Speed:
+    """Return the size of a token's KV and how fast it is computed: as given, else a model's."""
+    speed = Speed(_TOKEN_BYTES, _PREFILL)
+    if model is not None:
+        from kvchat.cli.sizing import size_and_speed
+
+        size, machine = size_and_speed(model)
+        speed = Speed(size.kv_bytes(4096) / 4096, machine.prefill_rate(size), size.half_context)
+    if token_bytes is not None:
+        num_bytes = parse_size(token_bytes, "--token-bytes").resolve(0)
+        speed = replace(speed, token_bytes=float(max(1, num_bytes)))
+    return speed if prefill is None else replace(speed, tokens_per_s=float(prefill))
 
 
 def run_trace(run: TraceRun) -> None:

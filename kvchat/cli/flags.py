@@ -139,8 +139,10 @@ OF_TRACE = grouped(
         unit="TIER",
         otherwise="memory:4G disk:20G:1G:2ms",
     ),
-    new_text("token_bytes", "of a token's KV", unit="SIZE", default="128K"),
-    new_whole("prefill", "first tokens that are computed a second", default=1000, least=1),
+    new_text("token_bytes", "of a token's KV", unit="SIZE", otherwise="128K, or -m's"),
+    new_whole(
+        "prefill", "first tokens computed a second", otherwise="1,000, or -m's here", least=1
+    ),
     new_whole("machines", "requests are shared out to", default=1, least=1, most=100_000),
     new_whole("requests", "of a synthetic trace", default=20_000, least=1, most=100_000_000),
     new_whole("seed", "of a synthetic trace", default=0, least=0),

@@ -132,6 +132,11 @@ def _resume_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "computed again", f"{seconds:.3g} s, {how}"
 
 
+def size_and_speed(name: str) -> tuple[ModelSize, MachineSpeed]:
+    """Return a model's sizes and this machine's speed."""
+    return _size(name), machine_speed(state_memory(), choose_device(ModelConfig()))
+
+
 def _rates(name: str, memory: Memory) -> dict[str, float]:
     """Return the measured rates of a model that ran here, by their names; none of another."""
     models = [each for each in KnownModels(memory).read().values() if each.name == name]
@@ -223,31 +228,28 @@ def run_fit(names: Sequence[str], as_json: bool) -> None:
         _print(json.dumps([_document(fit) for fit in fits]))
         return
     _print(
-        f"{format_bytes(free)} of memory are free; it is read at {speed.read / 1e9:.3g} GB/s, and "
-        f"products reach {speed.products / 1e12:.3g} TFLOP/s. Weights of listed models: 4 bits."
+        f"Memory: {format_bytes(free)} free, read at {speed.read / 1e9:.3g} GB/s; products: "
+        f"{speed.products / 1e12:.3g} TFLOP/s.\n"
+        "Rates are predicted. Weights of models that are not here: 4 bits (Q4_K_M)."
     )
     width = max(len(fit.size.name) for fit in fits)
-    _print(
-        f"{'':{width}}  runs      weights  KV of 4,096   32,768  prompt of {_PROMPT:,}   tokens/s"
-    )
+    heads = f"{'weights':>9}  {'KV of 4k':>9}  {'prompt 1k':>9}  {'tokens/s':>8}"
+    _print(f"{'':{width}}  {'runs':7}  {heads}")
     for fit in fits:
         _print(_line(fit, width))
         if names:
             for line in _kv_lines(fit.size):
                 _print(line)
         if fit.size.command and fit.verdict != "no room":
-            _print(f"{'':{width}}    {fit.size.command}")
+            _print(f"    {fit.size.command}")
 
 
 def _line(fit: Fit, width: int) -> str:
     size = fit.size
-    kv = [
-        format_bytes(size.kv_bytes(context)) if context <= size.max_context else "-"
-        for context in (4096, 32768)
-    ]
+    kv_bytes = size.kv_bytes(min(4096, size.max_context))
     return (
-        f"{size.name:{width}}  {fit.verdict:7} {format_bytes(size.weight_bytes):>9}"
-        f"  {kv[0]:>11} {kv[1]:>8}  {fit.first_token_s:>13.3g} s  {fit.tokens_per_s:>9.3g}"
+        f"{size.name:{width}}  {fit.verdict:7}  {format_bytes(size.weight_bytes):>9}"
+        f"  {format_bytes(kv_bytes):>9}  {fit.first_token_s:>7.3g} s  {fit.tokens_per_s:>8.3g}"
     )
 
 

@@ -33,7 +33,7 @@ Q4_BYTES = 4.85 / 8
 # measured rate of a large product, what the products of a prompt reach: narrow matrices less. Held
 # to three real models and one shape in three formats, on two cores of a Xeon with AMX.
 _READING = 0.85
-_PRODUCTS_BY_WIDTH = 1.65e-4
+_PRODUCTS_BY_WIDTH = 1.6e-4
 _MOST_PRODUCTS = 0.3
 
 
