@@ -41,7 +41,7 @@ _OTHERS = {
     name: MORE_FAMILIES[name][1:]
     for name in ("granitemoeshared", "glm4_moe", "ernie4_5_moe", "deepseek_v3, yarn")
 }
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ3_S"]
 # What bfloat16 holds exactly, so that models differ in products alone.
 _EXACT = ("token_embd.weight", "ffn_gate_inp.weight")
 

@@ -126,6 +126,34 @@ def test_every_block_format_is_unpacked_exactly(kind: str, tmp_path: Path) -> No
     assert_twins(load(path), model)
 
 
+_AT_THEIR_SIZE = [
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "TQ2_0", "MXFP4"),
+]
+
+
+@pytest.mark.parametrize("kind", spread(_AT_THEIR_SIZE, ["Q5_0", "Q3_K"]))
+def test_a_model_takes_the_memory_that_its_file_has(kind: str, tmp_path: Path) -> None:
+    """A file of 5 GB in Q3_K or IQ4_XS took 20 as bfloat16."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, lambda n: "F16" if "token_embd" in n else kind)
+
+    loaded = load(path, "auto")
+
+    gguf = find_model(str(path)).gguf
+    assert gguf is not None
+    stored = [t for t in gguf.tensors.values() if len(t.shape) == 2 and "token_embd" not in t.name]
+    num_bytes = sum(tensor.num_bytes for tensor in stored)
+    assert num_bytes < num_packed_bytes(loaded.module) * 1.001 <= 1.05 * num_bytes
+    twins = dict(model.named_modules())
+    for name, layer in loaded.module.named_modules():
+        pack = pack_of(layer)
+        if pack is not None:
+            weight = twins[name].weight
+            assert torch.allclose(dequantised(pack.weights), weight, rtol=1e-6, atol=1e-6), name
+
+
 def test_gpt_oss_has_its_experts_in_mxfp4_and_runs_on_pages(tmp_path: Path) -> None:
     model = with_random_norms(tiny_model("gpt_oss", **_FAMILIES["gpt_oss"]))
     metadata = _metadata_of("gpt_oss", model)

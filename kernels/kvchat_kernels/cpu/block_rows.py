@@ -58,8 +58,8 @@ _LEAST_EVEN = 4
 _WORDS = COLUMNS // WORD
 
 _KINDS = {torch.float16: F16, torch.float32: F32}  # others have bytes
-# The float32 of 2 to the power of -127, and half of the power that exponents of 4 bits lack.
-_LEAST_POWER, _HALF_OF_POWER = 0x0040_0000, 2.0**119
+# The float32 of 2 to the power of -127, and the power that exponents of 4 bits lack.
+_LEAST_POWER, _MISSING_POWER = 0x0040_0000, 2.0**120
 _STEP_BYTES = 2
 _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
@@ -240,7 +240,8 @@ class WeightRow:
             self._code.prefetch(self.levels_at, index * block_bytes + (line + ahead))
 
     def scales(self, index: Value, count: int = 1) -> Value:
-        return self._floats(self._scales, index, count, 0)
+        scales, unit = self._floats(self._scales, index, count, 0), self._layout.unit
+        return scales if unit == 1 else scales * unit
 
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         """Load the scales of a group of blocks of 32, the first or second where each has two."""
@@ -285,7 +286,7 @@ class WeightRow:
         if self._layout.scales == torch.float32:
             return loaded
         if self._layout.scales in FLOATS_OF_8_BITS:
-            return _halves_of_floats(code, loaded, self._layout.scales == torch.float8_e8m0fnu)
+            return _floats_of_8_bits(code, loaded, self._layout.scales == torch.float8_e8m0fnu)
         if self._layout.scales == torch.uint8:
             loaded = loaded >> 4 if number else loaded & 15
         place = index // (STEP_COLUMNS // self._layout.block) * self._num_steps + number
@@ -335,17 +336,17 @@ def _halves_by_turns(code: Code, one: Value, other: Value) -> Value:
     return code.shuffled(one, other, [start + lane for start in starts for lane in range(half)])
 
 
-def _halves_of_floats(code: Code, stored: Value, are_powers: bool) -> Value:
-    """Return half of floats of 8 bits without signs, as float32; or half of powers of two."""
+def _floats_of_8_bits(code: Code, stored: Value, are_powers: bool) -> Value:
+    """Return floats of 8 bits without signs as float32, or powers of two."""
     is_vector = isinstance(stored.type, ir.VectorType)
     ints, floats = (
         ir.VectorType(kind, stored.type.count) if is_vector else kind for kind in (I32, F32)
     )
     bits = code.convert("zext", stored, ints)
     if not are_powers:
-        return code.as_bits(bits << 20, floats) * _HALF_OF_POWER
+        return code.as_bits(bits << 20, floats) * _MISSING_POWER
     least = Value(code, constant(_LEAST_POWER, ints))
-    return code.as_bits(code.select(bits > 0, bits << 23, least), floats) * 0.5
+    return code.as_bits(code.select(bits > 0, bits << 23, least), floats)
 
 
 def halves_of(
@@ -438,7 +439,7 @@ def looked_up(code: Code, codes: Sequence[int], levels: Value) -> Value:
     names = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
     needed = {16: "ssse3", 32: "avx2", 64: "avx512bw"}
     if count in names and has_feature(needed[count]):
-        table = Value(code, ir.Constant(levels.type, list(codes) * (count // 16)))
+        table = Value(code, ir.Constant(levels.type, list(codes) * (count // len(codes))))
         return code.call(f"llvm.x86.{names[count]}", levels.type, table, levels)
     if count > 16 and has_feature("ssse3"):
         return code.joined(*(looked_up(code, codes, half) for half in code.halves(levels)))

@@ -24,7 +24,7 @@ STEP_COLUMNS = 256
 GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of parts of 8 bits, or 2 of 16.
 WORD = 4
-# Scales of codes that are twice the values of 4-bit floats.
+# Powers of two, and floats of 4 bits of exponent, without signs.
 FLOATS_OF_8_BITS = (torch.float8_e8m0fnu, torch.float8_e4m3fn)
 # The least scale of a rounded block; one of zeros has it.
 LEAST_SCALE = 1e-7
@@ -62,8 +62,8 @@ class Rounding(Enum):
 class Layout:
     """How blocks lie in memory, which compiled code is made for. `scales`: their dtype.
 
-    `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`
-    and `codes` are as of BlockWeights.
+    `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`,
+    `codes` and `unit` are as of BlockWeights.
     """
 
     bits: int
@@ -74,6 +74,7 @@ class Layout:
     is_coarse: bool = False
     zero: int = 0
     codes: tuple[int, ...] | None = None
+    unit: float = 1.0
 
     @property
     def rounding(self) -> Rounding:
@@ -124,14 +125,15 @@ class BlockWeights:
 
     bits       of a level: a number of PLANES
     levels     int8 of 8 bits, else uint8 [out, in * bits / 8]
-    scales     float16 or float32 [out, in / block], or int8 with `steps`; or floats of 8 bits,
-               which count halves; or uint8 with `steps`: a scale in the low bits, a minimum above
+    scales     float16, float32 or floats of 8 bits [out, in / block], or int8 with `steps`; or
+               uint8 with `steps`: a scale in the low bits, a minimum above
     minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8,
                unless scales have them
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
                and whole minimums
     zero       what is subtracted from each level of fewer than 8 bits
-    codes      None, or what each of 16 levels of 4 bits stands for, -128 to 127
+    codes      None, or what each level of 3 or 4 bits stands for, -128 to 127
+    unit       a power of two, what all scales are multiplied with
 
     Blocks have 16, 32 or 256 columns. `is_coarse` is as of Layout. Levels may be interleaved
     (`interleaved`), as compiled code for a CPU reads them.
@@ -147,12 +149,14 @@ class BlockWeights:
     is_coarse: bool = False
     zero: int = 0
     codes: tuple[int, ...] | None = None
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.bits in PLANES
         assert self.block in (COLUMNS, COLUMNS // 2, STEP_COLUMNS)
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
-        assert self.codes is None or (self.bits, len(self.codes), self.zero) == (4, 16, 0)
+        assert self.codes is None or (self.bits <= 4 and not self.zero)
+        assert self.codes is None or len(self.codes) == 1 << self.bits
         assert not (self.zero and (self.bits == 8 or self.layout.are_nibbles))
         has_minimums, has_steps = self.has_minimums, self.steps is not None
         assert not (self.layout.are_nibbles and self.block != COLUMNS)
@@ -190,6 +194,7 @@ class BlockWeights:
             self.is_coarse,
             self.zero,
             self.codes,
+            self.unit,
         )
 
     @property
@@ -261,7 +266,7 @@ def _without_steps(weights: BlockWeights) -> BlockWeights:
     """Return the same weights whose scales and minimums are float32."""
     scales, minimums = scales_and_minimums(weights)
     minimums = minimums if weights.has_minimums else None
-    return replace(weights, scales=scales, minimums=minimums, steps=None)
+    return replace(weights, scales=scales, minimums=minimums, steps=None, unit=1.0)
 
 
 def _run_starts(order: torch.Tensor, size: int) -> torch.Tensor | None:
@@ -394,12 +399,12 @@ def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tens
     minimums = None if weights.minimums is None else weights.minimums.float()
     if weights.scales.dtype == torch.uint8:
         scales, minimums = (weights.scales & 15).float(), (weights.scales >> 4).float()
-    elif weights.scales.dtype in FLOATS_OF_8_BITS:
-        scales = scales / 2
     if weights.steps is not None:
         steps = weights.steps.float().repeat_interleave(STEP_COLUMNS // weights.block, dim=1)
         scales = scales * steps[..., 0]
         minimums = None if minimums is None else minimums * steps[..., 1]
+    if weights.unit != 1:
+        scales = scales * weights.unit
     if weights.layout.is_centred:
         minimums = scales * -CENTRE
     return scales, minimums

@@ -75,7 +75,7 @@ class FileFormat:
     """A block of `columns` columns as a file stores it, and as BlockWeights has it.
 
     planes        of the levels, the lowest bits first; a level of 8 bits is signed
-    zero, codes   as of BlockWeights
+    zero, codes, unit  as of BlockWeights
     block         columns of a scale
     """
 
@@ -87,6 +87,7 @@ class FileFormat:
     zero: int = 0
     codes: tuple[int, ...] | None = None
     block: int = COLUMNS
+    unit: float = 1.0
 
     @property
     def bits(self) -> int:
@@ -152,6 +153,7 @@ FILE_FORMATS = {
             _half(1),
             Bytes((Plane(8, 0, 1),), torch.float8_e8m0fnu),
             codes=_FLOATS,
+            unit=0.5,
         ),
         FileFormat(
             "NVFP4",
@@ -161,6 +163,7 @@ FILE_FORMATS = {
             Bytes((Plane(8, 0, 4),), torch.float8_e4m3fn),
             codes=_FLOATS,
             block=16,
+            unit=0.5,
         ),
         FileFormat("IQ4_NL", 32, 18, _half(2), Halves(0), codes=_UNEVEN),
         FileFormat(

@@ -94,9 +94,8 @@ def _read(data: torch.Tensor, name: str, is_wide: bool) -> BlockWeights:
     minimums = by_rows(factors.minimums)
     steps = by_rows(factors.steps, 1 if factors.steps is None else factors.steps.shape[1])
     parts = {"levels": by_rows(in_planes(levels, bits)), "scales": by_rows(factors.scales)}
-    return BlockWeights(
-        bits, form.block, **parts, minimums=minimums, steps=steps, zero=zero, codes=codes
-    )
+    parts |= {"minimums": minimums, "steps": steps}
+    return BlockWeights(bits, form.block, **parts, zero=zero, codes=codes, unit=form.unit)
 
 
 def numbers(blocks: torch.Tensor, planes: Sequence[Plane], count: int) -> torch.Tensor:

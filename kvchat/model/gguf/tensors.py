@@ -24,6 +24,7 @@ from kvchat.model.device import dtype_name, free_bytes
 from kvchat.model.gguf.architectures import Architecture
 from kvchat.model.gguf.file import GgufModel, GgufTensor
 from kvchat.model.gguf.forms import GENERAL, Form, forms_of
+from kvchat.model.gguf.grid_blocks import GRID_FORMATS, grid_bytes, read_grids
 from kvchat_kernels.linear.blocks import (
     BlockWeights,
     can_move_columns,
@@ -123,7 +124,7 @@ class _Source:
         Where they are those of several tensors, all have one format: one matrix is made of them.
         """
         form, parts = self.form, self.parts
-        known = BLOCK_FORMATS if for_cpu else WIDE_FORMATS
+        known = BLOCK_FORMATS | GRID_FORMATS if for_cpu else WIDE_FORMATS
         if self.number is not None or any(kind_name(p) not in known for p in parts):
             return False
         if form is not None and form.are_experts:
@@ -222,10 +223,18 @@ def _needed_bytes(
     for name, source in sources.items():
         for part in source.parts:
             if name in kept:
-                needed += held_bytes(part.num_bytes, kind_name(part), is_wide=not for_cpu)
+                needed += _held_bytes(part, for_cpu)
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
+
+
+def _held_bytes(tensor: GgufTensor, for_cpu: bool) -> int:
+    """Return the bytes of memory of a tensor that stays in blocks."""
+    name = kind_name(tensor)
+    if name in GRID_FORMATS:
+        return grid_bytes(tensor.num_bytes, name)
+    return held_bytes(tensor.num_bytes, name, is_wide=not for_cpu)
 
 
 def _sources(
@@ -357,7 +366,10 @@ class _Reader:
     def _in_blocks(self, tensor: GgufTensor, is_interleaved: bool) -> BlockWeights:
         """Return a matrix, or the matrices of all experts as one."""
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
-        return read_blocks(rows, kind_name(tensor), is_interleaved, is_wide=not self._for_cpu)
+        name = kind_name(tensor)
+        if name in GRID_FORMATS:
+            return read_grids(rows, name, self._pool, is_interleaved)
+        return read_blocks(rows, name, is_interleaved, is_wide=not self._for_cpu)
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
