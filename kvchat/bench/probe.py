@@ -23,15 +23,22 @@ def machine_speed(memory: Memory, device: torch.device, load: float | None = Non
 
     `load` counts the programs that run or wait; the last minute's where it is not given.
     """
-    key = machine_name(device)
-    known = memory.get(_KIND, key)
-    if isinstance(known, dict) and all(_is_rate(known.get(x)) for x in ("read", "products")):
-        return MachineSpeed(float(known["read"]), float(known["products"]))
+    known = known_speed(memory, device)
+    if known is not None:
+        return known
     load = os.getloadavg()[0] if load is None else load
     speed = _measured(device)
     if load <= _BUSY * (os.cpu_count() or 1):
-        memory.set(_KIND, key, {"read": speed.read, "products": speed.products})
+        memory.set(_KIND, machine_name(device), {"read": speed.read, "products": speed.products})
     return speed
+
+
+def known_speed(memory: Memory, device: torch.device) -> MachineSpeed | None:
+    """Return how fast a device is as the memory has it; None if it was not measured while idle."""
+    known = memory.get(_KIND, machine_name(device))
+    if isinstance(known, dict) and all(_is_rate(known.get(x)) for x in ("read", "products")):
+        return MachineSpeed(float(known["read"]), float(known["products"]))
+    return None
 
 
 def _measured(device: torch.device) -> MachineSpeed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvchat.bench.plan import Plan, run_small
-from kvchat.bench.probe import machine_speed
+from kvchat.bench.probe import known_speed, machine_speed
 from kvchat.cache.disk.lookup import KnownModels
 from kvchat.cache.planner import from_tier
 from kvchat.cache.rates import RateMemory, known_prefill_rate
@@ -220,8 +220,8 @@ def in_order(fits: Sequence[Fit]) -> list[Fit]:
 
 def run_fit(names: Sequence[str], as_json: bool) -> None:
     """Print how models would run here: the named ones, or local ones and the table."""
-    device = choose_device(ModelConfig())
-    speed, free = machine_speed(state_memory(), device), free_bytes(device)
+    device, memory = choose_device(ModelConfig()), state_memory()
+    speed, free = machine_speed(memory, device), free_bytes(device)
     sizes = [_size(name) for name in names] if names else [*_local_sizes(), *known_models()]
     fits = in_order([fit_of(size, speed, free) for size in sizes])
     if as_json:
@@ -232,6 +232,8 @@ def run_fit(names: Sequence[str], as_json: bool) -> None:
         f"{speed.products / 1e12:.3g} TFLOP/s.\n"
         "Rates are predicted. Weights of models that are not here: 4 bits (Q4_K_M)."
     )
+    if known_speed(memory, device) is None:
+        _print("The machine is busy: its speed was measured beside other work, for now alone.")
     width = max(len(fit.size.name) for fit in fits)
     heads = f"{'weights':>9}  {'KV of 4k':>9}  {'prompt 1k':>9}  {'tokens/s':>8}"
     _print(f"{'':{width}}  {'runs':7}  {heads}")
