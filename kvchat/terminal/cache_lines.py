@@ -162,11 +162,11 @@ def cleared_line(num_bytes: int) -> str:
 
 def tier_lines(tier: TierStatus) -> list[str]:
     """Return the content and totals of one of the chat's slower tiers, for /stats."""
-    name = one_line(f"{tier.name}:", _LABEL_CHARS).ljust(FIELD_COLUMNS)
+    name = f"{one_line(f'{tier.name}:', _LABEL_CHARS)} ".ljust(FIELD_COLUMNS)
     if tier.trouble and not tier.limit_bytes:  # it could not be opened
         return [f"{name}{one_line(tier.trouble, _PATH_CHARS)}"]
     if tier.name.startswith(CONVERTED_FROM):
-        line = f"{name} {format_bytes(tier.bytes_read)} read, and converted to this chat's KV"
+        line = f"{name}{format_bytes(tier.bytes_read)} read, and converted to this chat's KV"
         return [line] if tier.bytes_read else []
     limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
     moved = f"{format_bytes(tier.bytes_read)} read, {format_bytes(tier.bytes_written)} written"
