@@ -68,12 +68,16 @@ def read_attachment(path: Path, title: str = "") -> Attached:
     text, is_whole = text_of(data)
     if "\0" in text:
         raise UnreadableFile(f"{path} is not a text file.", "Only text can be attached.")
+    return attached_text(title or path.name, text, is_whole)
+
+
+def attached_text(name: str, text: str, is_whole: bool = True) -> Attached:
+    """Return a text to put before a message as a file of that name."""
     text = text.rstrip("\n")
     fence = "```"
     while fence in text:
         fence += "`"
     # Without a dot a name could be a word of the message: "Code:" above a fence.
-    name = title or path.name
     title = name if _HAS_SUFFIX.search(name) else f"./{name}"
     return Attached(name, f"{title}:\n{fence}\n{text}\n{fence}\n", is_whole)
 

@@ -27,9 +27,9 @@ from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.host import PATIENCE_AFTER_LOADING_S, ChatHost, EngineQueries
 from kvchat.chat.kept_kv import KeptKv
-from kvchat.chat.known_names import KnownNames
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession, Place
+from kvchat.chat.surroundings import Surroundings
 from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (
@@ -65,7 +65,7 @@ class ChatController:
     pins       the files of pins, which can be attached by the pin's name
     places     every place that has something of saved conversations, for deleting them
     settings   what holds in every conversation: ConversationSettings explains the arguments
-    names      the models and presets that the user may name
+    surroundings   models, presets and the project of the directory
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class ChatController:
         places: SavedPlaces | None = None,
         given: Mapping[str, Any] | None = None,
         keeps_model: bool = False,
-        names: KnownNames | None = None,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        self.names = names or KnownNames()
+        self.surroundings = surroundings or Surroundings()
         self.places = places if places is not None else SavedPlaces(host.store, kept)
         self.pins = pins if pins is not None else PinFiles(None)
         self.host = host

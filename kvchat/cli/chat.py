@@ -25,7 +25,7 @@ from kvchat.cli.build import (
     with_model_of,
 )
 from kvchat.cli.log_file import close_log
-from kvchat.cli.model_names import known_names, whole_name
+from kvchat.cli.model_names import surroundings_of, whole_name
 from kvchat.cli.running_server import running_server
 from kvchat.cli.settings import Settings, resolve
 from kvchat.core.errors import KvchatError, UsageError
@@ -211,6 +211,7 @@ def _open_controller(
     if toolbox is not None and is_script:
         toolbox.complete()
     session = _open_session(host, settings, request, session_id)
+    surroundings = surroundings_of(own)
     given = {p.name: settings[p.name] for p in OF_ANSWERS if settings.is_flag(p.name)}
     options = ask_options(settings, request.num_samples, leaves_out=given)
     controller = ChatController(
@@ -218,7 +219,7 @@ def _open_controller(
         partial(_new_host, own),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
-        settings.system,
+        surroundings.project.joined(settings.system),
         request.title,
         attached,
         _kept_kv(settings, host),
@@ -227,7 +228,7 @@ def _open_controller(
         saved_places(settings),
         given,
         own.names_model,
-        known_names(own),
+        surroundings,
     )
     if request.is_forked:
         controller.place.copied_from = session_id

@@ -17,7 +17,7 @@ from kvchat.core.toml_text import read_table, write_table
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT
 
 if TYPE_CHECKING:
-    from kvchat.chat.known_names import KnownNames
+    from kvchat.chat.surroundings import Surroundings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 _OWN_NAMES = (DEMO, DEMO_DRAFT, "ngram", "none")
@@ -73,10 +73,11 @@ def model_directories(settings: Settings) -> list[Path]:
     return [default_directory(), *map(user_path, settings["model_dir"])]
 
 
-def known_names(settings: Settings) -> "KnownNames":
+def surroundings_of(settings: Settings) -> "Surroundings":
     """Return what a user may name in a chat."""
-    from kvchat.chat.known_names import KnownNames
     from kvchat.chat.presets import Presets
+    from kvchat.chat.project_file import ProjectFile
+    from kvchat.chat.surroundings import Surroundings
     from kvchat.model.checkpoint.local_models import model_lines, short_names
     from kvchat.model.checkpoint.used_models import UsedModels
 
@@ -89,7 +90,8 @@ def known_names(settings: Settings) -> "KnownNames":
         return [*_aliases_if_any(), *short_names(used.read(), directories)]
 
     presets = Presets(user_paths().config.with_name("presets"))
-    return KnownNames(lines, names, presets)
+    state = None if settings["incognito"] else user_paths().state / "projects.json"
+    return Surroundings(lines, names, presets, ProjectFile(Path.cwd(), state))
 
 
 def _aliases_if_any() -> dict[str, str]:

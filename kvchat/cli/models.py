@@ -13,7 +13,7 @@ from typing import Any
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn, Strategy
 from kvchat.cli.build import state_memory, user_paths
-from kvchat.cli.model_names import aliases, known_names, set_alias, whole_name
+from kvchat.cli.model_names import aliases, set_alias, surroundings_of, whole_name
 from kvchat.cli.settings import name_to_keep, resolve
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
@@ -26,7 +26,7 @@ from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
 def list_models(flags: Mapping[str, Any]) -> None:
     """Print every model on this machine with its size, one a line."""
     settings = resolve(dict(flags), os.environ, user_paths().config)
-    for line in known_names(settings).model_lines():
+    for line in surroundings_of(settings).model_lines():
         _print(line)
 
 

@@ -17,6 +17,7 @@ from kvchat.terminal import (
     commands_input,
     commands_kv,
     commands_presets,
+    commands_shell,
     commands_turns,
 )
 from kvchat.terminal.commands import CommandContext, Invocation, Registry, Stopped
@@ -195,6 +196,7 @@ def build_registry() -> Registry:
             *commands_presets.COMMANDS,
             *commands_turns.COMMANDS,
             *commands_input.COMMANDS,
+            *commands_shell.COMMANDS,
             *commands_engine.COMMANDS,
             *commands_kv.COMMANDS,
         )

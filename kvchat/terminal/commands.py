@@ -160,8 +160,13 @@ class Registry:
         close = begun or difflib.get_close_matches(word, self._by_word, 1, _MIN_LIKENESS)
         return close[0] if close else None
 
-    def parse(self, line: str) -> Line:
-        """Return a typed line as a message, a command, or an unknown command."""
+    def parse(self, line: str, is_typed: bool = False) -> Line:
+        """Return a line as a message, a command, or an unknown command.
+
+        One that was typed at the prompt and begins with `!` is a command for the shell.
+        """
+        if is_typed and line.startswith("!") and line[1:].strip() and "\n" not in line.rstrip():
+            return Invocation(self._by_word["run"], line[1:].strip())
         if line.strip() == "?":
             line = "/help"
         elif line.strip() == ":q":
@@ -185,8 +190,10 @@ class CommandContext(ABC):
     """The interface that commands use, on the event loop only.
 
     `stats_level` says which figures follow every answer, `toolbox` which tools there are.
+    `is_at_terminal` is whether a person types the commands.
     """
 
+    is_at_terminal = True
     controller: ChatController
     registry: Registry
     stats_level: StatsLevel

@@ -134,7 +134,7 @@ MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and spac
 async def model(context: "CommandContext", arguments: str) -> None:
     if arguments in ("", "list"):
         lines = [] if arguments else [describe_model(context.controller), ""]
-        found = await asyncio.to_thread(context.controller.names.model_lines)
+        found = await asyncio.to_thread(context.controller.surroundings.model_lines)
         lines += ["On this machine:", *(f"  {one_line(line, 200)}" for line in found)]
         lines.append("/model NAME goes on with another.")
         context.say("\n".join(lines), hanging=MODEL_COLUMNS)

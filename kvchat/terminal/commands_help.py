@@ -63,6 +63,11 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
         ("/file notes.txt", "one file"),
         ("/file manual", "the files of /pin manual docs/*.md"),
     ),
+    "run": (("!git diff", "run it, and attach what it prints"), ("/run make test", "the same")),
+    "project": (
+        ("/project on", "AGENTS.md joins the system prompt of chats in this directory"),
+        ("/project", "whether it does"),
+    ),
     "system": (
         ("/system Answer in one sentence.", "set it"),
         ("/system @persona.txt", "set it from a file"),

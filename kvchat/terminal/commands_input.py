@@ -75,6 +75,26 @@ def split_words(arguments: str) -> list[str]:
         return [arguments]
 
 
+async def project(context: "CommandContext", arguments: str) -> None:
+    controller, project = context.controller, context.controller.surroundings.project
+    if (path := project.path) is None:
+        raise UsageError("There is no AGENTS.md and no CLAUDE.md in this directory.")
+    if arguments not in ("", "on", "off"):
+        raise UsageError(f"{one_line(arguments, 32)} is unknown here.", "/project [on|off]")
+    if arguments:
+        before = project.joined(None) or ""
+        own = (controller.system or "").removesuffix(before).rstrip() or None
+        project.use(arguments == "on")
+        text = project.joined(own)
+        _require_room(controller, text or "")
+        cost = await controller.engine.cost(controller.ids_with_system(text))
+        if await context.confirm_cost(cost, "/project"):
+            controller.set_system(text)
+            context.conversation_changed()
+    is_used = "is in the system prompt of" if project.is_used else "is left out of"
+    context.say(f"{path.name} {is_used} chats in this directory.")
+
+
 async def system(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
     if arguments in ("", "show"):
@@ -231,6 +251,14 @@ COMMANDS = (
         is_available_while_answering=True,
         argument=Argument.ATTACHABLE,
         subcommands=("clear",),
+    ),
+    Command(
+        "project",
+        "have AGENTS.md or CLAUDE.md of this directory in the system prompt, or not",
+        project,
+        Group.INPUT,
+        "[on|off]",
+        subcommands=("on", "off"),
     ),
     Command(
         "system",

@@ -25,7 +25,7 @@ async def preset(context: CommandContext, arguments: str) -> None:
     elif words[0] == "save" and len(words) > 1:
         _save(context, words[1], tuple(map(from_anywhere, words[2:])))
     elif words[0] == "rm" and len(words) == 2:
-        context.controller.names.presets.remove(words[1])
+        context.controller.surroundings.presets.remove(words[1])
         context.say(f"Deleted: {one_line(words[1], 64)}")
     elif len(words) == 1 and words[0] not in ("save", "rm"):
         await _begin_with(context, words[0])
@@ -34,7 +34,7 @@ async def preset(context: CommandContext, arguments: str) -> None:
 
 
 def _list(context: CommandContext) -> None:
-    known = context.controller.names.presets.lines()
+    known = context.controller.surroundings.presets.lines()
     width = max((len(name) for name in known), default=0) + 2
     lines = [f"{name:{width}}{line}" for name, line in known.items()]
     lines.append("/preset NAME begins a conversation with one, /preset save NAME keeps this one's.")
@@ -52,14 +52,14 @@ def _save(context: CommandContext, name: str, files: tuple[str, ...]) -> None:
     chosen = changes(controller.options, controller.settings.plain)
     values |= {name: value for name, value in chosen.items() if value is not None}
     saved = Preset(values, files)
-    path = controller.names.presets.write(name, saved)
+    path = controller.surroundings.presets.write(name, saved)
     context.say(f"Saved in {path}: {saved.line()}. `kvchat --preset {name}` begins with it.")
 
 
 async def _begin_with(context: CommandContext, name: str) -> None:
     """Begin a new conversation; the model is loaded before the open one is left."""
     controller = context.controller
-    chosen = controller.names.presets.read(name)
+    chosen = controller.surroundings.presets.read(name)
     system = chosen.values.get("system", controller.system)
     system = text_or_file(system) if system is not None else None
     model, old = chosen.values.get("model"), None

@@ -201,7 +201,7 @@ class Dialogue(CommandContext):
         self.has_warned = False
         self._notice = ""
         self._unsent.take()
-        line = self.registry.parse(text)
+        line = self.registry.parse(text, is_typed=True)
         if isinstance(line, Message):
             self._accept_message(text)
         elif isinstance(line, Unknown):
@@ -299,7 +299,7 @@ class Dialogue(CommandContext):
     async def _read_ahead(self, text: str) -> None:
         await asyncio.sleep(_TYPING_PAUSE_S)
         if not self.is_busy:
-            is_message = isinstance(self.registry.parse(text), Message)
+            is_message = isinstance(self.registry.parse(text, is_typed=True), Message)
             await self._ahead.consider(text if is_message else "")
             await self._ahead.watch(lambda: not self.is_busy, self.refresh)
 

@@ -529,8 +529,8 @@ def new_live_prompt(
         lambda: _turns(controller),
         lambda: _pins(controller),
         {
-            Argument.PRESET: lambda: controller.names.presets.lines().items(),
-            Argument.MODEL: lambda: ((name, "") for name in controller.names.model_names()),
+            Argument.PRESET: lambda: controller.surroundings.presets.lines().items(),
+            Argument.MODEL: lambda: ((name, "") for name in controller.surroundings.model_names()),
         },
     )
     return LivePrompt(terminal, painter, completer, history, editor)

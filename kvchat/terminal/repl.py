@@ -155,12 +155,24 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         notes = [file.note for file in controller.attached if file.note]
         tell(view, "\n".join([f"Attached {names}: it goes with your first message.", *notes]))
+    if (path := controller.surroundings.project.path) is not None:
+        _tell_project(controller, view, path.name)
     if controller.session is not None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
         show_where_it_stands(controller.session.conversation, view)
         if controller.tools is not None and controller.has_other_tools:
             tell(view, "This conversation began without these tools: /tools here offers them.")
+
+
+def _tell_project(controller: ChatController, view: View, name: str) -> None:
+    """Say that the project's file is used, or once that it can be."""
+    project = controller.surroundings.project
+    if project.is_used:
+        tell(view, f"{name} of this directory is in the system prompt; /project off leaves it out.")
+    elif project.is_new():
+        way = "/project on puts it in the system prompt of chats here."
+        tell(view, f"{name} of this directory is not used: {way}")
 
 
 def _in_lines(parts: Sequence[str], width: int, separator: str) -> list[str]:

@@ -85,6 +85,8 @@ class AnswerRequest:
 class ScriptCommands(CommandContext):
     """Runs commands for a script. `has_left` is true after a command has ended the run."""
 
+    is_at_terminal = False
+
     def __init__(
         self,
         controller: ChatController,

@@ -39,7 +39,7 @@ def test_every_command_has_two_examples_that_are_typed_as_they_stand() -> None:
     for command in registry.commands:
         name = command.name
         assert len(EXAMPLES[name]) == 2, name
-        typed = [registry.parse(line) for line, _ in EXAMPLES[name]]
+        typed = [registry.parse(line, is_typed=True) for line, _ in EXAMPLES[name]]
         assert all(isinstance(line, Invocation) for line in typed), name
         assert any(isinstance(line, Invocation) and line.command.name == name for line in typed)
 

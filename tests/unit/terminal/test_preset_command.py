@@ -10,9 +10,9 @@ from kvchat.chat.answer_settings import AskOptions, changed
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
-from kvchat.chat.known_names import KnownNames
 from kvchat.chat.presets import Preset, Presets
 from kvchat.chat.store import SessionStore
+from kvchat.chat.surroundings import Surroundings
 from kvchat.core.errors import UsageError
 from support.scripted_engine import Script, scripted_build
 from unit.terminal.test_controller_turns import ask, do
@@ -35,8 +35,8 @@ def chat(
         asked_for.append((name, saved))
         return host(hear)
 
-    names = KnownNames(list, list, Presets(tmp_path / "presets"))
-    controller = ChatController(host(), another, None, AskOptions(), names=names)
+    names = Surroundings(list, list, Presets(tmp_path / "presets"))
+    controller = ChatController(host(), another, None, AskOptions(), surroundings=names)
     yield controller
     controller.close_session()
     controller.host.close()
@@ -69,7 +69,9 @@ def test_a_saved_preset_begins_a_conversation_as_it_was(
 def test_a_preset_of_another_model_loads_it_with_its_settings(
     chat: ChatController, asked_for: list[tuple[str, Any]]
 ) -> None:
-    chat.names.presets.write("fast", Preset({"model": "other", "weights": "int4", "tools": True}))
+    chat.surroundings.presets.write(
+        "fast", Preset({"model": "other", "weights": "int4", "tools": True})
+    )
 
     said = do(chat, "/preset fast")
 
@@ -78,7 +80,7 @@ def test_a_preset_of_another_model_loads_it_with_its_settings(
 
 
 def test_a_preset_that_names_what_is_gone_changes_nothing(chat: ChatController) -> None:
-    chat.names.presets.write("gone", Preset({"system": "@/nowhere/prompt.txt"}))
+    chat.surroundings.presets.write("gone", Preset({"system": "@/nowhere/prompt.txt"}))
     ask(chat, "one")
     before = chat.require_session()
 

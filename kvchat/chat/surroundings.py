@@ -1,15 +1,17 @@
-"""KnownNames: what a user may name in a chat: models of this machine, and presets."""
+"""Surroundings: the models of this machine, the user's presets, the project of the directory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvchat.chat.presets import Presets
+from kvchat.chat.project_file import ProjectFile
 from kvchat.model.checkpoint.local_models import model_lines
 
 
 @dataclass(frozen=True, slots=True)
-class KnownNames:
-    """Names for `/model` and `/preset`.
+class Surroundings:
+    """What is around a chat, beside its conversation.
 
     model_lines   returns a line for each model on this machine
     model_names   returns aliases, and the short names of models that were used
@@ -18,3 +20,4 @@ class KnownNames:
     model_lines: Callable[[], list[str]] = model_lines
     model_names: Callable[[], list[str]] = list
     presets: Presets = field(default_factory=lambda: Presets(None))
+    project: ProjectFile = field(default_factory=lambda: ProjectFile(Path.cwd(), None))

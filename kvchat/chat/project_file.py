@@ -1,0 +1,71 @@
+"""ProjectFile: AGENTS.md or CLAUDE.md of a directory, which joins the system prompt of chats there.
+
+The user decides it once for each directory: the file may be another person's.
+"""
+
+from pathlib import Path
+
+from kvchat.core.errors import UnreadableFile
+from kvchat.core.paths import read_bounded, read_state, write_state
+from kvchat.core.text import text_of
+
+_NAMES = ("AGENTS.md", "CLAUDE.md")
+_VERSION, _FACT = 1, "projects"
+_TOLD = "told"
+_MOST_BYTES, _MOST_DIRECTORIES = 1 << 20, 1024
+
+
+class ProjectFile:
+    """The project file of a directory. `state` keeps what was decided; None keeps nothing."""
+
+    def __init__(self, directory: Path, state: Path | None) -> None:
+        self._directory = directory
+        self._state = state
+        self._choice = self._choices().get(str(directory))
+
+    @property
+    def path(self) -> Path | None:
+        """The first of the files that is there, None for none."""
+        paths = (self._directory / name for name in _NAMES)
+        return next((path for path in paths if path.is_file()), None)
+
+    @property
+    def is_used(self) -> bool:
+        return self._choice is True and self.path is not None
+
+    def use(self, is_used: bool) -> None:
+        """Decide whether chats in this directory have it in their system prompt."""
+        self._keep(is_used)
+
+    def is_new(self) -> bool:
+        """Return whether the user has yet to hear of the file; later calls return false."""
+        is_new = self.path is not None and self._choice is None
+        if is_new:
+            self._keep(_TOLD)
+        return is_new
+
+    def joined(self, system: str | None) -> str | None:
+        """Return a system prompt with the file's text behind it, where it is used.
+
+        Raises UnreadableFile for a file that is used and cannot be read.
+        """
+        path = self.path
+        if path is None or not self.is_used:
+            return system
+        try:
+            text, is_whole = text_of(read_bounded(path, _MOST_BYTES))
+        except OSError as error:
+            raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
+        if not is_whole or "\0" in text:
+            raise UnreadableFile(f"{path} is not a text file.")
+        return "\n\n".join(part for part in (system, text.strip()) if part) or None
+
+    def _choices(self) -> dict[str, object]:
+        return read_state(self._state, _VERSION, _FACT) if self._state is not None else {}
+
+    def _keep(self, choice: bool | str) -> None:
+        self._choice = choice
+        if self._state is not None:
+            others = {k: v for k, v in self._choices().items() if k != str(self._directory)}
+            newest = [*others.items(), (str(self._directory), choice)][-_MOST_DIRECTORIES:]
+            write_state(self._state, _VERSION, _FACT, dict(newest))

@@ -1,0 +1,111 @@
+"""!COMMAND at the prompt, and the project file of the working directory."""
+
+from pathlib import Path
+
+import pytest
+
+from kvchat.chat.controller import ChatController
+from kvchat.chat.project_file import ProjectFile
+from kvchat.terminal.command_runner import build_registry
+from kvchat.terminal.commands import Invocation, Message
+from kvchat.terminal.paint import Painter
+from kvchat.terminal.script_commands import ScriptPage
+from kvchat.terminal.theme import Look
+from unit.terminal.conftest import StartChat
+from unit.terminal.test_controller_turns import SureCommands, ask, do
+
+
+class AtTerminal(SureCommands):
+    """A person who says yes."""
+
+    is_at_terminal = True
+
+
+def type_line(controller: ChatController, line: str) -> str:
+    said: list[str] = []
+    page = ScriptPage(said.append, Painter(Look(has_colour=False, is_plain=True)), 200)
+    commands = AtTerminal(controller, page, build_registry(), False)
+    parsed = commands.registry.parse(line, is_typed=True)
+    assert isinstance(parsed, Invocation)
+    commands.carry_out(parsed)
+    return "".join([*commands.asked, *said])
+
+
+def test_the_output_of_a_command_is_shown_and_goes_with_the_next_message(
+    controller: ChatController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "mine")  # the user's own commands see what the user has
+
+    said = type_line(controller, "!seq 50; echo $MY_TOKEN; printf '\\033[31mred'; exit 3")
+    ask(controller, "why?")
+
+    assert "[13 lines before]" in said
+    assert "\n49\n50\nmine\n" in said
+    assert "\x1b" not in said
+    assert "[exit code 3]" in said
+    assert "to your next message?" in said
+    [turn] = controller.place.user_turns
+    assert turn.text.startswith("seq 50; echo $MY_TOKEN")
+    assert "\n1\n2\n" in turn.text
+    assert turn.text.endswith("why?")
+
+
+def test_only_a_line_that_a_person_typed_runs_a_command(controller: ChatController) -> None:
+    """A script's lines may be another person's."""
+    registry = build_registry()
+
+    assert registry.parse("!ls") == Message("!ls")
+    for text in ("!", "! ", " !ls", "!ls\nand more", "a !ls"):
+        assert registry.parse(text, is_typed=True) == Message(text)
+    assert "at a terminal only" in do_or_error(controller, "/run touch x")
+
+
+def do_or_error(controller: ChatController, line: str) -> str:
+    try:
+        return do(controller, line)
+    except Exception as error:
+        return str(error)
+
+
+def test_a_project_file_joins_the_system_prompt_once_the_user_says_so(
+    controller: ChatController, tmp_path: Path
+) -> None:
+    (tmp_path / "AGENTS.md").write_text("Use tabs.\n")
+    (tmp_path / "CLAUDE.md").write_text("Use spaces.\n")
+    state = tmp_path / "state" / "projects.json"
+    project = ProjectFile(tmp_path, state)
+
+    assert [project.is_new(), project.is_new(), ProjectFile(tmp_path, state).is_new()] == [
+        True,
+        False,
+        False,
+    ]
+    assert project.joined("Be brief.") == "Be brief."
+    project.use(True)
+    again = ProjectFile(tmp_path, state)
+    assert again.is_used
+    assert again.joined("Be brief.") == "Be brief.\n\nUse tabs."
+    assert again.joined(None) == "Use tabs."
+    (tmp_path / "AGENTS.md").unlink()
+    assert again.joined(None) == "Use spaces."
+    (tmp_path / "CLAUDE.md").unlink()
+    assert (again.is_used, again.joined("x")) == (False, "x")
+    assert not ProjectFile(tmp_path / "elsewhere", state).is_used
+
+
+def test_project_on_and_off_change_this_chat_and_later_ones(
+    start_chat: StartChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "AGENTS.md").write_text("Use tabs.")
+    monkeypatch.chdir(tmp_path)
+    chat = start_chat()
+    chat.wait_for("AGENTS.md of this directory is not used")
+
+    chat.type("/project on\r")
+    chat.wait_for("AGENTS.md is in the system prompt of")
+    chat.type("/system\r")
+    chat.wait_for("System prompt: Use tabs.")
+    chat.type("/project off\r")
+    chat.wait_for("AGENTS.md is left out of")
+    chat.type("/system\r")
+    chat.wait_for("There is no system prompt")
