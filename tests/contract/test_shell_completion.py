@@ -13,4 +13,6 @@ def test_a_shell_can_complete_commands_and_flags(shell: Shell) -> None:
     assert completed("kvchat se") == {"serve", "sessions"}
     assert {"export", "import", "show"} <= completed("kvchat sessions ")
     others = {"--temperature", "--think", "--threads", "--timeout", "--title"}
-    assert completed("kvchat --t") == others | {"--tool-env", "--tools", "--top-k", "--top-p"}
+    others |= {"--tool-env", "--tools", "--top-k", "--top-p", "--trace-log"}
+    assert completed("kvchat --t") == others
+    assert {"trace", "plan"} <= completed("kvchat bench ")
