@@ -108,9 +108,11 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
     blocks = {}
     if source.gguf is not None:
-        from kvchat.model.gguf.tensors import block_formats
+        from kvchat.model.gguf.tensors import bits_of_formats
+        from kvchat.model.loader import memory_of_weights
 
-        blocks = {"blocks": block_formats(source.gguf)}
+        needed = format_bytes(memory_of_weights(source, config, spec, where))
+        blocks = {"blocks": bits_of_formats(source.gguf), "memory": f"{needed} for the weights"}
     else:
         packing = packing_of(read_json(source.config_file) or {}, source.name)
     return {

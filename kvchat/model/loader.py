@@ -25,7 +25,7 @@ from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
-from kvchat.model.checkpoint.tensors import CheckpointTensors, read_tensors
+from kvchat.model.checkpoint.tensors import CheckpointTensors, memory_of_gguf, read_tensors
 from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
 from kvchat.model.decoder.matrices import keep_precise
 from kvchat.model.device import choose_device, dtype_name, dtype_of, limit_kept_shapes, set_threads
@@ -178,6 +178,14 @@ def inspect_model(source: ModelSource, memory: Memory = NO_MEMORY) -> tuple[Any,
     """
     model, spec = _inspect(source, memory)
     return model.config, spec
+
+
+def memory_of_weights(
+    source: ModelSource, config: Any, spec: ModelSpec, device: torch.device
+) -> int:
+    """Return the bytes of memory that the weights of a GGUF file will take on `device`."""
+    blocks_on = device if _can_pack(spec, device) else None
+    return memory_of_gguf(source, MetaModel(config), blocks_on, spec.read_elsewhere)
 
 
 def _inspect(source: ModelSource, memory: Memory) -> tuple[MetaModel, ModelSpec | None]:

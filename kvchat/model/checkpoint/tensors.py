@@ -82,14 +82,9 @@ def _read_gguf(
     _, config = class_and_config(meta.config)
     module = meta.module
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    wanted: list[tuple[str, ...]] = []
     for_cpu = blocks_on is not None and blocks_on.type == "cpu"
-    if blocks_on is not None:
-        wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
-        wanted += expert_tensors(module)
     head = _tied_head(module)
-    if for_cpu and (head is None or (head,) in wanted):  # else the head reads the table as it is
-        wanted += [(name,) for name in _large_tables(module, dtype)]
+    wanted = _wanted_in_blocks(module, head, dtype, blocks_on, read_elsewhere)
     stage = stage_of(gguf, dtype, blocks_on is not None)
     architecture = architecture_of(gguf, source.name)
     progress(LoadProgress(stage, 0.0))
@@ -101,6 +96,48 @@ def _read_gguf(
         gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
     )
     return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise)
+
+
+def memory_of_gguf(
+    source: ModelSource,
+    meta: MetaModel,
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
+) -> int:
+    """Return the bytes of memory that the weights of a GGUF file will take, before it is read.
+
+    `blocks_on` is as of `read_tensors`.
+    """
+    from kvchat.model.gguf.config import architecture_of
+    from kvchat.model.gguf.tensors import memory_bytes
+
+    assert source.gguf is not None
+    _, config = class_and_config(meta.config)
+    module, dtype = meta.module, meta.config.dtype
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    wanted = _wanted_in_blocks(module, _tied_head(module), dtype, blocks_on, read_elsewhere)
+    architecture = architecture_of(source.gguf, source.name)
+    for_cpu = blocks_on is not None and blocks_on.type == "cpu"
+    return memory_bytes(source.gguf, architecture, config, shapes, dtype, wanted, for_cpu)
+
+
+def _wanted_in_blocks(
+    module: Any,
+    head: str | None,
+    dtype: torch.dtype,
+    blocks_on: torch.device | None,
+    read_elsewhere: Collection[str],
+) -> list[tuple[str, ...]]:
+    """Return the groups of names of what is to stay in blocks; `head` is a tied one."""
+    if blocks_on is None:
+        return []
+    wanted: list[tuple[str, ...]] = []
+    wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
+    wanted += expert_tensors(module)
+    # Else the head reads the table as it is.
+    if blocks_on.type == "cpu" and (head is None or (head,) in wanted):
+        wanted += [(name,) for name in _large_tables(module, dtype)]
+    return wanted
 
 
 def _tied_head(module: Any) -> str | None:

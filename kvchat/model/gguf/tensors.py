@@ -65,12 +65,25 @@ def kind_name(tensor: GgufTensor) -> str:
 
 def block_formats(gguf: GgufModel) -> str:
     """Return the names of the matrices' formats, that of the most bytes first."""
-    sizes: dict[str, int] = {}
+    return ", ".join(_sizes_of_formats(gguf))
+
+
+def bits_of_formats(gguf: GgufModel) -> str:
+    """Return the same with the bits that a weight of each takes, and those of all together."""
+    sizes = _sizes_of_formats(gguf)
+    each = [f"{name} {8 * size / count:.4g}" for name, (size, count) in sizes.items()]
+    size, count = (sum(numbers) for numbers in zip(*sizes.values(), strict=True))
+    return f"{', '.join(each)}; together {8 * size / count:.3g} bits a weight"
+
+
+def _sizes_of_formats(gguf: GgufModel) -> dict[str, tuple[int, int]]:
+    """Return the bytes and the weights of the matrices in each format, the most bytes first."""
+    sizes: dict[str, tuple[int, int]] = {}
     for tensor in gguf.tensors.values():
         if len(tensor.shape) > 1:
-            name = kind_name(tensor)
-            sizes[name] = sizes.get(name, 0) + tensor.num_bytes
-    return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
+            size, count = sizes.get(kind_name(tensor), (0, 0))
+            sizes[kind_name(tensor)] = size + tensor.num_bytes, count + prod(tensor.shape)
+    return dict(sorted(sizes.items(), key=lambda item: item[1][0], reverse=True))
 
 
 def stage_of(gguf: GgufModel, dtype: torch.dtype, keeps_blocks: bool) -> str:
@@ -195,6 +208,23 @@ def read_gguf_tensors(
     if _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu):
         reader.keep_again(tied_head, table)
     return GgufTensors(state, reader.blocks, precise)
+
+
+def memory_bytes(
+    gguf: GgufModel,
+    architecture: Architecture,
+    config: Any,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    wanted: Collection[tuple[str, ...]],
+    for_cpu: bool,
+) -> int:
+    """Return the bytes of memory of what `read_gguf_tensors` returns, mapped tensors included."""
+    sources = _sources(gguf, architecture, shapes)
+    kept = _staying(sources, shapes, wanted, config, for_cpu)
+    parts = [part for source in sources.values() for part in source.parts]
+    mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
+    return _needed_bytes(sources, dtype, kept, for_cpu) + mapped
 
 
 def _is_small(shape: torch.Size) -> bool:

@@ -47,7 +47,8 @@ def test_models_info_describes_a_gguf_file(shell: Shell, twins: tuple[str, str])
     done = shell.run("models", "info", twins[0], "--json")
     facts = json.loads(done.stdout)
     assert facts["supported"] == "yes"
-    assert facts["blocks"] == "Q8_0"
+    assert facts["blocks"] == "Q8_0 8.5; together 8.5 bits a weight"
+    assert facts["memory"].endswith("for the weights")
     assert facts["dtype"] == "bfloat16"
     assert facts["chat_template"].startswith("append-safe")
 

@@ -1,0 +1,34 @@
+"""What a GGUF file will need in memory is known before it is read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.gguf.tensors import bits_of_formats
+from kvchat.model.loader import inspect_model, load_model, memory_of_weights
+from kvchat.model.packed.quantise import num_packed_bytes
+from support.checkpoints import tiny_model
+from support.gguf_files import write_gguf
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "IQ2_XXS"])
+def test_the_memory_told_is_the_memory_taken(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = tiny_model("llama", **sizes, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, lambda n: "BF16" if "token_embd" in n else kind)
+    source = find_model(str(path))
+    config, spec = inspect_model(source)
+    assert spec is not None
+    assert source.gguf is not None
+
+    told = memory_of_weights(source, config, spec, torch.device("cpu"))
+
+    asked = ModelConfig(source.name, "cpu")
+    module = load_model(source, asked, None, lambda event: None).module
+    own = sum(part.nbytes for part in module.parameters())
+    assert told == pytest.approx(own + num_packed_bytes(module), rel=0.01)
+    each = {"Q6_K": "Q6_K 6.562", "IQ2_XXS": "IQ2_XXS 2.062"}[kind]
+    assert each in bits_of_formats(source.gguf)
