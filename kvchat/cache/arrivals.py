@@ -222,6 +222,8 @@ class Arrivals:
         ):
             arrival.miss_reason = arrival.miss_reason or MissReason.SLOWER
             return False
+        if link.is_shared and link.tier is None:  # nothing says yet how far away it is
+            feed.expected_s = self._clock() + latency_s
         start_block = self._manager.num_cached_tokens(feed.ids[:-1]) // size
         link.thread.restore(lambda tier: self._reader.read(link, tier, feed, start_block))
         return True
@@ -326,7 +328,7 @@ class Arrivals:
             if is_late:
                 feed.give_up()
             return is_late
-        if is_ready and link.computes and not feed.is_found:
+        if is_ready and feed.expected_s and not (feed.is_found or arrival.is_prefetch):
             self._compute_meanwhile(arrival, feed)
         elif is_ready and self._is_late(arrival, feed, link):
             self._hurry(arrival, feed)
@@ -387,7 +389,7 @@ class Arrivals:
             self._extend_front(arrival, feed, _HURRY_TOKENS << (arrival.num_hurries - 1))
 
     def _compute_meanwhile(self, arrival: Arrival, feed: Feed) -> None:
-        """Extend the front a little, while another machine computes all of it."""
+        """Extend the front a little, while another machine computes all of it or is reached."""
         arrival.since_s = self._clock()
         num_there = self._manager.num_cached_tokens(arrival.ids[:-1])
         left_s = feed.expected_s - self._clock()

@@ -60,9 +60,9 @@ class Feed:
     Before the first piece the tier's thread may set `ids` to the context of a snapshot of recurrent
     state in the prompt, `num_planned` to the end of a front that is quicker to compute,
     `piece_bytes` to the size of the largest piece, and `miss_reason` to why there is no more.
-    `num_front` is the engine's: packs before it are not read any more. So is `expected_s`: when a
-    machine that computes the prompt will have done so. The tier's thread sets `is_found` once the
-    tier has answered.
+    `num_front` is the engine's: packs before it are not read any more. So is `expected_s`, when
+    another machine is expected to answer: until it does, the front is computed. 0 for any other
+    tier. The tier's thread sets `is_found` once the tier has answered.
 
     `num_known` counts the tokens that need no computing. `num_put` counts the delivered pieces,
     `num_taken` those that the engine has handled. `num_awaited` is `num_taken` when the reader's
@@ -155,7 +155,7 @@ class FeedReader:
             if tier is not None and not feed.is_given_up.is_set():
                 runs = self.find(tier, feed, start_block)
                 feed.is_found = True
-                if link.computes:  # what was computed here meanwhile is not read
+                if feed.expected_s:  # what was computed here meanwhile is not read
                     start_block = max(start_block, feed.num_front // self._manager.block_size)
                 if self._manager.has_state:
                     num_restored = len(feed.ids) // self._manager.block_size

@@ -4,6 +4,8 @@ The store is a dict; the model answers from the KV that it reads, so that a wron
 the text.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.shared.tombstones import Tombstones
+from kvchat.cache.tier import Layout, TierOpener
 from kvchat.core.types import NO_MEMORY
-from support.restarts import HISTORY, alone, spec
+from support.restarts import HISTORY, Processes, alone, spec
 from support.shared_machines import KEY, LAYOUT, Machines, run_with_faults
 from support.shared_stores import DictStore
 
@@ -89,6 +92,24 @@ def test_a_store_that_is_far_away_is_not_asked_for_what_is_computed_sooner() -> 
 
     assert machines.store.num_calls == num_calls
     first.end()
+
+
+def test_a_store_that_is_not_reached_yet_is_not_waited_for() -> None:
+    """Connecting to a store 200 ms away took four round trips, in which the chat computed nothing:
+    a quarter of a first answer's time.
+    """
+    reached = threading.Event()
+
+    def open_late(layout: Callable[[], Layout]) -> None:
+        assert reached.wait(60)
+
+    processes = Processes(None, [TierOpener("shared", open_late, is_shared=True)])
+    chat = processes.start()
+
+    assert chat.answer(spec(HISTORY))[0] == alone(spec(HISTORY))
+
+    reached.set()
+    chat.end()
 
 
 @pytest.mark.parametrize("seed", range(2))
