@@ -52,6 +52,7 @@ class Client:
             headers=address.headers,
             timeout=httpx2.Timeout(_SILENCE_S, connect=CONNECT_S),
             trust_env=not address.is_here,
+            verify=address.has_certificate,
             # A server may close a connection that is kept just when it is used again.
             limits=httpx2.Limits(max_keepalive_connections=0),
         )

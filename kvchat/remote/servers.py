@@ -73,6 +73,11 @@ class Address:
     model: str = ""
 
     @property
+    def has_certificate(self) -> bool:
+        """Whether the connection is encrypted; else certificates are not even loaded (0.1 s)."""
+        return self.url.lower().startswith("https:")
+
+    @property
     def shown(self) -> str:
         """The address for the user, without the user name and password that it may contain."""
         parts = urlsplit(self.url)
@@ -157,6 +162,7 @@ class Asker:
             headers=address.headers,
             timeout=httpx2.Timeout(_ASK_S, connect=CONNECT_S),
             trust_env=not address.is_here,
+            verify=address.has_certificate,
         )
 
     def __enter__(self) -> "Asker":
