@@ -10,9 +10,9 @@ from functools import cache, partial
 
 from llvmlite import ir
 
+from kvchat_kernels.cpu.block_levels import Place
 from kvchat_kernels.cpu.block_rows import (
     ActivationRow,
-    Place,
     TwoWeightRows,
     WeightRow,
     each_group,

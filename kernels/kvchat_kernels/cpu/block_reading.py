@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_rows import alternating, each_group, looked_up
+from kvchat_kernels.cpu.block_levels import looked_up
+from kvchat_kernels.cpu.block_rows import alternating, each_group
 from kvchat_kernels.cpu.code import I8, I16, I32, Code, Value, kernel
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, PLANES, STEP_COLUMNS

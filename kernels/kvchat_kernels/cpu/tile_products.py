@@ -19,14 +19,13 @@ from functools import cache
 
 from llvmlite import ir
 
+from kvchat_kernels.cpu.block_levels import bits_at, signed
 from kvchat_kernels.cpu.block_products import BlockProductTask
 from kvchat_kernels.cpu.block_rows import (
     RoundingTask,
     WeightRow,
-    bits_at,
     round_block,
     row_bytes,
-    signed,
     transposed,
     write_rounding,
 )

@@ -1,0 +1,150 @@
+"""Levels of weights in blocks: read from stored bytes, where they are nibbles, bytes or bit planes.
+
+The planes of a level hold some of its bits each (`linear/blocks.py`); codes are looked up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from kvchat_kernels.cpu.code import I8, I16, I64, Code, Value, constant, has_feature
+from kvchat_kernels.linear.blocks import PLANES, WORD, Layout
+
+# The matrix of bits that gives the upper 4 bits of a byte: a row of 8 bits for each bit, the row of
+# the lowest in the highest byte.
+_HIGH_BITS = 0x1020_4080_0000_0000
+# Groups of so many blocks are read a word of columns after another, smaller ones lane by lane.
+_LEAST_EVEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a vector of a group's levels is.
+
+    start    the columns before it in the group, as bytes: of levels in planes 8 bits for each, of
+             others as they lie
+    turn     of levels in planes in a group of 8 blocks: the word of columns is `turn` plus a
+             multiple of the first plane's bits
+    words    of levels in planes: that multiple, or in smaller groups all words of the vector
+    """
+
+    start: Value | int
+    turn: Value | None = None
+    words: Sequence[int] = ()
+
+
+def halves_of(
+    code: Code, layout: Layout, size: int, place: Place, stored: Sequence[Value]
+) -> tuple[Value, Value]:
+    """Return the two vectors of levels that stored bytes hold, see `WeightRow.halves`."""
+    if layout.are_nibbles:
+        (packed,) = stored
+        return packed & 15, _high_bits(code, packed)
+    halves = stored
+    if layout.has_planes:
+        levels = levels_of(code, layout.bits, size, place, stored)
+        halves = code.halves(signed(code, layout, levels))
+    first, second = (
+        code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in halves
+    )
+    return first, second
+
+
+def levels_of(code: Code, bits: int, size: int, place: Place, stored: Sequence[Value]) -> Value:
+    """Return levels without signs, 8 bits each, of vectors of their planes."""
+    if place.turn is None and size >= _LEAST_EVEN:
+        each = [_levels_of_word(code, bits, size, word, stored) for word in place.words]
+        while len(each) > 1:
+            each = [code.joined(*two) for two in zip(each[::2], each[1::2], strict=True)]
+        return each[0]
+    total, low, turns = None, 0, PLANES[bits][0]
+    for plane, data in zip(PLANES[bits], stored, strict=True):
+        if place.turn is None:
+            part = _picked_bits(code, plane, size, place.words, data) << low
+        else:
+            turn = place.turn & -plane if plane < turns else None
+            part = bits_at(code, data, plane, place.words[0], low, turn)
+        total = part if total is None else total | part
+        low += plane
+    assert total is not None
+    return total
+
+
+def _levels_of_word(code: Code, bits: int, size: int, word: int, stored: Sequence[Value]) -> Value:
+    """Return the levels of a word of columns of a small group, whose planes are `stored`."""
+    total, low, width = None, 0, WORD * size
+    for plane, data in zip(PLANES[bits], stored, strict=True):
+        start = width * (word % plane)
+        part = code.picked(data, range(start, start + width))
+        part = bits_at(code, part, plane, word // plane * plane, low)
+        total = part if total is None else total | part
+        low += plane
+    assert total is not None
+    return total
+
+
+def bits_at(
+    code: Code, data: Value, count: int, shift: int, low: int, turn: Value | None = None
+) -> Value:
+    """Return `count` bits of each byte from bit `shift` plus `turn` on, moved to bit `low`.
+
+    Bytes are shifted in words, whose bits beyond a byte are none of those.
+    """
+    words = code.as_bits(data, ir.VectorType(I16, data.type.count // 2))
+    if shift > low:
+        words = words >> (shift - low)
+    elif low > shift:
+        words = words << (low - shift)
+    if turn is not None:
+        words = words >> code.spread(code.convert("trunc", turn, I16), words.type.count)
+    mask = ((1 << count) - 1) << low
+    return code.as_bits(words, data.type) & (mask if mask < 128 else mask - 256)
+
+
+def _picked_bits(code: Code, bits: int, size: int, words: Sequence[int], data: Value) -> Value:
+    """Return the bits of some words of columns of a small group, whose plane is `data`."""
+    lanes = [WORD * size * (word % bits) + lane for word in words for lane in range(WORD * size)]
+    shifts = [bits * (word // bits) for word in words for _ in range(WORD * size)]
+    picked = code.picked(data, lanes)
+    shifted = picked >> Value(code, ir.Constant(picked.type, shifts))
+    return shifted if bits == 8 else shifted & ((1 << bits) - 1)
+
+
+def signed(code: Code, layout: Layout, levels: Value) -> Value:
+    """Return what levels without signs stand for, 8 bits each."""
+    if layout.codes is not None:
+        return looked_up(code, layout.codes, levels)
+    return levels - layout.zero if layout.zero else levels
+
+
+def looked_up(code: Code, codes: Sequence[int], levels: Value) -> Value:
+    """Return what each level of 0 to 15 stands for, in bytes."""
+    count = levels.type.count
+    names = {16: "ssse3.pshuf.b.128", 32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
+    needed = {16: "ssse3", 32: "avx2", 64: "avx512bw"}
+    if count in names and has_feature(needed[count]):
+        table = Value(code, ir.Constant(levels.type, list(codes) * (count // len(codes))))
+        return code.call(f"llvm.x86.{names[count]}", levels.type, table, levels)
+    if count > 16 and has_feature("ssse3"):
+        return code.joined(*(looked_up(code, codes, half) for half in code.halves(levels)))
+    return _chosen(code, codes, levels)
+
+
+def _chosen(code: Code, codes: Sequence[int], levels: Value) -> Value:
+    """Do the same by choosing between the halves of the codes, for any processor."""
+    if len(codes) == 1:
+        return Value(code, constant(codes[0], levels.type))
+    half = len(codes) // 2
+    low, high = (_chosen(code, part, levels) for part in (codes[:half], codes[half:]))
+    return code.select((levels & half) > 0, high, low)
+
+
+def _high_bits(code: Code, packed: Value) -> Value:
+    """Return the upper 4 bits of bytes."""
+    count = packed.type.count
+    if count < 64 or not has_feature("gfni"):
+        return packed >> 4  # a shift of 16 bits, and a mask
+    matrix = Value(code, constant(_HIGH_BITS, ir.VectorType(I64, count // 8)))
+    name, zero = f"llvm.x86.vgf2p8affineqb.{8 * count}", Value(code, constant(0, I8))
+    return code.call(name, packed.type, packed, code.as_bits(matrix, packed.type), zero)
