@@ -33,6 +33,8 @@ from support.matrix import spread
 NIBBLES = Layout(4, 32, torch.float16, True, True)
 CENTRED = Layout(4, 32, torch.float16, False, True)
 BYTES = Layout(8, 32, torch.float16, False, True)
+PLANES = Layout(5, 32, torch.float16, False, True, zero=16)
+LOOKED_UP = Layout(4, 32, torch.float16, False, True, codes=tuple(range(-8, 8)))
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
 HEADS, HEADS_OF_FOUR = (
@@ -74,6 +76,14 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
         block_products.BlockProductTask,
         lambda code: block_products._write(code, BYTES, False, False),
     ),
+    "5 bits in planes": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, PLANES, False, False),
+    ),
+    "codes of 4 bits": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, LOOKED_UP, False, False),
+    ),
     "rounding": (
         block_rows.RoundingTask,
         lambda code: block_rows.write_rounding(code, Rounding.BYTES),
@@ -84,11 +94,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "reading of 4 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", True),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", True, False),
     ),
     "reading of 5 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", False, False),
     ),
     "levels of AWQ": (
         group_levels.LevelsTask,
