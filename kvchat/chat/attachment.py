@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
@@ -48,7 +49,8 @@ class Attached:
 
 
 _MAX_BYTES = 16 * 2**20
-_MOST_FILES = 500
+_MOST_FILES, _MOST_SEEN = 500, 20_000
+_NO_SOURCES = ("node_modules", "__pycache__")
 _BEGINNING_BYTES = 8192
 _ADDRESS = re.compile(r"https?:/", re.IGNORECASE)
 _HAS_SUFFIX = re.compile(r"\.\w+\Z")
@@ -192,7 +194,7 @@ def matching_files(word: str) -> Files:
         )
     path = user_path(word)
     if path.is_dir():
-        found = list(_below(path))
+        found = list(islice(_below(path), _MOST_FILES + 1))
         if not found:
             raise UsageError(f"{one_line(word, 60)} has no text files.")
         return Files(_few(word, found), is_many=True)
@@ -209,9 +211,19 @@ def matching_files(word: str) -> Files:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the text files below a directory in order, without hidden ones and links."""
+    """Yield the text files below a directory in order, without links, hidden ones and packages.
+
+    Raises UsageError where so many are no text that looking at them would take long.
+    """
+    num_seen = 0
     for root, directories, names in os.walk(directory):
-        directories[:] = sorted(d for d in directories if d[0] not in "._" and d != "node_modules")
+        directories[:] = sorted(d for d in directories if d[0] != "." and d not in _NO_SOURCES)
+        num_seen += len(names)
+        if num_seen > _MOST_SEEN:
+            raise UsageError(
+                f"{one_line(str(directory), 60)} has more than {_MOST_SEEN:,} files.",
+                "Name a part of them, as in src/*.py.",
+            )
         paths = (Path(root, name) for name in sorted(names) if name[0] != ".")
         yield from (each for each in paths if not each.is_symlink() and _is_text(each))
 
@@ -234,8 +246,8 @@ def _few(word: str, paths: list[Path]) -> tuple[Path, ...]:
             num_bytes += path.stat().st_size
         if number >= _MOST_FILES or num_bytes > _MAX_BYTES:
             raise UsageError(
-                f"{one_line(word, 60)} names {len(paths):,} files; at most {_MOST_FILES} with "
-                f"{_MAX_BYTES >> 20} MiB can be attached.",
+                f"{one_line(word, 60)} names more than {_MOST_FILES} files, or than "
+                f"{_MAX_BYTES >> 20} MiB of them.",
                 "Name a part of them, as in src/*.py.",
             )
     return tuple(paths)

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvchat.chat.presets import Preset
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.parameters import BY_NAME
-from kvchat.core.paths import read_bounded
+from kvchat.core.parameters import BY_NAME, OF_ANSWERS
+from kvchat.core.paths import as_text, read_bounded
 from kvchat.core.text import one_line, shown, text_of
 
 _MOST_BYTES = 1 << 20
@@ -23,6 +23,8 @@ _NAMES: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
 }
 _NO_LIMIT = ("max_tokens", "-1")
+# The file may be another person's: it says how answers are generated, and no more.
+_ALLOWED = frozenset({"max_context", "threads", *(p.name for p in OF_ANSWERS)})
 _INSTRUCTION = re.compile(
     r'[ \t]*(?P<word>[A-Za-z]+)[ \t]+(?:(?P<before>[^\n"]*?)"""(?P<long>.*?)"""|(?P<line>[^\n]*))',
     re.DOTALL,
@@ -46,7 +48,7 @@ def read_modelfile(path: Path) -> tuple[Preset, list[str]]:
         if word == "FROM":
             values["model"] = _model(argument, path.parent)
         elif word == "SYSTEM":
-            values["system"] = argument
+            values["system"] = as_text(argument)
         elif word == "ADAPTER":
             values["adapter"] = str((path.parent / Path(argument).expanduser()).absolute())
         elif word == "PARAMETER":
@@ -92,7 +94,7 @@ def _take_parameter(argument: str, values: dict[str, Any], path: Path) -> list[s
     name = _NAMES.get(own.lower(), own.lower())
     if (name, text) == _NO_LIMIT:
         return []
-    if name not in BY_NAME:
+    if name not in _ALLOWED:
         return [f"PARAMETER {one_line(own, 32)}"]
     place = f"PARAMETER {one_line(own, 32)} in {path}"
     if name == "stop":

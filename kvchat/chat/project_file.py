@@ -22,6 +22,7 @@ class ProjectFile:
         self._directory = directory
         self._state = state
         self._choice = self._choices().get(str(directory))
+        self._joined = ""
 
     @property
     def path(self) -> Path | None:
@@ -44,21 +45,40 @@ class ProjectFile:
             self._keep(_TOLD)
         return is_new
 
-    def joined(self, system: str | None) -> str | None:
-        """Return a system prompt with the file's text behind it, where it is used.
-
-        Raises UnreadableFile for a file that is used and cannot be read.
-        """
+    def read(self) -> str:
+        """Return the file's text, "" without one; raises UnreadableFile."""
         path = self.path
-        if path is None or not self.is_used:
-            return system
+        if path is None:
+            return ""
         try:
             text, is_whole = text_of(read_bounded(path, _MOST_BYTES))
         except OSError as error:
             raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
         if not is_whole or "\0" in text:
             raise UnreadableFile(f"{path} is not a text file.")
-        return "\n\n".join(part for part in (system, text.strip()) if part) or None
+        return text.strip()
+
+    def joined(self, system: str | None, text: str | None = None) -> str | None:
+        """Return a system prompt with the file's text behind it, where it is used.
+
+        text   stands for the file's, whether it is used or not
+
+        Raises UnreadableFile for a file that is used and cannot be read.
+        """
+        if text is None:
+            text = self.read() if self.is_used else ""
+        self._joined = text or self._joined
+        return "\n\n".join(part for part in (system, text) if part) or None
+
+    def is_in(self, system: str | None) -> bool:
+        """Return whether a system prompt ends with the text that this process has joined."""
+        return bool(self._joined) and (system or "").endswith(self._joined)
+
+    def without(self, system: str | None) -> str | None:
+        """Return a system prompt without that text."""
+        if system is None or not self.is_in(system):
+            return system
+        return system.removesuffix(self._joined).rstrip("\n") or None
 
     def _choices(self) -> dict[str, object]:
         return read_state(self._state, _VERSION, _FACT) if self._state is not None else {}

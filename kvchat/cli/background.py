@@ -19,11 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvchat.cli.build import user_paths
-from kvchat.cli.flags import OF_SERVER
-from kvchat.cli.running_server import RunningServer, any_server, running_server
+from kvchat.cli.running_server import FOR_SERVERS, RunningServer, any_server, running_server
 from kvchat.cli.settings import Settings
 from kvchat.core.errors import KvchatError, ModelError
-from kvchat.core.parameters import Parameter
+from kvchat.core.parameters import BY_NAME, Parameter
 from kvchat.core.paths import Lock, open_private, private_directory, try_lock
 from kvchat.core.text import format_age, format_bytes, one_line, sanitize
 
@@ -90,8 +89,7 @@ def _start(settings: Settings, minutes: float, state: Path) -> "subprocess.Popen
 
 def _arguments(settings: Settings) -> list[str]:
     """Return the flags of this process that a server takes, as its command line has them."""
-    own = [p for p in OF_SERVER if p.name in settings.values and p.name != "keep_alive"]
-    given = [parameter for parameter in own if settings.is_flag(parameter.name)]
+    given = [BY_NAME[name] for name in FOR_SERVERS if settings.is_flag(name)]
     return [text for parameter in given for text in _flags(parameter, settings[parameter.name])]
 
 

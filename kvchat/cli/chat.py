@@ -28,7 +28,7 @@ from kvchat.cli.log_file import close_log
 from kvchat.cli.model_names import surroundings_of, whole_name
 from kvchat.cli.running_server import running_server
 from kvchat.cli.settings import Settings, resolve
-from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.errors import KvchatError, UnreadableFile, UsageError
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import one_line
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.chat.controller import ChatController
     from kvchat.chat.host import ChatHost
+    from kvchat.chat.project_file import ProjectFile
     from kvchat.chat.session import ChatSession
     from kvchat.chat.template_process import RenderingChild
     from kvchat.cli.output import Notices, Writer
@@ -219,7 +220,7 @@ def _open_controller(
         partial(_new_host, own),
         session,
         replace(options, is_one_shot=is_script, max_calls=None if toolbox is not None else 0),
-        surroundings.project.joined(settings.system),
+        _with_project(surroundings.project, settings.system, tell),
         request.title,
         attached,
         _kept_kv(settings, host),
@@ -233,6 +234,17 @@ def _open_controller(
     if request.is_forked:
         controller.place.copied_from = session_id
     return controller, toolbox, settings
+
+
+def _with_project(
+    project: "ProjectFile", system: str | None, tell: "Callable[[str], None]"
+) -> str | None:
+    """Return a system prompt with the project's file, where the user wants that."""
+    try:
+        return project.joined(system)
+    except UnreadableFile as error:
+        tell(f"{error.message} The chat begins without it.")
+        return system
 
 
 def _new_host(
@@ -298,7 +310,7 @@ def _run_script(
     from kvchat.cli.output import LoadingLine
     from kvchat.cli.script import ScriptSetup
 
-    _keep_alive(settings, notices)
+    _keep_alive(settings, request, notices)
     loading = LoadingLine(sys.stderr, settings["quiet"])
     controller, toolbox, settings = _open_controller(
         settings, request, loading.show, notices.tell, child, is_script=True
@@ -330,8 +342,11 @@ def _run_script(
             toolbox.close()
 
 
-def _keep_alive(settings: Settings, notices: "Notices") -> None:
+def _keep_alive(settings: Settings, request: ChatRequest, notices: "Notices") -> None:
     """Start the server that `--keep-alive` asks for; a prompt is answered without one too."""
+    if not settings["keep_alive"]:
+        return
+    settings = _settings_of(settings, _session_id(settings, request))
     if not settings["keep_alive"] or settings["incognito"] or has_endpoint(settings):
         return
     from kvchat.cli.background import started

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,9 +53,16 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
         f"{client.title} on {server.model}, {server.context:,} tokens of context. Its own prompt "
         f"of about {client.num_fixed:,} tokens is read once, and comes from the cache later."
     )
-    return subprocess.run(
-        [client.program, *how.arguments, *arguments], env=environment, check=False
-    ).returncode
+    return _run([client.program, *how.arguments, *arguments], environment)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a client to its end; Ctrl-C is the client's: it may go on."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return subprocess.run(command, env=environment, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _names() -> str:

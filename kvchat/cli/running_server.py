@@ -58,6 +58,10 @@ _SAME = (
 )
 
 
+# What a server takes of a process that starts it; how answers are generated is each client's own.
+FOR_SERVERS = (*_PLACES, *_SAME, "model_dir", "shared_key_file", "shared_encryption")
+
+
 @contextmanager
 def announced(settings: Settings, state: Path, url: str, key: str | None) -> Iterator[None]:
     """Leave the address of a server for chats while it runs; nothing if it saves nothing."""
@@ -69,6 +73,7 @@ def announced(settings: Settings, state: Path, url: str, key: str | None) -> Ite
         "url": url,
         "key": key or "",
         "pid": os.getpid(),
+        "born": _born(os.getpid()),
         "began": time.time(),
         "token": token,
         "runs": _runs(settings),
@@ -137,7 +142,7 @@ def _server_of(found: Mapping[str, object]) -> RunningServer | None:
     url, key, pid = found.get("url"), found.get("key"), found.get("pid")
     if not (isinstance(url, str) and isinstance(key, str) and isinstance(pid, int)):
         return None
-    if not _is_alive(pid):
+    if not _is_alive(pid) or found.get("born") != _born(pid):
         return None
     from kvchat.remote.servers import address_of
 
@@ -151,6 +156,17 @@ def _runs(settings: Settings) -> str:
     places = [settings[setting] for setting in _PLACES]
     known = [from_anywhere(place) if place is not None else None for place in places]
     return json.dumps([*known, *(settings[setting] for setting in _SAME)])
+
+
+def _born(pid: int) -> str:
+    """Return when a process began, as the system writes it: a number may be another's later.
+
+    "" where it does not say, and for a process that has ended.
+    """
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[19].decode() if fields[0] not in (b"Z", b"X") else ""
+    return ""
 
 
 def _is_alive(pid: int) -> bool:

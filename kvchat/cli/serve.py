@@ -76,7 +76,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         shown = f"[{request.host}]" if ":" in request.host else request.host
         app = _new_app(service, api_key, prompt_key)
         minutes = settings["keep_alive"]
-        watch = IdleWatch(app, minutes * 60) if minutes else None
+        watch = IdleWatch(app, minutes * 60, lambda: host.ready is not None) if minutes else None
         here = request.host if is_loopback(request.host) else "127.0.0.1"
         url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         is_for_chats = prompt_key is None

@@ -379,6 +379,11 @@ def text_or_file(text: str) -> str:
     return content.strip()
 
 
+def as_text(text: str) -> str:
+    """Return a text as `text_or_file` returns it: one that begins with @ names no file."""
+    return f" {text}" if text.startswith("@") else text
+
+
 def read_descriptor(descriptor: int, max_bytes: int, name: str) -> bytes:
     """Return the content of an open regular file, as `read_bounded` does."""
     # The size alone is not reliable: it is 0 in /proc, and a file may grow meanwhile.

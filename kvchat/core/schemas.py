@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.core.errors import UnreadableFile, UsageError
-from kvchat.core.paths import read_bounded
+from kvchat.core.paths import read_bounded, user_path
 from kvchat.core.text import one_line, shown, text_of
 
 TEXT, JSON = "text", "json"
@@ -56,8 +56,8 @@ def read_format(value: object, place: str) -> str:
     text = value.strip()
     if text.lower() in (TEXT, JSON):
         return text.lower()
-    schema = _json_object(text) or _schema_of(text, place)
-    return json.dumps(schema, ensure_ascii=False)
+    schema = _json_object(text)
+    return json.dumps(schema if schema is not None else _schema_of(text, place), ensure_ascii=False)
 
 
 def schema_of(chosen: str) -> dict[str, Any] | None:
@@ -77,9 +77,9 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _schema_of(text: str, place: str) -> dict[str, Any]:
-    is_path = text.startswith("@") or not re.search(r"[:,{}|<(]|\[\]", text)
-    if is_path and text not in _TYPES:
-        return _in_file(Path(text.removeprefix("@")).expanduser(), place)
+    is_path = text.startswith("@") or not re.search(r"[:,{}|<(?\[]", text)
+    if is_path and text.lower() not in _TYPES:
+        return _in_file(user_path(text.removeprefix("@")), place)
     try:
         return _ShortForm(text).schema()
     except _Unclear as error:

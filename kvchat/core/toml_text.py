@@ -70,7 +70,7 @@ def _lines(table: Mapping[str, object]) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else json.dumps(name)
+    return name if _BARE.fullmatch(name) else toml_value(name)
 
 
 def toml_value(value: object) -> str:

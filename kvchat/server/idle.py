@@ -12,14 +12,20 @@ _NO_USE = ("/health", "/metrics")
 class IdleWatch:
     """Passes requests on to an application, and counts those that run.
 
-    limit_s   how long the server waits for the next request
+    limit_s    how long the server waits for the next request
+    is_ready   whether it can answer: loading is no idleness
     """
 
     def __init__(
-        self, app: App, limit_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        app: App,
+        limit_s: float,
+        is_ready: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._limit_s = limit_s
+        self._is_ready = is_ready
         self._clock = clock
         self._num_running = 0
         self._last_s = clock()
@@ -38,4 +44,6 @@ class IdleWatch:
     @property
     def is_over(self) -> bool:
         """Whether no request has run for the time that the server waits."""
-        return not self._num_running and self._clock() - self._last_s > self._limit_s
+        if self._num_running or not self._is_ready():
+            self._last_s = self._clock()
+        return self._clock() - self._last_s > self._limit_s

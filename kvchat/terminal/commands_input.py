@@ -55,8 +55,12 @@ def attach_named(context: "CommandContext", name: str) -> None:
         if note:
             context.say(note)
         return
-    files = matching_files(name)
-    tokens = sum(controller.attach(each) for each in files.read())
+    files, before = matching_files(name), controller.attached
+    try:
+        tokens = sum(controller.attach(each) for each in files.read())
+    except UsageError:
+        controller.attached = before  # all of them or none
+        raise
     count = f", {plural(len(files.paths), 'file')}" if files.is_many else ""
     own_name = name if files.is_many else files.paths[0].name
     _tell_attached(context, one_line(own_name, 64) + count, tokens)
@@ -82,38 +86,43 @@ async def project(context: "CommandContext", arguments: str) -> None:
     if arguments not in ("", "on", "off"):
         raise UsageError(f"{one_line(arguments, 32)} is unknown here.", "/project [on|off]")
     if arguments:
-        before = project.joined(None) or ""
-        own = (controller.system or "").removesuffix(before).rstrip() or None
+        text = project.read() if arguments == "on" else ""  # before anything is decided
+        own = project.without(present_system(controller))
+        if not await _set_system(context, project.joined(own, text), "/project"):
+            return
         project.use(arguments == "on")
-        text = project.joined(own)
-        _require_room(controller, text or "")
-        cost = await controller.engine.cost(controller.ids_with_system(text))
-        if await context.confirm_cost(cost, "/project"):
-            controller.set_system(text)
-            context.conversation_changed()
     is_used = "is in the system prompt of" if project.is_used else "is left out of"
     context.say(f"{path.name} {is_used} chats in this directory.")
+
+
+def present_system(controller: ChatController) -> str | None:
+    """Return the system prompt of the open conversation, else that of the next one."""
+    conversation = controller.conversation
+    return conversation.system if conversation is not None else controller.system
+
+
+async def _set_system(context: "CommandContext", text: str | None, action: str) -> bool:
+    """Set the system prompt if it leaves room and its price is accepted; return whether it is."""
+    controller = context.controller
+    _require_room(controller, text or "")
+    cost = await controller.engine.cost(controller.ids_with_system(text))
+    if not await context.confirm_cost(cost, action):
+        return False
+    controller.set_system(text)
+    context.conversation_changed()
+    return True
 
 
 async def system(context: "CommandContext", arguments: str) -> None:
     controller = context.controller
     if arguments in ("", "show"):
-        prompt = (
-            controller.conversation.system
-            if controller.conversation is not None
-            else controller.system
-        )
+        prompt = present_system(controller)
         context.say(f"System prompt: {prompt}" if prompt else "There is no system prompt.")
         return
     text = None if arguments == "clear" else arguments
     text = text_or_file(text) if text is not None else None
-    _require_room(controller, text or "")
-    cost = await controller.engine.cost(controller.ids_with_system(text))
-    if not await context.confirm_cost(cost, "/system"):
-        return
-    controller.set_system(text)
-    context.say("The system prompt is set." if text else "There is no system prompt any more.")
-    context.conversation_changed()
+    if await _set_system(context, text, "/system"):
+        context.say("The system prompt is set." if text else "There is no system prompt any more.")
 
 
 def _require_room(controller: ChatController, system: str) -> None:

@@ -3,16 +3,17 @@
 from typing import Any
 
 from kvchat.chat.answer_settings import with_values
+from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation_settings import changes
-from kvchat.chat.host import close_host
+from kvchat.chat.host import ChatHost, close_host
 from kvchat.chat.presets import Preset
 from kvchat.core.errors import UsageError
-from kvchat.core.parameters import OF_ANSWERS
-from kvchat.core.paths import from_anywhere, text_or_file
+from kvchat.core.parameters import BY_NAME, OF_ANSWERS
+from kvchat.core.paths import as_text, from_anywhere, text_or_file
 from kvchat.core.text import one_line
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import load_host
-from kvchat.terminal.commands_input import attach_named, split_words
+from kvchat.terminal.commands_input import attach_named, present_system, split_words
 from kvchat.terminal.theme import Role
 
 _USAGE = "[NAME|save NAME [FILE|PIN...]|rm NAME]"
@@ -45,9 +46,8 @@ def _save(context: CommandContext, name: str, files: tuple[str, ...]) -> None:
     controller = context.controller
     values: dict[str, Any] = {"model": from_anywhere(controller.host.model.name)}
     values |= controller.host.settings
-    conversation = controller.conversation
-    system = conversation.system if conversation is not None else controller.system
-    values |= {"system": system} if system else {}
+    system = controller.surroundings.project.without(present_system(controller))
+    values |= {"system": as_text(system)} if system else {}
     values |= {"tools": True} if controller.tools is not None else {}
     chosen = changes(controller.options, controller.settings.plain)
     values |= {name: value for name, value in chosen.items() if value is not None}
@@ -60,33 +60,46 @@ async def _begin_with(context: CommandContext, name: str) -> None:
     """Begin a new conversation; the model is loaded before the open one is left."""
     controller = context.controller
     chosen = controller.surroundings.presets.read(name)
-    system = chosen.values.get("system", controller.system)
-    system = text_or_file(system) if system is not None else None
-    model, old = chosen.values.get("model"), None
-    host = controller.host
-    if model is not None and from_anywhere(model) != host.model.name:
-        of_model = {key: chosen.values[key] for key in _LOADED_WITH if key in chosen.values}
-        host = await load_host(context, model, of_model or None)
+    system = _system_of(controller, chosen)
+    host = await _loaded(context, chosen)
     problem = controller.begin_new()
-    if host is not controller.host:
-        old = controller.change_host(host)
-    options = with_values(controller.settings.plain, _of_answers(chosen))
-    controller.take_options(options)
-    controller.set_system(system)
-    context.conversation_changed()
-    context.say(f"A new conversation with {name}: {chosen.line()}.")
-    if problem is not None:
-        context.say(problem, Role.WARNING)
-    for word in chosen.files:
-        attach_named(context, word)
-    if chosen.values.get("tools") and context.toolbox is None:
-        context.say(f"Its tools need a start with them: kvchat --preset {name}.")
-    if old is not None:
-        await close_host(old)
+    old = controller.change_host(host) if host is not None else None
+    try:
+        options = with_values(controller.settings.plain, _of_answers(chosen))
+        controller.take_options(with_values(options, controller.settings.given))
+        controller.set_system(system)
+        context.conversation_changed()
+        context.say(f"A new conversation with {name}: {chosen.line()}.")
+        if problem is not None:
+            context.say(problem, Role.WARNING)
+        for word in chosen.files:
+            attach_named(context, word)
+        if late := [BY_NAME[key].dashed for key in chosen.values if key in _NEEDS_A_START]:
+            told = f"kvchat --preset {name} starts with what a chat cannot change: "
+            context.say(f"{told}{', '.join(late)}.")
+    finally:
+        if old is not None:
+            await close_host(old)
 
 
-# What a model is loaded with.
-_LOADED_WITH = ("endpoint", "adapter", "draft", "spec", "dtype", "weights", "kv_dtype")
+def _system_of(controller: ChatController, chosen: Preset) -> str | None:
+    """Return the system prompt with a preset, and the project's file; raises UnreadableFile."""
+    project = controller.surroundings.project
+    if (given := chosen.values.get("system")) is not None:
+        return project.joined(text_or_file(given))
+    return project.joined(project.without(controller.system))
+
+
+async def _loaded(context: CommandContext, chosen: Preset) -> ChatHost | None:
+    """Return a host with the model of a preset, None where the chat has it already."""
+    model = chosen.values.get("model")
+    if model is None or from_anywhere(model) == context.controller.host.model.name:
+        return None
+    return await load_host(context, model)
+
+
+# What is decided when a process starts, and not with a conversation.
+_NEEDS_A_START = frozenset(BY_NAME) - {"model", "system", *(p.name for p in OF_ANSWERS)}
 
 
 def _of_answers(chosen: Preset) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kvchat.terminal.commands import Command, CommandContext, Group
 from kvchat.terminal.status import about, plural
 from kvchat.tools.run_command import RunCommand
 
-# More of an output is not shown; all of it is attached.
+# More of an output is not shown. What `run_command` keeps of it, 64,000 bytes, is attached.
 _SHOWN_LINES = 40
 
 

@@ -29,6 +29,7 @@ from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ExitCode
 from kvchat.core.text import one_line, sanitize
 from kvchat.terminal.command_runner import build_registry
+from kvchat.terminal.commands_input import present_system
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
@@ -168,7 +169,7 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
 def _tell_project(controller: ChatController, view: View, name: str) -> None:
     """Say that the project's file is used, or once that it can be."""
     project = controller.surroundings.project
-    if project.is_used:
+    if project.is_used and project.is_in(present_system(controller)):
         tell(view, f"{name} of this directory is in the system prompt; /project off leaves it out.")
     elif project.is_new():
         way = "/project on puts it in the system prompt of chats here."

@@ -104,6 +104,7 @@ class PrefillBox:
         self._new = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._key = PromptKey(secret)
         self._connection: HTTPConnection | None = None
+        self._is_interrupted = False
 
     def offer(self) -> Offer:
         """Return what the box computes."""
@@ -122,10 +123,12 @@ class PrefillBox:
 
     def interrupt(self) -> None:
         """End the call that waits, on any thread: the box sees that and stops computing."""
+        self._is_interrupted = True
         connection = self._connection
-        if connection is not None and connection.sock is not None:
+        sock = connection.sock if connection is not None else None
+        if sock is not None:
             with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, method: str, body: bytes, within_s: float) -> object:
         connection = self._new(self._host, self._port, timeout=_CONNECTING_S)
@@ -136,6 +139,8 @@ class PrefillBox:
         }
         try:
             connection.connect()
+            if self._is_interrupted:  # before there was a socket to shut
+                raise StoreTrouble("it was interrupted")
             connection.sock.settimeout(within_s)
             connection.request(method, self._path, body, headers)
             response = connection.getresponse()
@@ -145,7 +150,7 @@ class PrefillBox:
         except (OSError, HTTPException, ValueError) as error:
             raise StoreTrouble("it cannot be reached") from error
         finally:
-            self._connection = None
+            self._connection, self._is_interrupted = None, False
             connection.close()
         if response.status != 200:
             raise StoreTrouble(_refusal(response.status, told))

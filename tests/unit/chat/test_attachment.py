@@ -101,7 +101,7 @@ def test_too_many_files_an_empty_directory_and_an_address_are_one_sentence(
     (tmp_path / "empty").mkdir()
 
     for word, words in (
-        (str(tmp_path), "names 3 files; at most 2 with 16 MiB"),
+        (str(tmp_path), "names more than 2 files, or than 16 MiB"),
         (str(tmp_path / "empty"), "has no text files"),
         ("https://example.org/a.txt", "fetches no pages"),
     ):

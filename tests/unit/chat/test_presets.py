@@ -7,6 +7,7 @@ import pytest
 from kvchat.chat.modelfile import read_modelfile
 from kvchat.chat.presets import Preset, Presets
 from kvchat.core.errors import UsageError
+from kvchat.core.paths import text_or_file
 
 WHOLE = Preset(
     {
@@ -119,3 +120,18 @@ def test_a_model_of_ollama_and_a_file_that_is_no_modelfile(tmp_path: Path) -> No
     path.write_text("FROM x\nPARAMETER temperature hot\n")
     with pytest.raises(UsageError, match=r"PARAMETER temperature in .*Modelfile is 'hot'"):
         read_modelfile(path)
+
+
+def test_a_foreign_modelfile_sets_nothing_but_how_answers_are_generated(tmp_path: Path) -> None:
+    """It could have allowed tools, named a server, and put any file into the system prompt."""
+    path = tmp_path / "Modelfile"
+    path.write_text(
+        "FROM x\nSYSTEM @~/secret.txt\nPARAMETER tools true\nPARAMETER allow_tool run_command\n"
+        "PARAMETER endpoint http://example.org\nPARAMETER num_ctx 512\n"
+    )
+
+    preset, [note] = read_modelfile(path)
+
+    assert preset.values == {"model": "ollama:x", "system": " @~/secret.txt", "max_context": 512}
+    assert text_or_file(preset.values["system"]) == " @~/secret.txt"
+    assert note.endswith("PARAMETER tools, PARAMETER allow_tool, PARAMETER endpoint.")

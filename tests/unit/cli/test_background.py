@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvchat.cli.agents import CLIENTS
-from kvchat.cli.background import ServerFacts
+from kvchat.cli.background import ServerFacts, _arguments
+from kvchat.cli.running_server import _born, any_server
+from kvchat.cli.settings import resolve
+from kvchat.core.paths import write_state
 from kvchat.server.idle import IdleWatch
 from support.commands import Shell, objects
 
@@ -46,7 +49,11 @@ def test_a_server_is_idle_once_no_request_has_run_for_its_time() -> None:
         now_s[0] += 100.0
         assert not watch.is_over  # an answer may take longer
 
-    watch = IdleWatch(app, 60.0, lambda: now_s[0])  # type: ignore[arg-type]
+    is_ready = False
+    watch = IdleWatch(app, 60.0, lambda: is_ready, lambda: now_s[0])  # type: ignore[arg-type]
+    now_s[0] += 1000.0
+    assert not watch.is_over  # loading is no idleness
+    is_ready = True
 
     asyncio.run(watch({"path": "/v1/models"}, None, None))  # type: ignore[arg-type]
     assert not watch.is_over
@@ -54,6 +61,23 @@ def test_a_server_is_idle_once_no_request_has_run_for_its_time() -> None:
     assert not watch.is_over
     now_s[0] += 2.0
     assert watch.is_over
+
+
+def test_a_server_takes_none_of_one_prompts_own_flags() -> None:
+    """Its system prompt, its limit and its time were those of every later client."""
+    flags = {"model": "demo", "system": "mine", "max_tokens": "3", "timeout": "5", "spec": False}
+    settings = resolve({**flags, "draft": "ngram"}, {}, Path("/nonexistent"))
+
+    assert _arguments(settings) == ["--model=demo", "--draft=ngram", "--no-spec"]
+
+
+def test_a_number_of_another_process_is_not_the_servers(tmp_path: Path) -> None:
+    """`kvchat stop` would have ended a process that got the number of a server that crashed."""
+    content: dict[str, object] = {"url": "http://127.0.0.1:1", "key": "", "began": 1.0}
+    for born, is_there in ((_born(os.getpid()), True), ("1", False)):
+        content |= {"pid": os.getpid(), "born": born}
+        write_state(tmp_path / "server.json", 1, "server", content)
+        assert (any_server(tmp_path) is not None) is is_there
 
 
 def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(

@@ -30,6 +30,9 @@ def fields(**properties: dict[str, Any]) -> dict[str, Any]:
         ("name?: text", fields(name=STRING) | {"required": []}),
         ("'two words': string", fields(**{"two words": STRING})),
         ("x: string[][]", fields(x={"type": "array", "items": {"type": "array", "items": STRING}})),
+        ("[string]", {"type": "array", "items": STRING}),
+        ("String", STRING),
+        ("{}", {}),
         ("Array<number>", {"type": "array", "items": {"type": "number"}}),
         ("{x: int}[]", {"type": "array", "items": fields(x=INTEGER)}),
         ("k: 'a' | 'b' | 3", fields(k={"enum": ["a", "b", 3]})),
@@ -66,6 +69,7 @@ def test_words_and_objects() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("@~nobody-of-that-name/x", "is in no home directory"),
         ("nosuch.json", "is 'nosuch.json', which is no file and no schema"),
         ("name: strin", "'strin' is no type"),
         ("name: string, }", "'}' stands where a type is expected"),
@@ -76,7 +80,7 @@ def test_words_and_objects() -> None:
     ],
 )
 def test_what_is_no_schema_is_refused_with_its_reason(text: object, reason: str) -> None:
-    with pytest.raises(UsageError, match="--schema") as raised:
+    with pytest.raises(UsageError) as raised:
         read_format(text, "--schema")
     assert reason in str(raised.value)
 

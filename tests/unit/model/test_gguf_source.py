@@ -165,7 +165,7 @@ def test_a_manifest_is_not_trusted(ollama: Path, content: bytes) -> None:
 def test_models_list_has_gguf_files_with_their_sizes(
     hub: Path, ollama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    list_models()
+    list_models({})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
         "demo",

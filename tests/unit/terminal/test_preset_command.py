@@ -1,6 +1,7 @@
 """/preset: saves how a conversation goes, and begins another one so."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.presets import Preset, Presets
 from kvchat.chat.store import SessionStore
 from kvchat.chat.surroundings import Surroundings
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import GenerationError, UsageError
 from support.scripted_engine import Script, scripted_build
 from unit.terminal.test_controller_turns import ask, do
 
@@ -75,8 +76,8 @@ def test_a_preset_of_another_model_loads_it_with_its_settings(
 
     said = do(chat, "/preset fast")
 
-    assert asked_for == [("other", {"weights": "int4"})]
-    assert "Its tools need a start with them: kvchat --preset fast." in said
+    assert asked_for == [("other", None)]
+    assert "starts with what a chat cannot change: weights, tools." in said
 
 
 def test_a_preset_that_names_what_is_gone_changes_nothing(chat: ChatController) -> None:
@@ -93,6 +94,35 @@ def test_a_preset_that_names_what_is_gone_changes_nothing(chat: ChatController) 
         with pytest.raises(UsageError, match=words):
             raise_said(do(chat, line))
     assert chat.require_session() is before
+
+
+def test_a_file_that_is_gone_leaves_the_preset_s_model_and_closes_the_old_one(
+    chat: ChatController,
+) -> None:
+    """The old model stayed in memory, with its thread."""
+    old = chat.host
+    chat.surroundings.presets.write("p", Preset({"model": "other"}, ("/nowhere/a.md",)))
+
+    with pytest.raises(UsageError, match="cannot be read"):
+        raise_said(do(chat, "/preset p"))
+
+    assert chat.host is not old
+    with pytest.raises(GenerationError, match="is closed"):
+        old.status().result()
+
+
+def test_flags_hold_beside_a_preset_and_a_prompt_is_no_name_of_a_file(
+    chat: ChatController,
+) -> None:
+    chat.settings = replace(chat.settings, given={"seed": 7})
+    chat.set_system("@all: be brief")
+
+    do(chat, "/preset save own")
+    do(chat, "/preset own")
+    ask(chat, "x")
+
+    assert chat.options.seed == 7
+    assert (chat.place.user_turns[0].system or "").strip() == "@all: be brief"
 
 
 def raise_said(text: str) -> None:

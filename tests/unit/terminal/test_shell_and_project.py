@@ -1,5 +1,6 @@
 """!COMMAND at the prompt, and the project file of the working directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,33 @@ def test_a_project_file_joins_the_system_prompt_once_the_user_says_so(
     (tmp_path / "CLAUDE.md").unlink()
     assert (again.is_used, again.joined("x")) == (False, "x")
     assert not ProjectFile(tmp_path / "elsewhere", state).is_used
+
+
+def test_the_text_that_was_joined_is_taken_out_though_the_file_has_changed(
+    tmp_path: Path,
+) -> None:
+    """/project off left the old rules, and /project on doubled them."""
+    (tmp_path / "AGENTS.md").write_text("Use tabs.")
+    project = ProjectFile(tmp_path, None)
+    project.use(True)
+    joined = project.joined("Be brief.")
+    (tmp_path / "AGENTS.md").write_text("Use spaces.")
+
+    assert project.without(joined) == "Be brief."
+    assert project.joined(project.without(joined), project.read()) == "Be brief.\n\nUse spaces."
+
+
+def test_a_project_file_that_cannot_be_read_is_not_decided_on(
+    controller: ChatController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later start in that directory ended with an error."""
+    (tmp_path / "AGENTS.md").write_bytes(b"a\0b")
+    project = ProjectFile(tmp_path, tmp_path / "projects.json")
+    controller.surroundings = replace(controller.surroundings, project=project)
+
+    assert "is not a text file" in do_or_error(controller, "/project on")
+
+    assert not project.is_used
 
 
 def test_project_on_and_off_change_this_chat_and_later_ones(
