@@ -41,7 +41,8 @@ HALF_LIFE_S = 86400.0
 # A pack ages by half in this share of the time that all packs' last uses span, but in no more than
 # HALF_LIFE_S; in steps of half an octave, so that orders do not change with each use.
 _SHARE_OF_SPAN = 1 / 8
-_LEAST_SPAN_S = 8.0
+# Seconds do not decide an order.
+_LEAST_SPAN_S = 600.0
 # A pause in which nothing is used makes packs no older than this.
 MOST_PAUSE_S = 7 * 86400.0
 # A use so long after now was noted before the clock was set back.
