@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.chat.presets import Preset
-from kvchat.core.errors import UnreadableFile, UsageError
+from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS
-from kvchat.core.paths import as_text, read_bounded
-from kvchat.core.text import one_line, shown, text_of
+from kvchat.core.paths import as_text, read_text
+from kvchat.core.text import one_line, shown
 
 _MOST_BYTES = 1 << 20
 # PARAMETER's names for parameters; others have the same name, or none.
@@ -38,10 +38,7 @@ def read_modelfile(path: Path) -> tuple[Preset, list[str]]:
     Paths in it begin in its directory. Raises UnreadableFile, and UsageError for a file without
     FROM and for a parameter's bad value.
     """
-    try:
-        text = text_of(read_bounded(path, _MOST_BYTES))[0]
-    except OSError as error:
-        raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
+    text = read_text(path, _MOST_BYTES)
     values: dict[str, Any] = {}
     left_out: list[str] = []
     for word, argument in _instructions(text):

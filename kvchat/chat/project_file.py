@@ -5,9 +5,7 @@ The user decides it once for each directory: the file may be another person's.
 
 from pathlib import Path
 
-from kvchat.core.errors import UnreadableFile
-from kvchat.core.paths import read_bounded, read_state, write_state
-from kvchat.core.text import text_of
+from kvchat.core.paths import read_state, read_text, write_state
 
 _NAMES = ("AGENTS.md", "CLAUDE.md")
 _VERSION, _FACT = 1, "projects"
@@ -47,16 +45,7 @@ class ProjectFile:
 
     def read(self) -> str:
         """Return the file's text, "" without one; raises UnreadableFile."""
-        path = self.path
-        if path is None:
-            return ""
-        try:
-            text, is_whole = text_of(read_bounded(path, _MOST_BYTES))
-        except OSError as error:
-            raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
-        if not is_whole or "\0" in text:
-            raise UnreadableFile(f"{path} is not a text file.")
-        return text.strip()
+        return read_text(self.path, _MOST_BYTES) if self.path is not None else ""
 
     def joined(self, system: str | None, text: str | None = None) -> str | None:
         """Return a system prompt with the file's text behind it, where it is used.

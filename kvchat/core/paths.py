@@ -369,9 +369,13 @@ def text_or_file(text: str) -> str:
     """
     if not text.startswith("@"):
         return text
-    path = user_path(text[1:])
+    return read_text(user_path(text[1:]))
+
+
+def read_text(path: Path, max_bytes: int = _MOST_TEXT_BYTES) -> str:
+    """Return a file's text without space around it; raises UnreadableFile for what is no text."""
     try:
-        content, is_whole = text_of(read_bounded(path, _MOST_TEXT_BYTES))
+        content, is_whole = text_of(read_bounded(path, max_bytes))
     except OSError as error:
         raise UnreadableFile(f"{path} cannot be read: {error.strerror}.") from error
     if not is_whole or "\0" in content:

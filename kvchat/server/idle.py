@@ -1,4 +1,4 @@
-"""IdleWatch: says when a server that nobody uses has waited long enough."""
+"""IdleWatch: says when a server has had no request for its time."""
 
 import time
 from collections.abc import Callable

@@ -11,7 +11,7 @@ a head and has these fields, of which only `blocks` is required in each line:
     answer_tokens  tokens of the answer
     blocks         the hashes, texts or whole numbers, of the context's blocks of `block_tokens`
                    tokens: prompt, then answer; a block's hash stands for all before it, too
-    one_shot       true: nobody is expected to go on with this context
+    one_shot       true: no later request is expected to continue this context
     machine        the machine that had the request, any text
 
 `--trace-log` writes it (`engine/request_trace.py`), with `found` and `first_token_s` besides.
