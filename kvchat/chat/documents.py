@@ -1,7 +1,8 @@
-"""Export of conversations as Markdown, JSON messages and session files; import of the last two.
+"""Export of conversations as Markdown, HTML, JSON messages and session files; import of the last
+two.
 
-Markdown and JSON hold the current path, with what was left out of its context; only the session
-file holds other branches. Exported documents contain no terminal control characters. json and jsonl
+Markdown and JSON hold the current path, with what was left out of its context; HTML and the session
+file hold all branches. Exported documents contain no terminal control characters. json and jsonl
 are imported without a change.
 """
 
@@ -64,7 +65,7 @@ def _fenced(text: str) -> str:
 
 
 _PRIVATE = 0o600
-KINDS = ("md", "json", "jsonl")
+KINDS = ("md", "html", "json", "jsonl")
 
 
 def kind_of(path: Path) -> str:
@@ -73,8 +74,14 @@ def kind_of(path: Path) -> str:
     return suffix if suffix in KINDS else "md"
 
 
-def document(conversation: Conversation, kind: str) -> str:
-    """Return the messages on the path to the tip as Markdown, or as JSON for the kind "json"."""
+def document(conversation: Conversation, kind: str, model: str = "") -> str:
+    """Return the messages on the path to the tip as Markdown, or as JSON for the kind "json"; all
+    branches as a page for the kind "html". `model` is the name of what answered last.
+    """
+    if kind == "html":
+        from kvchat.chat.html_document import to_html  # its libraries take time to load
+
+        return to_html(conversation, model)
     if kind == "json":
         return sanitize_json(to_json(conversation))
     return sanitize(to_markdown(conversation))

@@ -226,6 +226,7 @@ def serve(context: typer.Context, **flags: Any) -> None:
         given["name"],
         given["stabilise"],
         prefills=given["role"] == "prefill",
+        has_chat_page=given["web"],
     )
     settings, _ = with_preset(
         {**before, **here}, given["preset"] or context.parent.params["preset"]

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from kvchat.cli.build import (
     answers_path,
@@ -18,7 +19,7 @@ from kvchat.cli.build import (
 from kvchat.cli.log_file import close_log
 from kvchat.cli.model_names import whole_name
 from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.errors import TimedOut, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
@@ -43,6 +44,7 @@ class ServeRequest:
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
     prefills     whether it only prefills for chats on other machines
+    has_chat_page   whether browsers get a page to chat on
     """
 
     host: str
@@ -51,6 +53,7 @@ class ServeRequest:
     names: tuple[str, ...]
     stabilises: bool | None = None
     prefills: bool = False
+    has_chat_page: bool = False
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
@@ -68,24 +71,27 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     if request.prefills:
         settings, prompt_key = _for_prefilling(settings)
     api_key = prompt_key.bearer if prompt_key is not None else _api_key(settings, request)
+    if request.has_chat_page:
+        _require_key(api_key, request)
     bound = bound_socket(request.host, request.port)
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
     try:
         port = bound.getsockname()[1]
         shown = f"[{request.host}]" if ":" in request.host else request.host
-        app = _new_app(service, api_key, prompt_key)
+        app = _new_app(service, api_key, prompt_key, request.has_chat_page)
         minutes = settings["keep_alive"]
         watch = IdleWatch(app, minutes * 60, lambda: host.ready is not None) if minutes else None
         here = request.host if is_loopback(request.host) else "127.0.0.1"
         url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         is_for_chats = prompt_key is None
+        page = _page_address(request.host, port, api_key or "") if request.has_chat_page else ""
         state = user_paths().state
         with announced(settings, state, url, api_key) if is_for_chats else nullcontext():
             code = serve(
                 watch or app,
                 bound,
-                lambda: _say(f"{service.name} at http://{shown}:{port}{'/v1' * is_for_chats}"),
+                lambda: _say_address(service.name, f"{shown}:{port}", is_for_chats, page),
                 lambda: (
                     host.failure is not None
                     or _is_late(host, settings["timeout"])
@@ -112,6 +118,26 @@ def _api_key(settings: Settings, request: ServeRequest) -> str | None:
     )
 
 
+def _require_key(api_key: str | None, request: ServeRequest) -> None:
+    """Raise UsageError where the chat page would be open to all, or where there is none."""
+    if request.prefills:
+        raise UsageError("--role prefill answers no chats, so --web has no page to give.")
+    if api_key is None:
+        raise UsageError("--web needs a key.", f"--api-key-file or {API_KEY_VARIABLE} gives one.")
+
+
+def _page_address(host: str, port: int, key: str) -> str:
+    """Return the address of the chat page as another machine reaches it.
+
+    The key behind `#` is not sent with the request; the page takes it from there. It is for a
+    terminal only: a log stays.
+    """
+    from kvchat.server.serving import own_address
+
+    address = f"http://{own_address(host)}:{port}/"
+    return f"{address}#key={quote(key, safe='')}" if sys.stderr.isatty() else address
+
+
 def _for_prefilling(settings: Settings) -> "tuple[Settings, PromptKey]":
     """Return the settings of a server that only prefills, and what opens the prompts.
 
@@ -130,13 +156,15 @@ def _for_prefilling(settings: Settings) -> "tuple[Settings, PromptKey]":
     return settings, PromptKey(config.secret)
 
 
-def _new_app(service: "Service", api_key: str | None, prompt_key: "PromptKey | None") -> "App":
+def _new_app(
+    service: "Service", api_key: str | None, prompt_key: "PromptKey | None", has_chat_page: bool
+) -> "App":
     from kvchat.server.app import new_app, new_prefill_app
     from kvchat.server.guard import Limits
     from kvchat.server.prefill_api import PrefillApi
 
     if prompt_key is None:
-        return new_app(service, api_key, Limits())
+        return new_app(service, api_key, Limits(), has_chat_page)
     prefills = PrefillApi(service, prompt_key.opened)
     return new_prefill_app(service, prefills, prompt_key.bearer, Limits())
 
@@ -208,6 +236,12 @@ def _tell(event: LoadEvent) -> None:
         )
     elif isinstance(event, LoadFailed):
         _say(str(event.error))
+
+
+def _say_address(name: str, address: str, is_for_chats: bool, page: str) -> None:
+    _say(f"{name} at http://{address}{'/v1' * is_for_chats}")
+    if page:
+        _say(f"chat in a browser at {page}")
 
 
 def _say(sentence: str) -> None:

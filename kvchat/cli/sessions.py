@@ -18,9 +18,8 @@ from kvchat.cli.build import saved_places, session_store, store_admin, user_path
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import Cost
-from kvchat.core.text import one_line, sanitize, shown
+from kvchat.core.text import model_label, one_line, sanitize, shown
 from kvchat.terminal import warmth
-from kvchat.terminal.status import model_label
 from kvchat.terminal.wrap import columns_of, has_room, one_row
 
 _HANGING = 4
@@ -112,11 +111,12 @@ def export(store: SessionStore, text: str, path: Path | None, format_name: str |
     if format_name is None:
         format_name = documents.kind_of(path) if path is not None else "md"
     if format_name not in documents.KINDS:
-        raise UsageError(f"--format is {shown(format_name)}, but must be md, json or jsonl.")
+        raise UsageError(f"--format is {shown(format_name)}, but must be md, html, json or jsonl.")
     if format_name == "jsonl":
         content = documents.saved_document(store, session_id)
     else:
-        content = documents.document(store.read(session_id).conversation, format_name)
+        read = store.read(session_id)
+        content = documents.document(read.conversation, format_name, model_label(read.model))
     if path is None:
         _print(content.rstrip("\n"))
     else:

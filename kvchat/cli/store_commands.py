@@ -69,10 +69,10 @@ def sessions_export(
     path: Annotated[Path | None, typer.Argument(help="a file; default: standard output")] = None,
     format_: Annotated[
         str | None,
-        typer.Option("--format", help="md, json or jsonl; default: FILE's ending, or md"),
+        typer.Option("--format", help="md, html, json or jsonl; default: FILE's ending, or md"),
     ] = None,
 ) -> None:
-    """Write a conversation as Markdown, JSON messages, or a session file."""
+    """Write a conversation as Markdown, HTML, JSON messages, or a session file."""
     from kvchat.cli import sessions
 
     sessions.export(sessions.open_store(context.obj), session, path, format_)

@@ -99,6 +99,11 @@ _UNSEEN = re.compile(
 )
 
 
+def model_label(name: str) -> str:
+    """Return a model's name without the directories or the owner before it."""
+    return one_line(name.rstrip("/").rpartition("/")[2], 32) or "model"
+
+
 def exact_line(text: str) -> str:
     """Return text as one line that hides nothing: what is not seen is escaped, spaces stay."""
     if text.isprintable() and not _UNSEEN.search(text):

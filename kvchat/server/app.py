@@ -20,6 +20,7 @@ from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.openai_api import OpenAiApi
+from kvchat.server.pages_api import PagesApi
 from kvchat.server.prefill_api import PrefillApi
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.responses_socket import ResponsesSockets
@@ -34,14 +35,19 @@ _UNVERSIONED = ("chat", "completions", "models", "responses", "messages")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
-    """Return the ASGI application that serves one model."""
+def new_app(
+    service: Service, api_key: str | None, limits: Limits, has_chat_page: bool = False
+) -> App:
+    """Return the ASGI application that serves one model, with `has_chat_page` to browsers too."""
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
     responses, chat = ResponsesApi(service), ChatApi(service)
+    pages = PagesApi(service.host.store, api_key is not None, has_chat_page)
     gets: dict[str, Handler] = {
-        "/": _health(service),
+        "/": _front(pages.page, _health(service)),
         "/health": _health(service),
         "/metrics": _metrics(service),
+        "/kvchat/conversations": pages.conversations,
+        "/kvchat/conversations/{name}": pages.conversation,
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
         "/v1/responses/{name}": responses.stored.get,
@@ -60,6 +66,8 @@ def new_app(service: Service, api_key: str | None, limits: Limits) -> App:
         "/kvchat/prefetch": chat.prefetch,
         "/kvchat/read_ahead": chat.read_ahead,
     }
+    if has_chat_page:
+        posts["/kvchat/render"] = pages.render
     deletes: dict[str, Handler] = {"/v1/responses/{name}": responses.stored.delete}
     routes = _routes(service, gets, posts, deletes)
     sockets = ResponsesSockets(service, responses, limits.body_bytes)
@@ -125,6 +133,16 @@ def _counted(handler: Handler, path: str, service: Service) -> Handler:
         return response
 
     return handle
+
+
+def _front(page: Handler, health: Handler) -> Handler:
+    """Return the handler of the bare address: a page for browsers, health for programs."""
+
+    async def front(request: Request) -> Response:
+        is_browser = "text/html" in request.headers.get("accept", "")
+        return await (page if is_browser else health)(request)
+
+    return front
 
 
 def _health(service: Service) -> Handler:

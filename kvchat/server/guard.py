@@ -23,8 +23,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Health is asked by supervisors that hold no key.
-_OPEN_PATHS = ("/health",)
+# Health is asked by supervisors that hold no key; the page at the bare address asks for one itself.
+_OPEN_PATHS = ("/", "/health")
 # What decides whether a request is let in.
 _CHECKED = frozenset({b"host", b"origin", b"authorization", b"x-api-key"})
 _HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z._-]+)(?::[0-9]*)?")
@@ -73,10 +73,13 @@ class Guard:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Refuse pages of other sites, and names that were pointed at this machine.
 
-        With a key such requests fail anyway: no page of another site knows it.
+        With a key such requests fail anyway: no page of another site knows it. So with a key the
+        server's own page may send some from any machine.
         """
         origin = headers.get(b"origin")
-        if origin is not None and not _is_this_machine(_host_in(_ORIGIN, origin)):
+        is_own = self._key is not None and _is_same_origin(headers)
+        is_here = is_own or origin is None or _is_this_machine(_host_in(_ORIGIN, origin))
+        if not is_here:
             raise ApiError(403, "Requests of web pages from other machines are refused.")
         host = _host_in(_HOST, headers.get(b"host", b""))
         if self._key is None and not _is_this_machine(host):
@@ -110,9 +113,19 @@ def _check_same_origin(headers: dict[bytes, bytes]) -> None:
 
     Browsers let no page read another server's answers without a header, but all that a socket says.
     """
-    origin = headers.get(b"origin")
-    if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+    if b"origin" in headers and not _is_same_origin(headers):
         raise ApiError(403, "Sockets of web pages are refused.")
+
+
+def _is_same_origin(headers: dict[bytes, bytes]) -> bool:
+    """Whether the page that sends a request is this server's, by the address that it was asked at.
+
+    A name of another site may lead to this machine, and its page then looks so too.
+    """
+    origin = headers.get(b"origin", b"")
+    return _ORIGIN.fullmatch(origin) is not None and origin.partition(b"://")[2] == headers.get(
+        b"host"
+    )
 
 
 async def _read(receive: Receive, limit: int) -> bytes:

@@ -48,6 +48,25 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return bound
 
 
+def own_address(host: str) -> str:
+    """Return the address by which another machine reaches a server that listens on `host`.
+
+    One that listens on all addresses is reached at that of the route to other networks.
+    """
+    if host not in ("0.0.0.0", "::", ""):
+        return f"[{host}]" if ":" in host else host
+    family, far = (
+        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((far, 9))  # sends nothing: only the route is looked up
+            own = str(probe.getsockname()[0])
+        except OSError:
+            return "localhost"
+    return f"[{own}]" if ":" in own else own
+
+
 def serve(
     app: App,
     bound: socket.socket,

@@ -23,13 +23,13 @@ from kvchat.core.errors import (
     UsageError,
 )
 from kvchat.core.paths import is_same_place, user_path
-from kvchat.core.text import format_age, one_line, whole_number
+from kvchat.core.text import format_age, model_label, one_line, whole_number
 from kvchat.terminal import warmth
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import load_host, say_model
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.pickers import SEPARATOR
-from kvchat.terminal.status import model_label, plural
+from kvchat.terminal.status import plural
 from kvchat.terminal.theme import Role
 from kvchat.terminal.view import Choice
 
@@ -312,13 +312,14 @@ async def export(context: "CommandContext", arguments: str) -> None:
     if kind == "jsonl":
         content = documents.saved_document(_store(context), session.session_id)
     else:
-        content = documents.document(session.conversation, kind)
+        model = model_label(context.controller.host.model.name)
+        content = documents.document(session.conversation, kind, model)
     documents.write_new(path, content)
     context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
 
 
 _KINDS = {**{kind: kind for kind in documents.KINDS}, "markdown": "md"}
-_OTHER_KINDS = ("html", "pdf", "txt", "text", "csv", "xml", "yaml", "docx")
+_OTHER_KINDS = ("pdf", "txt", "text", "csv", "xml", "yaml", "docx")
 
 
 def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
@@ -328,12 +329,16 @@ def _export_target(arguments: str, session_id: str) -> tuple[str, Path]:
     if word in _KINDS:
         kind, name = _KINDS[word], rest.strip()
     elif word in _OTHER_KINDS:
-        raise UsageError(f"{one_line(first)} is no format of /export.", "/export md|json|jsonl")
+        raise UsageError(
+            f"{one_line(first)} is no format of /export.", "/export md|html|json|jsonl"
+        )
     else:
         name = arguments
         suffix = Path(name).suffix.removeprefix(".").lower()
         if suffix in _OTHER_KINDS and suffix != "txt":
-            raise UsageError(f"{suffix} is no format of /export.", "/export md|json|jsonl PATH")
+            raise UsageError(
+                f"{suffix} is no format of /export.", "/export md|html|json|jsonl PATH"
+            )
         kind = documents.kind_of(Path(name))
     own_name = f"kvchat-{session_id}.{kind}"
     path = user_path(name or own_name)
@@ -434,7 +439,7 @@ COMMANDS = (
         "write the conversation to a file",
         export,
         Group.CONVERSATION,
-        usage="[md|json|jsonl] [PATH]",
+        usage="[md|html|json|jsonl] [PATH]",
         aliases=("save",),
         argument=Argument.PATH,
         subcommands=("md", "json", "jsonl"),

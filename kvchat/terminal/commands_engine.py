@@ -18,7 +18,7 @@ from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, LoadProgress, ModelReady
 from kvchat.core.stats import TierStatus
-from kvchat.core.text import format_bytes, one_line
+from kvchat.core.text import format_bytes, model_label, one_line
 from kvchat.terminal import warmth
 from kvchat.terminal.cache_lines import FIELD_COLUMNS, tier_lines
 from kvchat.terminal.commands import Argument, Command, CommandContext, Group
@@ -28,7 +28,6 @@ from kvchat.terminal.status import (
     detail_line,
     format_count,
     graph_lines,
-    model_label,
     plural,
     speculation_lines,
     stats_line,

@@ -33,7 +33,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     ),
     "export": (
         ("/export", "as Markdown, in this directory"),
-        ("/export json notes/chat.json", "as JSON messages, to that file"),
+        ("/export chat.html", "as a page for a browser, with all branches"),
     ),
     "import": (
         ("/import chat.json", "messages in JSON"),

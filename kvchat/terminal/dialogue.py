@@ -18,7 +18,7 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.read_ahead import ReadAhead
 from kvchat.core.errors import ExitCode, KvchatError
 from kvchat.core.events import EngineLost, LoadEvent, LoadFailed, LoadProgress, ModelReady
-from kvchat.core.text import one_line
+from kvchat.core.text import model_label, one_line
 from kvchat.terminal import history_view, warmth
 from kvchat.terminal.answering import Answering
 from kvchat.terminal.command_runner import CommandRunner, RunnerHooks
@@ -28,7 +28,6 @@ from kvchat.terminal.status import (
     ToolbarFacts,
     about,
     attached_in_words,
-    model_label,
     plural,
     toolbar,
 )

@@ -27,13 +27,13 @@ from kvchat.chat.host import close_host
 from kvchat.chat.template import Strategy
 from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ExitCode
-from kvchat.core.text import one_line, sanitize
+from kvchat.core.text import model_label, one_line, sanitize
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands_input import present_system
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
-from kvchat.terminal.status import StatsLevel, model_label, plural
+from kvchat.terminal.status import StatsLevel, plural
 from kvchat.terminal.theme import Look, Role
 from kvchat.terminal.view import View, tell
 from kvchat.terminal.wrap import told_rows

@@ -60,11 +60,6 @@ def _format_rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.0f}/s" if tokens_per_s >= 9.95 else f"{tokens_per_s:.1f}/s"
 
 
-def model_label(name: str) -> str:
-    """Return a model's name without the directories or the owner before it."""
-    return one_line(name.rstrip("/").rpartition("/")[2], 32) or "model"
-
-
 def plural(count: int, noun: str) -> str:
     """Return `1 token`, `2 tokens`, `1,240 tokens`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -80,7 +80,8 @@ OWNERS = {
     "obstore": {"cache/shared/object_store.py"},
     "mooncake": {"cache/shared/mooncake_store.py"},
     "rich": {"terminal"},
-    "pygments": {"terminal"},
+    "pygments": {"terminal", "chat"},
+    "markdown_it": {"chat/html_text.py"},
     "prompt_toolkit": {"terminal"},
     "typer": {"cli"},
     "platformdirs": {"cli"},
@@ -393,7 +394,7 @@ def test_a_chat_needs_no_terminal() -> None:
     """A server is one more front end: all of the chat floor loads without the floors above it."""
     modules = sorted(path.stem for path in (ROOT / "kvchat" / "chat").glob("[a-z]*.py"))
     assert {"controller", "host", "json_requests", "turn_loop"} <= set(modules)
-    above = {"kvchat.terminal", "kvchat.cli", "rich", "pygments", "prompt_toolkit", "typer"}
+    above = {"kvchat.terminal", "kvchat.cli", "rich", "prompt_toolkit", "typer"}
     imports = ", ".join(f"kvchat.chat.{name}" for name in modules)
     path = [str(ROOT), str(ROOT / "kernels")]
     script = (

@@ -12,6 +12,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
+from kvchat.chat.store import SessionStore
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
 from kvchat.server.guard import App, Limits
@@ -60,11 +61,14 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         max_context: int = 32768,
         served: ChatModel = model,
         names: tuple[str, ...] = ("other",),
+        store: SessionStore | None = None,
+        has_chat_page: bool = False,
     ) -> App:
-        host = ChatHost(served, scripted_build(served, author, max_context=max_context), None)
+        host = ChatHost(served, scripted_build(served, author, max_context=max_context), store)
         open_parts.callback(host.close)
         host.wait_until_ready()
-        return open_parts.enter_context(served_by(host, api_key, limits, memory, names=names))
+        app = served_by(host, api_key, limits, memory, names=names, has_chat_page=has_chat_page)
+        return open_parts.enter_context(app)
 
     with open_parts:
         yield start
@@ -80,6 +84,7 @@ def served_by(
     names: tuple[str, ...] = ("other",),
     system: str | None = None,
     limit_s: float | None = None,
+    has_chat_page: bool = False,
 ) -> Iterator[App]:
     """Yield the application that serves a host."""
     metrics = Metrics()
@@ -89,7 +94,7 @@ def served_by(
     places = places if places is not None else SavedPlaces(None)
     options = answer_options(200)
     service = Service(host, answering, metrics, options, every, responses, "", places)
-    yield new_app(service, api_key, limits or Limits())
+    yield new_app(service, api_key, limits or Limits(), has_chat_page)
     answering.close()
     responses.close()
 

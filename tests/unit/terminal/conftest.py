@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvchat.chat import lexing
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
 from kvchat.chat.store import SessionStore
-from kvchat.terminal import code_lines
 from support.chat_screen import ChatScreen, PlainChat
 from support.scripted_engine import Script, scripted_build, text_model, write_text_checkpoint
 
@@ -47,7 +47,7 @@ def controller(model: ChatModel, store: SessionStore) -> Iterator[ChatController
 @pytest.fixture(autouse=True)
 def _patience_with_lexers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real limit is by the clock, and a machine may stand still for a second."""
-    monkeypatch.setattr(code_lines, "_MAX_LEXING_S", 60.0)
+    monkeypatch.setattr(lexing, "_MAX_LEXING_S", 60.0)
 
 
 @pytest.fixture

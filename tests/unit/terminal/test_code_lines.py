@@ -10,6 +10,7 @@ from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.token import Text as TextToken  # type: ignore[import-untyped]
 from rich.text import Text
 
+from kvchat.chat import lexing
 from kvchat.terminal import code_lines
 from kvchat.terminal.code_lines import CodeLines, _style
 from kvchat.terminal.theme import Look
@@ -187,9 +188,9 @@ def test_no_lexer_can_hang_or_end_an_answer(
 ) -> None:
     """A lexer that did not come to an end stopped the event loop, and one that raised ended the
     answer; now its block goes on plain, the look ahead as well."""
-    monkeypatch.setattr(code_lines, "_find_lexer", lambda language: lexer())
+    monkeypatch.setattr(code_lines, "find_lexer", lambda language: lexer())
     monkeypatch.setattr(code_lines, "_comment_marks", lambda lexer: ())
-    monkeypatch.setattr(code_lines, "_MAX_LEXING_S", 0.1)
+    monkeypatch.setattr(lexing, "_MAX_LEXING_S", 0.1)
     with _coming_to_an_end():
         lines = CodeLines("any", Look())
         ahead = lines.copy()

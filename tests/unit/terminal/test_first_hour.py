@@ -42,7 +42,7 @@ def test_help_keeps_names_and_meanings_apart(start_chat: StartChat) -> None:
     """The longest usage ran into what the command does."""
     chat = start_chat(columns=100, rows=60)
     chat.enter("/help all").wait_for("/help COMMAND says more.")
-    assert "/export [md|json|jsonl] [PATH]     write the conversation" in chat.text
+    assert "/export [md|html|json|jsonl] [PATH]  write the conversation" in chat.text
     assert "/cache [tree|why|verify|gc|clear]  KV kept on disk" in chat.text
     chat.enter("/help keys").wait_for("one line, all figures, none")
     assert "Alt-Enter, Ctrl-J, \\ Enter         a new line" in chat.text

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
+from kvchat.core.text import model_label
 from kvchat.core.types import CachedTokens, DraftUse, FinishReason, MissReason, Timing, Usage
 from kvchat.terminal.status import (
     PrefillMeter,
@@ -16,7 +17,6 @@ from kvchat.terminal.status import (
     detail_line,
     format_count,
     format_seconds,
-    model_label,
     plural,
     stats_line,
     toolbar,
