@@ -69,6 +69,11 @@ def anthropic_form(error: ApiError) -> dict[str, object]:
     }
 
 
+def ollama_form(error: ApiError) -> dict[str, object]:
+    """Return ollama's error object, which is a sentence alone."""
+    return {"error": _openai_words(error)}
+
+
 def _openai_words(error: ApiError) -> str:
     """Return the sentence; LiteLLM and LangChain look for these words about a long prompt."""
     if error.too_long is None:
@@ -91,6 +96,8 @@ def _anthropic_words(error: ApiError) -> str:
 
 def form_for(path: str) -> ErrorForm:
     """Return the error form of the interface that a path belongs to."""
+    if path.startswith("/api/"):
+        return ollama_form
     return anthropic_form if path.startswith("/v1/messages") else openai_form
 
 

@@ -19,6 +19,7 @@ from kvchat.server.api_errors import ApiError, as_api_error, failed_server, resp
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
+from kvchat.server.ollama_api import OllamaApi
 from kvchat.server.openai_api import OpenAiApi
 from kvchat.server.pages_api import PagesApi
 from kvchat.server.prefill_api import PrefillApi
@@ -40,6 +41,7 @@ def new_app(
 ) -> App:
     """Return the ASGI application that serves one model, with `has_chat_page` to browsers too."""
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
+    ollama = OllamaApi(service)
     responses, chat = ResponsesApi(service), ChatApi(service)
     pages = PagesApi(service.host.store, api_key is not None, has_chat_page)
     gets: dict[str, Handler] = {
@@ -51,6 +53,9 @@ def new_app(
         "/v1/models": openai.models,
         "/v1/models/{name:path}": openai.model,
         "/v1/responses/{name}": responses.stored.get,
+        "/api/version": ollama.version,
+        "/api/tags": ollama.tags,
+        "/api/ps": ollama.running,
         "/v1/responses/{name}/input_items": responses.stored.input_items,
     }
     posts: dict[str, Handler] = {
@@ -60,6 +65,9 @@ def new_app(
         "/v1/responses/compact": responses.compact,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/api/chat": ollama.chat,
+        "/api/generate": ollama.generate,
+        "/api/show": ollama.show,
         "/kvchat/locate": chat.locate,
         "/kvchat/pin": chat.pin,
         "/kvchat/forget": chat.forget,

@@ -24,37 +24,25 @@ from kvchat.chat.events import (
     ShownToken,
 )
 from kvchat.chat.fields import Fields
-from kvchat.chat.incoming import IncomingChat, add_messages
-from kvchat.chat.resent_chat import ResentChat
-from kvchat.chat.thinking import Think
 from kvchat.chat.tokenizer import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form
 from kvchat.server.bodies import read_request
+from kvchat.server.chat_requests import SCHEMA_PATH, answer_options, begin_chat
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
-    asked_effort,
-    chat_logprobs,
     foreign_format,
-    num_samples,
     prompt_logprobs,
-    require_tellable,
-    sampling_options,
-    stops,
     text_logprobs,
-    token_limit,
-    with_endings,
     with_format,
-    with_penalties,
 )
 from kvchat.server.guard import client_of
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
 from kvchat.server.service import Service, facts, finish_word, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
-from kvchat.server.tool_fields import openai_choice, read_tools, with_calls
 
 Prompt = str | tuple[int, ...]
 
@@ -63,7 +51,6 @@ _MOST_PROMPTS = 128
 _MOST_ANSWERS = 1024
 _DONE = "data: [DONE]\n\n"
 _PING = ": still at work\n\n"  # a comment: no client takes it for a part of the answer
-_SCHEMA_PATH = ("json_schema", "schema")
 
 
 class OpenAiApi:
@@ -95,32 +82,16 @@ class OpenAiApi:
     async def chat(self, request: Request) -> Response:
         fields = own_fields(await read_request(request), "chat")
         self._service.require_model(fields)
-        self._service.require_room(fields, "messages")
-        chat, offered = await fields.read(read_chat)
-        limits = ("max_completion_tokens", "max_tokens")
-        num_top = chat_logprobs(fields)
-        num_of_prompt = prompt_logprobs(fields, num_top)
-        options = replace(
-            self._options(fields, limits, chat),
-            client=client_of(request),
-            max_calls=openai_choice(fields).max_calls,
-            think=self._think(fields),
-            num_top_logprobs=num_top if num_top is not None else num_of_prompt,
-            scores_prompt=num_of_prompt is not None,
-        )
-        require_tellable(self._service, chat, options)
-        wanted = answer_format(fields, "response_format", _SCHEMA_PATH) or foreign_format(fields)
-        choice = openai_choice(fields)
-        options = await with_calls(self._service, choice, chat.tools, options, wanted)
+        begun = await begin_chat(self._service, fields, client_of(request))
+        answer, options, offered = begun.answer, begun.options, begun.offered
         head = self._head("chatcmpl", "chat.completion")
-        answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
             includes_usage = _includes_usage(fields)
             chunks = _ChatChunks(answer, head, includes_usage, options.num_samples, offered)
             streamed = stream_response(answer, chunks, _progress_of(chunks, fields))
             return self._left_out.tell(streamed, offered.left_out)
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
-        choices = [_chat_choice(ended, num_top is not None, offered) for ended in answers]
+        choices = [_chat_choice(ended, begun.tells_logprobs, offered) for ended in answers]
         usage = usage_of(answers, answer)
         whole = {**head.as_dict(), "choices": choices, "usage": usage}
         if not options.scores_prompt:
@@ -136,7 +107,7 @@ class OpenAiApi:
         self._service.require_model(fields)
         codec = self._service.host.model.tokenizer
         prompts = with_suffix(fields, await fields.read(_prompts), codec)
-        options = self._options(fields, ("max_tokens",))
+        options = answer_options(self._service, fields, ("max_tokens",))
         if len(prompts) * options.num_samples > _MOST_ANSWERS:
             raise fields.fault("n", f"times the prompts must be at most {_MOST_ANSWERS:,} answers")
         tells_ids, echoes = fields.flag("return_token_ids"), fields.flag("echo")
@@ -150,7 +121,7 @@ class OpenAiApi:
             tells_ids=tells_ids,
             is_one_shot=not tells_ids,  # a program that keeps the ids continues them
         )
-        wanted = answer_format(fields, "response_format", _SCHEMA_PATH) or foreign_format(fields)
+        wanted = answer_format(fields, "response_format", SCHEMA_PATH) or foreign_format(fields)
         options = await with_format(self._service, wanted, options)
         head = self._head("cmpl", "text_completion")
         form = _TextForm(codec, echoes, num_top is not None, num_of_prompt is not None)
@@ -194,29 +165,6 @@ class OpenAiApi:
 
     def _head(self, prefix: str, kind: str) -> "_Head":
         return _Head(prefix, kind, self._service.name, f"{self._ids.getrandbits(96):024x}")
-
-    def _think(self, fields: Fields) -> Think:
-        switch, base = self._service.host.model.format.switch, self._service.options.think
-        return asked_effort(fields, switch, base)
-
-    def _options(
-        self, fields: Fields, limits: tuple[str, ...], chat: ResentChat | None = None
-    ) -> AskOptions:
-        """Return how to answer; the first of `limits` that is given limits the tokens."""
-        options = sampling_options(fields, self._service.options)
-        options = with_penalties(fields, options, self._service.host.model.vocab_size)
-        options = with_endings(fields, options, self._service.host.model.vocab_size)
-        if chat is None and fields.text("context_policy", "stop") != "stop":
-            raise fields.fault("context_policy", "must be stop: a text has no oldest messages")
-        least = 1 if chat is not None else 0
-        limit = token_limit(fields, *limits, least=least)
-        return replace(
-            options,
-            max_tokens=limit if limit is not None else options.max_tokens,
-            stops=stops(fields, "stop") or options.stops,
-            num_samples=num_samples(fields),
-            is_one_shot=chat is None or len(chat.messages) == 1,
-        )
 
 
 def usage_of(answers: list[AnswerEnded], answer: Answer | None) -> dict[str, Any]:
@@ -526,19 +474,6 @@ class _TextChunks(_Chunks):
         if token_ids:
             choice["token_ids"] = list(token_ids)
         return self._chunk([choice])
-
-
-def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
-    """Return the conversation of a request, and its tools."""
-    chat = IncomingChat()
-    add_messages(chat, fields)
-    offered = read_tools(fields, is_nested=True).offered(openai_choice(fields).offered)
-    read = chat.chat(offered.tools)
-    # vLLM's names for what happens here whenever the last message is the assistant's.
-    for name, continues in (("continue_final_message", True), ("add_generation_prompt", False)):
-        if fields.raw(name) is continues and not read.is_continuation:
-            raise fields.fault(name, "needs a last message of the assistant")
-    return read, offered
 
 
 # What stands before the prompt, before the suffix, and before the answer.

@@ -1,4 +1,4 @@
-"""Server-sent events: writes an answer in one interface's events while it is generated."""
+"""Streams: writes an answer in one interface's events or lines while it is generated."""
 
 import asyncio
 import json
@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 # Stands for a text in the frame around it. No name that comes before a text in an event ends so.
 _MARK = "\0text\0"
+_EVENTS = "text/event-stream"
 
 
 class StreamWriter(Protocol):
@@ -75,13 +76,14 @@ def stream_response(
     progress: Progress | None = None,
     scored: Scored | None = None,
     before_end: BeforeEnd | None = None,
+    media_type: str = _EVENTS,
 ) -> Response:
     """Return a response that streams an answer; the answer is closed when the client goes.
 
     `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
     if the client does not want to know. `before_end` is awaited before `finish` tells the end.
     """
-    return _EventStream(answer, writer, progress, scored, before_end)
+    return _EventStream(answer, writer, progress, scored, before_end, media_type)
 
 
 class _EventStream(Response):
@@ -91,8 +93,6 @@ class _EventStream(Response):
     task group, which costs twice as much for each request.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         answer: Answer,
@@ -100,9 +100,10 @@ class _EventStream(Response):
         progress: Progress | None,
         scored: Scored | None,
         before_end: BeforeEnd | None,
+        media_type: str,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers)
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._answer = answer
         self._writer = writer

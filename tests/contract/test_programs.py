@@ -96,3 +96,34 @@ def test_aider_edits_a_file(tmp_path: Path) -> None:
     assert edited.returncode == 0, edited.stdout + edited.stderr
     assert source.read_text() == MENDED, edited.stdout
     assert any("Mend add." in question for question in heard)
+
+
+OLLAMA = """
+import sys
+import ollama
+
+client = ollama.Client(sys.argv[1], headers={"Authorization": f"Bearer {sys.argv[2]}"})
+[model] = client.list().models
+said = {"role": "user", "content": "My dog is called Rex."}
+options = {"temperature": 0, "num_predict": 60}
+answer = client.chat(model.model, [said], options=options)
+asked = {"role": "user", "content": "What is my dog called?"}
+parts = list(client.chat(model.model, [said, answer.message, asked], stream=True, options=options))
+print(model.model, client.show(model.model).capabilities, client.ps().models[0].context_length)
+print("".join(part.message.content for part in parts), parts[-1].done_reason)
+print(client.generate(model.model, "My dog is called Rex.", options=options).eval_count)
+"""
+
+
+def test_ollamas_own_client_chats(tmp_path: Path) -> None:
+    python = Path(__file__).resolve().parents[2] / ".clients" / "ollama" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("ollama's client is not installed: `make test-clients`")
+    with served(Shell(tmp_path), "-m", "demo", "--api-key", KEY) as server:
+        done = run(tmp_path, str(python), "-c", OLLAMA, server.url, KEY)
+
+    about, said, count = done.stdout.splitlines()
+    assert about.startswith("demo:latest ['completion'")
+    assert "Rex" in said
+    assert said.endswith(" stop")
+    assert int(count) > 0
