@@ -4,6 +4,7 @@ It combines the radix tree (which KV is cached), the block pool (which blocks ar
 pool (the tensors), and keeps their reference counts consistent.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -255,6 +256,18 @@ class CacheManager:
         self._pool.acquire([spare])
         table.blocks.append(spare)
         return True
+
+    def most_drafts(self, start: int, end: int) -> int:
+        """Return how many drafts may follow positions `start` to `end - 1` in a step."""
+        return sys.maxsize
+
+    def settle_drafts(self, table: BlockTable, num_computed: int, num_right: int) -> int:
+        """Return how many tokens count as computed after a step, of which `num_computed` are behind
+        the last one before its drafts, and the next `num_right` are drafts that were right.
+
+        Called before the step's tokens are committed.
+        """
+        return num_computed + num_right
 
     def rewind(self, table: BlockTable, num_tokens: int) -> None:
         """Release the blocks beyond `num_tokens` tokens, which were reserved for rejected drafts.

@@ -18,7 +18,9 @@ class TableState:
     each) hold the snapshot that the sequence starts from, if there is one. `num_known` counts the
     leading tokens whose KV the tree had: where a prompt leaves a known context. `taken` are
     snapshots by their number of tokens, not entered in the tree yet; those in `wanted` are entered
-    as soon as their tokens are committed, another at the end of the sequence.
+    as soon as their tokens are committed, another at the end of the sequence. `before` is the state
+    before a step with drafts; it counts while the step `is_verified`: until it is known which of
+    them were right.
     """
 
     blocks: list[int]
@@ -26,6 +28,8 @@ class TableState:
     buffer: StateBuffer | None = None
     taken: dict[int, torch.Tensor] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
+    before: StateBuffer | None = None
+    is_verified: bool = False
 
 
 @dataclass(slots=True)

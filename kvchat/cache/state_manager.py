@@ -26,6 +26,8 @@ _FIRST_STATE_ID = -2
 _MOST_BETWEEN = 256
 # A long prompt has a snapshot at least every so many tokens, and at most every `_MOST_BETWEEN`.
 _MOST_BETWEEN_MARKS = 2048
+# Rows of a sequence in a step with drafts: compiled steps take no more of one (`compiled_step.py`).
+_MOST_VERIFIED = 16
 
 
 class StateCacheManager(CacheManager):
@@ -114,6 +116,51 @@ class StateCacheManager(CacheManager):
     def _let_go(self, state: TableState) -> None:
         self._pool.release(state.blocks)
         state.blocks = []
+
+    # Drafts
+
+    def most_drafts(self, start: int, end: int) -> int:
+        """Return how many drafts may follow positions `start` to `end - 1` in a step.
+
+        Its rows reach no further than the end of a block, where there may be a snapshot. A step
+        that ends there has none: its state is one that no draft has touched.
+        """
+        in_block = -end % self.block_size if self._reuse else _MOST_VERIFIED
+        return max(0, min(in_block, _MOST_VERIFIED - (end - start)))
+
+    def save_state(self, table: BlockTable) -> None:
+        """Copy the running state before a step with drafts; `settle_drafts` ends the step."""
+        state, buffer = table.state, self.state_of(table)
+        assert state is not None
+        if state.before is None:
+            state.before = buffer.copy()
+        else:
+            state.before.become(buffer)
+        state.is_verified = True
+
+    def restore_state(self, table: BlockTable) -> None:
+        """Take back what a step with drafts has changed, if it has not been settled."""
+        state = table.state
+        if state is not None and state.is_verified:
+            assert state.buffer is not None
+            assert state.before is not None
+            state.buffer.become(state.before)
+            state.is_verified = False
+
+    def settle_drafts(self, table: BlockTable, num_computed: int, num_right: int) -> int:
+        """Return how many tokens the running state has read: all of the step, or none of it.
+
+        A wrong draft cannot be taken out of a state, so the next step reads again what was right.
+        """
+        state = table.state
+        assert state is not None
+        assert state.buffer is not None
+        if state.buffer.num_tokens > num_computed + num_right:
+            self.restore_state(table)
+        elif self._reuse and not state.buffer.num_tokens % self.block_size:
+            self.take_snapshot(table)
+        state.is_verified = False
+        return state.buffer.num_tokens
 
     # Taking snapshots
 

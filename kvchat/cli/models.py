@@ -200,7 +200,6 @@ def _state_facts(spec: Any, geometry: Any, dtype: Any) -> dict[str, Any]:
     )
     return {
         "state": f"{format_bytes(num_bytes)} a snapshot in {num_layers} recurrent layers{as_kv}",
-        "drafts": "none: a wrong draft cannot be taken out of recurrent state",
     }
 
 

@@ -85,9 +85,6 @@ _MOST_PREFILL_TOKENS = 256
 # product: of a layer's seven the largest is a third. Two slow cores (AMD Zen 1) take 0.1 s for it.
 _CPU_LAYER_MACS = 1e10
 _CPU_ATTENTION_MACS = 2e9
-_NO_DRAFTS = (
-    "Answers come without drafts: a wrong one cannot be taken out of this model's recurrent state."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,11 +378,6 @@ def build_speculating_engine(
     target, cache_config = _load_with_kv(
         source, model_config, cache_config, engine_config, memory, progress
     )
-    if target.spec.state:
-        if speculation_config.mode != Mode.OFF or draft_source is not None:
-            target = replace(target, notes=(*target.notes, _NO_DRAFTS))
-        engine = engine_around(target, cache_config, engine_config, memory, no_drafts(target))
-        return AssembledEngine(engine, target, model_ready(target, engine, began_s))
     build = _DraftBuild(target, model_config, cache_config, engine_config, memory)
     try:
         draft = build.drafter(draft_source) if draft_source is not None else None
@@ -402,11 +394,6 @@ def build_speculating_engine(
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
     return AssembledEngine(engine, target, ready)
-
-
-def no_drafts(loaded: LoadedModel) -> Speculation:
-    """Return speculation that is off, and for a model with recurrent state stays off."""
-    return Speculation(mode=Mode.OFF, refusal=_NO_DRAFTS if loaded.spec.state else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class CostCurve:
         self._seconds = [known * surprise**_SHARED_DRIFT for known in self._seconds]
         self._seconds[place] *= surprise**_COST_WEIGHT
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: float) -> float:
         """Return the cost of so many rows; at least one count must have been measured."""
         assert self._rows
         place = bisect_left(self._rows, rows)
@@ -89,7 +89,7 @@ class CostCurve:
         low, high = self._rows[place - 1], self._rows[place]
         return below + (above - below) * (rows - low) / (high - low)
 
-    def _ratio(self, rows: int, known_rows: int) -> float:
+    def _ratio(self, rows: float, known_rows: int) -> float:
         return (1 + self._slope * (rows - 1)) / (1 + self._slope * (known_rows - 1))
 
 
@@ -146,11 +146,22 @@ class Acceptance:
 class Chance:
     """One request: `survival[i]` is the probability that its first i + 1 drafts are all right.
 
-    `is_free` says that making its drafts costs no time.
+    `is_free` says that making its drafts costs no time. `num_again` are the rows that the next step
+    has to compute again if a draft is wrong, beside those of right drafts: of recurrent layers;
+    None without any.
     """
 
     survival: Sequence[float]
     is_free: bool
+    num_again: int | None = None
+
+    def rows_again(self, num_drafts: int) -> float:
+        """Return how many rows are to be expected again after so many drafts, at least one."""
+        if self.num_again is None:
+            return 0.0
+        right = self.survival[: num_drafts - 1]
+        all_right = self.survival[num_drafts - 1]
+        return self.num_again * (1 - all_right) + sum(right) - len(right) * all_right
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +179,15 @@ def choose_lengths(
     chances: Sequence[Chance],
     num_rows: int,
     num_others: int,
-    verify_s: Callable[[int], float],
+    verify_s: Callable[[float], float],
     draft_s: Callable[[int], float],
 ) -> Choice:
     """Choose the lengths that give the most tokens per second over all decoding requests.
 
     num_rows     rows of the step without any draft
     num_others   decoding requests in it that have nothing to draft
-    verify_s     seconds of a step by its rows
+    verify_s     seconds of a step by its rows; those that are computed again cost as much as more
+                 rows of this step
     draft_s      seconds of drafting by the longest draft that is not free
 
     Drafts are added one by one, the most likely first. Lengths are refused if their gain is too
@@ -196,6 +208,7 @@ def choose_lengths(
     best = Choice(plain, 1.0)
     lengths = [0] * len(chances)
     expected = [1.0] * len(chances)
+    again = [0.0] * len(chances)
     depth = 0
     most_tokens = num_tokens - sum(survival for survival, _, _ in offered)
     for count, (negative, position, index) in enumerate(offered, start=1):
@@ -204,7 +217,8 @@ def choose_lengths(
         num_tokens -= negative
         if not chances[index].is_free:
             depth = max(depth, position + 1)
-        seconds = verify_s(num_rows + count) + (draft_s(depth) if depth else 0.0)
+        again[index] = chances[index].rows_again(lengths[index])
+        seconds = verify_s(num_rows + count + sum(again)) + (draft_s(depth) if depth else 0.0)
         if most_tokens / seconds / plain_rate <= max(best.gain, 1 + _LEAST_GAIN):
             break
         gain = num_tokens / seconds / plain_rate
@@ -236,10 +250,11 @@ _UNKNOWN_COST_TRIAL = 2
 
 @dataclass(frozen=True, slots=True)
 class RequestOffers:
-    """A decoding request and its offers, the preferred first."""
+    """A decoding request and its offers, the preferred first; `num_again` as of `Chance`."""
 
     request: Request
     offers: tuple[Offer, ...]
+    num_again: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +341,7 @@ class DraftPolicy:
         if self._needs_plain(costs, num_rows, num_decoding):
             return [None] * len(asking)
         best = [self._best_offer(ask, costs, num_rows) for ask in asking]
-        chances = [self._chance(a.request, o, costs) for a, o in zip(asking, best, strict=True)]
+        chances = [self._chance(ask, o, costs) for ask, o in zip(asking, best, strict=True)]
         choice = choose_lengths(
             chances, num_rows, num_others, costs.verify.seconds, _draft_s(costs)
         )
@@ -350,17 +365,17 @@ class DraftPolicy:
         if len(ask.offers) == 1:
             return best
         for offer in ask.offers:
-            chance = self._chance(ask.request, offer, costs)
+            chance = self._chance(ask, offer, costs)
             choice = choose_lengths([chance], num_rows, 0, costs.verify.seconds, _draft_s(costs))
             if choice.gain > best_gain:
                 best, best_gain = offer, choice.gain
         return best
 
-    def _chance(self, request: Request, offer: Offer, costs: _Costs) -> Chance:
-        acceptance = self._source_record(request, offer.source).acceptance
+    def _chance(self, ask: RequestOffers, offer: Offer, costs: _Costs) -> Chance:
+        acceptance = self._source_record(ask.request, offer.source).acceptance
         is_unknown = not costs.knows_drafting and not offer.is_free
         most = min(offer.most, _UNKNOWN_COST_TRIAL) if is_unknown else offer.most
-        return Chance(acceptance.survival(most), offer.is_free)
+        return Chance(acceptance.survival(most), offer.is_free, ask.num_again)
 
     def _take(self, request: Request, offer: Offer, length: int) -> AcceptedOffer | None:
         """Accept an offer, or refuse it; after enough refusals accept a short trial."""

@@ -95,42 +95,53 @@ class OutputProcessor:
             if request.state is State.FINISHED:
                 continue  # ended because another of its samples failed
             assert request.table is not None
-            request.num_computed += scheduled.num_tokens
+            tokens = drawn.tokens.get(scheduled, [])
+            num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
+            self._count_computed(scheduled, num_right)
             self._cache.commit(request.table, request.ids, request.num_computed)
             if request.num_generated == 0:
                 events.append(self._progress(request))
             if scored := drawn.scored.get(scheduled):
                 request.scored += scored
                 events.append(PromptScored(request.request_id, tuple(scored)))
-            tokens = drawn.tokens.get(scheduled, [])
             logprobs = drawn.logprobs.get(scheduled, [])
             if scheduled.drafts:
-                events.extend(self._append_verified(request, scheduled.drafts, tokens, logprobs))
+                events.extend(self._append_verified(request, num_right, tokens, logprobs))
             elif tokens:
                 events.extend(self._append_drawn(request, tokens, logprobs))
             if request.table is not None:
                 self._cache.rewind(request.table, len(request.ids))
         return events
 
+    def _count_computed(self, scheduled: ScheduledRequest, num_right: int) -> None:
+        """Count the tokens of a step, and how many of its right drafts will not count."""
+        request = scheduled.request
+        assert request.table is not None
+        end, num_again = request.num_computed + scheduled.num_tokens, 0
+        if scheduled.drafts:
+            num_settled = self._cache.settle_drafts(request.table, end, num_right)
+            num_again = end + num_right - num_settled
+        request.num_computed, request.num_again = end - max(0, num_again - num_right), num_again
+
     def _append_verified(
         self,
         request: Request,
-        drafts: Sequence[int],
+        num_accepted: int,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> list[RequestEvent]:
         """Append the accepted drafts and the token drawn after them, until one ends the request.
 
-        The step has written the KV of all drafts; that of refused ones is never read.
+        The step has written the KV of all drafts; that of refused ones is never read. A recurrent
+        state may have to read accepted ones again: those do not count as computed.
         """
-        num_accepted = accepted_len(drafts, tokens)
         start = len(request.ids)
+        num_computed = num_accepted - request.num_again
         ending: list[RequestEvent] = []
         for index in range(num_accepted + 1):
-            is_accepted = index < num_accepted
-            request.drafting.num_accepted += is_accepted
+            request.drafting.num_accepted += index < num_accepted
             told = logprobs[index] if logprobs else None
-            ending = self._append(request, tokens[index], is_accepted, told)
+            ending = self._append(request, tokens[index], index < num_computed, told)
             if ending:
                 break
         return [*_generated(request, start, logprobs), *ending]

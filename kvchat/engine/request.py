@@ -175,7 +175,8 @@ class Request:
     is not given up for a new request. With `moved_under` its table is of that name's moved
     contexts, so its KV is kept on no slower tier; so it is not once it `is_thinned`. `slot_scores`
     are the attention that the slots left by the last drop have got. One that `is_exact` drops no KV
-    any more.
+    any more. `num_again` are the tokens before the newest that a recurrent state has to read again,
+    because one of the drafts behind them was wrong.
     """
 
     request_id: int
@@ -186,6 +187,7 @@ class Request:
     state: State = State.WAITING
     table: "BlockTable | None" = None
     num_computed: int = 0
+    num_again: int = 0
     cached: CachedTokens | None = None
     arrival: "Arrival | None" = None
     has_asked_quick: bool = False
@@ -330,8 +332,8 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the newest token is left to compute."""
-        return self.num_uncomputed == 1 and self.num_generated > 0
+        """Whether only the newest token is left, and those that its state has to read again."""
+        return self.num_uncomputed == 1 + self.num_again and self.num_generated > 0
 
     def usage(self) -> Usage:
         cached = self.cached or CachedTokens()

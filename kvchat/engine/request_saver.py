@@ -49,8 +49,9 @@ class RequestSaver:
         Not before: a state that is not finite shows only in the logits.
         """
         for request in requests:
-            is_due = request.num_generated == _TOKENS_BEFORE_SNAPSHOT and request.spec.is_kept
-            if is_due and request.state is State.RUNNING:
+            is_due = request.num_generated >= _TOKENS_BEFORE_SNAPSHOT and not request.num_offered
+            if is_due and request.spec.is_kept and request.state is State.RUNNING:
+                request.num_offered = request.num_computed
                 computed = request.ids[: request.num_computed]
                 self._verifier.save(computed, request.spec.is_one_shot)
 

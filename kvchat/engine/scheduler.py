@@ -151,6 +151,7 @@ class Scheduler:
             assert request.table is not None
             self._cache.release(request.table, [])
             request.table, request.num_computed, request.arrival = None, 0, None
+            request.num_again = 0
             request.told_miss_reason = MissReason.QUARANTINED
             if not request.num_generated:
                 request.cached = None
@@ -227,7 +228,7 @@ class Scheduler:
                 self._join(request)
             self._thin(request)
             is_decoding = request in decoding
-            most = 1 if is_decoding else prefill_budget
+            most = request.num_uncomputed if is_decoding else prefill_budget
             if not is_decoding and request.num_due > whole:
                 most = self._left_for(prefill_budget, index)
             num_tokens = self._num_tokens(request, most)
@@ -317,7 +318,7 @@ class Scheduler:
         if request.table is not None:
             self._cache.release(request.table, request.ids[: request.num_computed])
             request.table = None
-            request.num_computed = 0
+            request.num_computed = request.num_again = 0
             self._is_full = False
 
     def _admit(self, budget: int) -> Iterator[ScheduledRequest]:

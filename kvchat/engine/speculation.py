@@ -61,8 +61,7 @@ class Speculation:
     """Drafts for one engine. `drafters` are in order of preference; `clock` returns seconds.
 
     For each step the engine calls `draft`, then `note` unless the step failed, then `update`. While
-    `is_on` is false, in mode OFF, the engine calls none of them. With a `refusal`, a sentence that
-    says why the model cannot verify drafts, the mode stays OFF.
+    `is_on` is false, in mode OFF, the engine calls none of them.
     """
 
     def __init__(
@@ -71,11 +70,8 @@ class Speculation:
         mode: Mode = Mode.AUTO,
         policy: DraftPolicy | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        refusal: str = "",
     ) -> None:
-        assert not refusal or mode is Mode.OFF
         self.total = Drafting()
-        self._refusal = refusal
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         self._drafters = list(drafters)
@@ -94,11 +90,9 @@ class Speculation:
 
     def switch(self, mode: str) -> None:
         """Change the mode, to a Mode or its name; raises UsageError if it is DRAFT and there is no
-        draft model, and if the model cannot verify drafts.
+        draft model.
         """
         mode = Mode(mode)
-        if self._refusal and mode is not Mode.OFF:
-            raise UsageError(self._refusal)
         names = {drafter.name for drafter in self._drafters}
         if mode is Mode.DRAFT and mode not in names:
             failure = self.failures.get(mode)
@@ -130,18 +124,20 @@ class Speculation:
         """Return the plan with drafts; their blocks are reserved."""
         self._sources.clear()
         self._drafting_s = 0.0
-        orders = self._orders(plan, limits)
+        orders = self._orders(plan, cache, limits)
         drafts = self._propose(orders) if orders else {}
         return [
             self._with_drafts(scheduled, drafts.get(scheduled, ()), cache, limits)
             for scheduled in plan
         ]
 
-    def _orders(self, plan: Sequence[ScheduledRequest], limits: Limits) -> list[_Order]:
+    def _orders(
+        self, plan: Sequence[ScheduledRequest], cache: CacheManager, limits: Limits
+    ) -> list[_Order]:
         """Choose what to draft, within the rows of a step."""
         decoding = [scheduled for scheduled in plan if scheduled.request.is_decoding]
         offered = {
-            scheduled: self._offers(scheduled.request, _most(scheduled, limits))
+            scheduled: self._offers(scheduled.request, _most(scheduled, cache, limits))
             if self._policy.is_to_ask(scheduled.request)
             else {}
             for scheduled in decoding
@@ -151,7 +147,14 @@ class Speculation:
             return []
         num_rows = sum(scheduled.num_rows for scheduled in plan)
         taken = self._policy.choose(
-            [RequestOffers(scheduled.request, tuple(offered[scheduled])) for scheduled in asking],
+            [
+                RequestOffers(
+                    scheduled.request,
+                    tuple(offered[scheduled]),
+                    scheduled.num_tokens if cache.has_state else None,
+                )
+                for scheduled in asking
+            ],
             num_rows,
             len(decoding) - len(asking),
         )
@@ -243,7 +246,7 @@ class Speculation:
         if num_decoding:
             num_rows = sum(scheduled.num_rows for scheduled in plan)
             self._policy.note_step(num_decoding, num_rows, seconds)
-            if num_rows == num_decoding + sum(len(scheduled.drafts) for scheduled in plan):
+            if num_decoding == len(plan):
                 self._note_speed(plan, drawn, seconds + self._drafting_s)
         for scheduled in plan:
             source = self._sources.get(scheduled)
@@ -341,7 +344,7 @@ def _close(drafter: Drafter) -> None:
         _log.exception("closing the %s drafter failed", drafter.name)
 
 
-def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
+def _most(scheduled: ScheduledRequest, cache: CacheManager, limits: Limits) -> int:
     """Return how many drafts can still be used: the very last token is never drafted."""
     request = scheduled.request
     if request.constraint is not None:
@@ -349,6 +352,7 @@ def _most(scheduled: ScheduledRequest, limits: Limits) -> int:
     if request.has_budget:
         return 0  # drafts would move the tokens at which KV is dropped, and so the text
     most = min(MAX_DRAFTED, limits.max_context - len(request.ids) - 1)
+    most = min(most, cache.most_drafts(request.num_computed, len(request.ids)))
     if request.spec.max_tokens is not None:
         most = min(most, request.spec.max_tokens - request.num_generated - 1)
     return max(0, most)

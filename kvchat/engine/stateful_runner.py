@@ -49,15 +49,21 @@ class StatefulRunner(Runner):
         """Compute the plan's tokens; the result is that of `Runner.run`, without checks.
 
         If it raises, the states are those before the step, so that each request can run again
-        alone. Only the state of a request that runs alone and cannot be abandoned is then
-        undefined, and the request has failed.
+        alone. Only the state of a request that runs alone, has no drafts and cannot be abandoned is
+        then undefined, and the request has failed.
         """
         assert not checks, "restored state is verified by its checksums"
-        states = [self._state_of(scheduled) for scheduled in plan]
+        tables = [_table_of(scheduled) for scheduled in plan]
+        for table in tables:
+            self._cache.restore_state(table)  # its step has run, and no token could be drawn
+        states = [self._cache.state_of(table) for table in tables]
         requests = enumerate(zip(plan, states, strict=True))
         groups = _grouped([self._parts_of(index, *each) for index, each in requests])
         is_copied = is_unwanted is not None or len(groups) > 1
         before = [state.copy() for state in states] if is_copied else []
+        for scheduled, table in zip(plan, tables, strict=True):
+            if scheduled.drafts:
+                self._cache.save_state(table)
         rows: list[list[torch.Tensor]] = [[] for _ in plan]
         try:
             with self.stopping(is_unwanted):
@@ -67,30 +73,26 @@ class StatefulRunner(Runner):
         except Exception:
             for state, old in zip(states, before, strict=False):
                 state.become(old)
+            for table in tables:
+                self._cache.restore_state(table)
             raise
         logits = torch.cat([part for of_request in rows for part in of_request])
         if not len(logits):
             self.wait()
         return logits
 
-    def _state_of(self, scheduled: ScheduledRequest) -> StateBuffer:
-        assert scheduled.request.table is not None
-        assert not scheduled.drafts, "a rejected draft cannot be taken out of a state"
-        return self._cache.state_of(scheduled.request.table)
-
     def _parts_of(self, index: int, scheduled: ScheduledRequest, state: StateBuffer) -> list[_Part]:
-        """Return one request's tokens, divided where a snapshot is wanted."""
-        request = scheduled.request
-        table = request.table
-        assert table is not None
+        """Return one request's tokens and drafts, divided where a snapshot is wanted."""
+        request, table = scheduled.request, _table_of(scheduled)
         start, end = request.num_computed, request.num_computed + scheduled.num_tokens
         is_prompt_end = scheduled.completes and not request.num_generated
         parts = []
         cuts = self._cache.cuts(table, start, end, is_prompt_end)
+        assert not (scheduled.drafts and end in cuts), "a snapshot of a state that read drafts"
         for stop in sorted({*cuts, end}):
-            of_all = request.is_to_be_scored
-            num_rows = stop - start if of_all else int(scheduled.completes and stop == end)
-            ids = request.ids[start:stop]
+            is_last, of_all = stop == end, request.is_to_be_scored
+            num_rows = stop - start if of_all else scheduled.num_logit_rows * is_last
+            ids = [*request.ids[start:stop], *(scheduled.drafts if is_last else ())]
             piece = SequencePiece(ids, start, table.blocks, num_rows, state, table.positions)
             parts.append(_Part(index, piece, table, stop in cuts))
             start = stop
@@ -109,6 +111,11 @@ class StatefulRunner(Runner):
             if part.is_cut:
                 self._cache.take_snapshot(part.table)
         return logits.split([piece.num_logit_rows for piece in pieces])
+
+
+def _table_of(scheduled: ScheduledRequest) -> BlockTable:
+    assert scheduled.request.table is not None
+    return scheduled.request.table
 
 
 def _grouped(parts: Sequence[Sequence[_Part]]) -> list[list[_Part]]:

@@ -14,9 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvchat.core.errors import UsageError
 from kvchat.core.events import RequestEvent
-from kvchat.engine.speculation import Mode
 from kvchat.model.batch import SequencePiece
 from kvchat.model.loader import LoadedModel
 from kvchat.model.self_test import compare_with_own
@@ -155,12 +153,6 @@ def test_requests_that_decode_run_in_one_step(lfm2: Loaded) -> None:
     assert decodes.count([1, 1, 1, 1]) >= NUM_GENERATED // 2
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids == chat.right_answer(prompt, answer.ids)
-
-
-def test_drafts_are_refused_with_the_reason(lfm2: Loaded) -> None:
-    engine = open_engine(lfm2[1], None)
-    with pytest.raises(UsageError, match="cannot be taken out"):
-        engine.speculation.switch(Mode.NGRAM)
 
 
 def test_a_preempted_request_goes_on_from_its_last_snapshot(lfm2: Loaded) -> None:

@@ -37,7 +37,8 @@ Two paths lead there. On the *paged* path, attention reads the cache's pages whe
 sequences share a step. On the *gathered* path, the model's own attention runs on keys and values
 copied out of the pages, one sequence at a time; it is slower, and serves what cannot run on the
 paged one. `kvchat models info` says which path a model takes, and why. Types with recurrent layers
-keep snapshots of their state beside the pages, and take no drafts. They run one sequence after
+keep snapshots of their state beside the pages. A wrong draft is no part of a state: it is taken
+back, and what was right is read again with the next step. They run one sequence after
 another, but for compiled steps on a CPU, which take several sequences at once.
 
 A model that also reads images or sound runs as a text model.

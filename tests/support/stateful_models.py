@@ -16,9 +16,10 @@ from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
-from kvchat.engine.assembly import engine_around, no_drafts
+from kvchat.engine.assembly import engine_around
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Speculation
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
 from support.chains import be_patient
@@ -229,6 +230,7 @@ def open_engine(
     num_bytes: int = 32 << 20,
     step_tokens: int = 48,
     host_bytes: int = 0,
+    speculation: Speculation | None = None,
 ) -> Engine:
     """Return an engine whose KV is kept in `directory`, nowhere if that is None."""
     cache = CacheConfig(
@@ -237,7 +239,7 @@ def open_engine(
         directory=directory,
     )
     settings = EngineConfig(max_step_tokens=step_tokens)
-    engine = engine_around(loaded, cache, settings, NO_MEMORY, no_drafts(loaded))
+    engine = engine_around(loaded, cache, settings, NO_MEMORY, speculation)
     be_patient(engine.chain)
     return engine
 
