@@ -17,7 +17,7 @@ from kvchat.bench.processes import Answered, ProcessFailed, answer, engine_flags
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
-from kvchat.chat.tokenizer import Segment
+from kvchat.chat.text_codec import Segment
 from kvchat.core.errors import KvchatError
 from kvchat.model.checkpoint.source import find_model
 

@@ -4,11 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvchat.chat.answer_settings import AskOptions
-from kvchat.chat.call_grammar import call_grammar
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.fields import Fields
 from kvchat.chat.grammar import Grammar, json_grammar
-from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tools import ToolSet
 from kvchat.core.errors import UsageError
 from kvchat.core.schemas import schema_of
@@ -70,6 +68,8 @@ def with_grammar(options: AskOptions, model: ChatModel, tools: ToolSet | None) -
     schema = schema_of(options.format)
     if schema is None or options.grammar is not None:
         return options
+    from kvchat.chat.tokenizer import ChatTokenizer
+
     if not isinstance(model.tokenizer, ChatTokenizer):
         return options
     try:
@@ -83,6 +83,9 @@ def with_grammar(options: AskOptions, model: ChatModel, tools: ToolSet | None) -
 def _grammar(
     schema: dict[str, Any], options: AskOptions, model: ChatModel, tools: ToolSet | None
 ) -> Grammar:
+    from kvchat.chat.call_grammar import call_grammar
+    from kvchat.chat.tokenizer import ChatTokenizer
+
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, ChatTokenizer)
     if tools is not None and model.format.tools is not None and options.max_calls != 0:

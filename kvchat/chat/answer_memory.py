@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvchat.chat.tokenizer import Segment, TextCodec
+from kvchat.chat.text_codec import Segment, TextCodec
 from kvchat.core.errors import KvchatError, StoreError
 from kvchat.core.paths import private_database
 from kvchat.core.types import FinishReason

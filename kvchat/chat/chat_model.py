@@ -7,10 +7,11 @@ while the weights load.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from kvchat.chat.conversation import ROOT, Conversation, Role, Turn
 from kvchat.chat.template import NewTurn, TurnFormat, turn_format
-from kvchat.chat.template_process import RenderingChild, TemplateProcess
+from kvchat.chat.text_codec import Segment, TextCodec
 from kvchat.chat.thinking import (
     CHANNEL_TOKEN,
     THINKING_MARKS,
@@ -18,13 +19,14 @@ from kvchat.chat.thinking import (
     cut_at_marks,
     first_mark_closes,
 )
-from kvchat.chat.tokenizer import ChatTokenizer, Segment, TextCodec
 from kvchat.chat.tools import NO_TOOL_USE, ToolResult, ToolUse
 from kvchat.chat.why import common_len
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import FinishReason
-from kvchat.model.checkpoint.source import ModelSource
-from kvchat.model.checkpoint.text_files import read_text_files
+
+if TYPE_CHECKING:
+    from kvchat.chat.template_process import RenderingChild
+    from kvchat.model.checkpoint.source import ModelSource
 
 # The context length of a model whose configuration gives none.
 _LARGE_CONTEXT = 1 << 20
@@ -228,16 +230,22 @@ class ChatModel:
 
 
 def read_chat_model(
-    source: ModelSource,
+    source: "ModelSource",
     variables: dict[str, object] | None = None,
     limit_s: float | None = None,
-    child: RenderingChild | None = None,
+    child: "RenderingChild | None" = None,
 ) -> ChatModel:
     """Read the text side of a checkpoint; raises ModelError if it cannot be used.
+
+    Its imports are those of a process that reads one: a chat on a server does not.
 
     `limit_s` is the user's time limit for one rendering of the template in seconds. `child` is a
     process that was started in advance to render it.
     """
+    from kvchat.chat.template_process import TemplateProcess
+    from kvchat.chat.tokenizer import ChatTokenizer
+    from kvchat.model.checkpoint.text_files import read_text_files
+
     files = read_text_files(source)
     template = files.chat_template
     process = TemplateProcess(template, limit_s, child) if template is not None else None

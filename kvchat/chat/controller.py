@@ -30,7 +30,7 @@ from kvchat.chat.kept_kv import KeptKv
 from kvchat.chat.reply import Reply
 from kvchat.chat.session import ChatSession, Place
 from kvchat.chat.surroundings import Surroundings
-from kvchat.chat.tokenizer import Segment
+from kvchat.chat.text_codec import Segment
 from kvchat.chat.tools import ToolResult, ToolSet
 from kvchat.chat.why import (
     NOT_WORTH_MENTIONING,

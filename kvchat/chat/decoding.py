@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.events import AnswerCall, AnswerText, ChatEvent, LogprobTrack, ShownToken
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.thinking import Passage, ThinkingSplitter, joined
 from kvchat.chat.tool_calls import CallSplitter, Part
 from kvchat.chat.tools import ToolCall

@@ -7,7 +7,6 @@ BaseException without an importable class. This module raises ModelError for bot
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -32,16 +31,6 @@ def faults_as_model_errors(sentence: str, hint: str = "") -> Iterator[None]:
             raise
         words = " ".join(str(error).split())[:200].rstrip(".")
         raise ModelError(f"{sentence}: {words or type(error).__name__}.", hint) from error
-
-
-class TextStream(Protocol):
-    """Decodes ids to text one by one, and never splits a character."""
-
-    def feed(self, token_id: int) -> str:
-        """Take the next id; return the text that it completes, often empty."""
-
-    def flush(self) -> str:
-        """Return the text of an incomplete character at the end."""
 
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvchat.chat.tokenizer import TextCodec
+from kvchat.chat.text_codec import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, Timing, TokenLogprobs, Usage

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvchat.chat.detokenizer import TextStream
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.thinking import ThinkingSplitter
 from kvchat.chat.tools import limits_of
 from kvchat.core.errors import UsageError

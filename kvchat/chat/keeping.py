@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvchat.chat.attachment import read_attachment
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.deletion import Deleted, DropFromMemory, joined
-from kvchat.chat.tokenizer import Segment
+from kvchat.chat.text_codec import Segment
 from kvchat.core.errors import SessionNotFound, UsageError
 from kvchat.core.types import KeptPositions, digest_of_ids
 

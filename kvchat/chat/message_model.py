@@ -10,8 +10,8 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.grammar import Grammars
 from kvchat.chat.template import AnswerForm, NewTurn, Strategy
 from kvchat.chat.template_tools import ToolForm
+from kvchat.chat.text_codec import Segment
 from kvchat.chat.thinking import Think, ThinkSwitch
-from kvchat.chat.tokenizer import Segment
 from kvchat.chat.tool_calls import CALL_FORMATS
 from kvchat.chat.tools import ToolCall
 from kvchat.core.errors import UsageError

@@ -17,7 +17,6 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import ROOT, Role, Turn
 from kvchat.chat.decoding import AnswerParts, AnswerWatcher, DecodedAnswer, Decoding
-from kvchat.chat.detokenizer import TextStream
 from kvchat.chat.events import (
     AnswerEnded,
     AnswerFailed,
@@ -29,6 +28,7 @@ from kvchat.chat.events import (
 )
 from kvchat.chat.grammar import AtLeast
 from kvchat.chat.saved_conversation import SavedConversation
+from kvchat.chat.text_stream import TextStream
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolSet
 from kvchat.core.errors import ContextTooLong

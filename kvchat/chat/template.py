@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvchat.chat.template_process import RenderingFailed, TemplateProcess
 from kvchat.chat.template_tools import (
@@ -27,11 +27,14 @@ from kvchat.chat.template_tools import (
     with_parts,
     writes_parts,
 )
+from kvchat.chat.text_codec import Segment
 from kvchat.chat.thinking import THINKING_MARKS, Think, ThinkSwitch
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
 from kvchat.chat.tools import NO_TOOL_USE, ToolCall, ToolSet, ToolUse
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
+
+if TYPE_CHECKING:
+    from kvchat.chat.tokenizer import ChatTokenizer
 
 # Placeholders: letters and digits only, so that no template splits or changes them.
 _USER = "Kv7User3Stands9Here"
@@ -135,7 +138,7 @@ class ChatTemplate:
     def __init__(
         self,
         files: TextFiles,
-        tokenizer: ChatTokenizer,
+        tokenizer: "ChatTokenizer",
         process: TemplateProcess,
         variables: dict[str, object] | None = None,
     ) -> None:
@@ -456,7 +459,7 @@ class PlainText:
     answer = AnswerForm()
     tools: ToolForm | None = None
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: "ChatTokenizer") -> None:
         self._tokenizer = tokenizer
 
     @property
@@ -478,7 +481,7 @@ class PlainText:
 
 def turn_format(
     files: TextFiles,
-    tokenizer: ChatTokenizer,
+    tokenizer: "ChatTokenizer",
     variables: dict[str, object] | None = None,
     process: TemplateProcess | None = None,
 ) -> TurnFormat:

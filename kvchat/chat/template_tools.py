@@ -8,10 +8,9 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvchat.chat.thinking import split_thinking
-from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import (
     CALL_FORMATS,
     CALL_TOKENS,
@@ -21,6 +20,9 @@ from kvchat.chat.tool_calls import (
 )
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from kvchat.chat.tokenizer import ChatTokenizer
 
 # Sets of roles whose content a template may want as a list of parts, the commonest first.
 PART_ROLES: tuple[frozenset[str], ...] = (
@@ -180,14 +182,14 @@ class ToolForm:
         named = [ToolCall(call.name, {_ARGUMENT: _VALUE}) for call in calls]
         return self.answer("", named, stand_ins)
 
-    def after(self, rendered: str, tokenizer: ChatTokenizer) -> str:
+    def after(self, rendered: str, tokenizer: "ChatTokenizer") -> str:
         """Return what was rendered after the answer of `asked_calls`, from its closing token on."""
         rest = rendered.rpartition(_VALUE)[2]
         return rest[_place_of_closing(rest, self.closing, self.calls, tokenizer) :]
 
 
 def find_tool_form(
-    render: Render, tokenizer: ChatTokenizer, lead: Sequence[str]
+    render: Render, tokenizer: "ChatTokenizer", lead: Sequence[str]
 ) -> ToolForm | None:
     """Return a template's form of tools, None if it takes none.
 
@@ -209,7 +211,7 @@ def probe_message() -> dict[str, str]:
 
 
 def _form_with(
-    has_text_arguments: bool, render: Render, tokenizer: ChatTokenizer, lead: Sequence[str]
+    has_text_arguments: bool, render: Render, tokenizer: "ChatTokenizer", lead: Sequence[str]
 ) -> ToolForm | None:
     asked, tools = probe_message(), _PROBE_TOOLS.definitions
     if _MEANING not in render([asked], tools):
@@ -235,7 +237,7 @@ def _reads(form: CallFormat, region: str) -> bool:
     return calls == [_PROBE_CALL] and not split_thinking(texts)[1].strip()
 
 
-def cut_answer(rendered: str, leads: Sequence[str], tokenizer: ChatTokenizer) -> tuple[str, str]:
+def cut_answer(rendered: str, leads: Sequence[str], tokenizer: "ChatTokenizer") -> tuple[str, str]:
     """Return the text of the answer at the end of a rendered conversation, and what closes it.
 
     `leads` are the texts that may stand before it, the first that does counts. The closing token is
@@ -251,7 +253,9 @@ def cut_answer(rendered: str, leads: Sequence[str], tokenizer: ChatTokenizer) ->
     return text, ""
 
 
-def _place_of_closing(rest: str, closing: str, calls: CallFormat, tokenizer: ChatTokenizer) -> int:
+def _place_of_closing(
+    rest: str, closing: str, calls: CallFormat, tokenizer: "ChatTokenizer"
+) -> int:
     """Return where an answer is closed in the text after its last argument."""
     if closing:
         return rest.index(closing) if closing in rest else 0

@@ -7,16 +7,16 @@ import re
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
-from kvchat.chat.detokenizer import TextStream, TokenStream, faults_as_model_errors
+from kvchat.chat.detokenizer import TokenStream, faults_as_model_errors
 from kvchat.chat.grammar import Grammars
+from kvchat.chat.text_codec import LONG_TEXT, Segment
 from kvchat.chat.thinking import CHANNEL_TOKEN, CHANNEL_TOKENS, THINKING_MARKS
 from kvchat.chat.tool_calls import CALL_TOKENS
 from kvchat.model.files.text_settings import TextFiles
@@ -135,50 +135,12 @@ def _num_added_ids(steps: Sequence[Step]) -> int:
 # Roles of the special tokens that control a model. Padding is not one: nothing is padded here.
 _STEERING = ("bos_token", "eos_token", "sep_token", "cls_token")
 
+# Decoders that write each token's bytes behind those before, whatever these are.
+_JOINING = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"})
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _MOST_IDS = 2**32  # the library's ids have 32 bits
 # Bounds memory: the library uses about 500 bytes for each byte of a text.
-_PIECE_CHARACTERS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of a prompt. Text of an inert segment never becomes a control token."""
-
-    text: str
-    is_inert: bool = False
-
-
-class TextCodec(Protocol):
-    """Text to ids and back, as a chat uses it. `ChatTokenizer` says what each call does."""
-
-    stop_token_ids: frozenset[int]
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def grammars(self) -> Grammars: ...
-
-    def encode(self, segments: Sequence[Segment]) -> list[int]: ...
-
-    def encode_after(self, last_id: int | None, segments: Sequence[Segment]) -> list[int]: ...
-
-    def encode_front(self, text: str, most: int) -> list[int]: ...
-
-    def encode_raw(self, text: str) -> list[int]: ...
-
-    def exceeds(self, text: str, limit: int) -> bool: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def new_stream(self, context_ids: Sequence[int]) -> TextStream: ...
-
-    def token_id(self, token: str) -> int | None: ...
-
-    def is_hidden(self, token_id: int) -> bool: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
+_PIECE_CHARACTERS = LONG_TEXT
 
 
 class TokenBytes:
@@ -207,6 +169,13 @@ class TokenBytes:
         if self._replaced:
             return piece.encode()
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the decoder only joins the tokens' bytes, but at the beginning of a text."""
+        replaced = [step for step in self._decoders if step["type"] == "Replace"]
+        is_each_alone = all(len(step["pattern"].get("String", "")) == 1 for step in replaced)
+        return bool(self._kinds) and self._kinds <= _JOINING and is_each_alone
 
     @cached_property
     def _added(self) -> dict[int, str]:
@@ -261,7 +230,7 @@ class ChatTokenizer:
             steering, self._reserved = _reserved_ids(self._tokenizer, files, self.stop_token_ids)
             # An unknown character may give the unknown token, unless that is a control token too.
             self._control = self._reserved - (_unknown_ids(self._tokenizer, files) - steering)
-            self._hidden = _hidden_ids(self._tokenizer, files.chat_template or "")
+            self.hidden_ids = _hidden_ids(self._tokenizer, files.chat_template or "")
 
     def _stop_ids(self, files: TextFiles) -> frozenset[int]:
         ids = set(files.stop_token_ids)
@@ -292,11 +261,16 @@ class ChatTokenizer:
 
     def is_hidden(self, token_id: int) -> bool:
         """Return whether a token is never displayed."""
-        return token_id in self._hidden
+        return token_id in self.hidden_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text, perhaps a part of a character."""
         return self._bytes.of(token_id)
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether a text within an answer is its tokens' bytes in a row."""
+        return self._bytes.are_whole
 
     @cached_property
     def _bytes(self) -> TokenBytes:
@@ -389,13 +363,13 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens that are hidden from the user."""
-        visible = [token for token in token_ids if token not in self._hidden]
+        visible = [token for token in token_ids if token not in self.hidden_ids]
         with faults_as_model_errors("The checkpoint's tokenizer cannot decode"):
             return str(self._tokenizer.decode(visible, skip_special_tokens=False))
 
     def new_stream(self, context_ids: Sequence[int]) -> TokenStream:
         """Return a decoder for the ids that follow `context_ids`."""
-        return TokenStream(self._tokenizer, context_ids[-8:], self._hidden)
+        return TokenStream(self._tokenizer, context_ids[-8:], self.hidden_ids)
 
     def _encode(self, text: str, adds_special: bool = False) -> Encoding:
         return self._encode_with(self._tokenizer, text, adds_special)

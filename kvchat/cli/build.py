@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvchat.cli.made_at_use import made_at_use
 from kvchat.cli.settings import NO_ENDPOINT, Settings
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.config import Paths
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvchat.cache.shared.tier import SharedTier
     from kvchat.cache.tier import Layout
     from kvchat.chat.answer_settings import AskOptions
+    from kvchat.chat.chat_model import ChatModel
     from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.host import ChatHost
     from kvchat.chat.store import SessionStore
@@ -59,7 +61,7 @@ def state_memory() -> "DiskMemory":
 
 def memory_of(settings: Settings) -> "Memory":
     """Return the memory of a chat, which an incognito one has not."""
-    return NO_MEMORY if settings["incognito"] else state_memory()
+    return NO_MEMORY if settings["incognito"] else made_at_use(state_memory)
 
 
 def session_store(settings: Settings) -> "SessionStore":
@@ -78,6 +80,10 @@ def cache_directory(settings: Settings) -> Path:
 
 def store_admin(settings: Settings) -> "StoreAdmin":
     """Return the administration of the KV store on disk."""
+    return made_at_use(partial(_store_admin, settings))
+
+
+def _store_admin(settings: Settings) -> "StoreAdmin":
     from kvchat.cache.disk.admin import StoreAdmin
     from kvchat.cache.disk.lookup import KvSettings
 
@@ -271,6 +277,13 @@ def _attached_host(
         source = find_model(settings["model"], settings["adapter"])
         return _build(settings, source, _draft(settings, source))(progress)
 
+    def read_own() -> "ChatModel":
+        from kvchat.chat.chat_model import read_chat_model
+        from kvchat.model.checkpoint.source import find_model
+
+        source = find_model(settings["model"], settings["adapter"])
+        return read_chat_model(source, limit_s=settings["timeout"])
+
     try:
         return open_attached_host(
             settings,
@@ -278,6 +291,7 @@ def _attached_host(
             session_store(settings),
             on_load,
             load,
+            read_own,
         )
     except ModelError:  # it ends just now, or is another program on the same port
         return None

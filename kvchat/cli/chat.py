@@ -102,14 +102,15 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
+    child = None
     if not has_endpoint(settings) and running_server(settings, user_paths().state) is None:
+        from kvchat.chat.template_process import RenderingChild
+
         threading.Thread(target=_load_library, name="kvchat-library", daemon=True).start()
+        child = RenderingChild()  # starts while the rest is imported
     is_interactive = _is_interactive(request)
     if not is_interactive:
         _require_script(request)
-    from kvchat.chat.template_process import RenderingChild
-
-    child = RenderingChild()  # starts while the rest is imported
     if is_interactive:
         return _chat_interactively(settings, request, child)
     return _answer_script(settings, request, child)
@@ -187,7 +188,7 @@ def _open_controller(
     request: ChatRequest,
     on_load: "Callable[[LoadEvent], None]",
     tell: "Callable[[str], None]",
-    child: "RenderingChild",
+    child: "RenderingChild | None",
     is_script: bool = False,
 ) -> "tuple[ChatController, Toolbox | None, Settings]":
     """Read attached files, start loading the model, and open the conversation, if one is named.
@@ -282,7 +283,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 # Scripts
 
 
-def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
+def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild | None") -> int:
     from kvchat.cli.output import Notices
     from kvchat.cli.script import read_text, with_prompt
     from kvchat.cli.streams import Interruption
@@ -304,7 +305,7 @@ def _run_script(
     notices: "Notices",
     interruption: "Interruption",
     text: str | None,
-    child: "RenderingChild",
+    child: "RenderingChild | None",
 ) -> int:
     from kvchat.chat.answer_settings import doubts
     from kvchat.cli.output import LoadingLine
@@ -446,7 +447,9 @@ def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
 # The interactive chat
 
 
-def _chat_interactively(settings: Settings, request: ChatRequest, child: "RenderingChild") -> int:
+def _chat_interactively(
+    settings: Settings, request: ChatRequest, child: "RenderingChild | None"
+) -> int:
     from kvchat.cli.output import Notices
     from kvchat.terminal.repl import LoadRelay, Look, ReplSetup, run
 

@@ -86,12 +86,31 @@ class ChatGroup(HelpedGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the rewritten arguments; a shell that completes a line gets them unchanged."""
+        _leave_values(self.get_params(ctx))
         if not ctx.resilient_parsing:
             valued = {flag for p in self.params if not _is_switch(p) for flag in p.opts}
             known = {f for p in self.get_params(ctx) for f in (*p.opts, *p.secondary_opts)}
             if not _has_unknown_flag(args, valued, known, self.commands):  # else click names it
                 args = spelled_out(args, valued, self.commands)
         return super().parse_args(ctx, args)
+
+
+class _AsGiven:
+    """Takes what stands on the command line as it is: kvchat's own table checks and converts it."""
+
+    def coerce(self, value: Any, param: Any, ctx: typer.Context) -> Any:
+        is_list = param.multiple or param.nargs == -1
+        return () if value is None and is_list else value
+
+
+def _leave_values(parameters: Iterable[Any]) -> None:
+    """Keep typer from importing a library for types, which takes longer than the parsing.
+
+    All flags are texts or switches. Where typer converts otherwise this changes nothing.
+    """
+    for parameter in parameters:
+        if getattr(parameter, "_runtime_param", _AsGiven) is None:
+            parameter._runtime_param = _AsGiven()
 
 
 class BenchGroup(HelpedGroup):

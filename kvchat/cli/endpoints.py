@@ -15,10 +15,11 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvchat.chat.template import NewTurn
 from kvchat.cli.settings import ENDPOINT_KEY_VARIABLE, ENDPOINTS, Settings
@@ -26,15 +27,18 @@ from kvchat.core.errors import KvchatError, ModelError, UsageError
 from kvchat.core.events import LoadEvent, LoadProgress, ModelReady
 from kvchat.core.text import one_line, shown
 from kvchat.core.toml_text import read_table
+from kvchat.core.types import Health
 
 if TYPE_CHECKING:
     from kvchat.chat.chat_model import ChatModel
     from kvchat.chat.host import ChatHost
+    from kvchat.chat.served_text import Ask
     from kvchat.chat.store import SessionStore
     from kvchat.cli.running_server import RunningServer
     from kvchat.engine.thread import Build, DrivenEngine
+    from kvchat.remote.address import Address
     from kvchat.remote.engine import RemoteEngine, Spell
-    from kvchat.remote.servers import Address, Server
+    from kvchat.remote.kinds import Server
 
 _FIELDS = frozenset({"url", "model", "key_variable"})
 # Texts in which tokenizers differ: cases, digits, white space, scripts, code, control tokens.
@@ -42,6 +46,7 @@ _SAMPLES = (
     "Hello, World! It's 1234567 o'clock -- isn't it?\n\n\tdef f(x):  return x**2  # naïve\n",
     "Größe 日本語 Привет مرحبا 🙂🙃 e\u0301 \u00a0end  ",
 )
+_TEXT_PATH = "/kvchat/text"
 _log = logging.getLogger(__name__)
 
 
@@ -50,7 +55,7 @@ def endpoint_address(given: str, model: str, config_path: Path) -> "Address":
 
     `model` is the model to ask for, "" if the user named none. Raises UsageError.
     """
-    from kvchat.remote.servers import address_of
+    from kvchat.remote.address import address_of
 
     entry = _named(given, config_path)
     if entry is None:
@@ -127,28 +132,40 @@ def open_attached_host(
     store: "SessionStore | None",
     on_load: Callable[[LoadEvent], None] | None,
     load: "Build",
+    read_own: "Callable[[], ChatModel]",
 ) -> "ChatHost | None":
     """Return a host for a `kvchat serve` that the user did not name, None if `find` finds none.
 
-    It must take token ids; raises ModelError if it does not, or does not answer. If it ends or
-    computes nothing any more, the chat goes on with the server that `find` finds then, or with the
-    model that `load` loads.
+    The server encodes and decodes for the chat. Raises ModelError if it does not, or does not
+    answer. If it ends or computes nothing any more, the chat goes on with the server that `find`
+    finds then, or with the model that `load` loads, whose text side `read_own` reads.
     """
     from kvchat.chat.host import ChatHost
+    from kvchat.chat.served_text import TextQuestions, served_model
 
     running = find()
     if running is None:
         return None
-    server = _answering_server(running.address, settings["timeout"])
-    model = _own_tokenizer(server, settings["timeout"])
-    if model is None:
-        raise ModelError("The server has another model.")
-    digest, spell = model.tokenizer.digest, _spelling(model)
+    server, facts, ask = _answering_server(running.address)
+    digest = server.tokenizer
+
+    def find_text() -> "Ask | None":
+        again = find()
+        with suppress(ModelError):  # as if there were none
+            if again is not None and (found := _answering_server(again.address)):
+                return found[2] if found[0].tokenizer == digest else None
+        return None
+
+    try:
+        model = served_model(server.files, facts, TextQuestions(ask, find_text, read_own))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError("The server that runs here is of another version.") from error
+    spell = _spelling(model)
 
     def rebuild(progress: Callable[[LoadProgress], None]) -> "tuple[DrivenEngine, ModelReady]":
         again = find()
         with suppress(ModelError):  # as if there were none
-            server = _answering_server(again.address) if again is not None else None
+            server = _answering_server(again.address)[0] if again is not None else None
             if again is not None and server is not None and server.tokenizer == digest:
                 return _build(server, spell, again.has_ended)(progress)
         return load(progress)
@@ -161,14 +178,37 @@ def open_attached_host(
     )
 
 
-def _answering_server(address: "Address", limit_s: float | None = None) -> "Server":
-    """Return the server at an address; raises ModelError if it cannot answer, as `find_server`."""
-    from kvchat.remote.servers import computes_nothing, find_server
+def _answering_server(address: "Address") -> "tuple[Server, dict[str, Any], Ask]":
+    """Return the kvchat server at an address, the facts of its model's text, and how to ask it.
 
-    server = find_server(address, limit_s)
-    if computes_nothing(address):
-        raise ModelError(f"The server at {address.shown} computes nothing any more.", "Restart it.")
-    return server
+    Raises ModelError if it does not answer, or cannot.
+    """
+    from kvchat.remote.kinds import LARGE_CONTEXT, Kind, Server
+    from kvchat.remote.questions import Questions
+
+    questions = Questions(address)
+    try:
+        status, told = questions.ask(_TEXT_PATH)
+    except OSError as error:
+        raise ModelError("The server that runs here does not answer.") from error
+    facts, context = told.get("text"), told.get("context_length")
+    if status != HTTPStatus.OK or not isinstance(facts, dict):
+        raise ModelError("The server that runs here is of another version, or takes another key.")
+    if told.get("status") in (Health.STALLED, Health.FAILED):
+        raise ModelError("The server that runs here computes nothing any more.", "Restart it.")
+
+    def ask(name: str, given: Mapping[str, Any]) -> Any:
+        status, told = questions.ask(_TEXT_PATH, {"question": name, "given": given})
+        if "failed" in told:
+            raise ModelError(str(told["failed"]), str(told.get("hint", "")))
+        if status != HTTPStatus.OK or "answer" not in told:
+            raise OSError(f"the server refused a question with HTTP status {status}")
+        return told["answer"]
+
+    model, files = str(told.get("model", "")), str(told.get("files", ""))
+    limit = context if isinstance(context, int) and context > 0 else LARGE_CONTEXT
+    digest = str(facts.get("digest", ""))
+    return Server(address, Kind.KVCHAT, model, files, digest, max_context=limit), facts, ask
 
 
 def _build(
@@ -197,7 +237,7 @@ def _build(
 
 
 def _spelling(model: "ChatModel") -> "Spell":
-    from kvchat.chat.tokenizer import Segment
+    from kvchat.chat.text_codec import Segment
 
     def spell(last_id: int, text: str) -> list[int]:
         return model.tokenizer.encode_after(last_id, [Segment(text, is_inert=True)])
@@ -233,8 +273,9 @@ def _own_tokenizer(server: "Server", limit_s: float | None) -> "ChatModel | None
 def _is_same(server: "Server", model: "ChatModel") -> bool:
     from datetime import datetime
 
-    from kvchat.chat.tokenizer import Segment
-    from kvchat.remote.servers import Asker, Kind
+    from kvchat.chat.text_codec import Segment
+    from kvchat.remote.kinds import Kind
+    from kvchat.remote.servers import Asker
 
     if server.kind is Kind.KVCHAT:
         return server.tokenizer == model.tokenizer.digest

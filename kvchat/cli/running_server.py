@@ -31,7 +31,7 @@ from kvchat.core.paths import (
 
 if TYPE_CHECKING:
     from kvchat.chat.deletion import DropFromMemory
-    from kvchat.remote.servers import Address
+    from kvchat.remote.address import Address
 
 _RECORD = "server.json"
 _VERSION = 1
@@ -124,10 +124,11 @@ def drop_in_server(state: Path) -> "DropFromMemory | None":
         return None
 
     def drop(contexts: list[tuple[list[int], int]]) -> None:
-        from kvchat.remote.client import Client, ServerKv
+        from kvchat.remote.local_client import LocalClient
+        from kvchat.remote.server_kv import ServerKv
 
         async def ask() -> None:
-            client = Client(server.address)
+            client = LocalClient(server.address)
             try:
                 await ServerKv(client, _PATIENCE_S).forget(contexts)
             finally:
@@ -144,7 +145,7 @@ def _server_of(found: Mapping[str, object]) -> RunningServer | None:
         return None
     if not _is_alive(pid) or found.get("born") != _born(pid):
         return None
-    from kvchat.remote.servers import address_of
+    from kvchat.remote.address import address_of
 
     began = found.get("began")
     began_s = float(began) if isinstance(began, int | float) else time.time()

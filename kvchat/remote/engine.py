@@ -37,9 +37,11 @@ from kvchat.core.types import (
 )
 from kvchat.engine.repetition import only_repeats
 from kvchat.engine.request import RequestSpec
-from kvchat.remote.client import Client, ServerKv, ServerLost, SlotFiles
+from kvchat.remote.exchange import ServerClient, ServerLost
+from kvchat.remote.kinds import Kind, Server
+from kvchat.remote.local_client import LocalClient
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
-from kvchat.remote.servers import Kind, Server
+from kvchat.remote.server_kv import ServerKv, SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
 
 T = TypeVar("T")
@@ -171,7 +173,7 @@ class RemoteEngine:
         self._spell = spell
         self._takes_ids = spell is not None
         self._loop = asyncio.new_event_loop()
-        self._client = Client(server.address)
+        self._client = _new_client(server, is_own=has_ended is not None)
         self._slots = SlotFiles(server, self._client)
         shares_ids = server.kind is Kind.KVCHAT and self._takes_ids
         self._kv = ServerKv(self._client, self._patience.question_s) if shares_ids else None
@@ -516,6 +518,15 @@ class RemoteEngine:
                 if other is not sample and other.task is not None:
                     other.task.cancel()
         self._news.put_nowait(RequestFailed(sample.request_id, error))
+
+
+def _new_client(server: Server, is_own: bool) -> ServerClient:
+    """Return a client of a server; one of this user on this machine needs no whole library."""
+    if is_own and server.kind is Kind.KVCHAT:
+        return LocalClient(server.address)
+    from kvchat.remote.client import Client
+
+    return Client(server.address)
 
 
 @dataclass(slots=True)

@@ -5,46 +5,28 @@ A server that is none of the known kinds gets the plain form of OpenAI's chat in
 """
 
 import asyncio
-import ipaddress
 import json
 import math
 import re
 import threading
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
-from kvchat.core.errors import ModelError, TimedOut, UsageError
+from kvchat.core.errors import ModelError, TimedOut
 from kvchat.core.text import one_line
-from kvchat.core.types import Health
+from kvchat.remote.address import Address
+from kvchat.remote.kinds import LARGE_CONTEXT, Kind, Server
 
 CONNECT_S = 5.0
 _ASK_S = 10.0
 # Room for the list of a service with 100,000 models.
 _MOST_BYTES = 64 << 20
 _MOST_NAMED = 8
-_LARGE_CONTEXT = 1 << 20
 _CLOSED = re.compile("closed connection|disconnected")
 _ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
-
-
-class Kind(StrEnum):
-    """The server programs that are told apart, by the names of their projects."""
-
-    KVCHAT = "kvchat"
-    LLAMA_CPP = "llama.cpp"
-    VLLM = "vLLM"
-    SGLANG = "SGLang"
-    TENSORRT_LLM = "TensorRT-LLM"
-    TGI = "TGI"
-    OLLAMA = "ollama"
-    TRANSFORMERS = "transformers"
-    OTHER = "OpenAI-compatible"
 
 
 _OWNERS = {
@@ -56,91 +38,6 @@ _OWNERS = {
     "library": Kind.OLLAMA,
 }
 _TRANSFORMERS_PATHS = frozenset({"/load_model", "/reset", "/v1/chat/completions"})
-_ID_KINDS = frozenset({Kind.KVCHAT, Kind.LLAMA_CPP, Kind.VLLM, Kind.SGLANG})
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server is, and the key that it wants.
-
-    url    without a path that every interface has, such as /v1
-    key    "" for none; it is sent to this server only and stands in no message or log
-    model  the model to ask for, "" for the server's only one
-    """
-
-    url: str
-    key: str = field(default="", repr=False)
-    model: str = ""
-
-    @property
-    def has_certificate(self) -> bool:
-        """Whether the connection is encrypted; else certificates are not even loaded (0.1 s)."""
-        return self.url.lower().startswith("https:")
-
-    @property
-    def shown(self) -> str:
-        """The address for the user, without the user name and password that it may contain."""
-        parts = urlsplit(self.url)
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        return f"{host}:{parts.port}" if parts.port else str(host)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the server is on this machine."""
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
-
-
-def address_of(url: str, key: str = "", model: str = "") -> Address:
-    """Return the address of a server that the user gave; raises UsageError if it is none."""
-    text = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(text.strip())
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
-        parts.port  # noqa: B018  a bad port is found here
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise UsageError(
-            f"--endpoint is {one_line(url, 60)}, but must be an address like http://localhost:8080."
-        )
-    path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-    return Address(f"{parts.scheme}://{parts.netloc}{path}", key, model)
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server that answered, and its model.
-
-    model          the name that requests give the model, "" if they give none
-    files          where the server says that its model's files are; "" if it does not say
-    tokenizer      the digest of its tokenizer, where it is kvchat's
-    variant        tells models of one name apart
-    max_context    the most tokens of a context, a large number if the server does not say
-    """
-
-    address: Address
-    kind: Kind
-    model: str
-    files: str = ""
-    tokenizer: str = ""
-    variant: str = ""
-    max_context: int = _LARGE_CONTEXT
-
-    @property
-    def knows_context(self) -> bool:
-        return self.max_context < _LARGE_CONTEXT
-
-    @property
-    def may_take_ids(self) -> bool:
-        return self.kind in _ID_KINDS
 
 
 class Asker:
@@ -208,14 +105,6 @@ class Asker:
         except ModelError:
             return None
 
-    def health(self) -> str:
-        """Return the state that a server tells, as kvchat's does; "" for anything else."""
-        try:
-            found = self._wait(self._asked("/health", None, _ASK_S, takes_errors=True))
-        except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError, ModelError):
-            return ""
-        return str(found.get("status", "")) if isinstance(found, dict) else ""
-
     def _wait(self, question: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(question, self._loop)
         try:
@@ -224,16 +113,14 @@ class Asker:
             future.cancel()  # after Ctrl-C the question is still asked
             raise
 
-    async def _asked(
-        self, path: str, body: Mapping[str, Any] | None, limit_s: float, takes_errors: bool = False
-    ) -> Any:
+    async def _asked(self, path: str, body: Mapping[str, Any] | None, limit_s: float) -> Any:
         method = "GET" if body is None else "POST"
         async with (
             asyncio.timeout(limit_s),
             self._client.stream(method, path, json=body) as response,
         ):
             self._require_welcome(response)
-            if response.status_code != 200 and not takes_errors:
+            if response.status_code != 200:
                 return None
             text = bytearray()
             async for piece in response.aiter_bytes():
@@ -283,12 +170,6 @@ def redirect_words(response: httpx2.Response) -> tuple[str, str]:
         f"The server sends to another address: {target}.",
         "Give that address with --endpoint if you trust it. A key is never sent on.",
     )
-
-
-def computes_nothing(address: Address) -> bool:
-    """Return whether a server that answers says that its engine computes nothing any more."""
-    with Asker(address) as asker:
-        return asker.health() in (Health.STALLED, Health.FAILED)
 
 
 def find_server(address: Address, limit_s: float | None = None) -> Server:
@@ -379,7 +260,7 @@ def _described(asker: Asker, address: Address, kind: Kind, chosen: dict[str, Any
         files if isinstance(files, str) else "",
         str(chosen.get("tokenizer") or ""),
         json.dumps(chosen.get("meta")) if kind is Kind.LLAMA_CPP else "",
-        limit if type(limit) is int and limit > 0 else _LARGE_CONTEXT,
+        limit if type(limit) is int and limit > 0 else LARGE_CONTEXT,
     )
 
 

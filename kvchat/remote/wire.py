@@ -14,8 +14,8 @@ from kvchat.core.errors import GenerationError
 from kvchat.core.text import one_line
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, SamplingParams
 from kvchat.engine.request import RequestSpec
+from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.message_ids import Mark, Messages
-from kvchat.remote.servers import Kind, Server
 
 _MOST_ERROR_CHARS = 300
 _MOST_TOKENS = 1 << 40  # of one request; a server that tells more is wrong

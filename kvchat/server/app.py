@@ -26,6 +26,7 @@ from kvchat.server.prefill_api import PrefillApi
 from kvchat.server.responses_api import ResponsesApi
 from kvchat.server.responses_socket import ResponsesSockets
 from kvchat.server.service import Service
+from kvchat.server.text_api import TextApi
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def new_app(
     """Return the ASGI application that serves one model, with `has_chat_page` to browsers too."""
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
     ollama = OllamaApi(service)
-    responses, chat = ResponsesApi(service), ChatApi(service)
+    responses, chat, text = ResponsesApi(service), ChatApi(service), TextApi(service)
     pages = PagesApi(service.host.store, api_key is not None, has_chat_page)
     gets: dict[str, Handler] = {
         "/": _front(pages.page, _health(service)),
@@ -57,6 +58,7 @@ def new_app(
         "/api/tags": ollama.tags,
         "/api/ps": ollama.running,
         "/v1/responses/{name}/input_items": responses.stored.input_items,
+        "/kvchat/text": text.facts,
     }
     posts: dict[str, Handler] = {
         "/v1/chat/completions": openai.chat,
@@ -73,6 +75,7 @@ def new_app(
         "/kvchat/forget": chat.forget,
         "/kvchat/prefetch": chat.prefetch,
         "/kvchat/read_ahead": chat.read_ahead,
+        "/kvchat/text": text.answer,
     }
     if has_chat_page:
         posts["/kvchat/render"] = pages.render

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvchat.chat.events import AnswerEnded, ShownToken, shown_token
-from kvchat.chat.tokenizer import TextCodec
+from kvchat.chat.text_codec import TextCodec
 from kvchat.core.types import TokenLogprobs
 
 # What stands for a logarithm of 0, which JSON does not have.

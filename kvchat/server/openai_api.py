@@ -24,7 +24,7 @@ from kvchat.chat.events import (
     ShownToken,
 )
 from kvchat.chat.fields import Fields
-from kvchat.chat.tokenizer import TextCodec
+from kvchat.chat.text_codec import TextCodec
 from kvchat.chat.tools import ToolCall
 from kvchat.core.types import TokenLogprobs
 from kvchat.server.answering import Answer, whole_answers

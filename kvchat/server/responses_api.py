@@ -29,7 +29,7 @@ from kvchat.chat.fields import Fields
 from kvchat.chat.incoming import IncomingChat
 from kvchat.chat.prefixes import CONTEXTS_COUNTED
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
-from kvchat.chat.tokenizer import Segment
+from kvchat.chat.text_codec import Segment
 from kvchat.chat.tools import ToolSet
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, openai_form

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
 from kvchat.chat.template import NewTurn, turn_format
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.types import FinishReason
 from support import template_zoo as zoo
 from support.tokenizer_zoo import ZOO, byte_level, text_files

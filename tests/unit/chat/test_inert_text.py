@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from kvchat.chat.template import NewTurn, turn_format
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
 from support.odd_tokenizers import GPT2_END, ODD, Odd, one_token_for_all

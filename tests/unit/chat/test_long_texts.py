@@ -9,7 +9,8 @@ from kvchat.chat.chat_model import ChatModel, readopt
 from kvchat.chat.conversation import NO_TOKENIZER, ROOT, Conversation, Role, Turn
 from kvchat.chat.session import ChatSession
 from kvchat.chat.template import NewTurn, turn_format
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ContextTooLong
 from support.odd_tokenizers import ODD
 from support.tokenizer_zoo import CHATML, ZOO, byte_level, text_files

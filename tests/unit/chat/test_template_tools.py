@@ -10,7 +10,8 @@ import pytest
 from tokenizers import AddedToken
 
 from kvchat.chat.template import ChatTemplate, NewTurn, turn_format
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.chat.tool_calls import CallSplitter
 from kvchat.chat.tools import ToolCall, ToolResult, ToolSet, ToolUse
 from support import template_zoo as zoo

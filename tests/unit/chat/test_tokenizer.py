@@ -6,7 +6,8 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from kvchat.model.files.text_settings import TextFiles
 from support.tokenizer_zoo import CHATML, CONTROL, END, START, ZOO, byte_level, text_files

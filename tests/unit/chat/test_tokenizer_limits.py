@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError
 from support.tokenizer_zoo import ZOO, byte_level, text_files
 

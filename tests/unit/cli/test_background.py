@@ -26,6 +26,13 @@ exit 7
 """
 
 
+# What takes longer to import than a short answer: a prompt on a server needs none of it.
+NOT_IMPORTED = {
+    *("torch", "transformers", "numpy", "gguf", "tokenizers", "llguidance", "httpx2", "pydantic"),
+    *("diskcache", "kvchat.cache.disk", "llvmlite", "jinja2", "rich.console", "prompt_toolkit"),
+}
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_is_told_address_key_model_and_context(name: str, tmp_path: Path) -> None:
     """A key is always sent: clients refuse to start without one."""
@@ -95,6 +102,9 @@ def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
     try:
         shown = shell.run("ps")
         [answer] = objects(shell.run("-m", tiny, "-p", "x", "--max-tokens", "2", "--json").stdout)
+        imported = shell.run(
+            "-m", tiny, "-p", "x", "--max-tokens", "2", PYTHONPROFILEIMPORTTIME="1"
+        )
     finally:
         stopped = shell.run("stop")
 
@@ -107,6 +117,10 @@ def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
     assert f'model_name: "{name}"' in told
     assert shown.stdout.decode().startswith(f"{name}  http://127.0.0.1:")
     assert "kvchat at 127.0.0.1" in answer["model"]["name"] + answer["model"]["device"]
+    profile = imported.stderr.decode()
+    modules = {line.rpartition("|")[2].strip() for line in profile.splitlines() if "|" in line}
+    assert "kvchat.remote.local_client" in modules
+    assert modules & NOT_IMPORTED == set()
     assert stopped.stdout == b"The server is stopped.\n"
     assert shell.run("ps").stdout == b"No server of yours runs here.\n"
     files = list((shell.home / ".local/state/kvchat").rglob("*"))

@@ -16,7 +16,8 @@ from tokenizers import (
     trainers,
 )
 
-from kvchat.chat.tokenizer import ChatTokenizer, Segment
+from kvchat.chat.text_codec import Segment
+from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.gguf.file import GgufModel
 from kvchat.model.gguf.tokenizer import read_gguf_text

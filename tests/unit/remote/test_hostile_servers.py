@@ -19,7 +19,9 @@ from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
 from kvchat.core.errors import GenerationError, ModelError
 from kvchat.core.types import CachedTokens, FinishReason
 from kvchat.remote import client, engine, servers
-from kvchat.remote.servers import Address, Kind, Server, address_of, find_server
+from kvchat.remote.address import Address, address_of
+from kvchat.remote.kinds import Kind, Server
+from kvchat.remote.servers import find_server
 from kvchat.remote.wire import Reader
 from support.fake_llm_server import Refusal, chunks, fake_server, models, raw_server
 from unit.remote.test_remote_chat import answer_options, chat_with, ended, failed, host_of
@@ -174,7 +176,7 @@ def test_ctrl_c_ends_the_wait_for_a_server_that_says_nothing(
 
 
 def test_an_answers_headers_that_come_slowly_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_SILENCE_S", 0.3)
+    monkeypatch.setattr(client, "SILENCE_S", 0.3)
 
     with raw_server(slow_header) as url:
         server = Server(Address(url), Kind.OTHER, "m")

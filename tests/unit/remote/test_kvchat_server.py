@@ -18,12 +18,14 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
-from kvchat.chat.tokenizer import Segment
+from kvchat.chat.text_codec import Segment
 from kvchat.core.events import LoadProgress, ModelReady, SampleFinished
 from kvchat.core.stats import KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens, MissReason, SamplingParams
+from kvchat.remote.address import address_of
 from kvchat.remote.engine import RemoteEngine
-from kvchat.remote.servers import Kind, address_of, find_server
+from kvchat.remote.kinds import Kind
+from kvchat.remote.servers import find_server
 from kvchat.remote.wire import Reader
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app

@@ -20,7 +20,7 @@ from kvchat.cli.build import open_host
 from kvchat.cli.endpoints import open_remote_host
 from kvchat.cli.settings import resolve
 from kvchat.core.types import SamplingParams
-from kvchat.remote.servers import address_of
+from kvchat.remote.address import address_of
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
 

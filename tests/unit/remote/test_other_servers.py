@@ -24,7 +24,9 @@ from kvchat.chat.store import SessionStore
 from kvchat.cli.endpoints import open_remote_host
 from kvchat.cli.settings import resolve
 from kvchat.core.types import SamplingParams
-from kvchat.remote.servers import Kind, address_of, find_server
+from kvchat.remote.address import address_of
+from kvchat.remote.kinds import Kind
+from kvchat.remote.servers import find_server
 from support.commands import Shell
 from support.demo_gguf import write_demo_to_chat_with
 from support.fork_server import ForkServer

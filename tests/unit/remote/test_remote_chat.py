@@ -21,8 +21,10 @@ from kvchat.chat.tools import ToolCall, ToolResult, ToolSet
 from kvchat.core.errors import ContextTooLong, GenerationError
 from kvchat.core.events import LoadProgress, ModelReady
 from kvchat.core.types import CachedTokens, FinishReason, MissReason, SamplingParams
+from kvchat.remote.address import address_of
 from kvchat.remote.engine import RemoteEngine
-from kvchat.remote.servers import Kind, Server, address_of, find_server
+from kvchat.remote.kinds import Kind, Server
+from kvchat.remote.servers import find_server
 from support.fake_llm_server import (
     Author,
     BrokenOff,

@@ -4,7 +4,9 @@ import httpx2
 import pytest
 
 from kvchat.core.errors import ModelError, UsageError
-from kvchat.remote.servers import Kind, address_of, find_server, reason_of
+from kvchat.remote.address import address_of
+from kvchat.remote.kinds import Kind
+from kvchat.remote.servers import find_server, reason_of
 from support.fake_llm_server import FakeServer, Refusal, fake_server, models
 
 SECRET = "sk-secret-of-the-user"

@@ -12,8 +12,9 @@ from kvchat.core.errors import EngineEnded, GenerationError
 from kvchat.core.events import RequestEvent, RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
+from kvchat.remote.address import address_of
 from kvchat.remote.engine import Patience, RemoteEngine
-from kvchat.remote.servers import Kind, Server, address_of
+from kvchat.remote.kinds import Kind, Server
 from support.fake_llm_server import FakeServer, Refusal, chunks, fake_server
 
 WAIT_S = 60.0

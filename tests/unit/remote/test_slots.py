@@ -3,8 +3,10 @@
 import asyncio
 from typing import Any
 
-from kvchat.remote.client import Client, SlotFiles
-from kvchat.remote.servers import address_of, find_server
+from kvchat.remote.address import address_of
+from kvchat.remote.client import Client
+from kvchat.remote.server_kv import SlotFiles
+from kvchat.remote.servers import find_server
 from support.fake_llm_server import FakeServer, Refusal, fake_server, models
 
 UNUSED = [{"id": 0, "is_processing": False, "id_task": 3}, {"id": 1, "is_processing": False}]

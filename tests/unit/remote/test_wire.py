@@ -8,9 +8,10 @@ import pytest
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
+from kvchat.remote.address import Address
 from kvchat.remote.engine import _finished, _Sample
+from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.message_ids import Mark, text_ids
-from kvchat.remote.servers import Address, Kind, Server
 from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, error_sentence, request
 
 SAMPLING = SamplingParams(

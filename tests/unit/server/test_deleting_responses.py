@@ -58,7 +58,7 @@ def delete(app: App, response_id: str) -> Got:
 
 
 def secret_ids(host: ChatHost) -> list[int]:
-    from kvchat.chat.tokenizer import Segment
+    from kvchat.chat.text_codec import Segment
 
     return list(host.model.tokenizer.encode([Segment(SECRET, is_inert=True)]))[2:-2]
 
