@@ -11,15 +11,17 @@ from kvchat_kernels.cpu import tile_products
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.tile_products import TILE_ROWS, has_tiles
-from kvchat_kernels.linear.blocks import BlockWeights, Layout, interleaved
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Layout, interleaved
 from kvchat_kernels.linear.cpu import BlockProduct
-from matrix.test_linear_blocks import KINDS, Kind, outlying, random_blocks
+from matrix.test_linear_blocks import KINDS, Kind, is_stepped, outlying, random_blocks
 from support.matrix import spread
 from support.other_process import run_python
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no AMX")
 # Outputs and inputs: one unit and several, full tiles and not, one run of groups and several.
 SHAPES = [(1, 256), (37, 1536), (300, 512), (17, 4864)]
+# Groups of 4 and of 2 blocks behind those of 8.
+UNEVEN = [(37, 640), (20, 4544)]
 
 
 def by_step(weights: BlockWeights, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -45,7 +47,7 @@ def by_step(weights: BlockWeights, x: torch.Tensor, bias: torch.Tensor | None) -
 )
 def test_many_rows_have_the_numbers_of_few(kind: Kind) -> None:
     """Else a prompt and the answer to it were two models, and a cache changed answers."""
-    for shape in SHAPES:
+    for shape in SHAPES if is_stepped(kind) or kind[1] < COLUMNS else SHAPES + UNEVEN:
         weights = interleaved(random_blocks(shape, *kind))
         product = BlockProduct(weights)
         for num_rows in (1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 3, 128):
@@ -71,13 +73,14 @@ def test_the_largest_levels_fit_two_bytes() -> None:
     assert torch.equal(by_step(weights, x, None), BlockProduct(weights)(x))
 
 
-def test_rows_of_incomplete_groups_and_other_processors_take_vectors(
+def test_rows_of_many_small_groups_and_other_processors_take_vectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = Layout(8, 32, torch.float16, has_minimums=False, is_interleaved=True)
     monkeypatch.setattr(tile_products, "has_tiles", lambda: True)
     assert tile_products.can_use_tiles(layout, 512)
-    assert not tile_products.can_use_tiles(layout, 576)
+    assert tile_products.can_use_tiles(layout, 576)
+    assert not any(tile_products.can_use_tiles(layout, width) for width in (192, 288, 320, 544))
 
     monkeypatch.setattr(tile_products, "has_tiles", lambda: False)
     assert not tile_products.can_use_tiles(layout, 512)

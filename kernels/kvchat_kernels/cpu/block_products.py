@@ -118,14 +118,23 @@ class _Pair:
         zeros = ir.VectorType(F32, LANES * self.num_rows)
         self.total: Variable = code.variable(Value(code, constant(0.0, zeros)))
 
-    def add(self, value: Value) -> None:
-        """Add what each row's lanes say, which are up to 8, or a single one."""
+    def add(self, value: Value, factor: Value) -> None:
+        """Add the product of each row's lanes, which are up to 8, or a single one.
+
+        They are multiplied in all lanes of the sum, by factors in all of them: so both are always
+        one instruction where there is one, as they are where tiles are multiplied.
+        """
+        each = max(1, getattr(factor.type, "count", 1) // self.num_rows)
+        lanes = [row * each + lane % each for row in range(self.num_rows) for lane in range(LANES)]
+        factors = self._code.picked(factor, lanes)
+        self.total.set(self.total.get() + self._widened(value) * factors)
+
+    def _widened(self, value: Value) -> Value:
         if self.num_rows == 1:
-            value = self._code.widened(value)
-        elif value.type.count < 2 * LANES:
-            halves = self._code.halves(value)
-            value = self._code.joined(*(self._code.widened(half) for half in halves))
-        self.total.set(self.total.get() + value)
+            return self._code.widened(value)
+        if value.type.count == 2 * LANES:
+            return value
+        return self._code.joined(*(self._code.widened(half) for half in self._code.halves(value)))
 
 
 _Pairs = Sequence[Sequence[_Pair]]
@@ -230,8 +239,8 @@ def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:
         for of_row in pairs:
             of_row[0].row.prefetch(index, size, _AHEAD)
         for part in range(COLUMNS // layout.part):
-            sums, of_x = _sums_of_group(code, layout, pairs, index, size, part)
-            _add_sums(code, layout, pairs, sums, of_x, index, size, part)
+            sums = _sums_of_group(code, layout, pairs, index, size, part)
+            _add_sums(code, layout, pairs, sums, index, size, part)
 
 
 def _add_sums(
@@ -239,47 +248,42 @@ def _add_sums(
     layout: Layout,
     pairs: _Pairs,
     sums: Sequence[Sequence["_Whole"]],
-    of_x: Sequence["_Whole"],
     index: Value,
     size: int,
     part: int,
 ) -> None:
-    """Add what the sums of a group, or of a half of each of its blocks, are with their scales.
-
-    `of_x` are the sums of activations alone, where halves have minimums.
-    """
+    """Add what the sums of a group, or of a half of each of its blocks, are with their scales."""
     kind = ir.VectorType(F32, size) if size > 1 else F32
     x_scales = [pair.x.scales(index, kind) for pair in pairs[0]]
-    has_sums = layout.has_minimums and not layout.has_minimums_of_parts
-    x_sums = [pair.x.sums(index, kind) for pair in pairs[0]] if has_sums else []
 
-    def scaled(pair: _Pair, total: _Whole, factors: Value) -> Value:
+    def add_scaled(pair: _Pair, total: _Whole, factors: Value) -> None:
         whole = total.get()
         count = whole.type.count // pair.num_rows  # lanes of a row of weights
         starts = range(0, pair.num_rows * size, size)
         lanes = [start + lane % size for start in starts for lane in range(count)]
         floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
-        return floats * code.picked(factors, lanes)
+        pair.add(floats, code.picked(factors, lanes))
 
     for of_row, of_sums in zip(pairs, sums, strict=True):
         row = of_row[0].row
         scales = row.scales_of_group(index, size, part)
         for pair, x_scale, total in zip(of_row, x_scales, of_sums, strict=True):
-            pair.add(scaled(pair, total, scales * x_scale))
+            add_scaled(pair, total, scales * x_scale)
         if layout.has_minimums:
             minimums = row.minimums_of_group(index, size, part)
-            for pair, x_sum in zip(of_row, x_sums, strict=has_sums):
-                pair.add(minimums * x_sum)
-            for pair, x_scale, total in zip(of_row, x_scales, of_x, strict=not has_sums):
-                pair.add(scaled(pair, total, minimums * x_scale))
+            for pair, x_scale in zip(of_row, x_scales, strict=True):
+                if layout.has_minimums_of_parts:
+                    sums_of_x = pair.x.sums_of_halves(index, size, part)
+                    pair.add(sums_of_x, minimums * x_scale)
+                else:
+                    pair.add(minimums, pair.x.sums(index, kind))
 
 
 def _sums_of_group(
     code: Code, layout: Layout, pairs: _Pairs, index: Value, size: int, part: int
-) -> tuple[list[list["_Whole"]], list["_Whole"]]:
+) -> list[list["_Whole"]]:
     """Return the sum of each pair's products in a group, a lane a block of 32 or its half `part`.
 
-    The second are the sums of activations, where halves have minimums.
     Of weights and activations, the fewer are loaded first and stay in registers. It is a loop, for
     in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
     """
@@ -297,9 +301,6 @@ def _sums_of_group(
         [_Whole(code, layout.are_nibbles, lanes, has_many, start) for start in starts]
         for _ in pairs
     ]
-    of_x = [
-        _Whole(code, False, lanes, True, None) for _ in pairs[0] if layout.has_minimums_of_parts
-    ]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
     for part_of_x in range(layout.rounding.num_parts):
         if part_of_x:
@@ -308,11 +309,7 @@ def _sums_of_group(
         for places in each_vector(code, layout, size, part):
             for place in places:
                 _add_vectors(rows, xs, sums, index, size, place, width, part_of_x)
-                for x, total in zip(xs, of_x, strict=bool(of_x)):
-                    halves = x.beside(index, size, place.start, width, part_of_x)
-                    for half, loaded in enumerate(halves):
-                        total.add(half, Value(code, constant(1, loaded.type)), loaded)
-    return sums, of_x
+    return sums
 
 
 def _add_vectors(

@@ -39,6 +39,7 @@ from kvchat_kernels.linear.blocks import (
     Layout,
     Rounding,
 )
+from kvchat_kernels.linear.rows import starts_columns
 
 # The least that a block's largest value counts as.
 LEAST = 1e-30
@@ -181,6 +182,19 @@ class WeightRow:
         stored = self.stored(index, size, place)
         levels = levels_of(self._code, self._layout.bits, size, place, stored)
         return signed(self._code, self._layout, levels)
+
+    def bytes_of_group(self, index: Value, size: int) -> Value:
+        """Load the levels of a group of fewer than 8 blocks, in the order of activations beside it.
+
+        Levels without planes are not changed: those of 4 bits are 0 to 15.
+        """
+        code, layout = self._code, self._layout
+        group, num_bytes = self.levels_at + index * layout.block_bytes, size * layout.block_bytes
+        if layout.has_planes:
+            vectors = each_vector(code, layout, size, 0)
+            return code.chain([self.whole_bytes(index, size, place) for [place] in vectors])
+        packed = code.load(group, 0, ir.VectorType(I8, num_bytes))
+        return code.joined(packed & 15, packed >> 4) if layout.are_nibbles else packed
 
     def stored(self, index: Value, size: int, place: Place) -> list[Value]:
         """Load the bytes that `halves` makes its vectors of.
@@ -339,7 +353,7 @@ class ActivationRow:
         self._x = code.task.x + blocks * row_bytes(COLUMNS, rounding)
         self._scales = code.task.x_scales + blocks * 4
         self._sums = code.task.x_sums + blocks * 4
-        self._starts = code.task.x_starts + blocks * 4
+        self._starts = code.task.x_starts + blocks * (4 * COLUMNS // starts_columns(rounding))
 
     def beside(
         self, index: Value, size: int, start: Value | int, width: int, part: int
@@ -364,6 +378,13 @@ class ActivationRow:
 
     def sums(self, index: Value, kind: Any) -> Value:
         return self._load(self._sums, index * 4, kind)
+
+    def sums_of_halves(self, index: Value, size: int, part: int) -> Value:
+        """Load the sums of the first or second halves of a group's levels, as floats."""
+        code, lanes = self._code, range(part, 2 * size, 2)
+        loaded = code.load(self._starts, index * 8, ir.VectorType(I32, 2 * size))
+        floats = code.convert("sitofp", code.picked(loaded, lanes), ir.VectorType(F32, size))
+        return code.joined(*[floats] * self._num_weight_rows)
 
     def starts(self, index: Value, size: int, count: int) -> Value:
         """Load what the sums of a group of blocks begin at, and zeros up to `count` lanes a row."""
@@ -499,9 +520,13 @@ def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
     levels = code.convert("fptosi", rounded, _BLOCK_I)
     scale = largest / rounding.most
     code.store(scale, code.task.x_scales, index * 4)
-    total = code.call("llvm.vector.reduce.add.v32i32", I32, levels)
+    halves = [code.call("llvm.vector.reduce.add.v16i32", I32, half) for half in code.halves(levels)]
+    total = halves[0] + halves[1]
     code.store(code.convert("sitofp", total, F32) * scale, code.task.x_sums, index * 4)
-    if rounding is not Rounding.SHORT:
+    if rounding is Rounding.SHORT:
+        for number, half in enumerate(halves):
+            code.store(half, code.task.x_starts, index * 8 + 4 * number)
+    else:
         code.store(total * -CENTRE, code.task.x_starts, index * 4)
     return levels
 

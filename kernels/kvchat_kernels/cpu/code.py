@@ -292,6 +292,13 @@ class Code:
             return self.gathered((one, other))
         return self.shuffled(one, other, range(2 * one.type.count))
 
+    def chain(self, vectors: Sequence[Value]) -> Value:
+        """Return the lanes of all vectors, one after another; these are a power of two."""
+        if len(vectors) == 1:
+            return vectors[0]
+        half = len(vectors) // 2
+        return self.joined(self.chain(vectors[:half]), self.chain(vectors[half:]))
+
     def halves(self, vector: Value) -> list[Value]:
         """Return the vectors that `joined` has joined."""
         half = vector.type.count // 2

@@ -7,15 +7,18 @@ remainder are visited after another, so that every float sum takes the same term
 and the 8 sums are added as the 8 lanes are.
 
 Weights are turned once for each unit: a tile has 4 columns of 16 rows side by side. Activations lie
-as `tiled_rounding_kernel` stores them. Levels of 16 bits are two bytes, of which the low one is
-unsigned.
+as `tiled_rounding_kernel` stores them. Behind the groups of 8 blocks there are groups of 4 and of
+2, of which each lane has some columns of a block: a tile has these, and zeros. Levels of 16 bits
+are two bytes, of which the low one is unsigned.
 """
 
 import ctypes
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from llvmlite import ir
 
@@ -50,6 +53,9 @@ from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, PLANES, Layout, Roundi
 
 # Rows of a tile, of activations and of weights. With fewer rows of activations vectors are used.
 TILE_ROWS = 16
+# The blocks of groups behind those of 8, and how many times the blocks of a row tiles may take: the
+# columns that a lane has of such a group take as long as a whole block.
+_RESTS, _MOST_TILES = (4, 2), 1.5
 # Groups of 8 blocks whose weights are turned at once: 64 KB of them stay in the second cache.
 _RUN = 16
 # Rows of activations that share the turned weights, whose sums lie in memory meanwhile.
@@ -77,13 +83,13 @@ def has_tiles() -> bool:
 
 
 def can_use_tiles(layout: Layout, num_in: int) -> bool:
-    """Return whether tiles multiply rows of so many columns: these are whole groups of blocks.
-
-    Halves of blocks have no minimums there.
-    """
-    if layout.has_minimums_of_parts:
+    """Return whether tiles multiply rows of so many columns."""
+    if not layout.is_interleaved or not has_tiles():
         return False
-    return layout.is_interleaved and num_in % (LANES * COLUMNS) == 0 and has_tiles()
+    num_groups, rest = divmod(num_in // COLUMNS, LANES)
+    num_tiles = LANES * (num_groups + rest.bit_count())
+    is_worth_it = num_groups > 0 and num_tiles <= _MOST_TILES * (num_in // COLUMNS)
+    return not rest or (is_worth_it and rest % 2 == 0 and layout.part == COLUMNS)
 
 
 @kernel("tiled rounding", RoundingTask)
@@ -129,11 +135,37 @@ def _write_tiled_rounding(code: Code, rounding: Rounding) -> None:
         of_run = code.least(code.whole(_RUN), num_groups - run)
         with code.loop(0, of_run) as group, code.loop(0, LANES) as lane:
             index = code.unit * count + ((run + group) * LANES + lane)
-            levels = round_block(code, index, rounding)
             at = (run * LANES + lane * of_run + group) * COLUMNS
-            for part, numbers in enumerate(_bytes_of(code, levels, rounding)):
-                narrow = code.convert("trunc", numbers, ir.VectorType(I8, COLUMNS))
-                code.store(narrow, start, count * (COLUMNS * part) + at)
+            for part, numbers in enumerate(_rounded_bytes(code, index, rounding)):
+                code.store(numbers, start, count * (COLUMNS * part) + at)
+    for first, size in _each_rest(code, count):
+        index = code.unit * count + first
+        blocks = [_rounded_bytes(code, index + number, rounding) for number in range(size)]
+        words = COLUMNS // rounding.word
+        columns = [
+            (place % size) * COLUMNS + place // size * rounding.word + byte
+            for lane in range(LANES)
+            for place in range(lane, words * size, LANES)
+            for byte in range(rounding.word)
+        ]
+        for part, of_blocks in enumerate(zip(*blocks, strict=True)):
+            at = count * (COLUMNS * part) + first * COLUMNS
+            code.store(code.picked(code.chain(of_blocks), columns), start, at)
+
+
+def _each_rest(code: Code, num_blocks: Value) -> Iterator[tuple[Value, int]]:
+    """Write what is done with the groups behind those of LANES: their first blocks, and sizes."""
+    first = num_blocks // LANES * LANES
+    for size in _RESTS:
+        with code.when(num_blocks // size % 2 > 0):
+            yield first, size
+        first = num_blocks // size * size
+
+
+def _rounded_bytes(code: Code, index: Value, rounding: Rounding) -> list[Value]:
+    """Round a block; return the parts of its levels in bytes."""
+    levels, kind = round_block(code, index, rounding), ir.VectorType(I8, COLUMNS)
+    return [code.convert("trunc", part, kind) for part in _bytes_of(code, levels, rounding)]
 
 
 def _bytes_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
@@ -146,8 +178,20 @@ def _bytes_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
 # Products
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Groups of a row that are multiplied at once, `num_groups` of `size` blocks from `first` on.
+
+    Of a group of fewer than LANES blocks, lane `n` has columns of the block `n` modulo its size.
+    """
+
+    first: Value
+    num_groups: Value
+    size: int = LANES
+
+
 class _Product:
-    """Parts are blocks, or halves of blocks that have two scales."""
+    """Parts are blocks, or halves of blocks that have two scales, or what a lane has of a block."""
 
     def __init__(self, code: Code, layout: Layout, has_bias: bool) -> None:
         self._code = code
@@ -161,9 +205,12 @@ class _Product:
         tiles = LANES * _RUN
         self._weights = code.room(tiles * _TILE_BYTES)
         self._scales = code.room(tiles * self._halves * _LINE)
-        self._minimums = code.room(tiles * _LINE) if layout.has_minimums else None
+        minimum_bytes = tiles * self._halves * _LINE
+        self._minimums = code.room(minimum_bytes) if layout.has_minimums else None
         self._sums = code.room(_SLAB * LANES * _LINE)
-        self._turned = code.room(LANES * layout.block_bytes // 4 * _LINE)
+        turned_bytes = max(LANES * layout.block_bytes // 4 * _LINE, TILE_ROWS * _RESTS[0] * COLUMNS)
+        self._turned = code.room(turned_bytes)
+        self._has_rests = not layout.are_groups_whole and layout.part == COLUMNS
         self._whole_bytes = self._parts * TILE_ROWS * _LINE
         self._whole = code.room(2 * self._whole_bytes)
 
@@ -203,13 +250,16 @@ class _Product:
             WeightRow(code, self._layout, code.least(out + number, end - 1))
             for number in range(TILE_ROWS)
         ]
-        with code.loop(0, self._num_groups, _RUN) as run:
-            num_groups = code.least(code.whole(_RUN), self._num_groups - run)
-            with code.loop(0, num_groups) as group:
-                self._turn(rows, (run + group) * LANES, group, num_groups)
-            with code.loop(first, last, TILE_ROWS) as at:
-                x_row = code.least(at, last - TILE_ROWS)
-                self._add_run(run, num_groups, x_row, at - first)
+        with code.loop(0, self._num_groups, _RUN) as start:
+            run = _Run(start * LANES, code.least(code.whole(_RUN), self._num_groups - start))
+            with code.loop(0, run.num_groups) as group:
+                self._turn(rows, run.first + group * LANES, group, run.num_groups)
+            self._add_run(run, first, last)
+        if self._has_rests:
+            for start, size in _each_rest(code, self._num_blocks):
+                run = _Run(start, code.whole(1), size)
+                self._turn_rest(rows, run)
+                self._add_run(run, first, last)
         with code.loop(first, last, TILE_ROWS) as at:
             self._store(out, end, code.least(at, last - TILE_ROWS), at - first)
 
@@ -229,9 +279,9 @@ class _Product:
             scales = [row.scales_of_group(index, LANES, half) for row in rows]
             places = [tile * self._halves + half for tile in tiles]
             self._store_lanes(scales, self._scales, places)
-        if self._minimums is not None:
-            minimums = [row.minimums_of_group(index, LANES, 0) for row in rows]
-            self._store_lanes(minimums, self._minimums, tiles)
+            if self._minimums is not None:
+                minimums = [row.minimums_of_group(index, LANES, half) for row in rows]
+                self._store_lanes(minimums, self._minimums, places)
         if self._layout.has_planes:
             self._turn_planes(rows, index, tiles)
             return
@@ -280,6 +330,43 @@ class _Product:
         assert total is not None
         return code.as_bits(signed(code, self._layout, total), _VECTOR_I)
 
+    def _turn_rest(self, rows: Sequence[WeightRow], run: _Run) -> None:
+        """Write the tiles and the factors of a smaller group."""
+        code, size, room = self._code, run.size, self._turned
+        tiles = [code.whole(lane) for lane in range(LANES)]
+        blocks = [lane % size for lane in range(LANES)]
+        scales = [code.picked(row.scales_of_group(run.first, size, 0), blocks) for row in rows]
+        self._store_lanes(scales, self._scales, tiles)
+        if self._minimums is not None:
+            zeros, lanes = code.floats(0.0, size), [min(lane, size) for lane in range(LANES)]
+            minimums = [
+                code.shuffled(row.minimums_of_group(run.first, size, 0), zeros, lanes)
+                for row in rows
+            ]
+            self._store_lanes(minimums, self._minimums, tiles)
+        num_bytes, word = size * COLUMNS, self._layout.rounding.word
+        order = [
+            place * word + byte
+            for lane in range(LANES)
+            for place in range(lane, num_bytes // word, LANES)
+            for byte in range(word)
+        ]
+        for number, row in enumerate(rows):
+            levels = row.bytes_of_group(run.first, size)
+            code.store(code.picked(levels, order), room, number * num_bytes)
+        no_word = Value(code, constant(0, _VECTOR_I))
+        for start in range(0, num_bytes, _LINE):
+            words = [
+                code.load(room, number * num_bytes + start, _VECTOR_I)
+                for number in range(TILE_ROWS)
+            ]
+            for number, word_of_rows in enumerate(transposed(code, words)):
+                lane, line = divmod(start // 4 + number, size)
+                code.store(word_of_rows, self._weights, lane * _TILE_BYTES + line * _LINE)
+        for lane in range(LANES):
+            for line in range(size, LANES):
+                code.store(no_word, self._weights, lane * _TILE_BYTES + line * _LINE)
+
     def _store_lanes(self, factors: Sequence[Value], room: Value, places: Sequence[Value]) -> None:
         """Store the rows' factors for each block of a group side by side."""
         half = TILE_ROWS // 2
@@ -323,31 +410,36 @@ class _Product:
 
     # Sums
 
-    def _add_run(self, run: Value, num_groups: Value, x_row: Value, at: Value) -> None:
-        """Add the products of a run's blocks to the sums of a tile of rows, lane after lane."""
+    def _add_run(self, run: _Run, first: Value, last: Value) -> None:
+        """Add the products of a run's groups to the sums of all rows of a slab."""
         code = self._code
-        x = code.task.x + x_row * self._row_bytes + run * (LANES * COLUMNS)
-        of_lane = num_groups * self._halves
+        with code.loop(first, last, TILE_ROWS) as at:
+            sums = self._sums_of(at - first, code.whole(0))
+            self._add_to_tile(run, code.least(at, last - TILE_ROWS), sums)
+
+    def _add_to_tile(self, run: _Run, x_row: Value, sums: Value) -> None:
+        """Add them to the sums of a tile of rows, lane after lane."""
+        code = self._code
+        x = code.task.x + x_row * self._row_bytes + run.first * COLUMNS
+        of_lane = run.num_groups * self._halves
         count = of_lane * LANES
         totals = [code.variable(code.floats(0.0, TILE_ROWS)) for _ in range(TILE_ROWS)]
         lane, left = code.variable(code.whole(0)), code.variable(of_lane)
-        sums = self._sums_of(at, code.whole(0))
         self._load_totals(totals, sums, run)
         # A tile's sums are 50 cycles late, and so is what is stored of a tile: two parts are under
         # way while the sums of the part before them are added.
-        self._multiply(x, code.whole(0), 0)
-        self._multiply(x, code.whole(1), 1)
+        self._multiply(run, x, code.whole(0), 0)
+        self._multiply(run, x, code.whole(1), 1)
         self._keep(0)
         with code.loop(0, count, 2) as even:
             for side in (0, 1):
                 part = even + side
                 with code.when(part + 2 < count):
-                    self._multiply(x, part + 2, side)
+                    self._multiply(run, x, part + 2, side)
                 with code.when(part + 1 < count):
                     self._keep(1 - side)
                 number = of_lane - left.get()  # of the part in its lane
-                block = (run + number // self._halves) * LANES + lane.get()
-                self._add_part(totals, part, x_row, block, side)
+                self._add_part(run, totals, part, x_row, number, lane.get(), side)
                 left.set(left.get() - 1)
                 with code.when(left.get() < 1):
                     of_sums = sums + lane.get() * (TILE_ROWS * _LINE)
@@ -358,23 +450,24 @@ class _Product:
                     with code.when(lane.get() < LANES):
                         self._load_totals(totals, of_sums + TILE_ROWS * _LINE, run)
 
-    def _load_totals(self, totals: Sequence[Variable], sums: Value, run: Value) -> None:
+    def _load_totals(self, totals: Sequence[Variable], sums: Value, run: _Run) -> None:
         """Begin with the sums of the runs before, or zeros."""
         code = self._code
         for row, total in enumerate(totals):
             before = code.load(sums, row * _LINE, _VECTOR_F)
-            total.set(code.select(run > 0, before, code.floats(0.0, TILE_ROWS)))
+            total.set(code.select(run.first > 0, before, code.floats(0.0, TILE_ROWS)))
 
-    def _multiply(self, x: Value, part: Value, side: int) -> None:
+    def _multiply(self, run: _Run, x: Value, part: Value, side: int) -> None:
         """Multiply a part of TILE_ROWS rows of activations with that of as many of weights."""
         columns = self._layout.part
+        step = columns * run.size // LANES  # what is read behind it is multiplied with zeros
         # A product right behind the zeros of its tile waits for the one before.
         for number in range(self._parts):
             self._call_tile("llvm.x86.tilezero", _SUMS[side][number])
         weights = self._weights + part * (columns * TILE_ROWS)
         self._load_tile(_WEIGHTS, weights, self._code.whole(_LINE))
         for number in range(self._parts):
-            at = part * columns + self._num_blocks * (COLUMNS * number)
+            at = part * step + self._num_blocks * (COLUMNS * number)
             self._load_tile(_X[number], x + at, self._row_bytes)
         for number in range(self._parts):
             product = "llvm.x86.tdpbusd" if number else "llvm.x86.tdpbssd"  # low bytes are unsigned
@@ -387,31 +480,54 @@ class _Product:
             self._store_tile(_SUMS[side][number], room)
 
     def _add_part(
-        self, totals: Sequence[Variable], part: Value, x_row: Value, block: Value, side: int
+        self,
+        run: _Run,
+        totals: Sequence[Variable],
+        part: Value,
+        x_row: Value,
+        number: Value,
+        lane: Value,
+        side: int,
     ) -> None:
-        """Add the sums of a part's products, with their scales."""
-        code = self._code
+        """Add the sums of a part's products, the one of this number in its lane, with its scales.
+
+        Of a smaller group, sums of levels that are CENTRE too high begin at what takes this away.
+        """
+        code, layout = self._code, self._layout
+        block = run.first + number // self._halves * LANES + lane % run.size
         scales = code.load(self._scales, part * _LINE, _VECTOR_F)
         room = self._whole + side * self._whole_bytes
-        for number, total in enumerate(totals):
-            whole = code.load(room, number * _LINE, _VECTOR_I)
+        has_starts = layout.is_centred and run.size < LANES
+        for row, total in enumerate(totals):
+            whole = code.load(room, row * _LINE, _VECTOR_I)
             if self._parts == 2:
-                low = code.load(room, (TILE_ROWS + number) * _LINE, _VECTOR_I)
+                low = code.load(room, (TILE_ROWS + row) * _LINE, _VECTOR_I)
                 whole = (whole << 8) + low
-            x_scale = self._of_block(code.task.x_scales, x_row + number, block)
+            if has_starts:
+                start = self._of_block(code.task.x_starts, x_row + row, block, I32)
+                zeros = Value(code, constant(0, _VECTOR_I))
+                whole = whole + code.select(lane < run.size, start, zeros)
+            x_scale = self._of_block(code.task.x_scales, x_row + row, block)
             floats = code.convert("sitofp", whole, _VECTOR_F)
             total.set(total.get() + floats * (scales * x_scale))
         if self._minimums is not None:
             minimums = code.load(self._minimums, part * _LINE, _VECTOR_F)
-            for number, total in enumerate(totals):
-                x_sum = self._of_block(code.task.x_sums, x_row + number, block)
-                total.set(total.get() + minimums * x_sum)
+            for row, total in enumerate(totals):
+                if layout.has_minimums_of_parts:
+                    at = (x_row + row) * self._num_blocks + block
+                    half = code.load(code.task.x_starts, (at * 2 + number % 2) * 4, I32)
+                    x_sum = code.spread(code.convert("sitofp", half, F32), TILE_ROWS)
+                    x_scale = self._of_block(code.task.x_scales, x_row + row, block)
+                    total.set(total.get() + x_sum * (minimums * x_scale))
+                else:
+                    x_sum = self._of_block(code.task.x_sums, x_row + row, block)
+                    total.set(total.get() + minimums * x_sum)
 
-    def _of_block(self, factors: Value, x_row: Value, block: Value) -> Value:
+    def _of_block(self, factors: Value, x_row: Value, block: Value, kind: Any = F32) -> Value:
         """Return a factor of a row's block in all lanes."""
         code = self._code
         at = (x_row * self._num_blocks + block) * 4
-        return code.spread(code.load(factors, at, F32), TILE_ROWS)
+        return code.spread(code.load(factors, at, kind), TILE_ROWS)
 
     def _store(self, out: Value, end: Value, x_row: Value, at: Value) -> None:
         """Add up the lanes of a tile's sums, and store the outputs."""

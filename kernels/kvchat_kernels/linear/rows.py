@@ -17,8 +17,9 @@ class Rows:
     levels          int16 or int8 [num_rows, parts, in], whose blocks alternate as `alternating`
                     has them; of two parts, a level is 256 * the first + the second
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
-    starts          int32 [num_rows, in / 32], in bytes: the sum of the levels times -CENTRE, where
-                    sums of products begin whose levels of weights are CENTRE too high
+    starts          int32. In bytes [num_rows, in / 32]: the sum of the levels times -CENTRE, where
+                    sums of products begin whose levels of weights are CENTRE too high. In 16 bits
+                    [num_rows, in / 16]: the sum of the levels of each half of a block
     """
 
     rounding: Rounding
@@ -50,7 +51,13 @@ def empty_rows(num_rows: int, num_in: int, rounding: Rounding) -> Rows:
     """Return room for rows, not written yet; `num_in` is a multiple of 32."""
     levels = torch.empty(num_rows, rounding.num_parts, num_in, dtype=level_dtype(rounding))
     scales, sums = torch.empty(2, num_rows, num_in // COLUMNS, dtype=torch.float32).unbind()
-    return Rows(rounding, levels, scales, sums, torch.empty(scales.shape, dtype=torch.int32))
+    starts = torch.empty(num_rows, num_in // starts_columns(rounding), dtype=torch.int32)
+    return Rows(rounding, levels, scales, sums, starts)
+
+
+def starts_columns(rounding: Rounding) -> int:
+    """Return how many columns one of `starts` is of."""
+    return COLUMNS // 2 if rounding is Rounding.SHORT else COLUMNS
 
 
 def rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
@@ -64,7 +71,11 @@ def rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
     parts = (high, levels - high * 256) if rounding is Rounding.BYTES else (levels,)
     dtype = level_dtype(rounding)
     stored = torch.stack([alternating(part.to(dtype), rounding.word) for part in parts], 1)
-    return Rows(rounding, stored, scales, totals * scales, totals * -CENTRE)
+    starts = totals * -CENTRE
+    if rounding is Rounding.SHORT:
+        halves = levels.unflatten(-1, (2, COLUMNS // 2)).sum(dim=-1, dtype=torch.int32)
+        starts = halves.view(len(x), -1)
+    return Rows(rounding, stored, scales, totals * scales, starts)
 
 
 def level_dtype(rounding: Rounding) -> torch.dtype:

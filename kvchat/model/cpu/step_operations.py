@@ -21,7 +21,7 @@ from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.cpu.task import Numbers, Task
 from kvchat_kernels.cpu.tile_products import can_use_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
-from kvchat_kernels.linear.rows import Rows
+from kvchat_kernels.linear.rows import Rows, starts_columns
 
 _CACHE_LINE = 64
 
@@ -52,7 +52,8 @@ def _zeros(num_rows: int, width: int, kind: Any) -> torch.Tensor:
     took 30 MiB that no decode step needs.
     """
     num_bytes = num_rows * width * np.dtype(kind).itemsize
-    memory = np.zeros(num_bytes + _CACHE_LINE, np.uint8)
+    # Tiles read up to a line behind a row.
+    memory = np.zeros(num_bytes + 2 * _CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE
     numbers = memory[start : start + num_bytes].view(kind)
     return torch.from_numpy(numbers.reshape(num_rows, width))
@@ -85,7 +86,7 @@ def _zero_rows(num_rows: int, width: int, rounding: Rounding) -> Rows:
     parts, num_blocks = rounding.num_parts, width // COLUMNS
     levels = _zeros(num_rows, width * parts, np.int16 if rounding is Rounding.SHORT else np.int8)
     scales, sums = (floats(num_blocks, num_rows) for _ in range(2))
-    starts = _zeros(num_rows, num_blocks, np.int32)
+    starts = _zeros(num_rows, width // starts_columns(rounding), np.int32)
     return Rows(rounding, levels.view(num_rows, parts, width), scales, sums, starts)
 
 
