@@ -40,10 +40,10 @@ from kvchat_kernels.linear.blocks import COLUMNS, Layout
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
 # there are 32 of them. Of 16, the sums of more than _FEW_X with four rows of weights take too many.
-_X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 3, 2, 1)
+_X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 4, 3, 2, 1)
 _FEW_X = 3
 # The same where levels in planes are read for each; with more than _MOST_FEW_X they are read once.
-_FEW_X_COUNTS = (3, 2, 1)
+_FEW_X_COUNTS, _WIDE_FEW_X_COUNTS = (3, 2, 1), (5, 4, 3, 2, 1)
 _MOST_FEW_X = 5
 # Levels of 8 bits that are read once: of four rows at least.
 _ROOM_BYTES = 1 << 17
@@ -222,7 +222,8 @@ def _write_rows(
                 _store(code, total, row, x_row, has_bias)
 
     counts: Sequence[int] = _WIDE_X_COUNTS if is_wide else _X_COUNTS
-    counts = _FEW_X_COUNTS if layout.has_planes else counts
+    if layout.has_planes:
+        counts = _WIDE_FEW_X_COUNTS if is_wide else _FEW_X_COUNTS
     write_tiles(code, start, end, counts, write_tile, holds_x=True)
 
 
