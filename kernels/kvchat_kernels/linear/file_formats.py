@@ -155,6 +155,16 @@ FILE_FORMATS = {
             codes=_FLOATS,
             unit=0.5,
         ),
+        # Of safetensors files, whose exponents are a tensor of their own.
+        FileFormat(
+            "MXFP4 by neighbours",
+            32,
+            17,
+            (Plane(4, 1, 1),),
+            Bytes((Plane(8, 0, 1),), torch.float8_e8m0fnu),
+            codes=_FLOATS,
+            unit=0.5,
+        ),
         FileFormat(
             "NVFP4",
             64,

@@ -52,8 +52,8 @@ def read_tensors(
     """Return a checkpoint's tensors for the model `meta`; `dtype` is the one asked for, if any.
 
     What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
-    in the file: linear layers but those of `read_elsewhere`, and plain experts of GGUF files on a
-    CPU. None unpacks all.
+    in the file: linear layers but those of `read_elsewhere`, and experts of GGUF files and of
+    gpt-oss's on a CPU. None unpacks all.
 
     Raises ModelError if packed weights are damaged, or take more memory than is free.
     """
@@ -133,7 +133,7 @@ def _wanted_in_blocks(
         return []
     wanted: list[tuple[str, ...]] = []
     wanted += [(name,) for name in _linear_names(module, read_elsewhere)]
-    wanted += expert_tensors(module)
+    wanted += expert_tensors(module, blocks_on)
     # Else the head reads the table as it is.
     if blocks_on.type == "cpu" and (head is None or (head,) in wanted):
         wanted += [(name,) for name in _large_tables(module, dtype)]
@@ -202,16 +202,24 @@ def _in_blocks(
     blocks_on: torch.device,
     read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
-    """Return the linear layers whose packed weights blocks hold exactly, for products there."""
-    names = _linear_names(meta.module, read_elsewhere)
+    """Return the layers and experts whose packed weights blocks hold exactly."""
+    groups: list[tuple[str, ...]] = [
+        (n,) for n in sorted(_linear_names(meta.module, read_elsewhere))
+    ]
+    groups += expert_tensors(meta.module, blocks_on)
     found: dict[str, tuple[BlockWeights, ...]] = {}
-    for name in sorted(names):
-        tensor = tensors.get(name)
-        if not isinstance(tensor, PackedTensor):
-            continue
-        blocks = tensor.blocks(is_interleaved=blocks_on.type == "cpu")
-        if blocks is not None:
-            found[name] = (blocks,)
+    for names in groups:
+        parts = {}
+        for name in names:
+            tensor = tensors.get(name)
+            blocks = None
+            if isinstance(tensor, PackedTensor):
+                blocks = tensor.blocks(for_cpu=blocks_on.type == "cpu")
+            if blocks is None:
+                break
+            parts[name] = (blocks,)
+        else:
+            found |= parts
     return found
 
 

@@ -501,8 +501,8 @@ def _mlp(module: Any) -> Mlp:
 def _experts(module: Any) -> Mlp:
     """Return the matrices of plain experts, whose rows are one below another."""
     packs = expert_packs_of(module)
-    if packs is not None and not isinstance(packs, ExpertPacks):
-        raise Unknown("has experts that are packed for a GPU")
+    if packs is not None and type(packs) is not ExpertPacks:
+        raise Unknown("has packed experts of another form, or of a GPU")
     if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
         parts = [module.up_proj.detach(), module.down_proj.detach()]
         up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)

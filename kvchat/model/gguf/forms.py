@@ -30,7 +30,7 @@ class Form:
     `columns`   returns the same for each column, of a form of one matrix
     `places`    returns, for each of the file's tensors, the view of the new tensor it fills
     `make`      returns the tensor from the file's in float32; the last argument is the match
-    `is_turned` whether the file has the matrix transposed
+    `is_turned` whether the file has the matrix transposed, or those of experts
     `are_experts`  whether the file's tensors are matrices of all experts, each of their rows a run
                 of the new tensor's
     """
@@ -256,6 +256,8 @@ ALTERNATING = (
         "blk.{0}.ffn_gate_exps.weight",
         "blk.{0}.ffn_up_exps.weight",
         places=_by_turns,
+        is_turned=True,
+        are_experts=True,
     ),
     form(
         _LAYER + r"mlp\.experts\.gate_up_proj_bias",
@@ -263,7 +265,13 @@ ALTERNATING = (
         "blk.{0}.ffn_up_exps.bias",
         places=_by_turns,
     ),
-    form(_LAYER + r"mlp\.experts\.down_proj", "blk.{0}.ffn_down_exps.weight", places=_turned),
+    form(
+        _LAYER + r"mlp\.experts\.down_proj",
+        "blk.{0}.ffn_down_exps.weight",
+        places=_turned,
+        is_turned=True,
+        are_experts=True,
+    ),
     form(_LAYER + r"mlp\.experts\.down_proj_bias", "blk.{0}.ffn_down_exps.bias"),
 )
 LLAMA4 = (

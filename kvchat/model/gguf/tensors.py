@@ -141,9 +141,11 @@ class _Source:
         if self.number is not None or any(kind_name(p) not in known for p in parts):
             return False
         if form is not None and form.are_experts:
-            widths = sum(part.shape[1] for part in parts if len(part.shape) == 3)
-            sides = {(part.shape[0], part.shape[-1]) for part in parts}
-            return len(shape) == 3 and widths == shape[1] and sides == {(shape[0], shape[2])}
+            if len(shape) != 3 or any(len(part.shape) != 3 for part in parts):
+                return False
+            num_out, num_in = (shape[2], shape[1]) if form.is_turned else (shape[1], shape[2])
+            sides = {(part.shape[0], part.shape[2]) for part in parts}
+            return sum(part.shape[1] for part in parts) == num_out and sides == {(shape[0], num_in)}
         own = tuple(reversed(shape)) if form is not None and form.is_turned else tuple(shape)
         if form is None or form.order is None:
             are_rows = len(parts) == 1 and parts[0].shape == own

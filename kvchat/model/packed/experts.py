@@ -27,6 +27,8 @@ _PLAIN = {
     "is_transposed": False,
     "is_concatenated": True,
 }
+# The same of gpt-oss's experts, whose gate and up are by turns the columns of a matrix.
+_BY_TURNS = {"has_gate": True, "has_bias": True, "is_transposed": True, "is_concatenated": False}
 # Older versions of transformers know no such norm, and have no flag for it.
 _NORMED = "has_post_expert_norm"
 
@@ -44,7 +46,7 @@ class ExpertPacks:
         self.gate_up = tuple(BlockProduct(weights) for weights in gate_up)
         self.down = BlockProduct(down)
         self._num_experts: int = module.gate_up_proj.shape[0]
-        self._act: Act = module.act_fn
+        self._module = module
 
     def __deepcopy__(self, memo: object) -> "ExpertPacks":
         return self  # nothing ever changes it
@@ -79,12 +81,34 @@ class ExpertPacks:
     def _of_expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Return what one expert makes of x [rows, hidden] float32."""
         outputs = [self._of(product, expert)(x) for product in self.gate_up]
+        gated = self._gated(outputs, expert).contiguous()
+        return self._with_bias(self._of(self.down, expert)(gated), expert)
+
+    def _gated(self, outputs: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        return self._of(self.down, expert)((self._act(gate) * up).contiguous())
+        act: Act = self._module.act_fn
+        return act(gate) * up
+
+    def _with_bias(self, out: torch.Tensor, expert: int) -> torch.Tensor:
+        return out
 
     def _of(self, product: BlockProduct, expert: int) -> BlockProduct:
         size = product.weights.num_out // self._num_experts
         return BlockProduct(product.weights.rows(expert * size, (expert + 1) * size))
+
+
+class ExpertPacksByTurns(ExpertPacks):
+    """The same of experts by turns, whose biases and gate are their module's."""
+
+    def _gated(self, outputs: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
+        both = torch.stack(tuple(outputs), dim=-1).flatten(1) if len(outputs) == 2 else outputs[0]
+        module = self._module
+        gated: torch.Tensor = module._apply_gate(both + module.gate_up_proj_bias[expert].float())
+        return gated
+
+    def _with_bias(self, out: torch.Tensor, expert: int) -> torch.Tensor:
+        bias: torch.Tensor = self._module.down_proj_bias[expert]
+        return out + bias.float()
 
 
 class DeviceExpertPacks:
@@ -113,8 +137,7 @@ class DeviceExpertPacks:
 
 def are_plain_experts(module: Any) -> bool:
     """Return whether a module is experts of the plain form, with their weights as parameters."""
-    parameters = [getattr(module, name, None) for name in EXPERT_TENSORS]
-    if not all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters):
+    if not _has_weights(module):
         return False
     # Where transformers names it otherwise, no experts are plain, and all run as they are.
     gate = getattr(type(module), "_apply_gate", None)
@@ -122,6 +145,18 @@ def are_plain_experts(module: Any) -> bool:
     if not is_plain or getattr(module, _NORMED, False):
         return False
     return all(getattr(module, name, None) == flag for name, flag in _PLAIN.items())
+
+
+def are_experts_by_turns(module: Any) -> bool:
+    """Return whether a module is experts of gpt-oss's form, with their weights as parameters."""
+    has_gate = hasattr(module, "_apply_gate") and not getattr(module, _NORMED, False)
+    has_flags = all(getattr(module, name, None) == flag for name, flag in _BY_TURNS.items())
+    return has_gate and has_flags and _has_weights(module)
+
+
+def _has_weights(module: Any) -> bool:
+    parameters = [getattr(module, name, None) for name in EXPERT_TENSORS]
+    return all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters)
 
 
 def expert_packs_of(module: nn.Module) -> ExpertPacks | DeviceExpertPacks | None:
@@ -140,12 +175,16 @@ def expert_weights(module: Any) -> list[torch.Tensor]:
     return [getattr(module, name).detach() for name in EXPERT_TENSORS]
 
 
-def expert_tensors(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of the tensors, gate and up before down, of each plain experts in a model.
+def expert_tensors(module: nn.Module, device: torch.device) -> list[tuple[str, ...]]:
+    """Return the names of the tensors, gate and up before down, of experts that multiply in blocks.
 
-    `use_blocks` of `quantise.py` takes both or none.
+    They are plain, on a CPU by turns too. `use_blocks` of `quantise.py` takes both or none.
     """
-    owners = [name for name, part in module.named_modules() if are_plain_experts(part)]
+    owners = [
+        name
+        for name, part in module.named_modules()
+        if are_plain_experts(part) or (device.type == "cpu" and are_experts_by_turns(part))
+    ]
     return [tuple(f"{owner}.{name}" for name in EXPERT_TENSORS) for owner in owners]
 
 

@@ -17,7 +17,8 @@ import torch
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.packed import unpacking
-from kvchat_kernels.linear.blocks import BlockWeights, interleaved
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, interleaved
+from kvchat_kernels.linear.cpu import read_blocks
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 
@@ -56,7 +57,8 @@ class PackedTensor:
     """A weight that is still packed; indexing it with `...` unpacks it, as transformers does.
 
     `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory. `stored` is
-    what compiled code reads, of a format that it knows.
+    what compiled code reads, of a format that it knows; `rows` returns rows of a format that
+    products on a CPU read as they are, uint8, and its name.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +66,7 @@ class PackedTensor:
     unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
     stored: StoredGroups | None = None
+    rows: Callable[[], tuple[torch.Tensor, str]] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -83,15 +86,20 @@ class PackedTensor:
             weight = found.weight() if isinstance(found, unpacking.Grouped) else found
             return weight.to(self.dtype).reshape(self.shape).contiguous()
 
-    def blocks(self, is_interleaved: bool) -> BlockWeights | None:
-        """Return the weight in blocks that hold it exactly; None for a format without."""
+    def blocks(self, for_cpu: bool) -> BlockWeights | None:
+        """Return the weight in blocks that hold it exactly; None for a format without.
+
+        They are interleaved for a CPU. Of experts by turns it is a matrix of the outputs of all.
+        """
+        if self.rows is not None:
+            return read_blocks(*self.rows(), is_interleaved=True) if for_cpu else None
         if len(self.shape) != 2 or not (self.stored is None or self.stored.fits_blocks()):
             return None  # without unpacking it in vain
-        blocks = None if self.stored is None else read_groups(self.stored, is_interleaved)
+        blocks = None if self.stored is None else read_groups(self.stored, for_cpu)
         if blocks is None:
             found = self.unpack()
             blocks = found.blocks() if isinstance(found, unpacking.Grouped) else None
-            blocks = interleaved(blocks) if blocks is not None and is_interleaved else blocks
+            blocks = interleaved(blocks) if blocks is not None and for_cpu else blocks
         fits = blocks is not None and (blocks.num_out, blocks.num_in) == self.shape
         return blocks if fits else None
 
@@ -198,12 +206,13 @@ class _Table:
         shape: tuple[int, ...],
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
         stored: StoredGroups | None = None,
+        rows: Callable[[], tuple[torch.Tensor, str]] | None = None,
     ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
         if stored is not None and (stored.num_out, stored.num_in) != shape:
             stored = None  # the last word of a row has columns that the matrix has not
-        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored)
+        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored, rows)
 
     def check(self, is_right: bool, name: str) -> None:
         """Raise ModelError if the parts of the weight `name` do not fit each other."""
@@ -443,11 +452,15 @@ def _add_fp4(
     num_out, num_in = len(packed), 2 * packed.shape[1]
     table.check(len(scales) == num_out and num_in % scales.shape[1] == 0, stem)
     table.check(factor is None or factor.numel() == 1, stem)
-    is_exponent = scales.dtype is torch.uint8
+    is_exponent, rows = scales.dtype is torch.uint8, None
+    if is_exponent and factor is None and num_in == COLUMNS * scales.shape[1]:
+        by_groups = packed.view(1, num_out, scales.shape[1], COLUMNS // 2)
+        rows = partial(unpacking.mxfp4_rows, by_groups, scales.unsqueeze(0))
     scales = unpacking.powers_of_two(scales) if is_exponent else scales.float()
     if factor is not None:
         scales = scales * factor.float().reshape(1, 1)
-    table.add(f"{stem}.weight", (num_out, num_in), partial(unpacking.fp4, packed, scales))
+    unpack = partial(unpacking.fp4, packed, scales)
+    table.add(f"{stem}.weight", (num_out, num_in), unpack, rows=rows)
 
 
 def _read_modelopt(table: _Table) -> None:
@@ -467,7 +480,9 @@ def _read_mxfp4(table: _Table) -> None:
         num_experts, num_out, num_groups, num_bytes = blocks.shape
         table.check(exponents.shape == blocks.shape[:3], name)
         unpack = partial(unpacking.mxfp4_experts, blocks, exponents, table.dtype)
-        table.add(name, (num_experts, 2 * num_bytes * num_groups, num_out), unpack)
+        table.check(2 * num_bytes == COLUMNS, name)
+        rows = partial(unpacking.mxfp4_rows, blocks, exponents)
+        table.add(name, (num_experts, 2 * num_bytes * num_groups, num_out), unpack, rows=rows)
 
 
 def _read_bitsandbytes(table: _Table) -> None:

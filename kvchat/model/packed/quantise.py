@@ -24,6 +24,8 @@ from kvchat.model.packed.experts import (
     EXPERT_TENSORS,
     DeviceExpertPacks,
     ExpertPacks,
+    ExpertPacksByTurns,
+    are_plain_experts,
     can_pack_experts,
     expert_packs_of,
     expert_tensors,
@@ -475,11 +477,12 @@ def use_blocks(
     `blocks` has matrices by the names of the module's tensors, as GgufTensors has them. They are
     taken out one by one: what a part makes of them takes the place of these.
     """
-    for gate_up, down in expert_tensors(module):
+    for gate_up, down in expert_tensors(module, device):
         if gate_up in blocks:
             experts = module.get_submodule(gate_up.rpartition(".")[0])
             matrices = blocks.pop(gate_up)
-            packs: Any = ExpertPacks if device.type == "cpu" else DeviceExpertPacks
+            packs: Any = ExpertPacks if are_plain_experts(experts) else ExpertPacksByTurns
+            packs = packs if device.type == "cpu" else DeviceExpertPacks
             *gate_and_up, last = (part.to(device) for part in (*matrices, *blocks.pop(down)))
             use_packs(experts, packs(experts, gate_and_up, last))
     while blocks:

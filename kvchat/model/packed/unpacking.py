@@ -241,6 +241,15 @@ def mxfp4_experts(
     return weight
 
 
+def mxfp4_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Return the rows of all of gpt-oss's experts, uint8 [experts * out, bytes], and their format.
+
+    Each block of 32 columns is its exponent and its 16 bytes. Tensors are as of `mxfp4_experts`.
+    """
+    rows = torch.cat((exponents.unsqueeze(-1), blocks), dim=-1)
+    return rows.view(rows.shape[0] * rows.shape[1], -1), "MXFP4 by neighbours"
+
+
 def blockwise_lookup(
     packed: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, count: int
 ) -> torch.Tensor:

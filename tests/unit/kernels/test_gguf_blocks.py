@@ -15,7 +15,7 @@ from kvchat_kernels.linear.gguf_blocks import WIDE_FORMATS, block_weights, held_
 from support.gguf_files import SCALES_AT
 from support.matrix import spread
 
-FORMATS = list(FILE_FORMATS)
+FORMATS = [name for name in FILE_FORMATS if name in GGMLQuantizationType.__members__]
 # Compiled code reads these in different ways: runs of all lengths, a head, codes, whole scales.
 _DIFFERENT = ["Q4_1", "Q5_0", "Q5_K", "Q6_K", "IQ4_XS"]
 WIDTHS = {256: (256, 2048), 64: (64, 448), 32: (32, 96, 480, 512)}
