@@ -208,7 +208,7 @@ def bench_plan(**flags: Any) -> None:
 @app.command(cls=HelpedCommand)
 @takes(OF_SERVER)
 def serve(context: typer.Context, **flags: Any) -> None:
-    """Serve the model to other programs: OpenAI's and Anthropic's HTTP interfaces, one cache."""
+    """Serve the model to other programs: OpenAI's, Anthropic's and ollama's HTTP interfaces."""
     from kvchat.cli.presets import with_preset
     from kvchat.cli.running_server import KeyRequest
     from kvchat.cli.serve import ServeRequest, run_server

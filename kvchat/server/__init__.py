@@ -1,1 +1,1 @@
-"""HTTP: other programs use the model and its cache through OpenAI's and Anthropic's interfaces."""
+"""HTTP: other programs use the model and its cache through OpenAI's, Anthropic's and ollama's."""
