@@ -9,9 +9,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.conversation import Conversation
@@ -31,9 +32,12 @@ from kvchat.core.events import (
 )
 from kvchat.core.stats import Cost, EngineStatus, KvPlaces
 from kvchat.core.text import one_line
-from kvchat.core.types import Health, KeptPositions, Tier
+from kvchat.core.types import Health, KeptPositions, Pooling, Tier
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.thread import Build, DrivenEngine, EngineThread
+
+if TYPE_CHECKING:
+    from kvchat.engine.embedding import Embedding
 
 T = TypeVar("T")
 
@@ -292,6 +296,30 @@ class ChatHost:
         None if that has no KV on the device; the future raises UsageError where no model can tell.
         """
         return self._engine.call(lambda engine: engine.repeat_scores(token_ids, part))
+
+    def embed(self, token_ids: Sequence[int], pooling: Pooling) -> "Future[list[float]]":
+        """Request the embedding of a text, a vector of length 1: `engine/embedding.py`.
+
+        The engine's other work goes on between its steps. The future raises UsageError for a model
+        that has none, ContextTooLong, and GenerationError.
+        """
+        done: Future[list[float]] = Future()
+
+        def advance(embedding: "Embedding") -> None:
+            try:
+                is_over = done.cancelled() or embedding.step()
+            except BaseException:
+                embedding.close()
+                raise
+            if not is_over:
+                self._ask(lambda _: advance(embedding), done)
+                return
+            embedding.close()
+            with suppress(InvalidStateError):  # the caller has given up
+                done.set_result(embedding.vector)
+
+        self._ask(lambda engine: advance(engine.embedding(token_ids, pooling)), done)
+        return done
 
     def share(self, token_ids: list[int]) -> "Future[int]":
         """Let other machines have a context's KV; the result is how many tokens they find."""

@@ -227,6 +227,7 @@ def serve(context: typer.Context, **flags: Any) -> None:
         given["stabilise"],
         prefills=given["role"] == "prefill",
         has_chat_page=given["web"],
+        pooling=given["pooling"],
     )
     settings, _ = with_preset(
         {**before, **here}, given["preset"] or context.parent.params["preset"]

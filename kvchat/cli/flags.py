@@ -110,6 +110,7 @@ SERVE_FLAGS = grouped(
         ("chat", "prefill"),
         "ROLE",
     ),
+    new_choice("pooling", "of the hidden states in embeddings", ("mean", "last"), "POOLING"),
     _switch("web", "give browsers with the key a page to chat on"),
     new_texts("name", "another name for the model; * stands for any text (repeat)"),
     new_switch(

@@ -24,6 +24,7 @@ from kvchat.cli.shared_cache import shared_config
 from kvchat.core.errors import TimedOut, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
 from kvchat.core.paths import require_working_directory
+from kvchat.core.types import Pooling
 
 if TYPE_CHECKING:
     from kvchat.cache.shared.prefill_box import PromptKey
@@ -44,6 +45,7 @@ class ServeRequest:
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
     prefills     whether it only prefills for chats on other machines
+    pooling      which hidden states make an embedding
     has_chat_page   whether browsers get a page to chat on
     """
 
@@ -54,6 +56,7 @@ class ServeRequest:
     stabilises: bool | None = None
     prefills: bool = False
     has_chat_page: bool = False
+    pooling: str = "mean"
 
 
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
@@ -198,6 +201,7 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
         (short_name(name), *request.names),
         ResponseMemory(path, host.model.tokenizer),
         str(Path(name).absolute()) if Path(name).exists() else name,
+        Pooling(request.pooling),
         replace(saved_places(settings), answers=None, server=lambda: None),
     )
 

@@ -57,6 +57,13 @@ class Health(StrEnum):
     FAILED = "failed"
 
 
+class Pooling(StrEnum):
+    """Which hidden states of a text make its embedding: the mean of all, or the last."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 

@@ -22,7 +22,8 @@ from kvchat.cache.thinned_kv import has_thinned
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
 from kvchat.core.stats import EngineStatus, KvPlaces
-from kvchat.core.types import CachedTokens, FinishReason, KeptPositions, MissReason
+from kvchat.core.types import CachedTokens, FinishReason, KeptPositions, MissReason, Pooling
+from kvchat.engine.embedding import Embedding, begin_embedding
 from kvchat.engine.fetch import Fetcher
 from kvchat.engine.kv_mover import KvMover
 from kvchat.engine.kv_thinner import KvThinner
@@ -52,10 +53,6 @@ _ROOM_PATIENCE_S = 0.02
 _SLOW_STEP_S = 0.1
 # Prompts beside answers, and read ahead, are read in steps of at most about so many seconds.
 _BESIDE_S = 0.4
-_NO_THINNING = (
-    "No KV of this model can be dropped: its attention runs in its own code, or it has recurrent "
-    "state."
-)
 # The tokens that a measurement of the prefill rate computes: about 0.1 s on a CPU.
 _MEASURED_TOKENS = 256
 
@@ -230,8 +227,8 @@ class Engine:
         budget that this model's KV cannot be held to.
         """
         thinning = spec.thinning
-        if thinning is not None and not self._kv_thinner.is_possible:
-            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        if thinning is not None:
+            self._kv_thinner.require_possible()
         if not self._kv_thinner.kept or spec.scores_prompt:
             return spec
         beginning = self._kv_thinner.beginning_of(spec.prompt_ids)
@@ -304,24 +301,26 @@ class Engine:
     def move_kv(
         self, sources: Sequence[int], targets: Sequence[int], num_own: int, name: str
     ) -> int:
-        """Move KV of a context to a shorter one that ends with the same tokens; see `Moving`.
-
-        Returns how many of its tokens requests of that name then find, 0 if none could be moved.
+        """Move KV of a context to a shorter one with the same end: see `Moving`. Returns how many
+        of its tokens requests of that name then find, 0 if none could be moved.
         """
         return self._kv_mover.move(Moving(sources, targets, num_own, name))
 
     def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
         """From now on, let contexts that begin so go on over the KV of these positions alone."""
         size = self.cache.block_size
-        if kept and not self._kv_thinner.is_possible:
-            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        if kept:
+            self._kv_thinner.require_possible()
         self._kv_thinner.kept = [each for each in kept if not len(each.positions) % size]
 
     def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
-        """Return how much a text attends to what it follows: see `KvThinner.repeated`."""
-        if not self._kv_thinner.is_possible:
-            raise UsageError(_NO_THINNING, "Leave out --kv-budget and --keep.")
+        """Return a text's attention to what it follows: see `KvThinner.repeated`."""
+        self._kv_thinner.require_possible()
         return self._kv_thinner.repeated(token_ids, part)
+
+    def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> Embedding:
+        """Return a text's embedding, to compute between steps; errors as `begin_embedding`."""
+        return begin_embedding(self.cache, self._runner, token_ids, pooling, self.max_context)
 
     def pin(
         self,

@@ -18,6 +18,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.keys import NO_TOKEN
 from kvchat.cache.thinned_kv import ThinnedBeginning, thin
+from kvchat.core.errors import UsageError
 from kvchat.core.types import KeptPositions, KvDropped, TokenIds, digest_of_ids
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.request import Request, Thinning
@@ -29,6 +30,10 @@ from kvchat_kernels.paged_attention import PagedSequences, Scoring, Sequences
 
 _log = logging.getLogger(__name__)
 
+_IMPOSSIBLE = (
+    "No KV of this model can be dropped: its attention runs in its own code, or it has recurrent "
+    "state."
+)
 # The first tokens, to which all others attend, always stay.
 _NUM_SINKS = 4
 # The last tokens stay too, and as many slots of the budget are free after a drop: each is so many,
@@ -51,10 +56,10 @@ class KvThinner:
         self._kv_verifier = kv_verifier
         self.kept: Sequence[KeptPositions] = ()
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether the model's attention can be observed, and its tables may be private."""
-        return self._runner.can_observe
+    def require_possible(self) -> None:
+        """Raise UsageError for a model whose attention cannot be observed."""
+        if not self._runner.can_observe:
+            raise UsageError(_IMPOSSIBLE, "Leave out --kv-budget and --keep.")
 
     def consider(self, request: Request, thinning: Thinning) -> None:
         """Drop KV of a running request that is due; where that fails, the request goes on with all

@@ -29,6 +29,7 @@ from kvchat.engine.scheduler import ScheduledRequest
 from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece, build_batch
 from kvchat.model.gpu.graphs import GraphRunner
+from kvchat.model.hidden_rows import collecting
 from kvchat.model.observed_kv import Observer, observing
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
@@ -78,6 +79,11 @@ class Runner:
         """Whether `observe` works: not on the gathered path, nor with recurrent state."""
         spec = self._model.loaded.spec
         return spec.gathered is None and not spec.state
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether `hidden` works: not with recurrent state."""
+        return not self._model.loaded.spec.state
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,6 +185,15 @@ class Runner:
         """
         with observing(self._model, observer, writes):
             self._run_eagerly([piece])
+
+    def hidden(self, piece: SequencePiece) -> torch.Tensor:
+        """Compute a piece by the model's modules; return the hidden states behind the last norm of
+        the rows that it asks for, [num_rows, width] float32. Raises UsageError for a model that
+        shows none.
+        """
+        with collecting(self._model) as rows:
+            self._run_eagerly([piece])
+        return torch.cat(rows)
 
     def wait(self) -> None:
         """Wait until all submitted steps are computed, so that they can be timed."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvchat.core.errors import EngineEnded, GenerationError, KvchatError, ModelError
 from kvchat.core.events import (
@@ -28,8 +28,11 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus, KvPlaces
-from kvchat.core.types import FinishReason, KeptPositions, Timing, Usage
+from kvchat.core.types import FinishReason, KeptPositions, Pooling, Timing, Usage
 from kvchat.engine.request import RequestSpec
+
+if TYPE_CHECKING:
+    from kvchat.engine.embedding import Embedding
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -120,6 +123,11 @@ class DrivenEngine(Protocol):
     def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
         """Tell how much a text attends to each token of the context before it; None if that has no
         KV on the device. Raises UsageError where that cannot be known.
+        """
+
+    def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> "Embedding":
+        """Return the embedding of a text, to compute between steps. Raises UsageError where there
+        is none.
         """
 
     def pin(

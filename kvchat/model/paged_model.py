@@ -40,6 +40,8 @@ class PagedModel:
     `windowed` are the storing layers whose pools have window blocks: batches then say which. Steps
     of fused layers and of the gathered path have none.
 
+    `keeps_rows` tells whether the module computes logits of the wanted rows only.
+
     `compiled` runs what steps it takes on a CPU; setting it to None leaves all to the modules.
     """
 
@@ -60,7 +62,7 @@ class PagedModel:
         self.compiled = None if compiled is None else compiled.step_over(layers, windowed)
         _disable_padding_check(self._module)
         parameters = inspect.signature(self._module.forward).parameters
-        self._keeps_rows = "logits_to_keep" in parameters
+        self.keeps_rows = "logits_to_keep" in parameters
 
     def _bind(self, layers: Sequence[KvLayer], windowed: frozenset[int]) -> None:
         """Bind every attention module to its layer's KV."""
@@ -105,16 +107,16 @@ class PagedModel:
                 return logits
         with self.loaded.step.running(batch):
             if self._gathered is not None:
-                return self._gathered.logits(batch, self._keeps_rows)
+                return self._gathered.logits(batch, self.keeps_rows)
             return self._logits(batch, position_ids=batch.positions[None], use_cache=False)
 
     def _logits(self, batch: ForwardBatch, **settings: Any) -> torch.Tensor:
         """Run the module's own forward with `settings`; return the logits of `batch.logit_rows`."""
         # Select rows by a tensor: with an integer, some models drop rows before attention.
-        rows = {"logits_to_keep": batch.logit_rows} if self._keeps_rows else {}
+        rows = {"logits_to_keep": batch.logit_rows} if self.keeps_rows else {}
         output = self._module(input_ids=batch.token_ids[None], **settings, **rows)
         logits = output.logits[0]
-        if not self._keeps_rows:
+        if not self.keeps_rows:
             logits = logits[batch.logit_rows]
         return logits.float()
 

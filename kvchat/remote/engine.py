@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvchat.core.errors import ContextTooLong, EngineEnded, GenerationError, KvchatError, UsageError
 from kvchat.core.events import (
@@ -31,6 +31,7 @@ from kvchat.core.types import (
     Health,
     KeptPositions,
     MissReason,
+    Pooling,
     StopWatcher,
     Timing,
     Usage,
@@ -43,6 +44,9 @@ from kvchat.remote.local_client import LocalClient
 from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
 from kvchat.remote.server_kv import ServerKv, SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
+
+if TYPE_CHECKING:
+    from kvchat.engine.embedding import Embedding
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -283,6 +287,10 @@ class RemoteEngine:
     def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
         """Raise UsageError: a server tells no scores."""
         raise UsageError(_NO_THINNING, "Leave out --keep.")
+
+    def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> "Embedding":
+        """Raise UsageError: a server is asked for answers alone."""
+        raise UsageError("Another server computes here, so there are no embeddings.")
 
     def pin(
         self,

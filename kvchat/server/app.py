@@ -17,6 +17,7 @@ from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
 from kvchat.server.api_errors import ApiError, as_api_error, failed_server, response_to
 from kvchat.server.chat_api import ChatApi
+from kvchat.server.embeddings_api import EmbeddingsApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.ollama_api import OllamaApi
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _VERSION = "/v1"
 # What stands behind the version; some clients are given the address without it.
-_UNVERSIONED = ("chat", "completions", "models", "responses", "messages")
+_UNVERSIONED = ("chat", "completions", "embeddings", "models", "responses", "messages")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -42,7 +43,7 @@ def new_app(
 ) -> App:
     """Return the ASGI application that serves one model, with `has_chat_page` to browsers too."""
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
-    ollama = OllamaApi(service)
+    ollama, embeddings = OllamaApi(service), EmbeddingsApi(service)
     responses, chat, text = ResponsesApi(service), ChatApi(service), TextApi(service)
     pages = PagesApi(service.host.store, api_key is not None, has_chat_page)
     gets: dict[str, Handler] = {
@@ -67,6 +68,9 @@ def new_app(
         "/v1/responses/compact": responses.compact,
         "/v1/messages": anthropic.messages,
         "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/v1/embeddings": embeddings.openai,
+        "/api/embed": embeddings.ollama,
+        "/api/embeddings": embeddings.ollama_one,
         "/api/chat": ollama.chat,
         "/api/generate": ollama.generate,
         "/api/show": ollama.show,

@@ -16,6 +16,7 @@ from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.host import ChatHost
 from kvchat.chat.resent_chat import Difference
 from kvchat.core.errors import ContextTooLong
+from kvchat.core.types import Pooling
 from kvchat.server.answering import Answering
 from kvchat.server.api_errors import ApiError, as_api_error
 from kvchat.server.metrics import Metrics
@@ -34,6 +35,7 @@ class Service:
                 stands for any text
     responses   what clients may continue by its id; used on the encoder's thread
     files       where the model's files are on this machine, or the name by which it is found
+    pooling     how a text's embedding is made where a request does not say
     places      every place that has something of saved conversations, for deleting a response
     """
 
@@ -44,6 +46,7 @@ class Service:
     names: tuple[str, ...]
     responses: ResponseMemory
     files: str = ""
+    pooling: Pooling = Pooling.MEAN
     places: SavedPlaces = field(default_factory=lambda: SavedPlaces(None))
 
     @property

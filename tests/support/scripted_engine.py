@@ -8,7 +8,7 @@ prefix cache would.
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,15 @@ from kvchat.core.events import (
     TokensGenerated,
 )
 from kvchat.core.stats import EngineStatus, KvPlaces, ReadRates, SpeculationStatus, TierStatus
-from kvchat.core.types import CachedTokens, DraftUse, FinishReason, Timing, TokenLogprobs, Usage
+from kvchat.core.types import (
+    CachedTokens,
+    DraftUse,
+    FinishReason,
+    Pooling,
+    Timing,
+    TokenLogprobs,
+    Usage,
+)
 from kvchat.engine.request import RequestSpec
 from kvchat.model.checkpoint.source import find_model
 from support.template_zoo import TOOLS_AS_JSON
@@ -174,6 +182,21 @@ class Reader:
         return Script(self.answer)
 
 
+class ScriptedEmbedding:
+    """Takes two steps; its vector tells the number of tokens and how they are pooled."""
+
+    def __init__(self, token_ids: Sequence[int], pooling: Pooling) -> None:
+        self._steps = iter((False, True))
+        self.vector = [float(len(token_ids)), 1.0 if pooling is Pooling.MEAN else 0.0]
+        self.is_closed = False
+
+    def step(self) -> bool:
+        return next(self._steps)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 class ScriptedEngine:
     """Has of an Engine what an EngineThread asks of it."""
 
@@ -192,6 +215,11 @@ class ScriptedEngine:
         self._disk = TierStatus(
             "disk", num_packs=2, num_bytes=3 << 20, limit_bytes=1 << 30, is_shared=True
         )
+
+    def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> ScriptedEmbedding:
+        if len(token_ids) > self._max_context:
+            raise ContextTooLong("Too long.", "", len(token_ids), self._max_context)
+        return ScriptedEmbedding(token_ids, pooling)
 
     def cached_tokens(self, token_ids: list[int]) -> CachedTokens:
         return CachedTokens(device=self.cache.num_cached_tokens(token_ids))

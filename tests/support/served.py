@@ -93,7 +93,7 @@ def served_by(
     every = ("scripted", *names)
     places = places if places is not None else SavedPlaces(None)
     options = answer_options(200)
-    service = Service(host, answering, metrics, options, every, responses, "", places)
+    service = Service(host, answering, metrics, options, every, responses, places=places)
     yield new_app(service, api_key, limits or Limits(), has_chat_page)
     answering.close()
     responses.close()
