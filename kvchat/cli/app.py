@@ -210,8 +210,8 @@ def bench_plan(**flags: Any) -> None:
 def serve(context: typer.Context, **flags: Any) -> None:
     """Serve the model to other programs: OpenAI's, Anthropic's and ollama's HTTP interfaces."""
     from kvchat.cli.presets import with_preset
-    from kvchat.cli.running_server import KeyRequest
     from kvchat.cli.serve import ServeRequest, run_server
+    from kvchat.cli.server_key import KeyRequest
 
     assert context.parent is not None
     given = values_of(SERVE_FLAGS, flags)
@@ -226,6 +226,7 @@ def serve(context: typer.Context, **flags: Any) -> None:
         given["name"],
         given["stabilise"],
         prefills=given["role"] == "prefill",
+        socket=given["socket"] or "",
         has_chat_page=given["web"],
         pooling=given["pooling"],
     )

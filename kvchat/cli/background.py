@@ -1,11 +1,11 @@
 """A server in the background: started when it is needed, looked at, and ended.
 
-It is `kvchat serve` on a free port of this machine's own address, and ends by itself when it was
-not used for `--keep-alive` minutes. Chats of the same settings use its engine.
+It is `kvchat serve` on a socket of this user, or where other programs need it on a free port of
+this machine's own address. It ends by itself when it was not used for `--keep-alive` minutes. Chats
+of the same settings use its engine.
 """
 
-import http.client
-import json
+import math
 import os
 import signal
 import subprocess
@@ -16,20 +16,30 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvchat.cli.build import user_paths
-from kvchat.cli.running_server import FOR_SERVERS, RunningServer, any_server, running_server
+from kvchat.cli.model_names import short_name
+from kvchat.cli.running_server import (
+    FOR_SERVERS,
+    RunningServer,
+    all_servers,
+    running_server,
+    server_of,
+    socket_path,
+)
 from kvchat.cli.settings import Settings
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.parameters import BY_NAME, Parameter
 from kvchat.core.paths import Lock, open_private, private_directory, try_lock
 from kvchat.core.text import format_age, format_bytes, one_line, sanitize
+from kvchat.remote.questions import Questions
 
 _LOG, _LOCK = "server.log", "server.lock"
 _LOOK_S, _ANSWER_S, _STARTING_S, _ENDING_S = 0.05, 5.0, 600.0, 20.0
 _MOST_LOG_BYTES = 1 << 16
 _KIB = 1024
+# Memory that a model takes for each byte of its files, with its KV and what computes.
+_ROOM = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +55,31 @@ class ServerFacts:
     context: int
 
 
-def started(settings: Settings, minutes: float, tell: Callable[[str], None]) -> RunningServer:
+def started(
+    settings: Settings, minutes: float, tell: Callable[[str], None], needs_port: bool = False
+) -> RunningServer:
     """Return the server that runs with these settings, or start one and wait until it answers.
 
-    minutes   how long a new one stays after its last use
-    tell      takes a sentence where that takes time
+    minutes      how long a new one stays after its last use
+    tell         takes a sentence where that takes time
+    needs_port   whether other programs are to reach it: one in the background that has a socket
+                 only is started again, as one whose model's files have changed
 
     Raises ModelError with what the server said if it ends.
     """
     state = user_paths().state
     with _starting(state):
-        server = running_server(settings, state)
-        if server is not None and (status := _health(server)):
-            return server if status == "ok" else _wait(server.pid, server.has_ended, settings)
-        tell(f"starting a server for {one_line(settings['model'], 64)} in the background")
-        process = _start(settings, minutes, state)
+        server = server_of(settings, state)
+        is_right = server is not None and (server.has_port or not needs_port)
+        if server is not None and is_right and not server.is_stale and (s := _health(server)):
+            return server if s == "ok" else _wait(server.pid, server.has_ended, settings)
+        if server is not None and server.is_spare and _health(server):
+            end(server)
+        _make_room(settings, state, tell)
+        name, stays = one_line(short_name(settings["model"]), 64), f"{minutes:g} minutes"
+        tell(f"loading {name}, which stays loaded for {stays} (kvchat stop ends that)")
+        path = "" if needs_port else socket_path(settings, state)
+        process = _start(settings, minutes, state, path)
         return _wait(process.pid, lambda: process.poll() is not None, settings)
 
 
@@ -77,8 +97,40 @@ def _starting(state: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _start(settings: Settings, minutes: float, state: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "kvchat", "serve", "--port", "0", "--name", "*"]
+def _make_room(settings: Settings, state: Path, tell: Callable[[str], None]) -> None:
+    """End servers in the background until a model's files fit beside them, the oldest first.
+
+    The chats that use one go on: they load its model again.
+    """
+    needed = _ROOM * _file_bytes(settings["model"])
+    for server in all_servers(state):
+        if _available_bytes() > needed:
+            return
+        if server.is_spare and _health(server):
+            tell("the model that was kept loaded makes room")
+            end(server)
+
+
+def _file_bytes(name: str) -> int:
+    """Return the size of a model's file or directory, 0 of one that is elsewhere."""
+    path = Path(name).expanduser()
+    with suppress(OSError, RuntimeError):
+        files = path.iterdir() if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+    return 0
+
+
+def _available_bytes() -> float:
+    """Return the memory that a new process can have; without end where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(li.split()[1]) * _KIB for li in lines if li.startswith("MemAvailable:"))
+    return math.inf
+
+
+def _start(settings: Settings, minutes: float, state: Path, path: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "kvchat", "serve", "--name", "*"]
+    command += [f"--socket={path}"] if path else ["--port", "0"]
     command += [f"--keep-alive={minutes}", *_arguments(settings)]
     descriptor = open_private(state / _LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with os.fdopen(descriptor, "wb") as log:
@@ -128,17 +180,13 @@ def _last_words(state: Path) -> str:
 
 def _get(server: RunningServer, path: str) -> dict[str, Any] | None:
     """Return what a server answers to a GET, None if it does not answer with an object."""
-    place = urlsplit(server.address.url)
-    headers = {"Authorization": f"Bearer {server.address.key}"} if server.address.key else {}
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_ANSWER_S)
+    questions = Questions(server.address, _ANSWER_S)
     try:
-        connection.request("GET", path, headers=headers)
-        read = json.loads(connection.getresponse().read(_MOST_LOG_BYTES))
-    except (OSError, http.client.HTTPException, ValueError):
+        return questions.ask(path)[1]
+    except OSError:
         return None
     finally:
-        connection.close()
-    return read if isinstance(read, dict) else None
+        questions.close()
 
 
 def _health(server: RunningServer) -> str:
@@ -160,33 +208,44 @@ def facts_of(server: RunningServer) -> ServerFacts:
 
 
 def show() -> None:
-    """Print the server that runs here: its model, address, memory and age."""
-    server = any_server(user_paths().state)
-    if server is None:
+    """Print the servers that run here: model, address, memory, age, and for how long they stay."""
+    servers = all_servers(user_paths().state)
+    if not servers:
         _print("No server of yours runs here.")
-        return
-    status = _health(server) or "does not answer"
-    models = (_get(server, "/v1/models") or {}).get("data") or [{}]
-    memory = _memory_bytes(server.pid)
-    size = f"  {format_bytes(memory)}" if memory else ""
-    age = format_age(time.time() - server.began_s)
-    name = models[0].get("id", "?")
-    _print(f"{name}  {server.address.url}  {status}{size}  started {age}  pid {server.pid}")
+    for server in servers:
+        told = _get(server, "/health") or {}
+        status = str(told.get("status") or "does not answer")
+        memory = _memory_bytes(server.pid)
+        size = f"  {format_bytes(memory)}" if memory else ""
+        left = told.get("ends_in_s")
+        stays = f"  stays {max(1, round(left / 60))} min" if isinstance(left, int | float) else ""
+        place = server.address.url or "here"
+        age = format_age(time.time() - server.began_s)
+        name = told.get("model", "?")
+        _print(f"{name}  {place}  {status}{size}  started {age}{stays}  pid {server.pid}")
 
 
 def stop() -> None:
-    """End the server that runs here, and wait for that."""
-    server = any_server(user_paths().state)
-    if server is None:
+    """End the servers that run here, and wait for that."""
+    servers = all_servers(user_paths().state)
+    if not servers:
         _print("No server of yours runs here.")
-        return
-    if not _health(server):  # the process of that number may be another one meanwhile
-        raise ModelError(f"Process {server.pid} does not answer as a server: it is left alone.")
-    os.kill(server.pid, signal.SIGTERM)
+    for server in servers:
+        if not _health(server):  # the process of that number may be another one meanwhile
+            sentence = f"Process {server.pid} does not answer as a server: it is left alone."
+            raise ModelError(sentence)
+        end(server)
+        has_ended = server.has_ended()
+        _print("The server is stopped." if has_ended else "The server is still stopping.")
+
+
+def end(server: RunningServer) -> None:
+    """End a server that has answered, and wait for that; it may take longer."""
+    with suppress(ProcessLookupError):
+        os.kill(server.pid, signal.SIGTERM)
     end_s = time.monotonic() + _ENDING_S
     while not server.has_ended() and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
-    _print("The server is stopped." if server.has_ended() else "The server is still stopping.")
 
 
 def _memory_bytes(pid: int) -> int:

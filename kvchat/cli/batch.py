@@ -11,24 +11,49 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import BinaryIO
 
 from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.events import AnswerEnded
-from kvchat.chat.json_requests import BadRequest, JsonRequest
+from kvchat.chat.json_requests import BadRequest, JsonRequest, label_of, parse_request
 from kvchat.chat.prefixes import Asked, ResentChats
 from kvchat.chat.reply import Reply
 from kvchat.chat.turn_loop import Results, TurnLoop
 from kvchat.cli.output import Exchange
 from kvchat.cli.script import AnswerTime, ScriptOutput, ScriptSetup, ScriptTools
+from kvchat.cli.script_input import bounded_lines, too_long
 from kvchat.cli.streams import Interruption
-from kvchat.core.errors import ExitCode, KvchatError, TimedOut
+from kvchat.core.errors import ExitCode, KvchatError, TimedOut, UsageError
+from kvchat.core.text import read_json_text
 from kvchat.terminal.status import plural
 
 _log = logging.getLogger(__name__)
 
 # Requests in flight at once: enough to fill a batch, below the limit of open files.
 _MAX_IN_FLIGHT = 128
+
+
+def read_requests(stdin: BinaryIO) -> Iterator[JsonRequest | BadRequest]:
+    """Yield the requests of standard input, and a BadRequest for each invalid line."""
+    for number, line in enumerate(bounded_lines(stdin), start=1):
+        if line is None:
+            problem = too_long(f"Line {number} of the input")
+            yield BadRequest(problem, label_of(None, number))
+        elif line.strip():
+            yield _request(line, number)
+
+
+def _request(line: bytes, number: int) -> JsonRequest | BadRequest:
+    content = None
+    try:
+        content = read_json_text(line)
+        return parse_request(content, number)
+    except (ValueError, RecursionError):
+        problem = UsageError(f"Line {number} of the input is not JSON.")
+        return BadRequest(problem, label_of(content, number))
+    except KvchatError as error:
+        return BadRequest(error, label_of(content, number))
 
 
 @dataclass(slots=True, eq=False)

@@ -129,12 +129,12 @@ def saved_places(settings: Settings) -> "SavedPlaces":
     """Return every place that has something of saved conversations; none for an incognito chat."""
     from kvchat.chat.deletion import SavedPlaces
     from kvchat.chat.typed_lines import TypedLines
-    from kvchat.cli.running_server import drop_in_server
+    from kvchat.cli.running_server import drop_in_servers
 
     if settings["incognito"]:
         return SavedPlaces(None)
     store, typed = session_store(settings), TypedLines(history_path())
-    server = partial(drop_in_server, user_paths().state)
+    server = partial(drop_in_servers, user_paths().state)
     return SavedPlaces(store, store_admin(settings), typed, answers_path(settings), server)
 
 
@@ -254,8 +254,7 @@ def _remote_host(
             if model_name is None:
                 raise
             return None
-    is_own = settings["endpoint"] == NO_ENDPOINT or settings["incognito"]
-    if model_name is not None or is_own or not attaches:
+    if model_name is not None or not attaches or not may_attach(settings):
         return None
     return _attached_host(settings, on_load)
 
@@ -308,6 +307,14 @@ def _draft(settings: Settings, source: "ModelSource") -> "ModelSource | None":
 def has_endpoint(settings: Settings) -> bool:
     """Return whether the user names another program's server."""
     return settings["endpoint"] not in (None, NO_ENDPOINT)
+
+
+def may_attach(settings: Settings) -> bool:
+    """Return whether a chat may use a server of this user: it leaves no trace there, and lacks none
+    of what it was asked for. A server drops no KV for a chat.
+    """
+    is_own = settings["endpoint"] is not None or settings["incognito"]
+    return not is_own and settings["kv_budget"] is None
 
 
 def _prefetch_pages(settings: Settings) -> "Callable[[list[int]], None] | None":

@@ -16,6 +16,7 @@ from kvchat.cli.build import (
     ask_options,
     has_endpoint,
     history_path,
+    may_attach,
     open_host,
     open_toolbox,
     saved_places,
@@ -32,6 +33,7 @@ from kvchat.core.errors import KvchatError, UnreadableFile, UsageError
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import one_line
+from kvchat.model.checkpoint.source import DEMO
 from kvchat.model.hf.lean_import import load_library
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
     from kvchat.terminal.script_commands import ScriptCommands
     from kvchat.terminal.theme import Look
     from kvchat.tools.toolbox import Toolbox
+
+
+# How long the model of a prompt stays loaded where the user does not say.
+_MINUTES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,8 @@ def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     if settings["incognito"]:
         close_log()
     child = None
-    if not has_endpoint(settings) and running_server(settings, user_paths().state) is None:
+    is_attached = may_attach(settings) and running_server(settings, user_paths().state) is not None
+    if not has_endpoint(settings) and not is_attached:
         from kvchat.chat.template_process import RenderingChild
 
         threading.Thread(target=_load_library, name="kvchat-library", daemon=True).start()
@@ -285,7 +292,7 @@ def _toolbox_for(host: "ChatHost", settings: Settings) -> "Toolbox | None":
 
 def _answer_script(settings: Settings, request: ChatRequest, child: "RenderingChild | None") -> int:
     from kvchat.cli.output import Notices
-    from kvchat.cli.script import read_text, with_prompt
+    from kvchat.cli.script_input import read_text, with_prompt
     from kvchat.cli.streams import Interruption
 
     notices = Notices(settings["quiet"])
@@ -345,23 +352,34 @@ def _run_script(
 
 def _keep_alive(settings: Settings, request: ChatRequest, notices: "Notices") -> None:
     """Start the server that `--keep-alive` asks for; a prompt is answered without one too."""
-    if not settings["keep_alive"]:
+    if settings["keep_alive"] == 0.0 or not (settings["keep_alive"] or _is_for_user(request)):
         return
     settings = _settings_of(settings, _session_id(settings, request))
-    if not settings["keep_alive"] or settings["incognito"] or has_endpoint(settings):
+    is_default = settings["keep_alive"] is None
+    minutes = _MINUTES if is_default else settings["keep_alive"]
+    if not minutes or not may_attach(settings):
         return
+    if is_default and (settings["model"] == DEMO or settings["timeout"] is not None):
+        return  # the demo loads at once; a time limit is for one process
     from kvchat.cli.background import started
 
     try:
-        started(settings, settings["keep_alive"], notices.tell)
+        started(settings, minutes, notices.tell)
     except KvchatError as error:
         notices.tell(one_line(str(error), 300))
 
 
+def _is_for_user(request: ChatRequest) -> bool:
+    """Whether a user at a terminal asks one prompt, and may soon ask another.
+
+    Programs and scheduled jobs leave nothing behind.
+    """
+    return request.input_format == "text" and _is_terminal(sys.stderr)
+
+
 def _answer_batch(setup: "ScriptSetup", interruption: "Interruption") -> int:
     """Answer JSON requests. Their conversations have no files."""
-    from kvchat.cli.batch import Batch
-    from kvchat.cli.script import read_requests
+    from kvchat.cli.batch import Batch, read_requests
 
     return Batch(setup, interruption).answer(read_requests(sys.stdin.buffer))
 
@@ -374,7 +392,8 @@ def _answer_turns(
     prompt: str | None,
 ) -> int:
     """Answer one message `text`, or a turn a line of the input, and `prompt` after them."""
-    from kvchat.cli.script import Script, read_lines
+    from kvchat.cli.script import Script
+    from kvchat.cli.script_input import read_lines
 
     script = Script(setup, interruption)
     if text is not None:

@@ -220,10 +220,11 @@ def _build(
     def build(progress: Callable[[LoadProgress], None]) -> "tuple[RemoteEngine, ModelReady]":
         from kvchat.remote.engine import RemoteEngine
 
+        place = f"{server.kind} {'on' if address.socket else 'at'} {address.shown}"
         ready = ModelReady(
             name=server.model or server.kind,
-            identity=f"{server.kind} at {address.shown}",
-            device=f"{server.kind} at {address.shown}",
+            identity=place,
+            device=place,
             dtype="",
             context_limit=server.max_context,
             load_s=0.0,

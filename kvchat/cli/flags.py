@@ -93,6 +93,7 @@ SERVE_FLAGS = grouped(
     _PRESET,
     new_name("host", "the address to listen on", unit="ADDRESS", default="127.0.0.1"),
     new_whole("port", "0 takes a free one", default=8642, least=0, most=65535),
+    new_path("socket", "a socket of yours to listen on in place of the network", unit="PATH"),
     new_text(
         "api_key",
         "clients must send this; needed beyond this machine, and made by itself where other "

@@ -39,7 +39,7 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         raise UsageError("A server in the background leaves its address: no --incognito here.")
-    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, _say))
+    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, _say, needs_port=True))
     _require_room(client, server)
     directory = user_paths().state / "clients" / name
     how = client.launch(server, directory)

@@ -66,6 +66,12 @@ def whole_name(settings: Settings, name: str) -> str:
     return known.get(name.removesuffix(".gguf"), name)
 
 
+def short_name(name: str) -> str:
+    """Return a model's name for clients: of files on this machine, the last part of their path."""
+    path = Path(name)
+    return path.absolute().name.removesuffix(".gguf") if path.exists() else name
+
+
 def model_directories(settings: Settings) -> list[Path]:
     """Return where models are looked for."""
     from kvchat.model.checkpoint.local_models import default_directory
@@ -78,16 +84,19 @@ def surroundings_of(settings: Settings) -> "Surroundings":
     from kvchat.chat.presets import Presets
     from kvchat.chat.project_file import ProjectFile
     from kvchat.chat.surroundings import Surroundings
-    from kvchat.model.checkpoint.local_models import model_lines, short_names
     from kvchat.model.checkpoint.used_models import UsedModels
 
-    used, directories = UsedModels(memory_of(settings)), model_directories(settings)
+    used = UsedModels(memory_of(settings))
 
     def lines() -> list[str]:
-        return model_lines(used.read(), directories, _aliases_if_any())
+        from kvchat.model.checkpoint.local_models import model_lines
+
+        return model_lines(used.read(), model_directories(settings), _aliases_if_any())
 
     def names() -> list[str]:
-        return [*_aliases_if_any(), *short_names(used.read(), directories)]
+        from kvchat.model.checkpoint.local_models import short_names
+
+        return [*_aliases_if_any(), *short_names(used.read(), model_directories(settings))]
 
     presets = Presets(user_paths().config.with_name("presets"))
     state = None if settings["incognito"] else user_paths().state / "projects.json"

@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from kvchat.cli.build import (
     user_paths,
 )
 from kvchat.cli.log_file import close_log
-from kvchat.cli.model_names import whole_name
-from kvchat.cli.running_server import KeyRequest, announced, is_used_by_others, server_key
+from kvchat.cli.model_names import short_name, whole_name
+from kvchat.cli.running_server import Announcement, announced
+from kvchat.cli.server_key import KeyRequest, is_used_by_others, server_key
 from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.errors import TimedOut, UsageError
@@ -27,6 +28,8 @@ from kvchat.core.paths import require_working_directory
 from kvchat.core.types import Pooling
 
 if TYPE_CHECKING:
+    import socket
+
     from kvchat.cache.shared.prefill_box import PromptKey
     from kvchat.chat.host import ChatHost
     from kvchat.chat.stabiliser import Stabiliser
@@ -44,6 +47,7 @@ class ServeRequest:
     names        further names that requests may give the model; `*` stands for any text
     stabilises   whether lines of system prompts that change are moved to the end; None for those
                  of agents, which offer tools
+    socket       the path of a socket to listen on in place of host and port, "" for none
     prefills     whether it only prefills for chats on other machines
     pooling      which hidden states make an embedding
     has_chat_page   whether browsers get a page to chat on
@@ -55,6 +59,7 @@ class ServeRequest:
     names: tuple[str, ...]
     stabilises: bool | None = None
     prefills: bool = False
+    socket: str = ""
     has_chat_page: bool = False
     pooling: str = "mean"
 
@@ -62,9 +67,8 @@ class ServeRequest:
 def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     """Load the model and serve it until a signal ends the server; return the exit code."""
     require_working_directory()
-    from kvchat.server.guard import is_loopback
     from kvchat.server.idle import IdleWatch
-    from kvchat.server.serving import bound_socket, serve
+    from kvchat.server.serving import serve
 
     settings = resolve(flags, os.environ, user_paths().config)
     settings = settings.with_model(whole_name(settings, settings["model"]))
@@ -76,25 +80,25 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     api_key = prompt_key.bearer if prompt_key is not None else _api_key(settings, request)
     if request.has_chat_page:
         _require_key(api_key, request)
-    bound = bound_socket(request.host, request.port)
+    bound = _bound(request)
+    own_file = os.stat(request.socket).st_ino if request.socket else 0
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
     try:
-        port = bound.getsockname()[1]
-        shown = f"[{request.host}]" if ":" in request.host else request.host
         app = _new_app(service, api_key, prompt_key, request.has_chat_page)
         minutes = settings["keep_alive"]
         watch = IdleWatch(app, minutes * 60, lambda: host.ready is not None) if minutes else None
-        here = request.host if is_loopback(request.host) else "127.0.0.1"
-        url = f"http://[{here}]:{port}" if ":" in here else f"http://{here}:{port}"
         is_for_chats = prompt_key is None
+        place = _place(request, bound, api_key, is_spare=bool(minutes))
+        port = 0 if place.socket else bound.getsockname()[1]
+        shown = place.socket or f"http://{_bracketed(request.host)}:{port}{'/v1' * is_for_chats}"
         page = _page_address(request.host, port, api_key or "") if request.has_chat_page else ""
         state = user_paths().state
-        with announced(settings, state, url, api_key) if is_for_chats else nullcontext():
+        with announced(settings, state, place) if is_for_chats else nullcontext():
             code = serve(
                 watch or app,
                 bound,
-                lambda: _say_address(service.name, f"{shown}:{port}", is_for_chats, page),
+                lambda: _say_address(service.name, shown, page),
                 lambda: (
                     host.failure is not None
                     or _is_late(host, settings["timeout"])
@@ -109,10 +113,49 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
         service.responses.close()
         if host.ready is not None:
             host.close()
+        if request.socket:
+            _remove_socket(request.socket, own_file)
+
+
+def _bound(request: ServeRequest) -> "socket.socket":
+    """Return the socket to listen on; raises UsageError where there can be none."""
+    from kvchat.server.serving import bound_socket, private_socket
+
+    if request.socket and (request.prefills or request.has_chat_page):
+        raise UsageError("Only chats of this user reach a socket: no --web and no --role with it.")
+    if request.socket:
+        return private_socket(request.socket)
+    return bound_socket(request.host, request.port)
+
+
+def _remove_socket(path: str, own_file: int) -> None:
+    """Remove the file of a socket, unless another server has put its own there."""
+    with suppress(OSError):
+        if os.lstat(path).st_ino == own_file:
+            os.unlink(path)
+
+
+def _place(
+    request: ServeRequest, bound: "socket.socket", key: str | None, is_spare: bool
+) -> Announcement:
+    """Return how chats on this machine reach the server."""
+    from kvchat.server.guard import is_loopback
+
+    if request.socket:
+        return Announcement("", key, str(Path(request.socket).absolute()), is_spare)
+    here = request.host if is_loopback(request.host) else "127.0.0.1"
+    return Announcement(f"http://{_bracketed(here)}:{bound.getsockname()[1]}", key, "", is_spare)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _api_key(settings: Settings, request: ServeRequest) -> str | None:
     from kvchat.server.guard import is_loopback
+
+    if request.socket and request.key == KeyRequest():  # the file's mode lets in this user alone
+        return None
 
     state = None if settings["incognito"] else user_paths().state
     is_local, is_terminal = is_loopback(request.host), sys.stderr.isatty()
@@ -206,12 +249,6 @@ def _new_service(settings: Settings, host: "ChatHost", request: ServeRequest) ->
     )
 
 
-def short_name(name: str) -> str:
-    """Return a model's name for clients: of files on this machine, the last part of their path."""
-    path = Path(name)
-    return path.absolute().name.removesuffix(".gguf") if path.exists() else name
-
-
 def _new_stabiliser(
     host: "ChatHost", path: Path | None, stabilises: bool | None
 ) -> "Stabiliser | None":
@@ -242,8 +279,8 @@ def _tell(event: LoadEvent) -> None:
         _say(str(event.error))
 
 
-def _say_address(name: str, address: str, is_for_chats: bool, page: str) -> None:
-    _say(f"{name} at http://{address}{'/v1' * is_for_chats}")
+def _say_address(name: str, address: str, page: str) -> None:
+    _say(f"{name} at {address}")
     if page:
         _say(f"chat in a browser at {page}")
 

@@ -5,8 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvchat.cache.shared.store import BUCKETS, POOLS, SERVERS, scheme_of
-from kvchat.cache.shared.team_key import missing_extra, require_secret
 from kvchat.cli.settings import SHARED_KEY_VARIABLE, Settings
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import UnreadableFile, UsageError
@@ -28,6 +26,9 @@ def shared_config(settings: Settings, environment: Mapping[str, str]) -> SharedC
         )
     if not url or settings["incognito"]:
         return None
+    from kvchat.cache.shared.store import scheme_of
+    from kvchat.cache.shared.team_key import require_secret
+
     _require_packages(scheme_of(url))
     path = settings["shared_key_file"]
     secret = key_in(user_path(path)) if path else environment.get(SHARED_KEY_VARIABLE, "")
@@ -61,6 +62,9 @@ def _web_address(url: str) -> str:
 
 def _require_packages(scheme: str) -> None:
     """Raise UsageError where a package is missing: an answer may end before its store is opened."""
+    from kvchat.cache.shared.store import BUCKETS, POOLS, SERVERS
+    from kvchat.cache.shared.team_key import missing_extra
+
     client = "valkey" if scheme in SERVERS else "obstore" if scheme in BUCKETS else "mooncake"
     for package in ("cryptography", client):
         if find_spec(package) is None:

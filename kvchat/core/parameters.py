@@ -270,7 +270,7 @@ _MODEL = grouped(
         "keep_alive",
         "minutes that a server stays after its last use; a prompt starts one",
         unit="MIN",
-        default=0.0,
+        otherwise="10 for a prompt at a terminal",
         least=0,
         most=1e6,
         words="0 (off) or more",

@@ -12,7 +12,7 @@ from kvchat.core.text import one_line
 class Address:
     """Where a server is, and the key that it wants.
 
-    url      without a path that every interface has, such as /v1
+    url      without a path that every interface has, such as /v1; "" where it has a socket only
     key      "" for none; it is sent to this server only and stands in no message or log
     model    the model to ask for, "" for the server's only one
     socket   the path of the socket through which it is reached, "" for the network
@@ -40,6 +40,8 @@ class Address:
     @property
     def is_here(self) -> bool:
         """Whether the server is on this machine."""
+        if self.socket:
+            return True
         host = urlsplit(self.url).hostname or ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback

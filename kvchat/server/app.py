@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from kvchat.server.api_errors import ApiError, as_api_error, failed_server, resp
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.embeddings_api import EmbeddingsApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
+from kvchat.server.idle import LEFT
 from kvchat.server.metrics import CONTENT_TYPE
 from kvchat.server.ollama_api import OllamaApi
 from kvchat.server.openai_api import OpenAiApi
@@ -163,7 +165,9 @@ def _front(page: Handler, health: Handler) -> Handler:
 def _health(service: Service) -> Handler:
     async def health(request: Request) -> Response:
         state = service.host.health
-        told = {"status": str(state), "model": service.name}
+        told: dict[str, Any] = {"status": str(state), "model": service.name}
+        if (left_s := request.scope.get(LEFT)) is not None:
+            told["ends_in_s"] = round(left_s)
         if (sentence := _trouble(state, service)) is not None:
             told["message"] = sentence
         return JSONResponse(told, 200 if state is Health.OK else 503)

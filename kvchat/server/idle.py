@@ -7,6 +7,8 @@ from kvchat.server.guard import App, Receive, Scope, Send
 
 # Looking after a server is no use of it.
 _NO_USE = ("/health", "/metrics")
+# What a request's scope calls the seconds for which the server stays if nothing else comes.
+LEFT = "kvchat.left_s"
 
 
 class IdleWatch:
@@ -32,6 +34,7 @@ class IdleWatch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("path") in _NO_USE:
+            scope = {**scope, LEFT: self._limit_s - self._idle_s}
             await self._app(scope, receive, send)
             return
         self._num_running += 1
@@ -44,6 +47,10 @@ class IdleWatch:
     @property
     def is_over(self) -> bool:
         """Whether no request has run for the time that the server waits."""
+        return self._idle_s > self._limit_s
+
+    @property
+    def _idle_s(self) -> float:
         if self._num_running or not self._is_ready():
             self._last_s = self._clock()
-        return self._clock() - self._last_s > self._limit_s
+        return self._clock() - self._last_s

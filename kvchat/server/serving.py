@@ -1,18 +1,21 @@
 """Runs the HTTP server until a signal ends it."""
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 
 import uvicorn
 from h11 import InformationalResponse, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from kvchat.core.errors import ExitCode, UsageError
+from kvchat.core.errors import ExitCode, StoreError, UsageError
+from kvchat.core.paths import private_directory
 from kvchat.server.guard import App, Limits
 
 # Seconds that running answers may take after a signal, before they are cut off.
@@ -45,6 +48,31 @@ def bound_socket(host: str, port: int) -> socket.socket:
         raise UsageError(
             f"Cannot listen on {host} port {port}: {error.strerror}.", "Choose another --port."
         ) from error
+    return bound
+
+
+def private_socket(path: str) -> socket.socket:
+    """Return a listening socket that is a file of this user, in the place of one left by another
+    process; raises UsageError where that is not possible.
+
+    Its directory has to be this user's own: until the file has its mode, only that keeps others
+    out.
+    """
+    place = Path(path)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        private_directory(place.parent)
+        if place.parent.stat().st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "other users may enter its directory")
+        if place.is_socket() and not place.is_symlink():
+            place.unlink()
+        bound.bind(path)
+        place.chmod(0o600)
+        bound.listen(_BACKLOG)
+    except (OSError, StoreError) as error:
+        bound.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"Cannot listen on {path}: {why}.", "Choose another --socket.") from error
     return bound
 
 

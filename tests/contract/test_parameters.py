@@ -18,9 +18,9 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.json_requests import BadRequest, JsonRequest
 from kvchat.cli import config
 from kvchat.cli.app import app
+from kvchat.cli.batch import read_requests
 from kvchat.cli.build import ask_options
 from kvchat.cli.flags import CHAT_FLAGS, OF_BENCH, OF_CHAT, OF_SERVER, values_of
-from kvchat.cli.script import read_requests
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import UsageError
 from kvchat.core.parameters import BY_NAME, OF_ANSWERS, PARAMETERS, Kind, Parameter

@@ -4,16 +4,32 @@ import asyncio
 import json
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvchat.cli import background, chat
 from kvchat.cli.agents import CLIENTS
 from kvchat.cli.background import ServerFacts, _arguments
-from kvchat.cli.running_server import _born, any_server
+from kvchat.cli.output import Notices
+from kvchat.cli.running_server import (
+    Announcement,
+    RunningServer,
+    _born,
+    all_servers,
+    announced,
+    running_server,
+    server_of,
+)
 from kvchat.cli.settings import resolve
+from kvchat.core.errors import UsageError
 from kvchat.core.paths import write_state
+from kvchat.remote.address import Address
+from kvchat.remote.questions import require_own_socket
 from kvchat.server.idle import IdleWatch
+from kvchat.server.serving import private_socket
 from support.commands import Shell, objects
 
 SERVER = ServerFacts("http://127.0.0.1:5", "", "coder", 32_768)
@@ -80,11 +96,100 @@ def test_a_server_takes_none_of_one_prompts_own_flags() -> None:
 
 def test_a_number_of_another_process_is_not_the_servers(tmp_path: Path) -> None:
     """`kvchat stop` would have ended a process that got the number of a server that crashed."""
-    content: dict[str, object] = {"url": "http://127.0.0.1:1", "key": "", "began": 1.0}
+    content: dict[str, object] = {"url": "", "socket": "/x", "key": "", "began": 1.0}
     for born, is_there in ((_born(os.getpid()), True), ("1", False)):
         content |= {"pid": os.getpid(), "born": born}
-        write_state(tmp_path / "server.json", 1, "server", content)
-        assert (any_server(tmp_path) is not None) is is_there
+        write_state(tmp_path / "servers" / "x.json", 1, "server", content)
+        assert bool(all_servers(tmp_path)) is is_there
+
+
+def test_a_servers_socket_is_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reaches it reads every conversation's beginning, and spends the machine's time."""
+    path = tmp_path / "own" / "x.sock"
+    private_socket(str(path)).close()  # leaves its file, as a server that was killed does
+    with closing(private_socket(str(path))):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        require_own_socket(str(path))
+        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        with pytest.raises(PermissionError, match="no socket of yours"):
+            require_own_socket(str(path))
+        monkeypatch.undo()
+    path.parent.chmod(0o755)
+    with pytest.raises(UsageError, match="other users may enter"):
+        private_socket(str(path))
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError):
+        require_own_socket(str(tmp_path / "file"))
+
+
+def test_a_model_file_that_is_replaced_is_another_model(tmp_path: Path) -> None:
+    """The chat went on with the weights of the file before."""
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"one")
+    settings = resolve({"model": str(file)}, {}, tmp_path / "none")
+    with announced(settings, tmp_path, Announcement("http://127.0.0.1:5", None)):
+        assert running_server(settings, tmp_path) is not None
+        (tmp_path / "new").write_bytes(b"two")
+        (tmp_path / "new").replace(file)
+
+        assert running_server(settings, tmp_path) is None
+        stale = server_of(settings, tmp_path)
+
+    assert stale is not None
+    assert stale.is_stale
+
+
+def test_models_kept_loaded_make_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest goes first, one that the user started never, and none where memory is left."""
+    servers = [RunningServer(Address("", socket="x"), n, n, is_spare=n != 2) for n in (1, 2, 3, 4)]
+    ended: list[int] = []
+    monkeypatch.setattr(background, "all_servers", lambda state: servers)
+    monkeypatch.setattr(background, "_health", lambda server: "ok")
+    monkeypatch.setattr(background, "end", lambda server: ended.append(server.pid))
+    monkeypatch.setattr(background, "_available_bytes", lambda: 1000.0 * (1 + len(ended)))
+    model = tmp_path / "m.gguf"
+    for num_bytes in (600, 1800):
+        model.write_bytes(bytes(num_bytes))
+        settings = resolve({"model": str(model)}, {}, tmp_path / "none")
+        background._make_room(settings, tmp_path, lambda sentence: None)
+        assert ended == ([] if num_bytes == 600 else [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_terminal", "input_format", "minutes"),
+    [
+        ({}, True, "text", 10.0),
+        ({}, False, "text", None),  # a scheduled job leaves nothing behind
+        ({}, True, "lines", None),
+        ({"keep_alive": "3"}, False, "jsonl", 3.0),
+        ({"keep_alive": "0"}, True, "text", None),
+        ({"incognito": True, "keep_alive": "3"}, True, "text", None),
+        ({"kv_budget": "25%"}, True, "text", None),  # a server drops no KV
+        ({"endpoint": "http://h:1"}, True, "text", None),
+        ({"model": "demo"}, True, "text", None),
+        ({"timeout": "5"}, True, "text", None),
+    ],
+)
+def test_a_prompts_model_stays_for_a_user_who_may_ask_again(
+    flags: dict[str, Any],
+    is_terminal: bool,
+    input_format: str,
+    minutes: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[float | None] = []
+    monkeypatch.setattr(background, "started", lambda settings, stays, tell: kept.append(stays))
+    monkeypatch.setattr(chat, "_is_terminal", lambda stream: is_terminal)
+    settings = resolve({"model": "/models/m.gguf", **flags}, {}, Path("/nonexistent"))
+
+    chat._keep_alive(settings, chat.ChatRequest(input_format=input_format), Notices(True))
+
+    assert kept == ([] if minutes is None else [minutes])
 
 
 def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from kvchat.cli.batch import read_requests
 from kvchat.cli.output import Notices
-from kvchat.cli.script import read_lines, read_requests, read_text
+from kvchat.cli.script_input import read_lines, read_text
 from kvchat.core.toml_text import read_table
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvchat.cli.endpoints import endpoint_address
-from kvchat.cli.running_server import announced, running_server
+from kvchat.cli.running_server import Announcement, announced, running_server
 from kvchat.cli.settings import Settings, resolve, unknown_variables
 from kvchat.core.errors import UsageError
 from support.commands import Shell
@@ -105,7 +105,7 @@ def settings(**flags: object) -> Settings:
 
 
 def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
-    with announced(settings(), tmp_path, "http://127.0.0.1:5", "key"):
+    with announced(settings(), tmp_path, Announcement("http://127.0.0.1:5", "key")):
         found = running_server(settings(), tmp_path)
         assert found is not None
         assert (found.address.url, found.address.key) == ("http://127.0.0.1:5", "key")
@@ -115,7 +115,7 @@ def test_a_chat_finds_a_server_with_its_settings_only(tmp_path: Path) -> None:
         assert running_server(settings(model="other"), tmp_path) is None
         assert {path.stat().st_mode & 0o77 for path in tmp_path.iterdir()} == {0}
     assert running_server(settings(), tmp_path) is None
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "servers").iterdir())
 
 
 @pytest.mark.parametrize("name", ["model", "adapter", "draft", "cache_dir"])
@@ -127,7 +127,7 @@ def test_a_relative_path_names_what_is_in_its_own_directory(
         (tmp_path / project / "lora").mkdir(parents=True)
     state, named = tmp_path / "state", settings(**{name: "lora"})
     monkeypatch.chdir(tmp_path / "one")
-    with announced(named, state, "http://127.0.0.1:5", None):
+    with announced(named, state, Announcement("http://127.0.0.1:5", None)):
         assert running_server(named, state) is not None
         assert running_server(settings(**{name: str(tmp_path / "one/lora")}), state) is not None
         assert running_server(settings(**{name: "l" * 5000}), state) is None
@@ -136,19 +136,19 @@ def test_a_relative_path_names_what_is_in_its_own_directory(
 
 
 def test_a_server_that_was_started_later_keeps_its_file(tmp_path: Path) -> None:
-    with announced(settings(), tmp_path, "http://127.0.0.1:5", None):
-        with announced(settings(), tmp_path, "http://127.0.0.1:6", None):
+    with announced(settings(), tmp_path, Announcement("http://127.0.0.1:5", None)):
+        with announced(settings(), tmp_path, Announcement("http://127.0.0.1:6", None)):
             pass
         assert running_server(settings(), tmp_path) is None
-        with announced(settings(), tmp_path, "http://127.0.0.1:7", None) as _:
+        with announced(settings(), tmp_path, Announcement("http://127.0.0.1:7", None)) as _:
             newest = running_server(settings(), tmp_path)
     assert newest is not None
     assert newest.address.url == "http://127.0.0.1:7"
 
 
 def test_a_file_of_a_server_that_was_killed_is_of_no_use(tmp_path: Path) -> None:
-    with announced(settings(), tmp_path, "http://127.0.0.1:5", None):
-        path = next(tmp_path.iterdir())
+    with announced(settings(), tmp_path, Announcement("http://127.0.0.1:5", None)):
+        path = next((tmp_path / "servers").iterdir())
         content = json.loads(path.read_text())
         content["server"]["pid"] = 2**22 + 1  # beyond what a system numbers
         path.write_text(json.dumps(content))
@@ -157,7 +157,7 @@ def test_a_file_of_a_server_that_was_killed_is_of_no_use(tmp_path: Path) -> None
 
 
 def test_nothing_is_left_of_an_incognito_server(tmp_path: Path) -> None:
-    with announced(settings(incognito=True), tmp_path, "http://127.0.0.1:5", None):
+    with announced(settings(incognito=True), tmp_path, Announcement("http://127.0.0.1:5", None)):
         assert not list(tmp_path.iterdir())
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvchat.chat.json_requests import BadRequest, JsonRequest, parse_request
-from kvchat.cli.batch import _queue_requests
-from kvchat.cli.script import read_requests
+from kvchat.cli.batch import _queue_requests, read_requests
 from kvchat.core.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvchat.cli.serve import short_name
+from kvchat.cli.model_names import short_name
 from support.checkpoints import save_checkpoint, tiny_model
 from support.fork_server import ForkedShell
 from support.server_process import ServerProcess, served
@@ -31,7 +31,7 @@ def test_a_server_keeps_what_it_read_and_chats_use_its_engine(
         beside = shell.run("-m", tiny, "-p", "Hello", "--max-tokens", "4", "--json", "--seed", "1")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 143
-    assert not list(shell.home.rglob("server.json"))  # what told chats of it goes with it
+    assert not list(shell.home.rglob("servers/*"))  # what told chats of it goes with it
 
     with served(shell.patient, *small) as server:
         again = asked(server)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cli.running_server import KeyRequest, has_other_people, server_key
+from kvchat.cli.server_key import KeyRequest, has_other_people, server_key
 from kvchat.core.errors import UnreadableFile, UsageError
 
 NO_KEY = KeyRequest()
