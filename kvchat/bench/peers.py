@@ -6,6 +6,7 @@ already loaded and its cache is already saved: transformers' in a file, llama.cp
 
 import importlib
 import importlib.util
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvchat.bench.engines import random_ids
@@ -27,14 +29,15 @@ from kvchat.model.self_test import compare_with_own
 class LlamaCpp:
     """llama.cpp on a GGUF file, through the package llama_cpp, which must be installed."""
 
-    def __init__(self, path: Path, num_threads: int) -> None:
+    def __init__(self, path: Path, num_threads: int, num_logits: int = 0) -> None:
+        """`num_logits`: of so many tokens the logits stay, for `perplexity`."""
         llama_cpp = importlib.import_module("llama_cpp")
         self._model: Any = llama_cpp.Llama(
             str(path),
-            n_ctx=8192,
+            n_ctx=num_logits or 8192,
             n_threads=num_threads,
             n_threads_batch=num_threads,
-            logits_all=False,
+            logits_all=num_logits > 0,
             verbose=False,
         )
         self.vocab_size: int = self._model.n_vocab()
@@ -73,6 +76,17 @@ class LlamaCpp:
         seconds = time.perf_counter() - start_s
         self._prompt_ids = []
         return seconds
+
+    def perplexity(self, texts: Iterable[list[int]]) -> float:
+        """Return e to the mean negative log-likelihood of every token but the first of each."""
+        total, count = 0.0, 0
+        for text in texts:
+            self._model.reset()
+            self._model.eval(text)
+            logits = torch.from_numpy(self._model.scores[: len(text) - 1])
+            total += float(cross_entropy(logits, torch.tensor(text[1:]), reduction="sum"))
+            count += len(text) - 1
+        return math.exp(total / count)
 
     def _read(self, prompt_ids: list[int]) -> None:
         """Set the context to exactly this prompt; skip the prefill if it is already there."""

@@ -14,6 +14,7 @@ import torch
 
 from kvchat.bench.engines import complete, kv_of_a_text, new_engine
 from kvchat.bench.measure import Sample
+from kvchat.bench.peers import LlamaCpp, without_llama_cpp
 from kvchat.bench.replay import longest
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
@@ -72,6 +73,9 @@ def run(setup: BenchSetup) -> Result:
                 )
             )
         figures += _agreement(form, assembled, texts, exact)
+        if setup.gguf is not None and source is not setup.source:
+            ours = next(f.value for f in figures if f.name == f"{form}: perplexity")
+            figures += _beside_llama_cpp(setup.gguf, ours, _within(setup, assembled, texts))
     return Result("weights", settings, tuple(figures), notes=tuple(notes))
 
 
@@ -102,21 +106,35 @@ def _measured(
     setup: BenchSetup, assembled: AssembledEngine, texts: list[list[int]]
 ) -> dict[str, tuple[float, str]]:
     engine = assembled.engine
-    limit = engine.max_context - _NUM_TOKENS
-    prompt = texts[0][: min(_PROMPT, limit)]
+    prompt = texts[0][: min(_PROMPT, engine.max_context - _NUM_TOKENS)]
 
     def decode() -> float:
         return rate(_NUM_TOKENS - 1, complete(engine, prompt, _NUM_TOKENS).finished.timing.decode_s)
 
     decode()
     speed = Sample(tuple(decode() for _ in range(setup.repeats)))
-    kept = [text[: setup.scaled(limit)] for text in texts]
     # Perplexity last: it rebinds the model's attention.
     return {
         "tokens a second": (speed.median, "tokens/s"),
         "weights": (_weight_bytes(assembled) / 2**20, "MiB"),
-        "perplexity": (perplexity(assembled, kept), ""),
+        "perplexity": (perplexity(assembled, _within(setup, assembled, texts)), ""),
     }
+
+
+def _within(
+    setup: BenchSetup, assembled: AssembledEngine, texts: list[list[int]]
+) -> list[list[int]]:
+    limit = setup.scaled(assembled.engine.max_context - _NUM_TOKENS)
+    return [text[:limit] for text in texts]
+
+
+def _beside_llama_cpp(gguf: Path, ours: float, texts: list[list[int]]) -> list[Figure]:
+    """Return llama.cpp's perplexity of a file beside kvchat's of it."""
+    if without_llama_cpp(gguf):
+        return []
+    theirs = LlamaCpp(gguf, torch.get_num_threads(), max(map(len, texts))).perplexity(texts)
+    name = f"{gguf.stem}: perplexity by llama.cpp"
+    return [Figure(name, theirs, "", ours, "kvchat", theirs / ours, "over kvchat")]
 
 
 def _weight_bytes(assembled: AssembledEngine) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -398,6 +399,34 @@ def test_a_peer_of_more_or_fewer_tokens_is_asked_what_both_know(
     result = measured.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
 
     assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
+
+
+def test_a_peers_perplexity_is_of_every_token_but_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Llama:
+        def __init__(self, path: str, n_ctx: int, **how: object) -> None:
+            assert how["logits_all"]
+            self.scores = np.zeros((n_ctx, 5), np.float32)
+
+        def n_vocab(self) -> int:
+            return 5
+
+        def reset(self) -> None:
+            pass
+
+        def eval(self, token_ids: list[int]) -> None:
+            for place, following in enumerate(token_ids[1:]):
+                self.scores[place] = 0
+                self.scores[place, following] = np.log(16)  # 16 of 20
+
+    llama_cpp = installed("llama_cpp")
+    llama_cpp.Llama = Llama  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "llama_cpp", llama_cpp)
+
+    value = peers.LlamaCpp(Path("model.gguf"), 1, num_logits=4).perplexity([[1, 2, 3, 4], [4, 0]])
+
+    assert value == pytest.approx(20 / 16)
 
 
 def test_the_command_keeps_a_report_where_it_is_told_to(
