@@ -232,7 +232,7 @@ class ChatHost:
         return self._engine.query(lambda engine: engine.status())
 
     def speculate(self, mode: str) -> "Future[None]":
-        """Switch speculation: `mode` is off, auto, ngram or draft.
+        """Switch speculation: `mode` is off, auto, ngram, draft or mtp.
 
         The future raises UsageError if that drafter was not loaded.
         """

@@ -117,7 +117,7 @@ class SpeculationConfig:
     mode: str = "off"
 
     def __post_init__(self) -> None:
-        assert self.mode in ("off", "auto", "ngram", "draft"), self.mode
+        assert self.mode in ("off", "auto", "ngram", "draft", "mtp"), self.mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from kvchat.engine.kv_storage import (
     require_kv_dtype,
     small_kv,
 )
+from kvchat.engine.mtp_drafter import MtpDrafter
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Runner
@@ -56,6 +57,7 @@ from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.key_rotations import possible_rotations
 from kvchat.model.loader import LoadedModel, Progress, load_model
+from kvchat.model.next_head import HeadModel, load_head
 from kvchat.model.packed.quantise import num_packed_bytes
 from kvchat.model.paged_model import PagedModel, StatefulModel
 from kvchat.model.self_test import ensure_faster_reads, ensure_trusted
@@ -202,13 +204,17 @@ def engine_around(
     engine_config: EngineConfig,
     memory: Memory,
     speculation: Speculation | None = None,
+    keeps_hidden: bool = False,
 ) -> Engine:
     """Build pools, cache and engine for a loaded model; a model serves one engine at a time.
 
+    `keeps_hidden`: its steps keep their last hidden states, for a drafter that goes on from them.
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     cache, runner = _cache_and_runner(loaded, cache_config, engine_config)
+    if keeps_hidden:
+        runner.keep_hidden()
     chain = new_chain(loaded, cache, cache_config, memory)
     rate = chain.planner.prefill
     short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
@@ -379,17 +385,24 @@ def build_speculating_engine(
         source, model_config, cache_config, engine_config, memory, progress
     )
     build = _DraftBuild(target, model_config, cache_config, engine_config, memory)
+    draft: _Draft | None = None
     try:
-        draft = build.drafter(draft_source) if draft_source is not None else None
+        if draft_source is not None:
+            draft = build.drafter(draft_source)
+        elif speculation_config.mode == Mode.AUTO:
+            draft = build.head()
     except Exception as error:  # without a draft model, the target can still answer
         _log.warning("no draft model", exc_info=error)
-        note = f"Answers come without the draft model: {_sentence(error)}"
+        of_what = "the draft model" if draft_source is not None else "its head for the next token"
+        note = f"Answers come without {of_what}: {_sentence(error)}"
         target = replace(target, notes=(*target.notes, note))
-        draft = None
     drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
-    engine = engine_around(target, target_cache, engine_config, memory, speculation)
+    keeps_hidden = draft is not None and draft_source is None
+    engine = engine_around(
+        target, target_cache, engine_config, memory, speculation, keeps_hidden=keeps_hidden
+    )
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
@@ -400,7 +413,7 @@ def build_speculating_engine(
 class _Draft:
     """A drafter, and the cache settings with the budget left for the target."""
 
-    drafter: ModelDrafter
+    drafter: Drafter
     target_cache: CacheConfig
 
 
@@ -423,14 +436,7 @@ class _DraftBuild:
         loaded = load_trusted(source, config, target.max_context, self.memory, _say_nothing)
         if loaded.spec.state:
             raise ModelError(f"{source.name} has recurrent state, which cannot follow drafts.")
-        geometry = kv_geometry(loaded.spec, self._own_cache_config(), loaded.dtype)
-        target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
-        both_bytes = geometry.block_bytes + target_geometry.block_bytes
-        num_blocks = device_budget(self.cache_config, target.device) // both_bytes
-        own_config = self._limited(num_blocks * geometry.block_bytes)
-        cache = CacheManager(
-            new_kv_pool(geometry, own_config, loaded.device), self.cache_config.reuse
-        )
+        cache, own_config, target_config = self._shared_budget(loaded)
         model = PagedModel(loaded, cache.kv_pool.layers)
         drafter = ModelDrafter(
             model,
@@ -442,7 +448,35 @@ class _DraftBuild:
             threads=new_threads(loaded.device),
             piece_rows=_piece_rows(model),
         )
-        return _Draft(drafter, self._limited(num_blocks * target_geometry.block_bytes))
+        return _Draft(drafter, target_config)
+
+    def head(self) -> _Draft | None:
+        """Return the checkpoint's head for the next token as a drafter; None if there is none."""
+        target = self.target
+        in_graphs = target.device.type != "cpu" and not target.spec.state
+        if target.spec.gathered is not None or in_graphs:
+            return None  # a step in a graph leaves no hidden states
+        loaded = load_head(target)
+        if loaded is None:
+            return None
+        cache, _, target_config = self._shared_budget(loaded)
+        model = HeadModel(loaded, cache.kv_pool.layers)
+        threads = new_threads(loaded.device)
+        return _Draft(MtpDrafter(model, cache, loaded.max_context, threads), target_config)
+
+    def _shared_budget(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig, CacheConfig]:
+        """Return a drafting model's cache, its settings and those left for the target: both have
+        the same number of blocks.
+        """
+        target = self.target
+        geometry = kv_geometry(loaded.spec, self._own_cache_config(), loaded.dtype)
+        target_geometry = kv_geometry(target.spec, self.cache_config, target.dtype)
+        both_bytes = geometry.block_bytes + target_geometry.block_bytes
+        num_blocks = device_budget(self.cache_config, target.device) // both_bytes
+        own_config = self._limited(num_blocks * geometry.block_bytes)
+        kv_pool = new_kv_pool(geometry, own_config, loaded.device)
+        cache = CacheManager(kv_pool, self.cache_config.reuse)
+        return cache, own_config, self._limited(num_blocks * target_geometry.block_bytes)
 
     def _own_cache_config(self) -> CacheConfig:
         """Return the draft model's settings: its KV is never rounded.

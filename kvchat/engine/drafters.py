@@ -5,7 +5,9 @@ A drafter cannot change a text, only its speed: every draft is verified by the t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import torch
 
 from kvchat.engine.request import Request
 
@@ -39,7 +41,7 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """The name users select it by: `ngram` or `draft`."""
+        """The name users select it by: `ngram`, `draft` or `mtp`."""
 
     def offer(self, request: Request, most: int) -> Offer | None:
         """Return an offer for a decoding request; None if nothing can be drafted.
@@ -77,3 +79,11 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Store what is worth keeping, and release everything. Idempotent."""
+
+
+@runtime_checkable
+class HiddenReader(Drafter, Protocol):
+    """A drafter that goes on from the model's last hidden states."""
+
+    def read_hidden(self, request: Request, rows: torch.Tensor) -> None:
+        """Take those of a request's tokens from `num_computed` on, [tokens, hidden]; keeps them."""

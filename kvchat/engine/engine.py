@@ -593,4 +593,5 @@ class Engine:
             starts = [(each.request.num_computed, each.num_tokens) for each in plan]
             self._prefill_rate.note([(start, start + n) for start, n in starts], seconds)
         if self.speculation.is_on:
+            self.speculation.read_hidden(tokens, self._runner.last_hidden)
             self.speculation.note(plan, tokens, seconds)

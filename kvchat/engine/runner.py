@@ -73,6 +73,13 @@ class Runner:
         self._graphs = graphs
         self.has_graphs = graphs is not None  # whether `draw` can ever return tokens
         self._threads = threads
+        # Of the last step of requests, where the model keeps them: [num_rows, hidden] each.
+        self.last_hidden: dict[ScheduledRequest, torch.Tensor] = {}
+
+    def keep_hidden(self) -> None:
+        """From now on, keep the last hidden states of each step of requests in `last_hidden`."""
+        assert not self.has_graphs
+        self._model.keep_hidden()
 
     @property
     def can_observe(self) -> bool:
@@ -111,8 +118,18 @@ class Runner:
         pieces = [*(piece_of(scheduled) for scheduled in plan), *checks]
         if is_unwanted is not None and self._threads is not None:
             is_unwanted = self._threads.watching(is_unwanted)
+        self._drop_hidden()
         with self.stopping(is_unwanted):
-            return self.run_pieces(pieces)
+            logits = self.run_pieces(pieces)
+        if self._model.hidden is not None and plan:
+            rows = self._model.hidden.take().split([len(piece.token_ids) for piece in pieces])
+            self.last_hidden = dict(zip(plan, rows, strict=False))
+        return logits
+
+    def _drop_hidden(self) -> None:
+        self.last_hidden = {}
+        if self._model.hidden is not None:
+            self._model.hidden.clear()
 
     def stopping(self, is_unwanted: Callable[[], bool] | None) -> AbstractContextManager[None]:
         """Let the block's steps be abandoned, as `run` says; None lets none be."""

@@ -7,15 +7,17 @@ is the work of other parts.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import torch
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import SpeculationStatus
 from kvchat.engine.draft_policy import MAX_DRAFTED, DraftPolicy, RequestOffers
-from kvchat.engine.drafters import Drafter, DraftOrder, Offer, WhenWritten
+from kvchat.engine.drafters import Drafter, DraftOrder, HiddenReader, Offer, WhenWritten
 from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import ScheduledRequest
 
@@ -34,6 +36,7 @@ class Mode(StrEnum):
     AUTO = "auto"
     NGRAM = "ngram"
     DRAFT = "draft"
+    MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class Speculation:
             failure = self.failures.get(mode)
             reason = f"failed: {failure!r}" if failure else "is not loaded"
             raise UsageError(f"The draft model {reason}.", "Start kvchat with --draft NAME.")
+        if mode is Mode.MTP and mode not in names:
+            raise UsageError("The model has no head for the next token in use.")
         self._mode = mode
         self.is_on = mode is not Mode.OFF
         if not self.is_on:
@@ -260,6 +265,23 @@ class Speculation:
             for counts in (scheduled.request.drafting, self.total):
                 counts.num_drafted += len(scheduled.drafts)
                 counts.num_verified += 1
+
+    def read_hidden(
+        self,
+        drawn: dict[ScheduledRequest, list[int]],
+        hidden: Mapping[ScheduledRequest, torch.Tensor],
+    ) -> None:
+        """Hand a step's last hidden states to the drafters that go on from them.
+
+        Called before the step's tokens are counted. Those behind wrong drafts are left out.
+        """
+        for drafter in self._asked() if hidden else ():
+            if not isinstance(drafter, HiddenReader):
+                continue
+            for scheduled, rows in hidden.items():
+                tokens = drawn.get(scheduled, ())
+                num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
+                drafter.read_hidden(scheduled.request, rows[: scheduled.num_tokens + num_right])
 
     def _note_speed(
         self,

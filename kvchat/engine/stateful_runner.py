@@ -65,21 +65,33 @@ class StatefulRunner(Runner):
             if scheduled.drafts:
                 self._cache.save_state(table)
         rows: list[list[torch.Tensor]] = [[] for _ in plan]
+        hidden: list[list[torch.Tensor]] = [[] for _ in plan]
+        self._drop_hidden()
         try:
             with self.stopping(is_unwanted):
                 for group in groups:
                     for part, found in zip(group, self._run_group(group), strict=True):
                         rows[part.index].append(found)
+                    for part, found in zip(group, self._hidden_of(group), strict=False):
+                        hidden[part.index].append(found)
         except Exception:
             for state, old in zip(states, before, strict=False):
                 state.become(old)
             for table in tables:
                 self._cache.restore_state(table)
             raise
+        if self._model.hidden is not None:
+            self.last_hidden = {s: torch.cat(found) for s, found in zip(plan, hidden, strict=True)}
         logits = torch.cat([part for of_request in rows for part in of_request])
         if not len(logits):
             self.wait()
         return logits
+
+    def _hidden_of(self, group: Sequence[_Part]) -> Sequence[torch.Tensor]:
+        """Return the last hidden states of the parts that have just run; none if none are kept."""
+        if self._model.hidden is None:
+            return ()
+        return self._model.hidden.take().split([len(part.piece.token_ids) for part in group])
 
     def _parts_of(self, index: int, scheduled: ScheduledRequest, state: StateBuffer) -> list[_Part]:
         """Return one request's tokens and drafts, divided where a snapshot is wanted."""

@@ -305,6 +305,47 @@ def _load(
     )
 
 
+def load_part(target: LoadedModel, config: Any, tensors: Mapping[str, Any]) -> LoadedModel:
+    """Return a further module of a loaded model's checkpoint, on its device and in its dtype.
+
+    `config` is that of the module, `tensors` are its own by the names of its class. It has no
+    compiled steps. Raises ModelError if tensors are missing, and what `load_model` raises for a
+    module that is not known.
+    """
+    source, device = target.source, target.device
+    with _LOADING:
+        meta = MetaModel(config)
+        spec = probe_meta(meta, None)
+        model_class, class_config = class_and_config(config)
+        with operators_on_meta():
+            module, report = model_class.from_pretrained(
+                None,
+                config=class_config,
+                state_dict=dict(tensors),
+                dtype=target.dtype,
+                attn_implementation=_attention_name(config, spec),
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        _refuse_gaps(source, report)
+    module.eval().requires_grad_(False)
+    frozen_rope = freeze_rope(module, target.max_context)
+    _move(module, device, lambda event: None)
+    use_cpu_products(module)
+    step = StepContext()
+    return replace(
+        target,
+        module=module,
+        spec=spec,
+        frozen_rope=frozen_rope,
+        notes=(),
+        step=step,
+        fusing=None,
+        compiled=None,
+    )
+
+
 def _read(
     source: ModelSource,
     config: ModelConfig,

@@ -18,6 +18,7 @@ from kvchat.model.hf.module_adapter import (
     paged_attention_function,
     replace_own_attention,
 )
+from kvchat.model.last_hidden import LastHidden
 from kvchat.model.loader import LoadedModel
 from kvchat.model.state import StateIo
 from kvchat_kernels.kv_layer import KvLayer, PlainKv
@@ -43,7 +44,10 @@ class PagedModel:
     `keeps_rows` tells whether the module computes logits of the wanted rows only.
 
     `compiled` runs what steps it takes on a CPU; setting it to None leaves all to the modules.
+    `hidden` collects the last hidden states of steps, where `keep_hidden` was called.
     """
+
+    hidden: LastHidden | None = None
 
     def __init__(
         self, loaded: LoadedModel, pools: KvLayers, windowed: frozenset[int] = frozenset()
@@ -78,6 +82,12 @@ class PagedModel:
         own = OWN_ATTENTION.get(loaded.spec.model_type)
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
+
+    def keep_hidden(self) -> None:
+        """From now on, collect the last hidden states of every step; raises as LastHidden."""
+        self.hidden = LastHidden(self._module)
+        if self.compiled is not None:
+            self.compiled.watch = self.hidden.add_stream
 
     @property
     def device(self) -> torch.device:

@@ -207,8 +207,8 @@ def _last_stats(context: "CommandContext") -> list[str]:
 
 async def spec(context: "CommandContext", arguments: str) -> None:
     mode = {"on": "auto"}.get(arguments, arguments)
-    if mode not in ("", "off", "auto", "ngram", "draft"):
-        raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|auto|ngram|draft")
+    if mode not in ("", "off", "auto", "ngram", "draft", "mtp"):
+        raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|ngram|draft|mtp")
     if mode:
         await asyncio.wrap_future(context.controller.host.speculate(mode))
         context.say(f"Drafts are {'off' if mode == 'off' else f'on: {mode}'}.")

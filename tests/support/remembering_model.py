@@ -59,6 +59,7 @@ class RememberingModel:
 
     device = CPU
     dtype = torch.float32
+    hidden = None
 
     def __init__(self, cache: CacheManager, fails: Callable[[], None] = lambda: None) -> None:
         (token_pool, position_pool), *windowed = cache.kv_pool.layers

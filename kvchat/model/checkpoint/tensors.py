@@ -223,6 +223,27 @@ def _in_blocks(
     return found
 
 
+def stored_names(source: ModelSource) -> list[str]:
+    """Return the names of all tensors of a safetensors checkpoint; none of GGUF's."""
+    names: list[str] = []
+    for path in source.weight_files if source.gguf is None else ():
+        with safe_open(path, framework="pt") as file:
+            names += file.keys()
+    return names
+
+
+def stored_tensors(
+    source: ModelSource, dtype: torch.dtype
+) -> Mapping[str, torch.Tensor | PackedTensor]:
+    """Return every tensor of a safetensors checkpoint by its name in the files.
+
+    Packed ones are to be unpacked to `dtype`.
+    """
+    tensors = _mapped(source)
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    return tensors if packing is None else unpacked(tensors, packing, dtype, source.name)
+
+
 def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
     """Return every tensor of the weight files, memory-mapped: data is read at first use.
 

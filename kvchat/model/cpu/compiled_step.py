@@ -71,6 +71,8 @@ class CompiledStep:
         self._vocab_size = decoder.head.num_out
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
+        # Called with the stream before the last norm, which the next step overwrites.
+        self.watch: Callable[[torch.Tensor], None] | None = None
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
         parts = (layer.attention for layer in decoder.layers if layer.attention is not None)
@@ -139,6 +141,8 @@ class CompiledStep:
         num_threads = min(torch.get_num_threads(), self._most_threads)
         num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
         self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
+        if self.watch is not None:
+            self.watch(self._parts.stream[: batch.token_ids.shape[0]])
         return self._finished(logits)
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:

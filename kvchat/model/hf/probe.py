@@ -383,6 +383,8 @@ def _record(model: Any, config: Any) -> ModelSpec:
     with watching_reads(model) as reads:
         _run(model, **{argument: cache}, use_cache=True)
     state = read_state(cache, model.dtype)
+    if not state and is_stateful and not _strange_layer_types(config):
+        return _spec(recorder, model, config)  # all layers of this configuration are attention
     if not state:
         strange = (*_strange_layer_types(config), "recurrent")
         raise Refusal(f"keeps state other than keys and values in its {strange[0]} layers")

@@ -67,7 +67,7 @@ class Crowd:
             self.cancelled.add(request_id)
             self.engine.engine.cancel(request_id)
         elif dice < 0.16:
-            self.speculation.switch(self.rng.choice(list(Mode)))
+            self.speculation.switch(self.rng.choice((Mode.OFF, Mode.AUTO, Mode.NGRAM, Mode.DRAFT)))
         else:
             self.engine.step()
             assert not self.draft_model.broken_promises, self.draft_model.broken_promises

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine import draft_policy, drafters, ngram, speculation
 from kvchat.engine.draft_policy import DraftPolicy
@@ -280,13 +281,15 @@ def test_a_mode_asks_its_own_drafters() -> None:
     speculation = speculating(OracleDrafter())
     engine = EngineHarness(speculation=speculation)
     used = {}
-    for mode in Mode:
+    for mode in (Mode.OFF, Mode.AUTO, Mode.NGRAM, Mode.DRAFT):
         speculation.switch(mode)
         number = _run(engine, RequestSpec((1, 2, 3), GREEDY, max_tokens=20))
         engine.assert_complete(number)
         used[mode] = engine.ending(number).usage.drafted_tokens > 0
 
     assert used == {Mode.OFF: False, Mode.AUTO: True, Mode.NGRAM: False, Mode.DRAFT: True}
+    with pytest.raises(UsageError, match="no head for the next token"):
+        speculation.switch(Mode.MTP)
 
 
 class _Untouched:

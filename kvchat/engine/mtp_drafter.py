@@ -1,0 +1,233 @@
+"""MtpDrafter: drafts with the checkpoint's own head for the next token (MTP).
+
+The head runs one layer over pairs: a position's last hidden state of the model, and the token that
+follows it. Its KV is in a cache of its own, in memory only. A request whose hidden states are not
+all known, as its KV was restored from the disk, gets drafts from those that are.
+
+It draws with the target's noise, as ModelDrafter does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvchat.cache.block_manager import CacheManager
+from kvchat.cache.block_table import BlockTable
+from kvchat.cache.chain import KvChain
+from kvchat.engine.drafters import DraftOrder, Offer, WhenWritten
+from kvchat.engine.request import Request, State
+from kvchat.engine.runner import Runner, sampling_row
+from kvchat.engine.sampler import sample
+from kvchat.engine.step_threads import StepThreads
+from kvchat.model.batch import SequencePiece
+from kvchat.model.next_head import HeadModel
+
+# It was trained for the next token alone: further guesses, from its own hidden states, are worse.
+_MOST_DRAFTED = 4
+# At most this many pairs are computed with the first guess; more wait for no offer.
+_MOST_ALONG = 17
+
+
+@dataclass(slots=True)
+class _HeadState:
+    """One request's pairs of a position and the token after it.
+
+    # [0, num_computed)          KV in the table
+    # then len(hidden) slots     of which the hidden states are known
+
+    `first` positions before these have none, because their hidden states are not known: slot s is
+    of position `first` + s. Nothing of such a context is entered in the tree.
+    """
+
+    table: BlockTable
+    first: int
+    num_computed: int
+    hidden: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        """The position after the last one whose hidden state is known."""
+        return self.first + self.num_computed + len(self.hidden)
+
+    def tokens(self, request: Request, num_pairs: int) -> list[int]:
+        """Return the tokens of the next pairs to compute."""
+        start = self.first + self.num_computed + 1
+        return list(request.ids[start : start + num_pairs])
+
+
+class MtpDrafter:
+    """Drafts with `model`, whose pools are those of `cache`."""
+
+    name = "mtp"
+
+    def __init__(
+        self,
+        model: HeadModel,
+        cache: CacheManager,
+        max_context: int,
+        threads: StepThreads | None = None,
+    ) -> None:
+        self.cache = cache
+        self.chain = KvChain(cache)
+        self._model = model
+        self._runner = Runner(model, cache.block_size, threads=threads)
+        self._max_context = min(max_context, cache.max_tokens)
+        self._states: dict[Request, _HeadState] = {}
+
+    def read_hidden(self, request: Request, rows: torch.Tensor) -> None:
+        start = request.num_computed
+        state = self._states.get(request)
+        if state is None or state.end < start:
+            if state is not None:
+                self._leave(request)
+            state = self._states[request] = self._begun(request, start, rows[:0])
+        # A step that is run again has the same hidden states.
+        new = rows[state.end - start :]
+        if len(new):
+            state.hidden = torch.cat([state.hidden, new])
+
+    def _begun(self, request: Request, start: int, none: torch.Tensor) -> _HeadState:
+        """Return the state of a request whose hidden states are known from `start` on."""
+        for other, state in self._states.items():
+            # A sibling's last pair of the prompt has a token of its own: that pair is left out.
+            is_sibling = other.request_id == request.request_id and not state.first
+            if is_sibling and state.num_computed >= start - 1 > 0:
+                return _HeadState(self.cache.fork(state.table, start - 1), 1, start - 1, none)
+        table = self.cache.match([*request.ids[1 : start + 1], -1])
+        return _HeadState(table, start - table.cached_len, table.cached_len, none)
+
+    def offer(self, request: Request, most: int) -> Offer | None:
+        state = self._states.get(request)
+        most = min(most, _MOST_DRAFTED, self._max_context - len(request.ids))
+        if state is None or most < 1 or state.end != len(request.ids) - 1:
+            return None
+        is_near = 0 < len(state.hidden) <= _MOST_ALONG
+        return Offer(self.name, most, is_free=False) if is_near else None
+
+    def prepare(self) -> None:
+        """There is nothing to prepare."""
+
+    def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
+        """An offer is made only where little is missing."""
+
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
+        drafts: dict[Request, list[int]] = {}
+        for want in wanted:
+            state = self._states[want.request]
+            end = state.num_computed + len(state.hidden) + want.num_tokens - 1
+            if self.cache.reserve(state.table, state.num_computed, end):
+                drafts[want.request] = []
+        due = [want.request for want in wanted if want.request in drafts]
+        hidden = self._draft_first(due, drafts) if due else {}
+        for length in range(1, max(want.num_tokens for want in wanted)):
+            due = [w.request for w in wanted if w.num_tokens > length and w.request in drafts]
+            hidden = self._draft_one_more(due, drafts, hidden) if due else {}
+        for request in drafts:
+            state = self._states[request]
+            self.cache.rewind(state.table, state.num_computed)
+        return [drafts.get(want.request, []) for want in wanted]
+
+    def _draft_first(
+        self, due: Sequence[Request], drafts: dict[Request, list[int]]
+    ) -> dict[Request, torch.Tensor]:
+        """Compute the pairs that are known, and draw a token after the last of each request.
+
+        Returns the head's own hidden states there.
+        """
+        pieces, given = [], []
+        for request in due:
+            state = self._states[request]
+            tokens = state.tokens(request, len(state.hidden))
+            blocks = state.table.blocks
+            pieces.append(SequencePiece(tokens, state.num_computed, blocks, num_logit_rows=1))
+            given.append(state.hidden)
+        found = self._drawn(pieces, given, due, drafts)
+        for request in due:
+            state = self._states[request]
+            self._note_computed(request, state, len(state.hidden))
+        return found
+
+    def _draft_one_more(
+        self,
+        due: Sequence[Request],
+        drafts: dict[Request, list[int]],
+        hidden: dict[Request, torch.Tensor],
+    ) -> dict[Request, torch.Tensor]:
+        """Draw a token after each request's newest draft, from the head's own hidden state."""
+        pieces = []
+        for request in due:
+            state, drafted = self._states[request], drafts[request]
+            start = state.num_computed + len(drafted) - 1
+            pieces.append(SequencePiece([drafted[-1]], start, state.table.blocks, 1))
+        return self._drawn(pieces, [hidden[request] for request in due], due, drafts)
+
+    def _drawn(
+        self,
+        pieces: Sequence[SequencePiece],
+        given: Sequence[torch.Tensor],
+        due: Sequence[Request],
+        drafts: dict[Request, list[int]],
+    ) -> dict[Request, torch.Tensor]:
+        logits, hidden = self._run(pieces, given)
+        device = self._runner.device
+        tokens = sample(logits, [sampling_row(r, drafts[r], device) for r in due])
+        for request, token in zip(due, tokens, strict=True):
+            drafts[request].append(token)
+        lengths = [len(piece.token_ids) for piece in pieces]
+        return {r: rows[-1:] for r, rows in zip(due, hidden.split(lengths), strict=True)}
+
+    def _run(
+        self, pieces: Sequence[SequencePiece], given: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits that the pieces ask for, and the head's hidden states of all rows."""
+        assert self._model.hidden is not None
+        self._model.hidden.clear()
+        self._model.give(torch.cat(list(given)))
+        logits = self._runner.run_pieces(pieces)
+        return logits, self._model.hidden.take()
+
+    def _note_computed(self, request: Request, state: _HeadState, num_pairs: int) -> None:
+        state.num_computed += num_pairs
+        state.hidden = state.hidden[num_pairs:]
+        if not state.first:
+            self.cache.commit(state.table, request.ids[1:], state.num_computed)
+
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
+        running = {request for request in requests if request.state is State.RUNNING}
+        for request in [r for r in self._states if r not in running]:
+            self._leave(request)
+        for request, state in list(self._states.items()):
+            num_known = min(len(state.hidden), len(request.ids) - 1 - state.first)
+            if not request.is_decoding or len(state.hidden) > _MOST_ALONG:
+                self._read(request, state, min(num_known, len(state.hidden) - 1))
+
+    def _read(self, request: Request, state: _HeadState, num_pairs: int) -> None:
+        """Compute pairs of a prompt; without room, the request gets no more drafts."""
+        if num_pairs < 1:
+            return
+        start = state.num_computed
+        if not self.cache.reserve(state.table, start, start + num_pairs):
+            self._leave(request)
+            return
+        piece = SequencePiece(state.tokens(request, num_pairs), start, state.table.blocks, 1)
+        self._run([piece], [state.hidden[:num_pairs]])
+        self._note_computed(request, state, num_pairs)
+
+    def _leave(self, request: Request) -> None:
+        """Drop a request's state; the KV of whole contexts stays cached."""
+        state = self._states.pop(request)
+        num_kept = 0 if state.first else state.num_computed
+        self.cache.release(state.table, request.ids[1 : 1 + num_kept])
+
+    def learn(self, contexts: Sequence[Sequence[int]]) -> None:
+        """Does nothing: pairs are computed for requests only."""
+
+    def forget(self, contexts: Sequence[tuple[Sequence[int], int]]) -> WhenWritten:
+        pairs = [(tuple(ids[1:]), max(0, num_kept - 1)) for ids, num_kept in contexts]
+        return self.chain.forget(pairs)
+
+    def close(self) -> None:
+        for request in list(self._states):
+            self._leave(request)
+        self.chain.close()

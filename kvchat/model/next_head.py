@@ -1,0 +1,169 @@
+"""The head for the next token (MTP) of a checkpoint, which guesses one token after the model's own.
+
+A position's head joins the model's last hidden state there with the embedding of the token that
+follows, and runs one layer with attention over them:
+
+    x = projection([norm(embedding(token)), norm(hidden)]);  logits = head(norm(layer(x)))
+
+Embedding and head are the model's. transformers drops these tensors: here the layer is a model of
+one layer, of the same class, whose embedding is the first part of the above.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvchat.model.checkpoint.tensors import stored_names, stored_tensors
+from kvchat.model.last_hidden import LastHidden
+from kvchat.model.loader import LoadedModel, load_part
+from kvchat.model.paged_model import KvLayers, PagedModel
+
+_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """The names of a head's tensors: its layer's begin with `layer`, the others are whole."""
+
+    layer: str
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        return self.token_norm, self.hidden_norm, self.projection, self.norm
+
+    def layer_tensors(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the layer's tensors: their names in a model of one layer, and in the files."""
+        start = len(self.layer)
+        return {
+            f"model.layers.0.{name[start:]}": name
+            for name in names
+            if name.startswith(self.layer) and name not in self.own and not self._is_copy(name)
+        }
+
+    def _is_copy(self, name: str) -> bool:
+        """Whether a tensor is the model's embedding or head once more."""
+        return name[len(self.layer) :].startswith(("embed_tokens.", "shared_head."))
+
+
+def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
+    """Return the layout of a checkpoint's head for the next token; None if there is none."""
+    behind = f"model.layers.{num_layers}."
+    layouts = (
+        HeadLayout(
+            "mtp.layers.0.",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+            "mtp.fc.weight",
+            "mtp.norm.weight",
+        ),
+        HeadLayout(
+            behind,
+            f"{behind}enorm.weight",
+            f"{behind}hnorm.weight",
+            f"{behind}eh_proj.weight",
+            f"{behind}shared_head.norm.weight",
+        ),
+    )
+    there = set(names)
+    return next((layout for layout in layouts if there.issuperset(layout.own)), None)
+
+
+class _JoinedEmbedding(nn.Module):
+    """The embedding of the model of one layer; `hidden` are the rows of its next step."""
+
+    def __init__(self, embedding: Any, norms: tuple[Any, Any], projection: torch.Tensor) -> None:
+        super().__init__()
+        self._embedding = embedding
+        self._token_norm, self._hidden_norm = norms
+        self._projection = nn.Parameter(projection, requires_grad=False)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        assert self.hidden is not None
+        dtype = self._projection.dtype
+        tokens = self._token_norm(self._embedding(token_ids).to(dtype))
+        hidden = self._hidden_norm(self.hidden.to(dtype))
+        joined = torch.cat([tokens, hidden.view_as(tokens)], dim=-1)
+        return nn.functional.linear(joined, self._projection)
+
+
+class HeadModel(PagedModel):
+    """A head for the next token over its own KV: `given` are the hidden states of its next step."""
+
+    def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
+        super().__init__(loaded, pools)
+        self.hidden = LastHidden(loaded.module)
+
+    def give(self, hidden: torch.Tensor) -> None:
+        """Set the hidden states that the rows of the next step follow, [rows, hidden]."""
+        self.loaded.module.get_input_embeddings().hidden = hidden
+
+
+def load_head(target: LoadedModel) -> LoadedModel | None:
+    """Return the head of a loaded model's checkpoint as a model of one layer; None without one.
+
+    It has the model's embedding and head. Raises what `load_model` raises.
+    """
+    config = target.module.config.get_text_config()
+    layout = find_layout(stored_names(target.source), config.num_hidden_layers)
+    if layout is None:
+        return None
+    tensors = stored_tensors(target.source, target.dtype)
+    config = _one_layer(config)
+    hidden = config.hidden_size
+    of_module: dict[str, Any] = {
+        name: tensors[stored] for name, stored in layout.layer_tensors(tensors).items()
+    }
+    of_module["model.norm.weight"] = tensors[layout.norm]
+    of_module |= {name: torch.zeros(1, hidden, dtype=target.dtype) for name in _TABLES}
+    loaded = load_part(target, config, of_module)
+    module = loaded.module
+    own = {name: _plain(tensors, name, target) for name in layout.own}
+    norms = tuple(
+        _norm_like(module.get_decoder().norm, own[name])
+        for name in (layout.token_norm, layout.hidden_norm)
+    )
+    embedding = target.module.get_input_embeddings()
+    joined = _JoinedEmbedding(embedding, (norms[0], norms[1]), own[layout.projection])
+    module.set_input_embeddings(joined)
+    module.set_output_embeddings(target.module.get_output_embeddings())
+    return replace(loaded, spec=replace(loaded.spec, vocab_size=target.spec.vocab_size))
+
+
+def _one_layer(config: Any) -> Any:
+    """Return the configuration of a model of one layer like those with attention.
+
+    Its tables have one row: they are replaced by the model's.
+    """
+    one = deepcopy(config)
+    one.num_hidden_layers, one.vocab_size, one.tie_word_embeddings = 1, 1, False
+    one.pad_token_id = None
+    if getattr(one, "layer_types", None):
+        one.layer_types = ["full_attention"]
+    if getattr(one, "mlp_layer_types", None):
+        one.mlp_layer_types = one.mlp_layer_types[-1:]
+    for name in ("first_k_dense_replace", "mlp_only_layers"):  # a head's experts are the later ones
+        if hasattr(one, name):
+            setattr(one, name, 0 if name == "first_k_dense_replace" else [])
+    return one
+
+
+def _plain(tensors: Mapping[str, Any], name: str, target: LoadedModel) -> torch.Tensor:
+    tensor: torch.Tensor = tensors[name][...]
+    return tensor.to(target.device, target.dtype)
+
+
+def _norm_like(norm: Any, weight: torch.Tensor) -> Any:
+    """Return a norm of the same kind with other weights."""
+    copy = deepcopy(norm)
+    copy._forward_hooks.clear()
+    copy.weight = nn.Parameter(weight, requires_grad=False)
+    return copy

@@ -1,0 +1,143 @@
+"""Drafts by a checkpoint's own head for the next token: what it computes, and that texts stay.
+
+Random heads guess almost nothing right, so tests compare logits with those of a plain twin.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from kvchat.core.events import TokensGenerated
+from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY, SamplingParams
+from kvchat.engine.assembly import build_speculating_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.mtp_drafter import MtpDrafter
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.runner import SamplingRow
+from kvchat.engine.speculation import Mode
+from kvchat.model.checkpoint.source import find_model
+from support.fixed_drafts import FixedDraftPolicy
+from support.next_heads import NextHead, write_with_head
+from support.stateful_models import words
+
+NAMES = ("qwen3_5, compiled", "qwen3_next")
+
+
+def open_with_head(directory: Path, num_bytes: int = 32 << 20) -> Engine:
+    assembled = build_speculating_engine(
+        find_model(str(directory)),
+        None,
+        ModelConfig(dtype="float32"),
+        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=None),
+        EngineConfig(max_context=400, max_step_tokens=32),
+        SpeculationConfig("auto"),
+        NO_MEMORY,
+        lambda event: None,
+    )
+    return assembled.engine
+
+
+class Spy:
+    """Notes the logits from which an engine's head draws, with the context of each."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[int], torch.Tensor]] = []
+        [self.drafter] = [d for d in engine.speculation._drafters if d.name == "mtp"]
+        assert isinstance(self.drafter, MtpDrafter)
+        self._due: list[list[int]] = []
+        self._run = self.drafter._drawn
+        monkeypatch.setattr(self.drafter, "_drawn", self._drawn)
+        from kvchat.engine import mtp_drafter
+
+        self._sample = mtp_drafter.sample
+        monkeypatch.setattr(mtp_drafter, "sample", self._noting)
+
+    def _drawn(self, pieces, given, due, drafts):  # type: ignore[no-untyped-def]
+        states = [self.drafter._states[request] for request in due]
+        # Of the first guess alone all hidden states are the model's own.
+        self._due = [
+            list(r.ids) if not drafts[r] and not s.first else []
+            for r, s in zip(due, states, strict=True)
+        ]
+        return self._run(pieces, given, due, drafts)
+
+    def _noting(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        for ids, row in zip(self._due, logits, strict=True):
+            self.seen += [(ids, row.clone())] if ids else []
+        return self._sample(logits, rows)
+
+
+def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: int) -> list[int]:
+    sampling = SamplingParams(temperature=0.0)
+    engine.submit(RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, **settings))
+    ids: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.sample, []).extend(event.token_ids)
+    assert len({tuple(each) for each in ids.values()}) == 1
+    return ids[0]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[NextHead, Path]:
+    directory = tmp_path_factory.mktemp("with head")
+    return write_with_head(directory, request.param), directory
+
+
+def test_its_logits_are_those_of_its_layer_over_the_whole_context(
+    checkpoint: tuple[NextHead, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a long prompt in parts, an answer with wrong drafts, and a turn from the cache."""
+    head, directory = checkpoint
+    engine = open_with_head(directory)
+    engine.speculation._policy = FixedDraftPolicy(2)
+    engine.speculation.switch(Mode.MTP)
+    spy = Spy(engine, monkeypatch)
+    first = words(75, seed=1)
+    given = answer(engine, first, 20)
+    turn = [*first, *given, *words(9, seed=2)]
+    given = answer(engine, turn, 20)
+    assert len(spy.seen) > 20
+    assert len({len(ids) for ids, _ in spy.seen if len(ids) > len(turn)}) > 10
+    for ids, row in spy.seen[::3]:
+        torch.testing.assert_close(row, head.logits(ids)[-1], rtol=1e-3, atol=1e-3)
+    drafter = spy.drafter
+    drafter.cache.check([state.table for state in drafter._states.values()])
+    engine.close()
+
+
+def test_answers_are_those_without_drafts(checkpoint: tuple[NextHead, Path]) -> None:
+    """Branches, samples and batches; its cache is small enough to evict."""
+    _, directory = checkpoint
+    engine = open_with_head(directory, num_bytes=3 << 20)
+    engine.speculation._policy = FixedDraftPolicy(3)
+    rng = random.Random(0)
+    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, MtpDrafter)]
+    context: list[int] = []
+    for turn in range(6):
+        prompt = [*context[: rng.choice((len(context), 40))], *words(rng.randint(1, 60), turn)]
+        engine.speculation.switch(Mode.OFF)
+        plain = answer(engine, prompt, 12)
+        engine.speculation.switch(Mode.MTP)
+        assert answer(engine, prompt, 12, num_samples=1 + turn % 2) == plain
+        drafter.cache.check([state.table for state in drafter._states.values()])
+        context = [*prompt, *plain][:200]
+    assert engine.speculation.status().total.num_verified > 20
+    assert not engine.speculation.failures
+    engine.close()
+
+
+def test_a_checkpoint_without_a_head_has_no_such_drafts(tmp_path: Path) -> None:
+    from support.checkpoints import save_checkpoint, tiny_model
+
+    engine = open_with_head(save_checkpoint(tmp_path, tiny_model("llama")))
+    assert engine.speculation.status().drafters == ("ngram",)
+    engine.close()
