@@ -197,9 +197,13 @@ class IncomingChat:
         """
         self._num_items += 1
 
-    def instruct(self, text: str) -> None:
-        """Add to the system prompt; an instruction after the first message stands where it came."""
-        if self._messages:
+    def instruct(self, text: str, joins_first: bool = False) -> None:
+        """Add to the system prompt; an instruction after the first message stands where it came.
+
+        With `joins_first` one directly behind the first message joins the system prompt too.
+        """
+        is_first = not self._messages or (joins_first and len(self._messages) == 1)
+        if not is_first:
             self.ask(text)
         elif text:
             self._systems.append(text)

@@ -5,6 +5,7 @@ template may show the date or how a message was asked. So a conversation is open
 message, each with the ids that were fed or generated when this beginning was here before.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -173,6 +174,9 @@ def _answer_text(text: str, calls: tuple[ToolCall, ...]) -> str:
 CONTEXTS_COUNTED = 2
 # Of a conversation whose oldest messages are left out, so many full contexts are looked at.
 _MOST_CONTEXTS = 32
+# What agents begin with stays on the disk for so long after the last process that they asked.
+_OPENING_TTL_S = 30 * 86400.0
+_MOST_OPENINGS = 256
 _NO_SUMMARY = "Send context_policy drop: only in kvchat's own chats a summary makes room."
 
 
@@ -208,6 +212,11 @@ class ResentChats:
         self._host = host
         self._prefixes = Prefixes(host, memory)
         self._seen = SeenChats()
+        self._openings: dict[bytes, None] = {}  # those that are pinned, the latest last
+
+    @property
+    def stabilises(self) -> bool:
+        return self._stabiliser is not None
 
     def ask(
         self, chat: ResentChat, options: AskOptions, notify: Callable[[], None] | None = None
@@ -279,6 +288,8 @@ class ResentChats:
 
     def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:
         """Yield how many tokens each part to keep has, and for how many seconds."""
+        if self._is_new_opening(chat):
+            yield len(self._host.model.opening_ids(session.conversation)), _OPENING_TTL_S
         path = session.conversation.path()
         for part in chat.kept:
             if part.num_messages:
@@ -290,6 +301,22 @@ class ResentChats:
             else:
                 num_tokens = len(self._host.model.opening_ids(session.conversation))
             yield num_tokens, part.ttl_s
+
+    def _is_new_opening(self, chat: ResentChat) -> bool:
+        """Return whether a chat begins with tools and a system prompt that are not pinned yet.
+
+        These are an agent's, and thousands of tokens that each of its sessions begins with.
+        """
+        if chat.tools is None:
+            return False
+        text = f"{chat.system or ''}\0{chat.tools.text}"
+        opening = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
+        is_new = opening not in self._openings
+        self._openings.pop(opening, None)
+        self._openings[opening] = None
+        if len(self._openings) > _MOST_OPENINGS:
+            del self._openings[next(iter(self._openings))]
+        return is_new
 
     def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:
         """Return how many of a message's tokens stand behind a beginning of its text.

@@ -1,5 +1,6 @@
 """`kvchat launch CLIENT`: starts an agent or another client on a server of this machine."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -7,18 +8,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.agents import CLIENTS, Client, Launch
 from kvchat.cli.background import ServerFacts, facts_of, started
 from kvchat.cli.build import user_paths
 from kvchat.cli.model_names import whole_name
 from kvchat.cli.settings import resolve
-from kvchat.core.errors import ContextTooLong, StoreError, UsageError
+from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
 from kvchat.core.paths import private_directory, replace_private, require_working_directory
+from kvchat.core.stats import num_like_first
 from kvchat.core.text import one_line
+from kvchat.terminal.status import format_seconds
 
-_MINUTES = 10.0
+if TYPE_CHECKING:
+    from kvchat.core.stats import ReadRates
+
+_MINUTES, _PATIENCE_S = 10.0, 5.0
 _GREETING = "Say hello."
 
 
@@ -49,10 +55,9 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
         _say(f"{client.title} reads its own prompt of about {client.num_fixed:,} tokens once")
         command = [client.program, *how.arguments, *client.asking, _GREETING]
         subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
-    _say(
-        f"{client.title} on {server.model}, {server.context:,} tokens of context. Its own prompt "
-        f"of about {client.num_fixed:,} tokens is read once, and comes from the cache later."
-    )
+    _say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
+    if client.num_fixed:
+        _say(_price(client, server))
     return _run([client.program, *how.arguments, *arguments], environment)
 
 
@@ -63,6 +68,38 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         return subprocess.run(command, env=environment, check=False).returncode
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _price(client: Client, server: ServerFacts) -> str:
+    """Return what the client's own prompt costs at first and later, where this machine knows."""
+    once = f"its own prompt of about {client.num_fixed:,} tokens is read once"
+    rates = _rates(server)
+    if rates is None or rates.computed is None:
+        return f"{once}, and comes from the cache later"
+    alike = num_like_first(0, client.num_fixed, rates.half_context)
+    cold, warm = alike / rates.computed, client.num_fixed / rates.from_disk
+    later = f"in {format_seconds(warm)}" if warm else "at once"
+    return f"{once}, in about {format_seconds(cold)}, and comes from the cache later, {later}"
+
+
+def _rates(server: ServerFacts) -> "ReadRates | None":
+    """Return the rates at which a server reads; None if it does not say."""
+    from kvchat.remote.address import address_of
+    from kvchat.remote.local_client import LocalClient
+    from kvchat.remote.server_kv import ServerKv
+
+    async def ask() -> "ReadRates":
+        http = LocalClient(address_of(server.url, server.key))
+        try:
+            [place] = await ServerKv(http, _PATIENCE_S).locate([[0]])
+            return place.rates
+        finally:
+            await http.close()
+
+    try:
+        return asyncio.run(ask())
+    except KvchatError:
+        return None
 
 
 def _names() -> str:

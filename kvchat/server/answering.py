@@ -300,6 +300,11 @@ class Answering:
         self._compiler = Worker("kvchat-grammars")
         self._wakeups = Wakeups()
 
+    @property
+    def stabilises(self) -> bool:
+        """Whether what changes in the prompts of agents is moved behind what stays."""
+        return self._chats.stabilises
+
     async def chat(self, chat: ResentChat, options: AskOptions) -> Answer:
         """Begin to answer a conversation."""
         chat = self._with_system(chat)

@@ -20,7 +20,7 @@ from kvchat.core.types import Usage
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.anthropic_messages import read_chat
 from kvchat.server.api_errors import ApiError, anthropic_form
-from kvchat.server.bodies import read_request
+from kvchat.server.bodies import Body, read_request
 from kvchat.server.foreign_fields import LeftOutNotes, own_fields
 from kvchat.server.generation_fields import (
     asked_thinking,
@@ -31,6 +31,7 @@ from kvchat.server.generation_fields import (
     with_endings,
 )
 from kvchat.server.guard import client_of
+from kvchat.server.offered_tools import OfferedTools
 from kvchat.server.service import Service, facts, until_gone
 from kvchat.server.streaming import sse, stream_response
 from kvchat.server.tool_fields import anthropic_choice, with_calls
@@ -52,7 +53,7 @@ class AnthropicApi:
         fields.refuse(*_UNSUPPORTED)
         _require_no_thread(fields)
         self._service.require_room(fields, "messages")
-        chat, offered = await fields.read(read_chat)
+        chat, offered = await self._read(fields)
         options = replace(self._options(fields, chat), client=client_of(request))
         choice = anthropic_choice(fields)
         options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
@@ -71,10 +72,14 @@ class AnthropicApi:
         _require_no_thread(fields)
         self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
         think = self._think(fields)
-        chat, offered = await fields.read(read_chat)
+        chat, offered = await self._read(fields)
         num_tokens = await self._service.answering.count(chat, think)
         counted = JSONResponse({"input_tokens": num_tokens})
         return self._left_out.tell(counted, offered.left_out)
+
+    async def _read(self, fields: Body) -> tuple[ResentChat, OfferedTools]:
+        stabilises = self._service.answering.stabilises
+        return await fields.read(lambda body: read_chat(body, stabilises))
 
     def _think(self, fields: Fields) -> Think:
         switch, base = self._service.host.model.format.switch, self._service.options.think

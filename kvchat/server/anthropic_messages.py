@@ -169,8 +169,12 @@ _FOREIGN = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upl
 _FOREIGN_END = "_tool_result"
 
 
-def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
-    """Return the conversation of a request, and its tools."""
+def read_chat(fields: Fields, stabilises: bool) -> tuple[ResentChat, OfferedTools]:
+    """Return the conversation of a request, and its tools.
+
+    stabilises   whether an instruction directly behind the first message stands before it, where
+                 there are tools
+    """
     chat = IncomingChat()
     marks, tools = CacheMarks(chat), read_tools(fields)
     marks.read_all(fields, "tools")
@@ -178,14 +182,14 @@ def read_chat(fields: Fields) -> tuple[ResentChat, OfferedTools]:
     marks.read_all(fields, "system")
     for message in fields.objects("messages"):
         chat.next_item()
-        _add_message(chat, message, tools)
+        _add_message(chat, message, tools, stabilises)
         marks.read_message(message, "content")
     marks.read(fields)
     offered = tools.offered(anthropic_choice(fields).offered)
     return chat.chat(offered.tools), offered
 
 
-def _add_message(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
+def _add_message(chat: IncomingChat, message: Fields, tools: ToolReader, stabilises: bool) -> None:
     role = message.text("role")
     if role == "assistant":
         _add_answer(chat, message, tools)
@@ -199,14 +203,15 @@ def _add_message(chat: IncomingChat, message: Fields, tools: ToolReader) -> None
         if text or not results:
             chat.ask(text)
     elif role == "system":
-        _instruct(chat, message, tools)
+        _instruct(chat, message, tools, stabilises)
     else:
         raise message.fault("role", "must be user, assistant or system")
 
 
-def _instruct(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
+def _instruct(chat: IncomingChat, message: Fields, tools: ToolReader, stabilises: bool) -> None:
     """Add an instruction, and the tools that it adds or takes away."""
     texts = [message_text(message, besides=(_ADDITION, _REMOVAL))]
+    is_plain = not _blocks(message, _ADDITION) and not _blocks(message, _REMOVAL)
     for block in _blocks(message, _ADDITION):
         tool = block.nested("tool")
         if "definition" in tool:
@@ -217,7 +222,11 @@ def _instruct(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:
     for block in _blocks(message, _REMOVAL):
         name = block.nested("tool").text("name") or ""
         texts.append(f"[The tool {json.dumps(shortened(name))} is not offered any more]")
-    chat.instruct("\n".join(filter(None, texts)))
+    # Claude Code writes thousands of tokens there, the same in every session: behind the user's
+    # words, which are others each time, they would be read each time.
+    chat.instruct(
+        "\n".join(filter(None, texts)), joins_first=stabilises and bool(tools) and is_plain
+    )
 
 
 def _add_answer(chat: IncomingChat, message: Fields, tools: ToolReader) -> None:

@@ -82,6 +82,9 @@ class ToolReader:
         self._left_out: dict[str, None] = {}
         self._needs_all = False
 
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
     def add_function(self, definition: Fields, namespace: str | None = None) -> str:
         """Add a function; return the model's name of it."""
         schema = self._schema

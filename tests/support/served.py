@@ -12,6 +12,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
+from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.store import SessionStore
 from kvchat.server.answering import Answering
 from kvchat.server.app import new_app
@@ -63,12 +64,13 @@ def serve(model: ChatModel) -> Iterator[Serve]:
         names: tuple[str, ...] = ("other",),
         store: SessionStore | None = None,
         has_chat_page: bool = False,
+        stabiliser: Stabiliser | None = None,
     ) -> App:
         host = ChatHost(served, scripted_build(served, author, max_context=max_context), store)
         open_parts.callback(host.close)
         host.wait_until_ready()
-        app = served_by(host, api_key, limits, memory, names=names, has_chat_page=has_chat_page)
-        return open_parts.enter_context(app)
+        others = {"names": names, "has_chat_page": has_chat_page, "stabiliser": stabiliser}
+        return open_parts.enter_context(served_by(host, api_key, limits, memory, **others))
 
     with open_parts:
         yield start
@@ -85,10 +87,13 @@ def served_by(
     system: str | None = None,
     limit_s: float | None = None,
     has_chat_page: bool = False,
+    stabiliser: Stabiliser | None = None,
 ) -> Iterator[App]:
     """Yield the application that serves a host."""
     metrics = Metrics()
-    answering = Answering(ResentChats(host, AnswerMemory(memory)), metrics, system, limit_s)
+    answering = Answering(
+        ResentChats(host, AnswerMemory(memory), stabiliser), metrics, system, limit_s
+    )
     responses = ResponseMemory(memory, host.model.tokenizer)
     every = ("scripted", *names)
     places = places if places is not None else SavedPlaces(None)

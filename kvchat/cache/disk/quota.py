@@ -289,13 +289,14 @@ class DiskQuota:
     def _pinned(self, table: PackTable) -> set[bytes]:
         """Return the blocks that stay, by their keys.
 
-        Temporary pins hold a share of the limit, the newest first: clients make them by the dozen.
+        Temporary pins hold a share of the limit, those that last longest first: clients make short
+        ones by the dozen.
         """
         pins, now_s = table.pins(), self.clock()
         keys = {key for pin in pins if not pin.is_temporary for key in pin.keys}
         temporary = [pin for pin in pins if pin.is_temporary and pin.until_s > now_s]
         room = int(_TEMPORARY_SHARE * self.limit_bytes) // self.block_bytes
-        for pin in sorted(temporary, key=lambda pin: pin.made_s, reverse=True):
+        for pin in sorted(temporary, key=lambda pin: pin.until_s, reverse=True):
             room -= len(keys.union(pin.keys)) - len(keys)
             if room < 0:
                 break

@@ -351,14 +351,15 @@ class PackTable(PackRows):
     def pin(self, pin: Pin) -> None:
         """Enter a pin, in place of one of the same label.
 
-        A temporary one also takes the place of those that it covers; the oldest over the limit go.
+        A temporary one also takes the place of those that it covers; over the limit those go that
+        end first.
         """
         columns = (label_bytes(pin.label), pin.made_s, pin.until_s, b"".join(pin.keys))
         self._execute("INSERT OR REPLACE INTO Pin VALUES (?, ?, ?, ?)", columns)
         if pin.is_temporary:
             others = [p for p in self.pins() if p.is_temporary and p.label != pin.label]
             covered = [other for other in others if pin.covers(other)]
-            rest = sorted((p for p in others if p not in covered), key=lambda p: p.made_s)
+            rest = sorted((p for p in others if p not in covered), key=lambda p: p.until_s)
             old = rest[: max(0, len(rest) + 1 - _MOST_TEMPORARY)]
             for other in (*covered, *old):
                 self._drop_pin(other.label)

@@ -102,6 +102,17 @@ def test_there_are_sixteen_temporary_pins_at_most(tier: DiskTier) -> None:
     assert labels(tier) == {"of the user", *(str(number) for number in range(4, 20))}
 
 
+def test_those_that_end_first_make_room_for_others(tier: DiskTier) -> None:
+    """A dozen marks of one session took the place of what all sessions of an agent begin with."""
+    save(tier, [7] * 12)
+    pin(tier, [7] * 12, "opening", LARGE_TTL_S)
+    for number in range(20):
+        save(tier, [number + 100] * 2)
+        pin(tier, [number + 100] * 2, str(number))
+
+    assert labels(tier) == {"opening", *(str(number) for number in range(5, 20))}
+
+
 def test_temporary_pins_leave_room_for_what_comes(tmp_path: Path, clock: Clock) -> None:
     tier = DiskTier(tmp_path, LAYOUT, LIMIT, min_free_bytes=0, clock=clock)
     num_blocks = int(LIMIT * 0.5) // LAYOUT.block_bytes // 3

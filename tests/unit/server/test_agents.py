@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.stabiliser import Stabiliser
 from kvchat.server.guard import App
 from support.asgi_client import Got, post
 from support.scripted_engine import Reader
@@ -276,17 +277,6 @@ def message(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"model": "scripted", "max_tokens": 200, "messages": list(messages), **others}
 
 
-def test_an_instruction_among_the_messages_is_read_in_its_place(app: App, reader: Reader) -> None:
-    """Claude Code sends its second message so, and could not start."""
-    facts = "# Environment\nWorking directory: /home/me/project"
-    system = {"role": "system", "content": [{"type": "text", "text": facts}]}
-    asked = {"role": "user", "content": "Say hello."}
-
-    answered(app, MESSAGES, message(asked, system, system="You are an agent.", tools=[READ]))
-
-    assert reader.read.index("Say hello.") < reader.read.index(facts)
-
-
 def test_dated_tools_that_the_client_runs_are_functions(app: App, reader: Reader) -> None:
     tools = [
         {"type": "bash_20250124", "name": "bash"},
@@ -359,3 +349,60 @@ def test_tools_are_added_and_removed_in_a_conversation(app: App, reader: Reader)
     assert "Sends mail." not in opening
     assert "Sends mail." in rest
     assert '[The tool "Read" is not offered any more]' in rest
+
+
+# Claude Code
+
+LIST = "Available agent types: explore, plan."
+CLAUDE = {
+    "model": "scripted",
+    "max_tokens": 50,
+    "system": [{"type": "text", "text": "You are an agent."}],
+    "tools": [{"name": "run", "input_schema": schema("cmd")}],
+}
+
+
+def asked(*messages: tuple[str, str], **others: Any) -> dict[str, Any]:
+    given = [{"role": role, "content": text} for role, text in messages]
+    return {**CLAUDE, "messages": given, **others}
+
+
+def test_an_instruction_behind_the_first_message_stands_before_it(
+    serve: Serve, tool_model: ChatModel, reader: Reader
+) -> None:
+    """Claude Code's second message was read behind the user's words: 1,400 tokens of every new
+    session were read again.
+    """
+    app = serve(reader, served=tool_model, stabiliser=Stabiliser(is_for_all=False))
+    turns = [("user", "Fix it."), ("system", LIST)]
+
+    answered(app, MESSAGES, asked(*turns))
+    first = reader.read
+    answered(app, MESSAGES, asked(*turns, ("assistant", "ok"), ("user", "More."), ("system", "B")))
+
+    assert first.index("You are an agent.") < first.index(LIST) < first.index("Fix it.")
+    assert reader.read.startswith(first), "the conversation goes on from there"
+    assert reader.read.index("More.") < reader.read.rindex("B"), "a later one stays where it came"
+
+
+def test_without_tools_or_a_stabiliser_an_instruction_stays_where_it_came(
+    app: App, serve: Serve, tool_model: ChatModel, reader: Reader
+) -> None:
+    turns = [("user", "Fix it."), ("system", LIST)]
+    stable = serve(reader, served=tool_model, stabiliser=Stabiliser(is_for_all=False))
+
+    for served, tools in ((stable, []), (app, CLAUDE["tools"])):
+        answered(served, MESSAGES, asked(*turns, tools=tools))
+        assert reader.read.index("Fix it.") < reader.read.index(LIST)
+
+
+def test_what_an_agent_begins_with_is_pinned_once(app: App) -> None:
+    """`cache_creation_input_tokens` counts what is kept of the tokens that were computed."""
+    first = answered(app, MESSAGES, asked(("user", "Fix it.")))
+    again = answered(app, MESSAGES, asked(("user", "Do it.")))
+    other = answered(app, MESSAGES, asked(("user", "Do it."), system="Another."))
+
+    created = [got.json["usage"]["cache_creation_input_tokens"] for got in (first, again, other)]
+    assert created[0] > 0
+    assert created[1] == 0
+    assert created[2] > 0
