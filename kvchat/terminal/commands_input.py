@@ -16,6 +16,7 @@ from kvchat.terminal.commands import Argument, Command, CommandContext, Group
 from kvchat.terminal.commands_engine import MODEL_COLUMNS, describe_model
 from kvchat.terminal.history_view import show_turns
 from kvchat.terminal.status import StatsLevel, about, plural
+from kvchat.terminal.view import Choice
 
 _SETTING_COLUMNS = 21  # the longest name, and space after it
 _NAME_AND_VALUE = re.compile(r"([^\s=]*)(?:\s*=\s*|\s+)?(.*)", re.DOTALL)
@@ -79,16 +80,25 @@ def split_words(arguments: str) -> list[str]:
         return [arguments]
 
 
+# The argument of /project with which a first chat in a directory asks.
+ASK = "ask"
+
+
 async def project(context: "CommandContext", arguments: str) -> None:
     controller, project = context.controller, context.controller.surroundings.project
     if (path := project.path) is None:
         raise UsageError("There is no AGENTS.md and no CLAUDE.md in this directory.")
+    if arguments == ASK:
+        question = f"Use {path.name} of this directory in the system prompt of chats here?"
+        answer = await context.page.choose(question, [Choice("no"), Choice("yes")])
+        arguments = "on" if answer == 1 else "off"
     if arguments not in ("", "on", "off"):
         raise UsageError(f"{one_line(arguments, 32)} is unknown here.", "/project [on|off]")
     if arguments:
         text = project.read() if arguments == "on" else ""  # before anything is decided
-        own = project.without(present_system(controller))
-        if not await _set_system(context, project.joined(own, text), "/project"):
+        before = present_system(controller)
+        system = project.joined(project.without(before), text) if text else project.without(before)
+        if system != before and not await _set_system(context, system, "/project"):
             return
         project.use(arguments == "on")
     is_used = "is in the system prompt of" if project.is_used else "is left out of"

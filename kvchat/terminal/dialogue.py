@@ -518,11 +518,11 @@ class Dialogue(CommandContext):
 
     # Running commands
 
-    def run_by_name(self, name: str) -> None:
-        """Run a command without arguments."""
+    def run_by_name(self, name: str, arguments: str = "") -> None:
+        """Run a command."""
         command = self.registry.find(name)
         assert command is not None
-        self._runner.begin(Invocation(command, ""))
+        self._runner.begin(Invocation(command, arguments))
 
     def _command_failed(self, line: str, error: KvchatError) -> None:
         if line and self._answering.is_running:

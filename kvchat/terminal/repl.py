@@ -29,7 +29,7 @@ from kvchat.chat.turn_loop import LoadRelay
 from kvchat.core.errors import ExitCode
 from kvchat.core.text import model_label, one_line, sanitize
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands_input import present_system
+from kvchat.terminal.commands_input import ASK, present_system
 from kvchat.terminal.dialogue import Dialogue
 from kvchat.terminal.history_view import show_where_it_stands
 from kvchat.terminal.paint import Painter
@@ -97,6 +97,8 @@ async def run_repl(setup: ReplSetup) -> int:
             dialogue.expect_tools()
             if setup.picks_session:
                 dialogue.run_by_name("resume")
+            elif controller.session is None and controller.surroundings.project.is_new():
+                dialogue.run_by_name("project", ASK)
             await _run_until_left(dialogue, view)
         has_been_used, is_unanswered = dialogue.has_been_used, controller.is_unanswered
         problem = controller.close_session()
@@ -156,8 +158,7 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         names = ", ".join(one_line(file.name) for file in controller.attached)
         notes = [file.note for file in controller.attached if file.note]
         tell(view, "\n".join([f"Attached {names}: it goes with your first message.", *notes]))
-    if (path := controller.surroundings.project.path) is not None:
-        _tell_project(controller, view, path.name)
+    _tell_project(controller, view)
     if controller.session is not None:
         for note in controller.session.notes:
             view.write(view.painter.wrapped(note, view.render_context.width, Role.WARNING))
@@ -166,14 +167,13 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
             tell(view, "This conversation began without these tools: /tools here offers them.")
 
 
-def _tell_project(controller: ChatController, view: View, name: str) -> None:
-    """Say that the project's file is used, or once that it can be."""
+def _tell_project(controller: ChatController, view: View) -> None:
+    """Say that the project's file is used."""
     project = controller.surroundings.project
     if project.is_used and project.is_in(present_system(controller)):
+        assert project.path is not None
+        name = project.path.name
         tell(view, f"{name} of this directory is in the system prompt; /project off leaves it out.")
-    elif project.is_new():
-        way = "/project on puts it in the system prompt of chats here."
-        tell(view, f"{name} of this directory is not used: {way}")
 
 
 def _in_lines(parts: Sequence[str], width: int, separator: str) -> list[str]:

@@ -121,15 +121,15 @@ def test_a_project_file_that_cannot_be_read_is_not_decided_on(
     assert not project.is_used
 
 
-def test_project_on_and_off_change_this_chat_and_later_ones(
+def test_a_first_chat_in_a_directory_asks_and_later_commands_change_it(
     start_chat: StartChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "AGENTS.md").write_text("Use tabs.")
     monkeypatch.chdir(tmp_path)
     chat = start_chat()
-    chat.wait_for("AGENTS.md of this directory is not used")
+    chat.wait_for("Use AGENTS.md of this directory in the system prompt of chats here?")
 
-    chat.type("/project on\r")
+    chat.type("\x1b[B\r")
     chat.wait_for("AGENTS.md is in the system prompt of")
     chat.type("/system\r")
     chat.wait_for("System prompt: Use tabs.")
