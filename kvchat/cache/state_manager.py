@@ -144,7 +144,7 @@ class StateCacheManager(CacheManager):
         if state is not None and state.is_verified:
             assert state.buffer is not None
             assert state.before is not None
-            state.buffer.become(state.before)
+            state.buffer, state.before = state.before, state.buffer  # a state may be megabytes
             state.is_verified = False
 
     def settle_drafts(self, table: BlockTable, num_computed: int, num_right: int) -> int:

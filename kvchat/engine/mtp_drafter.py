@@ -85,7 +85,7 @@ class MtpDrafter:
         # A step that is run again has the same hidden states.
         new = rows[state.end - start :]
         if len(new):
-            state.hidden = torch.cat([state.hidden, new])
+            state.hidden = torch.cat([state.hidden, new]) if len(state.hidden) else new
 
     def _begun(self, request: Request, start: int, none: torch.Tensor) -> _HeadState:
         """Return the state of a request whose hidden states are known from `start` on."""

@@ -33,6 +33,6 @@ class LastHidden:
 
     def take(self) -> torch.Tensor:
         """Return the rows since the last call, in order, [rows, hidden]."""
-        rows = torch.cat(self._rows)
+        rows = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         self._rows.clear()
         return rows

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -305,12 +306,17 @@ def _load(
     )
 
 
-def load_part(target: LoadedModel, config: Any, tensors: Mapping[str, Any]) -> LoadedModel:
-    """Return a further module of a loaded model's checkpoint, on its device and in its dtype.
+def load_part(
+    target: LoadedModel,
+    config: Any,
+    tensors: Mapping[str, Any],
+    join: Callable[[Any], None],
+) -> LoadedModel:
+    """Return a further module of a loaded model's checkpoint, on its device, in its dtype and bits.
 
-    `config` is that of the module, `tensors` are its own by the names of its class. It has no
-    compiled steps. Raises ModelError if tensors are missing, and what `load_model` raises for a
-    module that is not known.
+    `config` is that of the module, `tensors` are its own by the names of its class. `join` gives it
+    parts of the model before it is compiled. Raises ModelError if tensors are missing, and what
+    `load_model` raises for a module that is not known.
     """
     source, device = target.source, target.device
     with _LOADING:
@@ -331,9 +337,13 @@ def load_part(target: LoadedModel, config: Any, tensors: Mapping[str, Any]) -> L
         _refuse_gaps(source, report)
     module.eval().requires_grad_(False)
     frozen_rope = freeze_rope(module, target.max_context)
+    if target.asked_weights != "auto" and _can_pack(spec, device):
+        module.set_output_embeddings(nn.Identity())  # the model's, which is packed already
+        quantise(module, spec, target.asked_weights, device, lambda share: None, NOWHERE)
     _move(module, device, lambda event: None)
+    join(module)
     use_cpu_products(module)
-    step = StepContext()
+    _, step, fusing, compiled = _ways_to_run(module, spec, device, target.weights)
     return replace(
         target,
         module=module,
@@ -341,8 +351,8 @@ def load_part(target: LoadedModel, config: Any, tensors: Mapping[str, Any]) -> L
         frozen_rope=frozen_rope,
         notes=(),
         step=step,
-        fusing=None,
-        compiled=None,
+        fusing=fusing,
+        compiled=compiled,
     )
 
 

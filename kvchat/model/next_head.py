@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from kvchat.model.checkpoint.tensors import stored_names, stored_tensors
-from kvchat.model.last_hidden import LastHidden
 from kvchat.model.loader import LoadedModel, load_part
 from kvchat.model.paged_model import KvLayers, PagedModel
 
@@ -82,17 +81,19 @@ class _JoinedEmbedding(nn.Module):
     def __init__(self, embedding: Any, norms: tuple[Any, Any], projection: torch.Tensor) -> None:
         super().__init__()
         self._embedding = embedding
+        self.weight = embedding.weight  # its dtype is asked for
         self._token_norm, self._hidden_norm = norms
-        self._projection = nn.Parameter(projection, requires_grad=False)
+        self._projection = nn.Linear(*reversed(projection.shape), bias=False, device="meta")
+        self._projection.weight = nn.Parameter(projection, requires_grad=False)
         self.hidden: torch.Tensor | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self.hidden is not None
-        dtype = self._projection.dtype
+        dtype = self._projection.weight.dtype
         tokens = self._token_norm(self._embedding(token_ids).to(dtype))
         hidden = self._hidden_norm(self.hidden.to(dtype))
         joined = torch.cat([tokens, hidden.view_as(tokens)], dim=-1)
-        return nn.functional.linear(joined, self._projection)
+        return self._projection(joined)  # type: ignore[no-any-return]
 
 
 class HeadModel(PagedModel):
@@ -100,7 +101,7 @@ class HeadModel(PagedModel):
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
         super().__init__(loaded, pools)
-        self.hidden = LastHidden(loaded.module)
+        self.keep_hidden()
 
     def give(self, hidden: torch.Tensor) -> None:
         """Set the hidden states that the rows of the next step follow, [rows, hidden]."""
@@ -124,17 +125,18 @@ def load_head(target: LoadedModel) -> LoadedModel | None:
     }
     of_module["model.norm.weight"] = tensors[layout.norm]
     of_module |= {name: torch.zeros(1, hidden, dtype=target.dtype) for name in _TABLES}
-    loaded = load_part(target, config, of_module)
-    module = loaded.module
     own = {name: _plain(tensors, name, target) for name in layout.own}
-    norms = tuple(
-        _norm_like(module.get_decoder().norm, own[name])
-        for name in (layout.token_norm, layout.hidden_norm)
-    )
-    embedding = target.module.get_input_embeddings()
-    joined = _JoinedEmbedding(embedding, (norms[0], norms[1]), own[layout.projection])
-    module.set_input_embeddings(joined)
-    module.set_output_embeddings(target.module.get_output_embeddings())
+
+    def join(module: Any) -> None:
+        """Give the module the model's tables, and what is before its layer."""
+        like = module.get_decoder().norm
+        norms = _norm_like(like, own[layout.token_norm]), _norm_like(like, own[layout.hidden_norm])
+        embedding = target.module.get_input_embeddings()
+        joined = _JoinedEmbedding(embedding, norms, own[layout.projection])
+        module.set_input_embeddings(joined)
+        module.set_output_embeddings(target.module.get_output_embeddings())
+
+    loaded = load_part(target, config, of_module, join)
     return replace(loaded, spec=replace(loaded.spec, vocab_size=target.spec.vocab_size))
 
 
