@@ -195,24 +195,28 @@ class MtpDrafter:
 
     def update(self, requests: Sequence[Request], seconds: float) -> None:
         running = {request for request in requests if request.state is State.RUNNING}
-        for request in [r for r in self._states if r not in running]:
-            self._leave(request)
         for request, state in list(self._states.items()):
-            num_known = min(len(state.hidden), len(request.ids) - 1 - state.first)
-            if not request.is_decoding or len(state.hidden) > _MOST_ALONG:
-                self._read(request, state, min(num_known, len(state.hidden) - 1))
+            if request not in running:
+                if request.state is State.FINISHED and not state.first:
+                    self._read(request, state, len(state.hidden))  # for the next turn
+                self._leave(request)
+                continue
+            is_due = not request.is_decoding or len(state.hidden) > _MOST_ALONG
+            if is_due and not self._read(request, state, len(state.hidden) - 1):
+                self._leave(request)
 
-    def _read(self, request: Request, state: _HeadState, num_pairs: int) -> None:
-        """Compute pairs of a prompt; without room, the request gets no more drafts."""
-        if num_pairs < 1:
-            return
+    def _read(self, request: Request, state: _HeadState, most: int) -> bool:
+        """Compute pairs whose tokens are known, at most so many; false if there is no room."""
         start = state.num_computed
-        if not self.cache.reserve(state.table, start, start + num_pairs):
-            self._leave(request)
-            return
-        piece = SequencePiece(state.tokens(request, num_pairs), start, state.table.blocks, 1)
-        self._run([piece], [state.hidden[:num_pairs]])
-        self._note_computed(request, state, num_pairs)
+        tokens = state.tokens(request, most)
+        if not tokens:
+            return True
+        if not self.cache.reserve(state.table, start, start + len(tokens)):
+            return False
+        piece = SequencePiece(tokens, start, state.table.blocks, 1)
+        self._run([piece], [state.hidden[: len(tokens)]])
+        self._note_computed(request, state, len(tokens))
+        return True
 
     def _leave(self, request: Request) -> None:
         """Drop a request's state; the KV of whole contexts stays cached."""

@@ -13,8 +13,28 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
 from support.stateful_models import STATEFUL
+
+# The names of the norms of tokens and hidden states, of the projection and of the last norm.
+_QWEN = [
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight",
+    "mtp.norm.weight",
+]
+_BEHIND = ["enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"]
+_GLM = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe": ("glm4_moe", _GLM),
+    "deepseek_v3": SUPPORTED["deepseek_v3, wide keys"],
+}
 
 
 @dataclass(frozen=True)
@@ -39,14 +59,13 @@ class NextHead:
 
 
 def write_with_head(directory: Path, name: str, seed: int = 0) -> NextHead:
-    """Write a checkpoint of a type in STATEFUL with a head as Qwen's checkpoints have it."""
-    model_type, settings = STATEFUL[name]
+    """Write a checkpoint with a head: as Qwen's have it, or as a layer behind the last."""
+    (model_type, settings), is_qwen = _known(name), name in STATEFUL
     model = tiny_model(model_type, seed, **settings)
-    one = tiny_model(
-        model_type,
-        seed + 1,
-        **{**settings, "num_hidden_layers": 1, "layer_types": ["full_attention"]},
-    )
+    one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    if is_qwen:
+        one_layer["layer_types"] = ["full_attention"]
+    one = tiny_model(model_type, seed + 1, **{**settings, **one_layer})
     hidden = model.config.hidden_size
     generator = torch.Generator().manual_seed(seed)
 
@@ -59,13 +78,20 @@ def write_with_head(directory: Path, name: str, seed: int = 0) -> NextHead:
     head = NextHead(model, one, norms[0], norms[1], random(hidden, 2 * hidden))
     save_checkpoint(directory, model)
     tensors = load_file(directory / "model.safetensors")
-    tensors |= _stored(one, "model.layers.0.", "mtp.layers.0.", directory / "one")
-    tensors["mtp.norm.weight"] = one.model.norm.weight
-    tensors["mtp.pre_fc_norm_embedding.weight"] = norms[0].weight
-    tensors["mtp.pre_fc_norm_hidden.weight"] = norms[1].weight
-    tensors["mtp.fc.weight"] = head.projection
+    behind = f"model.layers.{model.config.num_hidden_layers}."
+    layer, names = ("mtp.layers.0.", _QWEN) if is_qwen else (behind, [behind + n for n in _BEHIND])
+    tensors |= _stored(one, "model.layers.0.", layer, directory / "one")
+    own = norms[0].weight, norms[1].weight, head.projection, one.model.norm.weight
+    tensors |= dict(zip(names, own, strict=True))
+    if not is_qwen:  # as these checkpoints have them, once more
+        tensors[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return head
+
+
+def _known(name: str) -> tuple[str, dict[str, Any]]:
+    return STATEFUL[name] if name in STATEFUL else _OTHERS[name]
 
 
 def _stored(model: Any, old: str, new: str, scratch: Path) -> dict[str, torch.Tensor]:

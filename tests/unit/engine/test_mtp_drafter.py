@@ -25,7 +25,7 @@ from support.fixed_drafts import FixedDraftPolicy
 from support.next_heads import NextHead, write_with_head
 from support.stateful_models import words
 
-NAMES = ("qwen3_5, compiled", "qwen3_next")
+NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
 
 
 def open_with_head(directory: Path, num_bytes: int = 32 << 20) -> Engine:
