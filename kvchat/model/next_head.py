@@ -83,7 +83,8 @@ class _JoinedEmbedding(nn.Module):
         self._embedding = embedding
         self.weight = embedding.weight  # its dtype is asked for
         self._token_norm, self._hidden_norm = norms
-        self._projection = nn.Linear(*reversed(projection.shape), bias=False, device="meta")
+        num_out, num_in = projection.shape
+        self._projection = nn.Linear(num_in, num_out, bias=False, device="meta")
         self._projection.weight = nn.Parameter(projection, requires_grad=False)
         self.hidden: torch.Tensor | None = None
 
@@ -93,7 +94,8 @@ class _JoinedEmbedding(nn.Module):
         tokens = self._token_norm(self._embedding(token_ids).to(dtype))
         hidden = self._hidden_norm(self.hidden.to(dtype))
         joined = torch.cat([tokens, hidden.view_as(tokens)], dim=-1)
-        return self._projection(joined)  # type: ignore[no-any-return]
+        out: torch.Tensor = self._projection(joined)
+        return out
 
 
 class HeadModel(PagedModel):
