@@ -1,8 +1,10 @@
 """Scenario `spec`: decoding with speculation on and off, alternating, on several kinds of text.
 
-Answers recorded conversations again; random text at a high temperature is the worst case. With
-random weights an oracle drafts: it has the coming text, and each draft is correct with a given
-probability. Each measured gain stands beside the gain that the engine predicts from step costs.
+Answers questions of four categories and recorded conversations; random text at a high temperature
+is the worst case. With random weights an oracle drafts: it has the coming text, and each draft is
+correct with a given probability. Where the checkpoint has a head for the next token, its time is
+measured too: it drafts, and the oracle's tokens take the place of its own. Each measured gain
+stands beside the gain that the engine predicts from step costs.
 """
 
 import random
@@ -18,15 +20,18 @@ from kvchat.bench.measure import Sample
 from kvchat.bench.replay import exchanges
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
+from kvchat.bench.spec_texts import CATEGORIES
 from kvchat.chat.chat_model import ChatModel, read_chat_model, readopt
+from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import EngineConfig, SpeculationConfig
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
 from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
-from kvchat.engine.drafters import DraftOrder, Offer
+from kvchat.engine.drafters import Drafter, DraftOrder, Offer
 from kvchat.engine.engine import Engine
+from kvchat.engine.mtp_drafter import MtpDrafter
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
@@ -74,11 +79,39 @@ class OracleDrafter:
         """There is nothing to release."""
 
 
+class SimulatedHead(OracleDrafter):
+    """A head for the next token that takes its own time, and proposes the oracle's tokens.
+
+    So a head with random weights is measured as one that was trained.
+    """
+
+    name = "mtp"
+
+    def __init__(self, head: MtpDrafter, future: Sequence[int], rate: float, size: int) -> None:
+        super().__init__(future, rate, size)
+        self._head = head
+
+    def offer(self, request: Request, most: int) -> Offer | None:
+        return self._head.offer(request, most)
+
+    def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
+        own, others = self._head.propose(wanted), super().propose(wanted)
+        return [given[: len(drafted)] for drafted, given in zip(own, others, strict=True)]
+
+    def read_hidden(self, request: Request, rows: torch.Tensor) -> None:
+        self._head.read_hidden(request, rows)
+
+    def update(self, requests: Sequence[Request], seconds: float) -> None:
+        self._head.update(requests, seconds)
+
+
 _KINDS = {"repetitive": "1.3", "code": "", "pinned-document": "", "free-text": ""}
 _MUST_NOT_SLOW = "0.95"
 _NUM_TOKENS = 96
 _MAX_ANSWERS = 12
 _ORACLE_RATES = (0.5, 0.7, 0.9)
+# What trained heads reach on code and retrieval.
+_HEAD_RATE, _HEAD_MUST = 0.75, "1.3"
 _HOT = SamplingParams(temperature=3.0)
 
 
@@ -141,7 +174,7 @@ def run(setup: BenchSetup) -> Result:
     )
     settings = {
         "model": setup.source.name,
-        "draft": draft.name if draft is not None else "ngram",
+        "draft": " and ".join(assembled.engine.speculation.status().drafters),
         "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
         "device": assembled.loaded.device.type,
         "tokens": setup.scaled(_NUM_TOKENS),
@@ -160,7 +193,7 @@ def run(setup: BenchSetup) -> Result:
         figures += _figures(name, passes, _KINDS.get(name, _MUST_NOT_SLOW))
     if not texts:
         figures += _oracle_figures(bench)
-        notes.append("no conversations: an oracle drafts, correct with the probability in its name")
+        notes.append("no tokenizer: an oracle drafts, correct with the probability in its name")
     return Result("spec", settings, tuple(figures), notes=tuple(notes))
 
 
@@ -171,16 +204,26 @@ def _texts(setup: BenchSetup, vocab_size: int) -> dict[str, list[_Question]]:
     except KvchatError:
         return {}
     directory = setup.sessions or Path("sessions")
-    texts = {}
+    texts = {name: _asked(model, questions) for name, questions in CATEGORIES.items()}
+    if not all(question.prompt for asked in texts.values() for question in asked):
+        return {}  # of some types transformers makes a tokenizer without any word
     for name in _KINDS:
         path = directory / f"{name}.jsonl"
         if path.is_file():
             texts[name] = _recorded(path, model)
-    if texts:
-        texts["unguessable"] = [
-            _Question(tuple(random_ids(60, vocab_size, seed)), _HOT) for seed in range(4)
-        ]
+    texts["unguessable"] = [
+        _Question(tuple(random_ids(60, vocab_size, seed)), _HOT) for seed in range(4)
+    ]
     return texts
+
+
+def _asked(model: ChatModel, questions: Sequence[str]) -> list[_Question]:
+    """Return questions as first messages of conversations of their own."""
+    greedy, empty = SamplingParams(temperature=0.0), Conversation("", 0.0, None)
+    return [
+        _Question(model.user_ids(empty, ROOT, text, None), greedy, model.stop_token_ids)
+        for text in questions
+    ]
 
 
 def _recorded(path: Path, model: ChatModel) -> list[_Question]:
@@ -292,11 +335,22 @@ def _oracle_figures(bench: _Bench) -> list[Figure]:
     prompt = tuple(random_ids(48, bench.vocab_size, seed=3))
     question = _Question(prompt, SamplingParams(temperature=0.0))
     future = bench.answer(question, Mode.OFF, _Tally())
+    own = bench.engine.speculation
+    head = own.drafter(MtpDrafter)
     figures = []
     for rate in _ORACLE_RATES:
         oracle = OracleDrafter(future, rate, bench.vocab_size)
-        bench.engine.speculation.close()
-        bench.engine.speculation = Speculation([oracle])
-        passes = bench.passes([question])
-        figures += _figures(f"oracle {rate:g}", passes, "")
+        figures += _with_drafter(bench, question, oracle, f"oracle {rate:g}", "")
+    if head is not None:
+        simulated = SimulatedHead(head, future, _HEAD_RATE, bench.vocab_size)
+        name = f"head, simulated {_HEAD_RATE:g}"
+        figures += _with_drafter(bench, question, simulated, name, _HEAD_MUST)
+    own.close()
     return figures
+
+
+def _with_drafter(
+    bench: _Bench, question: _Question, drafter: Drafter, name: str, must: str
+) -> list[Figure]:
+    bench.engine.speculation = Speculation([drafter])
+    return _figures(name, bench.passes([question]), must)

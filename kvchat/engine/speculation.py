@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from kvchat.engine.request import Drafting, Request
 from kvchat.engine.scheduler import ScheduledRequest
 
 _log = logging.getLogger(__name__)
+
+OfDrafter = TypeVar("OfDrafter", bound=Drafter)
 
 _WHY_LIMITED = "the answer follows a format"
 _WHY_BUDGET = "the answer is held to a KV budget"
@@ -90,6 +93,10 @@ class Speculation:
     @property
     def mode(self) -> Mode:
         return self._mode
+
+    def drafter(self, kind: type[OfDrafter]) -> OfDrafter | None:
+        """Return the drafter of a kind; None if there is none."""
+        return next((each for each in self._drafters if isinstance(each, kind)), None)
 
     def switch(self, mode: str) -> None:
         """Change the mode, to a Mode or its name; raises UsageError if it is DRAFT and there is no

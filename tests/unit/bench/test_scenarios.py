@@ -32,6 +32,7 @@ from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.fork_server import ForkedShell, ForkServer
 from support.gguf_files import write_gguf
 from support.matrix import spread
+from support.next_heads import write_with_head
 
 Reports = Callable[[str], Result]
 
@@ -484,3 +485,19 @@ def test_the_first_prompt_of_a_process_is_beside_later_ones(
     assert first.beside is not None
     assert first.ratio == pytest.approx(first.value / first.beside)
     assert loading.value > 0
+
+
+def test_drafts_are_measured_by_category(checkpoint: Path) -> None:
+    result = scenario("spec")(quick(checkpoint))
+    assert_readable(result)
+    names = {figure.name for figure in result.figures}
+    assert {"coding", "retrieval", "writing", "reasoning", "unguessable"} <= names
+
+
+def test_a_head_for_the_next_token_is_measured_with_simulated_tokens(tmp_path: Path) -> None:
+    write_with_head(tmp_path, "qwen3_5, compiled")
+    for path in tmp_path.glob("*token*"):
+        path.unlink()
+    result = scenario("spec")(quick(tmp_path))
+    [figure] = [each for each in result.figures if each.name == "head, simulated 0.75"]
+    assert figure.must == "1.3"  # a head pays in no model that is as small as this one
