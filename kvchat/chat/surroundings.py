@@ -6,7 +6,18 @@ from pathlib import Path
 
 from kvchat.chat.presets import Presets
 from kvchat.chat.project_file import ProjectFile
-from kvchat.model.checkpoint.local_models import model_lines
+
+# What leads from the demo to a model that is of use.
+TO_A_REAL_MODEL = (
+    "A real model: `kvchat models fit` says what this machine runs well, `kvchat pull ORG/NAME` "
+    "downloads one, `kvchat -m FILE` takes one that you have."
+)
+
+
+def _local_lines() -> list[str]:
+    from kvchat.model.checkpoint.local_models import model_lines
+
+    return model_lines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +28,12 @@ class Surroundings:
     model_names   returns aliases, and the short names of models that were used
     """
 
-    model_lines: Callable[[], list[str]] = model_lines
+    model_lines: Callable[[], list[str]] = _local_lines
     model_names: Callable[[], list[str]] = list
     presets: Presets = field(default_factory=lambda: Presets(None))
     project: ProjectFile = field(default_factory=lambda: ProjectFile(Path.cwd(), None))
+
+    @property
+    def has_demo_only(self) -> bool:
+        """Whether there is no model on this machine but the demo."""
+        return len(self.model_lines()) <= 1

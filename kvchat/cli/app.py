@@ -275,6 +275,16 @@ def launch(
 
 
 @app.command(cls=HelpedCommand)
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ORG/NAME[:QUANT]", help="a model of the hub")],
+) -> None:
+    """Download a model from the Hugging Face hub; of several formats you choose one."""
+    from kvchat.cli.pull import pull as download
+
+    download(model)
+
+
+@app.command(cls=HelpedCommand)
 def ps() -> None:
     """Show the server that runs here, in the background or not, and the memory that it holds."""
     from kvchat.cli import background

@@ -11,6 +11,7 @@ from kvchat.chat.saved_chats import named_contexts, titles
 from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Times, dated, missing
 from kvchat.cli.build import session_store, store_admin, user_paths
+from kvchat.cli.confirming import confirm
 from kvchat.cli.settings import resolve
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
@@ -84,7 +85,7 @@ def collect(kept: StoreAdmin) -> None:
 
 def clear(kept: StoreAdmin, is_sure: bool) -> None:
     """Delete everything and print the bytes freed; ask first unless `is_sure`."""
-    if not is_sure and not _confirm(cache_lines.clearing_question(kept.status())):
+    if not is_sure and not confirm(cache_lines.clearing_question(kept.status())):
         _print(["Nothing is deleted."])
         return
     _print([cache_lines.cleared_line(kept.clear())])
@@ -93,14 +94,6 @@ def clear(kept: StoreAdmin, is_sure: bool) -> None:
 def show_path(kept: StoreAdmin) -> None:
     """Print the store's directory, which may not exist yet."""
     _print([str(kept.directory)])
-
-
-def _confirm(question: str) -> bool:
-    if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
-        raise UsageError(f"{question} It has to be confirmed at a terminal.", "Or give --yes.")
-    sys.stderr.write(f"{question} [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _object(status: StoreStatus) -> dict[str, object]:

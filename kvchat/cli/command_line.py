@@ -24,6 +24,11 @@ _MOST_COLUMNS, _MOST_NARROW, _NARROW = 28, 22, 70
 class HelpedCommand(TyperCommand):
     """A command whose options are listed by their groups."""
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; texts and switches stay as they are."""
+        _leave_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the arguments and options."""
         _write_options(self.get_params(ctx), ctx, formatter)
@@ -31,6 +36,11 @@ class HelpedCommand(TyperCommand):
 
 class HelpedGroup(TyperGroup):
     """A command with subcommands, whose help has whole sentences on all of them."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; texts and switches stay as they are."""
+        _leave_values(self.get_params(ctx))
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write the options, and then the subcommands."""
@@ -86,13 +96,16 @@ class ChatGroup(HelpedGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse the rewritten arguments; a shell that completes a line gets them unchanged."""
-        _leave_values(self.get_params(ctx))
         if not ctx.resilient_parsing:
             valued = {flag for p in self.params if not _is_switch(p) for flag in p.opts}
             known = {f for p in self.get_params(ctx) for f in (*p.opts, *p.secondary_opts)}
             if not _has_unknown_flag(args, valued, known, self.commands):  # else click names it
                 args = spelled_out(args, valued, self.commands)
         return super().parse_args(ctx, args)
+
+
+# What a flag or an argument of one of these types gives, the parser has already.
+_PLAIN: tuple[Any, ...] = (str, bool, list[str])
 
 
 class _AsGiven:
@@ -106,10 +119,11 @@ class _AsGiven:
 def _leave_values(parameters: Iterable[Any]) -> None:
     """Keep typer from importing a library for types, which takes longer than the parsing.
 
-    All flags are texts or switches. Where typer converts otherwise this changes nothing.
+    Where typer converts texts and switches otherwise, this changes nothing.
     """
     for parameter in parameters:
-        if getattr(parameter, "_runtime_param", _AsGiven) is None:
+        kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+        if kind in _PLAIN and getattr(parameter, "_runtime_param", _AsGiven) is None:
             parameter._runtime_param = _AsGiven()
 
 

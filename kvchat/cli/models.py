@@ -1,4 +1,4 @@
-"""`kvchat models`: lists models, and prints a model's properties and whether it can be run.
+"""`kvchat models info`: prints a model's properties and whether it can be run.
 
 Reads configurations, and weights only where the configuration is not enough.
 """
@@ -6,44 +6,20 @@ Reads configurations, and weights only where the configuration is not enough.
 import json
 import os
 import sys
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn, Strategy
 from kvchat.cli.build import state_memory, user_paths
-from kvchat.cli.model_names import aliases, set_alias, surroundings_of, whole_name
-from kvchat.cli.settings import name_to_keep, resolve
+from kvchat.cli.model_names import whole_name
+from kvchat.cli.settings import resolve
 from kvchat.core.config import CacheConfig, ModelConfig
-from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
+from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.parameters import FEWER_BITS, KV_CODES
 from kvchat.core.paths import require_working_directory
 from kvchat.core.text import format_bytes, sanitize
 from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
-
-
-def list_models(flags: Mapping[str, Any]) -> None:
-    """Print every model on this machine with its size, one a line."""
-    settings = resolve(dict(flags), os.environ, user_paths().config)
-    for line in surroundings_of(settings).model_lines():
-        _print(line)
-
-
-def alias(name: str | None, model: str | None, is_removed: bool) -> None:
-    """Print the aliases, or let one stand for a model, or for none any more."""
-    if name is None:
-        for each, target in aliases().items():
-            _print(f"{each}  {target}")
-    elif is_removed:
-        set_alias(name, None)
-    elif model is None:
-        raise UsageError("An alias stands for a model.", "kvchat models alias NAME MODEL")
-    else:
-        settings = resolve({}, os.environ, user_paths().config)
-        source = find_model(whole_name(settings, model))
-        set_alias(name, name_to_keep(source.name))
-        _print(f"{name} stands for {source.name}.")
 
 
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:

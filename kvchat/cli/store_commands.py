@@ -118,12 +118,12 @@ def models_default(context: typer.Context, **flags: Any) -> None:
         models_list(context)
 
 
-@models_app.command("list")
+@models_app.command("list", cls=HelpedCommand)
 def models_list(context: typer.Context) -> None:
-    """List the models on this machine with their sizes."""
-    from kvchat.cli import models
+    """List the models on this machine: format, size, place, last use, warm conversations."""
+    from kvchat.cli import model_lists
 
-    models.list_models(context.obj)
+    model_lists.list_models(context.obj)
 
 
 @models_app.command("alias")
@@ -133,9 +133,20 @@ def models_alias(
     rm: Annotated[bool, typer.Option("--rm", help="delete the alias")] = False,
 ) -> None:
     """Let a short name stand for a model, or list such names."""
-    from kvchat.cli import models
+    from kvchat.cli import model_lists
 
-    models.alias(name, model, rm)
+    model_lists.alias(name, model, rm)
+
+
+@models_app.command("rm", cls=HelpedCommand)
+def models_rm(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="a model of the hub's cache")],
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Delete a downloaded model after saying what that frees; files of your own stay."""
+    from kvchat.cli import model_lists
+
+    model_lists.remove(model, yes)
 
 
 @models_app.command("info", cls=HelpedCommand)

@@ -24,9 +24,10 @@ from rich.text import Text
 from kvchat.chat.answer_settings import doubts
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import close_host
+from kvchat.chat.surroundings import TO_A_REAL_MODEL
 from kvchat.chat.template import Strategy
 from kvchat.chat.turn_loop import LoadRelay
-from kvchat.core.errors import ExitCode
+from kvchat.core.errors import ExitCode, StoreError
 from kvchat.core.text import model_label, one_line, sanitize
 from kvchat.terminal.command_runner import build_registry
 from kvchat.terminal.commands_input import ASK, present_system
@@ -148,6 +149,8 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
     view.write([view.painter.text(line, Role.DIM) for line in lines])
     if controller.session is None and not view.painter.look.is_spoken:
         view.write([view.painter.text(_what_to_try(controller, view), Role.DIM), Text(end="")])
+        if _is_first_start(controller) and controller.surroundings.has_demo_only:
+            tell(view, TO_A_REAL_MODEL)
     if view.painter.look.is_plain and controller.host.ready is None:
         tell(view, "The model is loading. What you type waits for it.")
     if controller.host.model.format.strategy is Strategy.NO_TEMPLATE:
@@ -165,6 +168,17 @@ def _greet(controller: ChatController, view: View, kv_dtype: str) -> None:
         show_where_it_stands(controller.session.conversation, view)
         if controller.tools is not None and controller.has_other_tools:
             tell(view, "This conversation began without these tools: /tools here offers them.")
+
+
+def _is_first_start(controller: ChatController) -> bool:
+    """Whether the demo runs and no conversation was ever saved."""
+    store = controller.host.store
+    if controller.host.model.name != "demo" or store is None:
+        return False
+    try:
+        return not store.ids()
+    except StoreError:
+        return False
 
 
 def _tell_project(controller: ChatController, view: View) -> None:

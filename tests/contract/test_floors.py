@@ -63,7 +63,7 @@ OWNERS = {
     "flashinfer": {"kvchat_kernels"},
     "llvmlite": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
-    "huggingface_hub": {"model", "cli/models.py"},
+    "huggingface_hub": {"model"},
     "safetensors": {"model", "bench/peers.py"},
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
     "tokenizers": {"chat", "model/gguf/tokenizer.py", "model/files/sentencepiece_file.py"}

@@ -6,16 +6,21 @@ function in `local_models`.
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvchat.core.text import format_age, format_bytes
+from kvchat.core.errors import KvchatError
+from kvchat.core.text import format_age, format_bytes, one_line
 from kvchat.model.checkpoint.source import DEMO, demo_directory
 from kvchat.model.checkpoint.used_models import UsedModel
+from kvchat.model.files.checkpoint_files import read_json
 from kvchat.model.files.hub_cache import cached_models, file_sizes
-from kvchat.model.gguf.source import label, model_sizes, ollama_models
+from kvchat.model.gguf.source import format_in, label, model_sizes, ollama_models
+
+_HUB = "Hugging Face cache"
+_SHORT_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class LocalModel:
     place     where it is, in a few words
     trouble   why kvchat cannot run it, in a few words; empty if nothing is known against it
     used_s    when it was loaded last, in seconds since the epoch; 0 if that is not known
+    weights   the format of its weights, as its name or configuration says; "" if they do not
     """
 
     name: str
@@ -32,6 +38,7 @@ class LocalModel:
     place: str
     trouble: str = ""
     used_s: float = 0.0
+    weights: str = ""
 
 
 def local_models(
@@ -49,7 +56,8 @@ def local_models(
     found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
     found += _of_files(used, directories)
     found.sort(key=lambda model: model.name.lower())
-    found = [LocalModel(DEMO, size, "shipped with kvchat"), *found]
+    weights = format_of_directory(demo_directory())
+    found = [LocalModel(DEMO, size, "shipped with kvchat", weights=weights), *found]
     found = [
         replace(model, used_s=used[model.name].used_s) if model.name in used else model
         for model in found
@@ -73,7 +81,29 @@ def _of_files(
             for path in directory.glob("*/config.json"):
                 weights = path.parent.glob("*.safetensors")
                 sizes.setdefault(str(path.parent), sum(file.stat().st_size for file in weights))
-    return [LocalModel(name, size, _shown_place(name)) for name, size in sizes.items()]
+    return [
+        LocalModel(name, size, _shown_place(name), weights=_format_of(name))
+        for name, size in sizes.items()
+    ]
+
+
+def _format_of(path: str) -> str:
+    return format_in(path).upper() if path.endswith(".gguf") else format_of_directory(Path(path))
+
+
+def format_of_directory(directory: Path) -> str:
+    """Return the format of a checkpoint's weights, as its configuration names it; "" if not."""
+    try:
+        config = read_json(directory / "config.json") or {}
+    except KvchatError:
+        return ""
+    packed = config.get("quantization_config")
+    method = packed.get("quant_method") if isinstance(packed, dict) else None
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    for name in (method, _SHORT_DTYPES.get(dtype) if isinstance(dtype, str) else None):
+        if isinstance(name, str):
+            return one_line(name, 16)
+    return ""
 
 
 def default_directory() -> Path:
@@ -83,8 +113,7 @@ def default_directory() -> Path:
 
 def _shown_place(path: str) -> str:
     """Return the directory of a model's files, as people write it."""
-    directory = os.path.dirname(path)
-    home = os.path.expanduser("~")
+    directory, home = os.path.dirname(path), os.path.expanduser("~")
     return f"~{directory[len(home) :]}" if f"{directory}/".startswith(f"{home}/") else directory
 
 
@@ -95,11 +124,13 @@ def short_names(
 
     Of two models of one name the one that was used last has it.
     """
-    paths = sorted(
-        (model.name for model in _of_files(used, directories)),
-        key=lambda path: used[path].used_s if path in used else 0.0,
-    )
-    return {os.path.basename(path).removesuffix(".gguf"): path for path in paths}
+    paths = [model.name for model in _of_files(used, directories)]
+    return _by_short_name(paths, {name: model.used_s for name, model in used.items()})
+
+
+def _by_short_name(paths: list[str], used_s: Mapping[str, float]) -> dict[str, str]:
+    in_order = sorted(paths, key=lambda path: used_s.get(path, 0.0))
+    return {os.path.basename(path).removesuffix(".gguf"): path for path in in_order}
 
 
 def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
@@ -108,35 +139,52 @@ def _of_hub(name: str, places: list[Path]) -> list[LocalModel]:
     sizes = model_sizes({name: size for name, size in files.items() if name.endswith(".gguf")})
     if sizes:
         return [
-            LocalModel(f"{name}:{label(file)}", size, "Hugging Face cache")
+            LocalModel(
+                f"{name}:{label(file)}", size, "Hugging Face cache", weights=format_in(file).upper()
+            )
             for file, size in sizes.items()
         ]
     has_weights = any(file.endswith(".safetensors") for file in files)
     trouble = "" if has_weights else "no safetensors weights"
-    return [LocalModel(name, sum(files.values()), "Hugging Face cache", trouble)]
+    weights = format_of_directory(places[0])
+    return [LocalModel(name, sum(files.values()), _HUB, trouble, weights=weights)]
 
 
 def model_lines(
     used: Mapping[str, UsedModel] | None = None,
     directories: Sequence[Path] | None = None,
     aliases: Mapping[str, str] | None = None,
+    warm: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Return a line for each of the `local_models`: its name, size, place, last use and trouble.
+    """Return a line for each of the `local_models`: its name, format, size, place, last use,
+    conversations and trouble.
 
     A model of files has its short name, unless another one has it; `aliases` stand behind it.
+    `warm` is how many conversations of a model have KV on the disk, by the model's name.
     """
-    short = {path: name for name, path in short_names(used or {}, directories).items()}
-    models = [
-        replace(model, name=short.get(model.name, model.name) + _other_names(model, aliases or {}))
-        for model in local_models(used, directories)
-    ]
-    width = max((len(model.name) for model in models), default=0)
+    models = local_models(used, directories)
+    paths = [model.name for model in models if os.path.isabs(model.name)]
+    used_s = {model.name: model.used_s for model in models}
+    short = {path: name for name, path in _by_short_name(paths, used_s).items()}
+    names = [short.get(m.name, m.name) + _other_names(m, aliases or {}) for m in models]
+    width = max(map(len, names), default=0)
+    formats = max((len(model.weights) for model in models), default=0)
+    now_s = time.time()
     return [
-        f"{model.name:{width}}  {format_bytes(model.num_bytes):>9}  {model.place}"
-        + (f", used {format_age(time.time() - model.used_s)}" if model.used_s else "")
-        + (f", {model.trouble}" if model.trouble else "")
-        for model in models
+        f"{name:{width}}  {model.weights:{formats}}  {format_bytes(model.num_bytes):>9}  "
+        + ", ".join(_facts(model, (warm or {}).get(model.name, 0), now_s))
+        for name, model in zip(names, models, strict=True)
     ]
+
+
+def _facts(model: LocalModel, num_warm: int, now_s: float) -> Iterator[str]:
+    yield model.place
+    if model.used_s:
+        yield f"used {format_age(now_s - model.used_s)}"
+    if num_warm:
+        yield f"{num_warm} warm {'conversation' if num_warm == 1 else 'conversations'}"
+    if model.trouble:
+        yield model.trouble
 
 
 def _other_names(model: LocalModel, aliases: Mapping[str, str]) -> str:

@@ -32,10 +32,16 @@ if TYPE_CHECKING:
     from kvchat.model.gguf.file import GgufModel
 
 DEMO, DEMO_DRAFT = "demo", "demo-draft"
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
-_QUANT_NAME = re.compile(r"^(.+):([A-Za-z0-9][\w.-]*)$")
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
-_UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+QUANT_NAME = re.compile(r"^(.+):([A-Za-z0-9][\w.-]*)$")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
+UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
+_NOT_REACHED = ("ConnectError", "ConnectTimeout", "ProxyError")
+_BROKEN_OFF = ("RemoteProtocolError", "ReadError", "ReadTimeout")
+_REFUSALS = {
+    401: "The hub gives nobody without a login",
+    403: "The hub does not let this account have",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -118,7 +124,7 @@ def find_model(name: str, adapter: str | None = None) -> ModelSource:
         return chosen
     if name.endswith(".gguf"):
         raise ModelError(f"There is no file {name}.", "Give another, or a hub id like org/name.")
-    if name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
+    if name.startswith((".", "/", "~")) or not HUB_ID.match(name):
         raise ModelError(
             f"There is no model directory {name}.",
             "Give a directory, a GGUF file or a hub id like org/name.",
@@ -133,7 +139,7 @@ def _chosen(name: str) -> ModelSource | None:
 
         path, gguf = ollama_gguf(name)
         return ModelSource(name, path.parent, gguf=gguf)
-    found = _QUANT_NAME.match(name)
+    found = QUANT_NAME.match(name)
     if found is None:
         return None
     from kvchat.model.gguf.source import gguf_in_directory, hub_gguf
@@ -142,14 +148,14 @@ def _chosen(name: str) -> ModelSource | None:
     directory = user_path(place)
     if directory.is_dir():
         return ModelSource(name, directory, gguf=gguf_in_directory(name, directory, quant))
-    if name.startswith((".", "/", "~")) or not _HUB_ID.match(place):
+    if name.startswith((".", "/", "~")) or not HUB_ID.match(place):
         return None
     try:
         snapshot, gguf = hub_gguf(place, quant)
     except ModelError:
         raise
     except Exception as error:  # each transport of the hub client raises its own error types
-        raise _download_error(name, error) from error
+        raise download_error(name, error) from error
     return ModelSource(name, snapshot, gguf=gguf)
 
 
@@ -161,7 +167,7 @@ def _on_its_base(name: str, adapter: Adapter) -> ModelSource:
     try:
         if base and path.is_dir():
             return _checked(ModelSource(name, path, adapter, notes))
-        if _HUB_ID.match(base):
+        if HUB_ID.match(base):
             snapshot = _hub_snapshot(base, is_local=True)
             return _checked(ModelSource(name, snapshot, adapter, notes))
     except (ModelError, OSError):
@@ -233,7 +239,7 @@ def _hub_snapshot(name: str, is_local: bool = False) -> Path:
     if is_local:
         raise ModelError(f"{name} is not on this machine.")
     try:
-        patterns, others = list(_WANTED), list(_UNWANTED)
+        patterns, others = list(WANTED), list(UNWANTED)
         download = snapshot_download(name, allow_patterns=patterns, ignore_patterns=others)
         directory = Path(download)
         if below := _weights_below(directory):
@@ -246,7 +252,7 @@ def _hub_snapshot(name: str, is_local: bool = False) -> Path:
     except Exception as error:  # each transport of the hub client raises its own error types
         if whole:
             return whole[0]
-        raise _download_error(name, error) from error
+        raise download_error(name, error) from error
 
 
 def _weights_below(directory: Path) -> list[str]:
@@ -268,7 +274,7 @@ def _is_complete(directory: Path) -> bool:
     return bool(paths)
 
 
-def _download_error(name: str, error: Exception) -> ModelError:
+def download_error(name: str, error: Exception) -> ModelError:
     """Return the error that says why a download failed, with a hint."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -289,11 +295,22 @@ def _download_error(name: str, error: Exception) -> ModelError:
             f"The disk is full; {name} was not downloaded.",
             "Free some space or set HF_HOME to a larger disk; the download continues there.",
         )
-    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return ModelError(f"{name} is not on this machine.", "Unset HF_HUB_OFFLINE to download it.")
+    # The client's HTTP library has errors of its own for connections.
+    is_line = isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError))
+    if is_line or type(error).__name__ in _NOT_REACHED:
         return ModelError(
             f"{name} is not on this machine and the hub cannot be reached.",
             "Check the connection, or name a local directory.",
         )
+    if type(error).__name__ in _BROKEN_OFF or "Consistency check failed" in str(error):
+        return ModelError(
+            f"The download of {name} broke off.", "The same command goes on from there."
+        )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in _REFUSALS:
+        return ModelError(f"{_REFUSALS[status]} {name}.", "`hf auth login` names your account.")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(
         f"{name} could not be downloaded: {reason[:200].rstrip('.')}.",

@@ -28,14 +28,19 @@ def cached_models() -> Iterator[tuple[str, list[Path]]]:
                 yield path.name.removeprefix(_PREFIX).replace("--", "/"), found
 
 
+def repository_directory(name: str) -> Path:
+    """Return the directory of a model in the cache, whether or not it exists."""
+    return hub_directory() / f"{_PREFIX}{name.replace('/', '--')}"
+
+
 def snapshots(name: str) -> list[Path]:
     """Return the snapshots of a model: that of its ref `main` first, then the newest."""
-    return _snapshots_in(hub_directory() / f"{_PREFIX}{name.replace('/', '--')}")
+    return _snapshots_in(repository_directory(name))
 
 
 def main_snapshot(name: str) -> Path | None:
     """Return the snapshot of the ref `main`, None where there is no ref or no such snapshot."""
-    path = hub_directory() / f"{_PREFIX}{name.replace('/', '--')}"
+    path = repository_directory(name)
     return next((each for each in _snapshots_in(path) if each.name == _main_ref(path)), None)
 
 

@@ -76,9 +76,19 @@ def model_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def label(name: str) -> str:
     """Return the block format that a file's name states, else the name without its suffix."""
-    stem = _PART.sub("", PurePosixPath(name).name.removesuffix(".gguf"))
-    found = _LABEL.findall(stem)
-    return str(found[-1]) if found else stem
+    return format_in(name) or _PART.sub("", PurePosixPath(name).name.removesuffix(".gguf"))
+
+
+def format_in(name: str) -> str:
+    """Return the block format that a file's name states, "" if it states none."""
+    found = _LABEL.findall(_PART.sub("", PurePosixPath(name).name.removesuffix(".gguf")))
+    return str(found[-1]) if found else ""
+
+
+def parts_of(first: str, names: Iterable[str]) -> list[str]:
+    """Return the files among `names` that are parts of the model whose first one is given."""
+    stem = _PART.sub("", first.removesuffix(".gguf"))
+    return [n for n in names if n.endswith(".gguf") and _PART.sub("", n[:-5]) == stem]
 
 
 def choose(name: str, names: list[str], quant: str | None) -> str:

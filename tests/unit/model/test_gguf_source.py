@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.cli.models import list_models
+from kvchat.cli.model_lists import list_models
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.checkpoint.text_files import read_text_files
@@ -103,7 +103,7 @@ def test_a_repository_in_the_hubs_cache_is_used_offline(hub: Path) -> None:
     assert "It has Q4_K_M, Q8_0" in caught.value.hint
     with pytest.raises(ModelError, match="org/m-GGUF has several GGUF files"):
         find_model("org/m-GGUF")
-    with pytest.raises(ModelError, match="is not on this machine and the hub cannot be reached"):
+    with pytest.raises(ModelError, match=r"org/other:Q8_0 is not on this machine\."):
         find_model("org/other:Q8_0")
 
 

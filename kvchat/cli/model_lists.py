@@ -1,0 +1,104 @@
+"""`kvchat models`: lists the models on this machine, gives them names, and deletes them.
+
+Neither torch nor a tokenizer is imported: a list of a thousand files comes at once.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvchat.chat.surroundings import TO_A_REAL_MODEL
+from kvchat.cli.build import memory_of, session_store, store_admin, user_paths
+from kvchat.cli.confirming import confirm
+from kvchat.cli.model_names import aliases, model_directories, set_alias, whole_name
+from kvchat.cli.settings import Settings, name_to_keep, resolve
+from kvchat.core.errors import KvchatError, UsageError
+from kvchat.core.text import format_bytes, one_line, sanitize
+from kvchat.model.checkpoint.local_models import local_models, model_lines
+from kvchat.model.checkpoint.used_models import UsedModels
+
+# Conversations that are looked at, the last ones first.
+_MOST_READ = 200
+
+
+def list_models(flags: Mapping[str, Any]) -> None:
+    """Print every model on this machine, one a line: format, size, place, conversations."""
+    settings = resolve(dict(flags), os.environ, user_paths().config)
+    used, directories = UsedModels(memory_of(settings)), model_directories(settings)
+    try:
+        named = aliases()
+    except KvchatError:  # the list goes on without them
+        named = {}
+    lines = model_lines(used.read(), directories, named, _warm(settings))
+    for line in lines:
+        _print(line)
+    if len(lines) == 1:
+        sys.stderr.write(f"kvchat: {TO_A_REAL_MODEL}\n")
+
+
+def _warm(settings: Settings) -> dict[str, int]:
+    """Return how many of the last conversations have KV on the disk, by their models' names."""
+    if not (user_paths().cache.exists() or settings["cache_dir"]):
+        return {}
+    store, contexts = session_store(settings), []
+    try:
+        session_ids = store.ids()[:_MOST_READ]
+    except KvchatError:
+        return {}
+    for session_id in session_ids:
+        try:
+            read = store.read(session_id)
+        except KvchatError:  # `kvchat sessions` shows that it cannot be read
+            continue
+        if ids := read.conversation.context_ids():
+            contexts.append((read.model, ids))
+    if not contexts:
+        return {}
+    places = store_admin(settings).locate(contexts)
+    names = (name for (name, _), place in zip(contexts, places, strict=True) if place.cached.total)
+    return Counter(names)
+
+
+def alias(name: str | None, model: str | None, is_removed: bool) -> None:
+    """Print the aliases, or let one stand for a model, or for none any more."""
+    if name is None:
+        for each, target in aliases().items():
+            _print(f"{each}  {target}")
+    elif is_removed:
+        set_alias(name, None)
+    elif model is None:
+        raise UsageError("An alias stands for a model.", "kvchat models alias NAME MODEL")
+    else:
+        from kvchat.model.checkpoint.source import find_model
+
+        settings = resolve({}, os.environ, user_paths().config)
+        source = find_model(whole_name(settings, model))
+        set_alias(name, name_to_keep(source.name))
+        _print(f"{name} stands for {source.name}.")
+
+
+def remove(name: str, is_sure: bool) -> None:
+    """Delete a downloaded model and print what that freed; ask first unless `is_sure`.
+
+    Raises UsageError for a model that neither kvchat nor the hub's client wrote.
+    """
+    from kvchat.model.checkpoint.removal import removable
+    from kvchat.model.checkpoint.removal import remove as remove_files
+
+    settings = resolve({}, os.environ, user_paths().config)
+    whole, shown = whole_name(settings, name), one_line(name, 80)
+    used, directories = UsedModels(memory_of(settings)).read(), model_directories(settings)
+    known = {model.name: model for model in local_models(used, directories)}
+    found = removable(whole, known.get(whole))
+    size = format_bytes(found.num_bytes)
+    if not is_sure and not confirm(f"Delete {shown} ({size}, {found.words})?"):
+        _print("Nothing is deleted.")
+        return
+    remove_files(found)
+    _print(f"{size} are free. Conversations with {shown} stay; they need it again to go on.")
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(sanitize(line) + "\n")
