@@ -4,6 +4,7 @@ HTML in a text is shown as it was written. Links go to http, https and mailto on
 link to it.
 """
 
+import time
 from collections.abc import MutableMapping, Sequence
 from functools import cache
 from html import escape
@@ -11,6 +12,8 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
+from markdown_it.rules_block import StateBlock
+from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token as Mark
 from markdown_it.utils import OptionsDict
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String  # type: ignore[import-untyped]
@@ -18,8 +21,14 @@ from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, St
 from kvchat.chat.lexing import TokenType, find_lexer, has_time_limit, is_too_long, tokens_of
 from kvchat.core.text import sanitize
 
-# A longer text is shown as it is: the work on a hostile one grows faster than its length.
+# A text that is longer, or takes more of the processor's time, is shown as it is: the work on a
+# hostile one grows with the square of its length. The time grows with the length, so that a long
+# conversation takes no more for it.
 _MAX_MARKDOWN_CHARS = 200_000
+_SPARE_S, _SECONDS_PER_CHAR = 0.5, 2e-5
+_END = "end_s"  # when the reader gives up, by `time.thread_time`
+# The constructs that look, at each line, whether one of another kind begins there.
+_ENDED_BY_OTHERS = ("paragraph", "reference", "blockquote", "list", "table")
 _MAX_COLOURED_CHARS = 50_000
 _SAFE_LINKS = ("http://", "https://", "mailto:")
 # The class of each kind of token in page.css.
@@ -42,12 +51,20 @@ _CLASSES: tuple[tuple[TokenType, str], ...] = (
 )
 
 
+class _TooSlowError(Exception):
+    """The reader does not come to an end in its time."""
+
+
 def from_markdown(text: str) -> str:
-    """Return Markdown as HTML; a very long text as plain text."""
+    """Return Markdown as HTML; a text that is very long or takes too long as plain text."""
     text = sanitize(text)
     if len(text) > _MAX_MARKDOWN_CHARS:
         return from_plain(text)
-    rendered: str = _reader().render(text)
+    end_s = time.thread_time() + _SPARE_S + _SECONDS_PER_CHAR * len(text)
+    try:
+        rendered: str = _reader().render(text, {_END: end_s})
+    except _TooSlowError:
+        return from_plain(text)
     return rendered
 
 
@@ -69,7 +86,18 @@ def _reader() -> MarkdownIt:
     reader.add_render_rule("link_open", _link)
     for name in ("th_open", "td_open"):
         reader.add_render_rule(name, _cell)
+    # Rules that never match, before all others: they see each step of the reader.
+    reader.inline.ruler.before("text", "time", lambda state, _: _look_at_time(state))
+    reader.block.ruler.before(
+        "table", "time", lambda state, *_: _look_at_time(state), {"alt": list(_ENDED_BY_OTHERS)}
+    )
     return reader
+
+
+def _look_at_time(state: StateBlock | StateInline) -> bool:
+    if time.thread_time() > state.env[_END]:
+        raise _TooSlowError
+    return False
 
 
 def _is_safe(url: str) -> bool:

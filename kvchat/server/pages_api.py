@@ -6,7 +6,7 @@ script in it, and its policy allows no others.
 
 import asyncio
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import KvchatError, SessionNotFound
 from kvchat.core.text import model_label, one_line
 from kvchat.server.api_errors import ApiError, as_api_error
-from kvchat.server.bodies import read_request
+from kvchat.server.bodies import Worker, read_request
 
 _POLICY = (
     "default-src 'none'; style-src '{style}'; script-src '{script}'; connect-src 'self'; "
@@ -90,7 +90,7 @@ class PagesApi:
             return {"html": html, "messages": to_messages(found.conversation)}
 
         try:
-            content = await asyncio.to_thread(read)
+            content = await _renderer().run(read)
         except SessionNotFound as error:
             raise ApiError(404, str(error)) from error
         except KvchatError as error:
@@ -101,7 +101,7 @@ class PagesApi:
         """Return the Markdown `text` as HTML."""
         fields = await read_request(request)
         text = fields.text("text") or ""
-        html = await asyncio.to_thread(from_markdown, text)
+        html = await _renderer().run(lambda: from_markdown(text))
         return JSONResponse({"html": html})
 
     def _allowed_store(self) -> SessionStore:
@@ -110,3 +110,13 @@ class PagesApi:
         if self.store is None:
             raise ApiError(404, "This server saves no conversations.")
         return self.store
+
+
+@cache
+def _renderer() -> Worker:
+    """Return the thread that writes HTML; it starts with the first.
+
+    That is work of Python alone, seconds of it for a long conversation: with several threads at it
+    the streams of answers would wait longer for their turns.
+    """
+    return Worker("kvchat-pages")

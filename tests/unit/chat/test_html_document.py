@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvchat.chat import html_text
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.html_document import digest_of, to_html
 from kvchat.chat.html_text import from_code, from_markdown
@@ -98,3 +99,18 @@ def test_code_is_coloured_and_keeps_every_character() -> None:
 
 def test_a_text_that_markdown_would_read_for_long_is_shown_as_it_is() -> None:
     assert from_markdown("*a " * 100_000).startswith('<p class="plain">*a *a')
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 20_000, "![" * 10_000, ">" * 100 + "\n" + "a\n" * 2000, "<![CDATA[" * 2000],
+    ids=["brackets", "pictures", "lines of a quote", "data"],
+)
+def test_a_text_whose_cost_grows_with_its_square_is_given_up(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader took minutes for 200,000 brackets, at the cost of the answers beside it."""
+    monkeypatch.setattr(html_text, "_SPARE_S", 0.02)
+    monkeypatch.setattr(html_text, "_SECONDS_PER_CHAR", 0.0)
+
+    assert from_markdown(text).startswith('<p class="plain">')
