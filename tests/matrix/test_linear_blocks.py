@@ -126,6 +126,22 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, FEW_ROWS, 40])
+def test_floats_of_8_bits_are_multiplied_as_they_are(num_rows: int, way: str) -> None:
+    """Every float there is but those that are no number."""
+    levels = torch.arange(37 * 384).remainder(256).to(torch.uint8).view(37, 384)
+    levels[levels & 0x7F == 0x7F] = 0
+    weights = BlockWeights(8, 128, levels.view(torch.float8_e4m3fn), torch.rand(37, 3), None)
+    x = outlying(num_rows, 384)
+
+    out = BlockProduct(weights)(x)
+
+    exact = x.double() @ dequantised(weights).double().t()
+    assert (out - exact).norm() <= 1e-5 * exact.norm()
+    if way == "compiled":
+        assert torch.equal(out[:1], BlockProduct(weights)(x[:1]))  # whatever rows are beside it
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 7, FEW_ROWS, FEW_ROWS + 1, 40])
 @pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
 def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, way: str) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
+from kvchat.model.checkpoint import tensors as checkpoint_tensors
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.loader import LoadedModel, load_model
@@ -78,6 +79,10 @@ FORMATS: dict[str, tuple[packers.Packer, dict[str, Any]]] = {
         {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
     ),
     "awq": (packers.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "fp8, blocks of 128": (
+        partial(packers.fp8_blocks, block=(128, 128)),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
     "fp8, blocks": (
         partial(packers.fp8_blocks, block=(24, 20)),
         {"quant_method": "fp8", "weight_block_size": [24, 20]},
@@ -260,6 +265,34 @@ def test_groups_of_whole_numbers_stay_in_blocks(name: str, original: Path, tmp_p
         assert torch.equal(dequantised(pack.weights), twins[module_name].weight), module_name
     assert ours.weights == "blocks"
     assert compare_with_own(ours) > 0.995  # activations are rounded to 8 bits, too
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks of 128", "compressed-tensors, fp8", "modelopt, fp8"])
+def test_floats_of_8_bits_stay_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They became 16 bits, which take twice the memory: but where torch multiplies these fast."""
+    monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: False)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    sizes = {"hidden_size": 128, **heads}
+    model = tiny_model("llama", **sizes, intermediate_size=256, num_hidden_layers=1)
+    packed, plain = pair(save_checkpoint(tmp_path / "original", model), tmp_path, name)
+
+    ours, theirs = load(packed, "auto"), load(plain)
+
+    twins = dict(theirs.module.named_modules())
+    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
+    assert len(packs) == 7
+    for module_name, pack in packs.items():
+        weight = twins[module_name].weight
+        assert torch.allclose(dequantised(pack.weights), weight, rtol=1e-6), module_name
+        assert pack.weights.num_bytes <= 1.05 * weight.numel()
+    assert ours.compiled is not None
+    assert compare_with_own(ours) > 0.999
+    monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: True)
+    assert not any(pack_of(layer) for layer in load(packed, "auto").module.modules())
+    monkeypatch.setattr(checkpoint_tensors, "free_bytes", lambda device: 1)
+    assert any(pack_of(layer) for layer in load(packed, "auto").module.modules())
 
 
 def test_symmetric_groups_take_the_fewest_bytes(original: Path, tmp_path: Path) -> None:

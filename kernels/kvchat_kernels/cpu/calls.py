@@ -70,10 +70,14 @@ def multiply_blocks(weights: BlockWeights, rows: Rows, out: torch.Tensor) -> Non
 
 
 def multiply_floats(
-    weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor
+    weight: torch.Tensor | BlockWeights,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
-    """Multiply float32 rows with a float matrix."""
-    _multiply(float_product(weight, x, out, bias=bias), len(x), weight.numel())
+    """Multiply float32 rows with a float matrix, or with blocks of floats."""
+    product = float_product(weight, x, out, bias=bias)
+    _multiply(product, len(x), x.shape[1] * out.shape[1])
 
 
 def round_rows(x: torch.Tensor, rows: Rows) -> None:

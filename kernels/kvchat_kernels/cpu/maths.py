@@ -224,13 +224,19 @@ def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
         return loaded
     if stored is Stored.INT8:
         return code.convert("sitofp", code.convert("sext", loaded, I32S), F32S)
-    if stored is Stored.E4M3:  # as float16, whose exponents are 8 more
-        wide = code.convert("zext", loaded, _I16S)
-        halves = (wide & 0x80) << 8 | (wide & 0x7F) << 7
-        return code.convert("fpext", code.as_bits(halves, _F16S), F32S) * 256.0
+    if stored is Stored.E4M3:
+        return from_e4m3_by_256(code, loaded) * 256.0
     if stored is Stored.HALF:
         return code.convert("fpext", code.as_bits(loaded, _F16S), F32S)
     return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)
+
+
+def from_e4m3_by_256(code: Code, loaded: Value) -> Value:
+    """Return floats of 8 bits as float32 divided by 256: as float16, of exponents 8 more."""
+    shorts, halves, floats = (ir.VectorType(kind, loaded.type.count) for kind in (I16, F16, F32))
+    # The sign is twice in front of what follows it; the second is no bit of the exponent.
+    bits = (code.convert("sext", loaded, shorts) << 7) & -0x4001
+    return code.convert("fpext", code.as_bits(bits, halves), floats)
 
 
 def as_stored(code: Code, values: Value, stored: Stored) -> Value:

@@ -10,7 +10,7 @@ import torch
 from kvchat_kernels.cpu.block_products import BlockProductTask, block_product_kernel
 from kvchat_kernels.cpu.block_rows import RoundingTask, rounding_kernel
 from kvchat_kernels.cpu.code import Kernel
-from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.products import ProductTask, product_kernel, unit_rows
 from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.cpu.tile_products import (
@@ -85,7 +85,7 @@ def block_product(
 
 
 def float_product(
-    weights: torch.Tensor,
+    weights: torch.Tensor | BlockWeights,
     x: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -94,16 +94,20 @@ def float_product(
 ) -> Product:
     """Return the product of rows `x` [rows, in] float32 with floats that a kernel reads.
 
-    The others are as of `block_product`; `in` is a multiple of `products.COLUMNS`.
+    Floats of 8 bits are in blocks. The others are as of `block_product`; `in` is a multiple of
+    `products.COLUMNS`.
     """
-    num_out = len(weights) if num_out is None else num_out
-    stored = stored_as(weights.dtype)
+    scales = weights.scales if isinstance(weights, BlockWeights) else None
+    weights = weights.levels if isinstance(weights, BlockWeights) else weights
+    stored = stored_as(weights.dtype) if scales is None else Stored.E4M3
     assert stored is not None, weights.dtype
+    num_out = len(weights) if num_out is None else num_out
     chunk = unit_rows(num_out, weights.shape[1] * weights.itemsize)
     task = ProductTask(
         weights=weights,
         num_out=num_out,
         num_in=weights.shape[1],
+        scales=scales,
         x=x,
         x_stride=x.stride(0) * 4,
         out=out,

@@ -12,11 +12,12 @@ from functools import cache
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import F32, LANES, Code, Kernel, Value, Variable
-from kvchat_kernels.cpu.maths import Stored, load_floats, load_stored
+from kvchat_kernels.cpu.code import F32, I8, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.maths import Stored, from_e4m3_by_256, load_floats, load_stored
 from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
+from kvchat_kernels.linear.blocks import FLOAT_COLUMNS
 
 # Rows of weights and of activations that are multiplied together. Of weights it is half as many
 # beside more than _FEW_X rows, so that all sums stay in 16 registers.
@@ -44,6 +45,7 @@ COLUMNS = 32
 class ProductTask(Task):
     """A product: sizes are in rows and columns, strides in bytes.
 
+    scales           of floats of 8 bits, float32 [out, in / FLOAT_COLUMNS]
     x, x_stride      float32 [rows, in]
     out, out_stride  float32 [rows, out], may lie in a wider matrix
     bias             float32 [out]
@@ -53,6 +55,7 @@ class ProductTask(Task):
     weights: Memory
     num_out: int
     num_in: int
+    scales: Memory | None = None
     x: Memory
     x_stride: int
     out: Memory
@@ -186,7 +189,8 @@ class _Product:
         start = code.unit * code.task.chunk
         end = code.least(start + code.task.chunk, code.task.num_out)
         num_rows = code.header(Header.NUM_ROWS)
-        many_x = _WIDE_MANY_X if self._is_wide else _MANY_X
+        is_slow_to_convert = self._is_wide or self._stored is Stored.E4M3
+        many_x = _WIDE_MANY_X if is_slow_to_convert else _MANY_X
         few_x = max(_X_COUNTS) if self._is_wide else _FEW_X
         with code.when(num_rows < many_x):
             write_tiles(code, start, end, _X_COUNTS, self._write_tile, few_x=few_x)
@@ -207,8 +211,9 @@ class _Product:
         with code.loop(0, self._num_in, columns) as column:
             for address in weights:
                 code.prefetch(address, column * self._stored.num_bytes + _AHEAD)
+            factors = [self._factor(row, column) for row in rows]
             for start in range(0, columns, self._lanes):
-                self._add_columns(weights, activations, sums, column + start)
+                self._add_columns(weights, factors, activations, sums, column + start)
         for row, of_row in zip(rows, sums, strict=True):
             for x_row, total in zip(x_rows, of_row, strict=True):
                 self._store(code.tree_total(total.get()), row, x_row)
@@ -216,13 +221,31 @@ class _Product:
     def _zeros(self) -> Value:
         return self._code.floats(0.0, self._lanes)
 
-    def _loaded(self, address: Value, offset: Value) -> Value:
+    def _factor(self, row: Value, column: Value) -> Value | None:
+        """Load the scale of a run of a row's columns, times 256; None where there are none."""
+        if self._stored is not Stored.E4M3:
+            return None
+        code = self._code
+        place = row * (self._num_in // FLOAT_COLUMNS) + column // FLOAT_COLUMNS
+        return code.spread(code.load(code.task.scales, place * 4, F32) * 256.0, self._lanes)
+
+    def _loaded(self, address: Value, offset: Value, factor: Value | None) -> Value:
         """Load a vector of weights."""
+        if factor is not None:
+            loaded = self._code.load(address, offset, ir.VectorType(I8, self._lanes))
+            return from_e4m3_by_256(self._code, loaded) * factor
         if self._is_wide:
             return load_stored(self._code, address, offset, self._stored, self._lanes)
         return load_floats(self._code, address, offset, self._stored)
 
-    def _add_columns(self, weights: _Places, activations: _Places, sums: _Sums, at: Value) -> None:
+    def _add_columns(
+        self,
+        weights: _Places,
+        factors: Sequence[Value | None],
+        activations: _Places,
+        sums: _Sums,
+        at: Value,
+    ) -> None:
         """Add the products of a vector of columns from `at` on.
 
         Of weights and activations, the fewer are loaded first and stay in registers.
@@ -230,15 +253,16 @@ class _Product:
         code = self._code
         offset = at * self._stored.num_bytes
         if len(weights) < len(activations):
-            rows = [self._loaded(row, offset) for row in weights]
+            pairs = zip(weights, factors, strict=True)
+            rows = [self._loaded(row, offset, factor) for row, factor in pairs]
             for number, x_row in enumerate(activations):
                 x = code.load(x_row, at * 4, self._floats)
                 for row, of_row in zip(rows, sums, strict=True):
                     of_row[number].set(of_row[number].get() + row * x)
         else:
             xs = [code.load(x_row, at * 4, self._floats) for x_row in activations]
-            for address, of_row in zip(weights, sums, strict=True):
-                row = self._loaded(address, offset)
+            for address, factor, of_row in zip(weights, factors, sums, strict=True):
+                row = self._loaded(address, offset, factor)
                 for x, total in zip(xs, of_row, strict=True):
                     total.set(total.get() + row * x)
 
@@ -296,10 +320,11 @@ class _Product:
         ]
         with code.loop(0, columns, step) as column:
             for number, address in enumerate(rows):
+                factor = self._factor(row + number, first + column)
                 ahead = column * size + self._row_bytes * self._tile_rows
                 code.prefetch(address, ahead, to_second=True)
                 for at in range(0, step, self._lanes):
-                    values = self._loaded(address, (column + at) * size)
+                    values = self._loaded(address, (column + at) * size, factor)
                     code.store(values, tile, (column + (number * _RUN + at)) * 4)
 
     def _add_run(

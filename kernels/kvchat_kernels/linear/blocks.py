@@ -20,6 +20,8 @@ PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 CENTRE = 8
 # Columns that share a step, which whole scales and minimums are counted in.
 STEP_COLUMNS = 256
+# Columns of a scale beside floats of 8 bits.
+FLOAT_COLUMNS = 128
 # How many blocks alternate in an interleaved row, and in what is left of it.
 GROUPS = (8, 4, 2, 1)
 # The bytes of activations that alternate: 4 columns of parts of 8 bits, or 2 of 16.
@@ -62,6 +64,7 @@ class Rounding(Enum):
 class Layout:
     """How blocks lie in memory, which compiled code is made for. `scales`: their dtype.
 
+    `are_floats`: levels are floats of 8 bits, which are multiplied with floats in order.
     `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`,
     `codes` and `unit` are as of BlockWeights.
     """
@@ -75,6 +78,7 @@ class Layout:
     zero: int = 0
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
+    are_floats: bool = False
 
     @property
     def rounding(self) -> Rounding:
@@ -124,7 +128,7 @@ class BlockWeights:
     """A matrix in blocks of `block` columns; owns its tensors, contiguous and on one device.
 
     bits       of a level: a number of PLANES
-    levels     int8 of 8 bits, else uint8 [out, in * bits / 8]
+    levels     int8 of 8 bits, else uint8 [out, in * bits / 8]; or float8_e4m3fn [out, in]
     scales     float16, float32 or floats of 8 bits [out, in / block], or int8 with `steps`; or
                uint8 with `steps`: a scale in the low bits, a minimum above
     minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8,
@@ -135,8 +139,8 @@ class BlockWeights:
     codes      None, or what each level of 3 or 4 bits stands for, -128 to 127
     unit       a power of two, what all scales are multiplied with
 
-    Blocks have 16, 32 or 256 columns. `is_coarse` is as of Layout. Levels may be interleaved
-    (`interleaved`), as compiled code for a CPU reads them.
+    Blocks have 16, 32 or 256 columns, of floats FLOAT_COLUMNS. `is_coarse` is as of Layout. Levels
+    may be interleaved (`interleaved`), as compiled code for a CPU reads them.
     """
 
     bits: int
@@ -153,7 +157,9 @@ class BlockWeights:
 
     def __post_init__(self) -> None:
         assert self.bits in PLANES
-        assert self.block in (COLUMNS, COLUMNS // 2, STEP_COLUMNS)
+        sizes = (FLOAT_COLUMNS,) if self.are_floats else (COLUMNS, COLUMNS // 2, STEP_COLUMNS)
+        assert self.block in sizes
+        assert not self.are_floats or (self.bits == 8 and self.scales.dtype == torch.float32)
         assert self.scales.shape == (self.num_out, self.num_in // self.block)
         assert self.codes is None or (self.bits <= 4 and not self.zero)
         assert self.codes is None or len(self.codes) == 1 << self.bits
@@ -195,7 +201,12 @@ class BlockWeights:
             self.zero,
             self.codes,
             self.unit,
+            self.are_floats,
         )
+
+    @property
+    def are_floats(self) -> bool:
+        return self.levels.dtype == torch.float8_e4m3fn
 
     @property
     def has_minimums(self) -> bool:
@@ -369,11 +380,13 @@ def dequantised(weights: BlockWeights) -> torch.Tensor:
 
 def whole_levels(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     """Return levels [..., 32] of blocks in their planes, [..., 4 * bits]; of 8 bits as they are."""
+    if bits == 8:
+        return blocks
     total, low, start = None, 0, 0
     for plane in PLANES[bits]:
         data = blocks[..., start : start + 4 * plane]
         fields = [(data >> shift) & ((1 << plane) - 1) for shift in range(0, 8, plane)]
-        part = data if plane == 8 else torch.cat(fields, dim=-1) << low
+        part = torch.cat(fields, dim=-1) << low
         total = part if total is None else total | part
         low, start = low + plane, start + 4 * plane
     assert total is not None

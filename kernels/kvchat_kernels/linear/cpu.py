@@ -42,7 +42,8 @@ class BlockProduct:
     """
 
     def __init__(self, weights: BlockWeights) -> None:
-        self.weights = weights if weights.is_interleaved else interleaved(weights)
+        is_as_read = weights.is_interleaved or weights.are_floats
+        self.weights = weights if is_as_read else interleaved(weights)
         self._kernels = compiled_calls()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
@@ -54,6 +55,8 @@ class BlockProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""
+        if self.weights.are_floats:
+            return self._of_floats(x.contiguous())
         return self.of_rows(rows_of(x, self.weights.layout.rounding))
 
     def of_rows(self, rows: Rows) -> torch.Tensor:
@@ -62,6 +65,14 @@ class BlockProduct:
             return self._by_torch(rows.values())
         out = torch.empty(len(rows), self.weights.num_out, dtype=torch.float32)
         self._kernels.multiply_blocks(self.weights, rows, out)
+        return out
+
+    def _of_floats(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of rows that are not rounded."""
+        if self._kernels is None:
+            return self._by_torch(x)
+        out = torch.empty(len(x), self.weights.num_out, dtype=torch.float32)
+        self._kernels.multiply_floats(self.weights, None, x, out)
         return out
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:

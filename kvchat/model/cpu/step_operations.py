@@ -233,7 +233,10 @@ class StepOperations:
         With `pairs`, rows are those of pairs, and each is multiplied with its expert's rows of the
         matrices. Returns the tasks, one a matrix.
         """
-        blocks = [m.weights for m in matrices if isinstance(m.weights, BlockWeights)]
+        weights = (matrix.weights for matrix in matrices)
+        blocks = [
+            each for each in weights if isinstance(each, BlockWeights) and not each.are_floats
+        ]
         # Rows of a pair's expert are few, or many of few pairs.
         can_be_tiled = pairs is None
         for form in dict.fromkeys(_form_of(weights, can_be_tiled) for weights in blocks):
@@ -310,10 +313,12 @@ def _product(
 ) -> Product:
     """Return the product with `num_out` rows of a matrix."""
     weights, bias = matrix.weights, matrix.bias
-    if isinstance(weights, BlockWeights):
+    if isinstance(weights, BlockWeights) and not weights.are_floats:
         form = _form_of(weights, can_be_tiled)
         x, is_tiled = source.rounded(form), form.is_tiled
         return block_product(weights, x, out, bias=bias, num_out=num_out, is_tiled=is_tiled)
+    if isinstance(weights, BlockWeights):
+        return float_product(weights, values, out, bias=bias, num_out=num_out)
     if stored_as(weights.dtype) is None or matrix.num_in % products.COLUMNS:
         raise Unfit(f"has {matrix.num_in} columns of {weights.dtype}")
     return float_product(weights, values, out, bias=bias, num_out=num_out)

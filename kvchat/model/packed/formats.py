@@ -18,7 +18,6 @@ import torch
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.packed import unpacking
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, interleaved
-from kvchat_kernels.linear.cpu import read_blocks
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 
@@ -57,8 +56,8 @@ class PackedTensor:
     """A weight that is still packed; indexing it with `...` unpacks it, as transformers does.
 
     `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory. `stored` is
-    what compiled code reads, of a format that it knows; `rows` returns rows of a format that
-    products on a CPU read as they are, uint8, and its name.
+    what compiled code reads, of a format that it knows; `make_blocks` returns what
+    products on a CPU read.
     """
 
     shape: tuple[int, ...]
@@ -66,7 +65,7 @@ class PackedTensor:
     unpack: Callable[[], torch.Tensor | unpacking.Grouped]
     lock: Lock
     stored: StoredGroups | None = None
-    rows: Callable[[], tuple[torch.Tensor, str]] | None = None
+    make_blocks: Callable[[], BlockWeights] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -91,8 +90,8 @@ class PackedTensor:
 
         They are interleaved for a CPU. Of experts by turns it is a matrix of the outputs of all.
         """
-        if self.rows is not None:
-            return read_blocks(*self.rows(), is_interleaved=True) if for_cpu else None
+        if self.make_blocks is not None:
+            return self.make_blocks() if for_cpu else None
         if len(self.shape) != 2 or not (self.stored is None or self.stored.fits_blocks()):
             return None  # without unpacking it in vain
         blocks = None if self.stored is None else read_groups(self.stored, for_cpu)
@@ -206,13 +205,13 @@ class _Table:
         shape: tuple[int, ...],
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
         stored: StoredGroups | None = None,
-        rows: Callable[[], tuple[torch.Tensor, str]] | None = None,
+        make_blocks: Callable[[], BlockWeights] | None = None,
     ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
         if stored is not None and (stored.num_out, stored.num_in) != shape:
             stored = None  # the last word of a row has columns that the matrix has not
-        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored, rows)
+        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored, make_blocks)
 
     def check(self, is_right: bool, name: str) -> None:
         """Raise ModelError if the parts of the weight `name` do not fit each other."""
@@ -345,7 +344,10 @@ def _read_scaled(table: _Table, block: tuple[int, int] | None) -> None:
                 zeros = zeros.reshape(scales.shape)
             sizes = _block_of(table, stem, values, scales, block)
             unpack = partial(unpacking.scaled, values, scales, sizes, zeros)
-            table.add(stem, tuple(values.shape), unpack)
+            in_blocks = None
+            if zeros is None and unpacking.are_float_blocks(values, sizes):
+                in_blocks = partial(unpacking.float_blocks, values, scales, sizes)
+            table.add(stem, tuple(values.shape), unpack, make_blocks=in_blocks)
     # These serve kernels that round activations or keys and values too.
     for name in [n for n in table.tensors if n.rpartition(".")[2] in _SCALES_OF_OTHERS]:
         del table.tensors[name]
@@ -452,15 +454,15 @@ def _add_fp4(
     num_out, num_in = len(packed), 2 * packed.shape[1]
     table.check(len(scales) == num_out and num_in % scales.shape[1] == 0, stem)
     table.check(factor is None or factor.numel() == 1, stem)
-    is_exponent, rows = scales.dtype is torch.uint8, None
+    is_exponent, in_blocks = scales.dtype is torch.uint8, None
     if is_exponent and factor is None and num_in == COLUMNS * scales.shape[1]:
         by_groups = packed.view(1, num_out, scales.shape[1], COLUMNS // 2)
-        rows = partial(unpacking.mxfp4_rows, by_groups, scales.unsqueeze(0))
+        in_blocks = partial(unpacking.mxfp4_blocks, by_groups, scales.unsqueeze(0))
     scales = unpacking.powers_of_two(scales) if is_exponent else scales.float()
     if factor is not None:
         scales = scales * factor.float().reshape(1, 1)
     unpack = partial(unpacking.fp4, packed, scales)
-    table.add(f"{stem}.weight", (num_out, num_in), unpack, rows=rows)
+    table.add(f"{stem}.weight", (num_out, num_in), unpack, make_blocks=in_blocks)
 
 
 def _read_modelopt(table: _Table) -> None:
@@ -481,8 +483,9 @@ def _read_mxfp4(table: _Table) -> None:
         table.check(exponents.shape == blocks.shape[:3], name)
         unpack = partial(unpacking.mxfp4_experts, blocks, exponents, table.dtype)
         table.check(2 * num_bytes == COLUMNS, name)
-        rows = partial(unpacking.mxfp4_rows, blocks, exponents)
-        table.add(name, (num_experts, 2 * num_bytes * num_groups, num_out), unpack, rows=rows)
+        in_blocks = partial(unpacking.mxfp4_blocks, blocks, exponents)
+        shape = (num_experts, 2 * num_bytes * num_groups, num_out)
+        table.add(name, shape, unpack, make_blocks=in_blocks)
 
 
 def _read_bitsandbytes(table: _Table) -> None:

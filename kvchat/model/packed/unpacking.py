@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, BlockWeights
+from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, FLOAT_COLUMNS, BlockWeights
+from kvchat_kernels.linear.cpu import read_blocks
 
 # The values of four bits: one sign, two exponent bits, one mantissa bit (E2M1).
 _FP4_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -241,13 +242,31 @@ def mxfp4_experts(
     return weight
 
 
-def mxfp4_rows(blocks: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return the rows of all of gpt-oss's experts, uint8 [experts * out, bytes], and their format.
+def mxfp4_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> BlockWeights:
+    """Return the rows of all of gpt-oss's experts, [experts * out, in], as a CPU reads them.
 
-    Each block of 32 columns is its exponent and its 16 bytes. Tensors are as of `mxfp4_experts`.
+    Tensors are as of `mxfp4_experts`.
     """
     rows = torch.cat((exponents.unsqueeze(-1), blocks), dim=-1)
-    return rows.view(rows.shape[0] * rows.shape[1], -1), "MXFP4 by neighbours"
+    rows = rows.view(rows.shape[0] * rows.shape[1], -1)
+    return read_blocks(rows, "MXFP4 by neighbours", is_interleaved=True)
+
+
+def are_float_blocks(values: torch.Tensor, block: tuple[int, int]) -> bool:
+    """Return whether values beside the scales of `scaled` are blocks of floats of 8 bits."""
+    is_matrix = values.dtype == torch.float8_e4m3fn and values.dim() == 2
+    return is_matrix and not (values.shape[1] % FLOAT_COLUMNS or block[1] % FLOAT_COLUMNS)
+
+
+def float_blocks(
+    values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]
+) -> BlockWeights:
+    """Return what `are_float_blocks` allows, as a CPU reads it: `values` stay where they are."""
+    num_out, num_in = values.shape
+    rows = torch.arange(num_out) // block[0]
+    columns = torch.arange(0, num_in, FLOAT_COLUMNS) // block[1]
+    each = scales.float()[rows[:, None], columns[None, :]]
+    return BlockWeights(8, FLOAT_COLUMNS, values.contiguous(), each, None)
 
 
 def blockwise_lookup(
