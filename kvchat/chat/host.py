@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvchat.chat.chat_model import ChatModel
@@ -312,13 +313,14 @@ class ChatHost:
                 embedding.close()
                 raise
             if not is_over:
-                self._ask(lambda _: advance(embedding), done)
+                self._ask(lambda _: advance(embedding), done, give_way)
                 return
             embedding.close()
             with suppress(InvalidStateError):  # the caller has given up
                 done.set_result(embedding.vector)
 
-        self._ask(lambda engine: advance(engine.embedding(token_ids, pooling)), done)
+        give_way = partial(self._engine.call, gives_way=True)
+        self._ask(lambda engine: advance(engine.embedding(token_ids, pooling)), done, give_way)
         return done
 
     def share(self, token_ids: list[int]) -> "Future[int]":

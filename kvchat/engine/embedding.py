@@ -11,8 +11,10 @@ from kvchat.core.types import Pooling
 from kvchat.engine.runner import Runner
 from kvchat.model.batch import SequencePiece
 
-# So many rows at once: about what a prompt's step has beside answers.
+# So many rows at once, about what a prompt's step has beside answers: requests wait for the end of
+# a step. A fixed number, for a text's vector does not depend on the time.
 _STEP_ROWS = 256
+_CPU_STEP_ROWS = 64
 
 
 class Embedding:
@@ -39,7 +41,8 @@ class Embedding:
         """Compute the next rows; return whether all are computed. Raises GenerationError if there
         is no room.
         """
-        end = min(self._start + _STEP_ROWS, len(self._token_ids))
+        num_rows = _CPU_STEP_ROWS if self._runner.is_on_cpu else _STEP_ROWS
+        end = min(self._start + num_rows, len(self._token_ids))
         if not self._cache.reserve(self._table, self._start, end):
             raise GenerationError("The cache has no room for this text now.", "Try again later.")
         rows = self._token_ids[self._start : end]
@@ -63,13 +66,22 @@ class Embedding:
 
 
 def begin_embedding(
-    cache: CacheManager, runner: Runner, token_ids: Sequence[int], pooling: Pooling, limit: int
+    cache: CacheManager,
+    runner: Runner,
+    token_ids: Sequence[int],
+    pooling: Pooling,
+    limit: int,
+    vocab_size: int,
 ) -> Embedding:
-    """Return an embedding to compute; raises UsageError for a model that has none, and
-    ContextTooLong for a text of more than `limit` tokens.
+    """Return an embedding to compute.
+
+    Raises UsageError for a model that has none, and for ids that are not below `vocab_size`: a GPU
+    would compute nothing more after such a one. Raises ContextTooLong for more than `limit` tokens.
     """
     if not runner.can_embed:
         raise UsageError("Models with recurrent layers have no embeddings here.")
+    if (largest := max(token_ids)) >= vocab_size:
+        raise UsageError(f"The text has token {largest}, and the model has {vocab_size:,} tokens.")
     if len(token_ids) > limit:
         sentence = f"The text has {len(token_ids):,} tokens, and the context holds {limit:,}."
         raise ContextTooLong(sentence, "", len(token_ids), limit)

@@ -320,7 +320,8 @@ class Engine:
 
     def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> Embedding:
         """Return a text's embedding, to compute between steps; errors as `begin_embedding`."""
-        return begin_embedding(self.cache, self._runner, token_ids, pooling, self.max_context)
+        limits = self.max_context, self._vocab_size
+        return begin_embedding(self.cache, self._runner, token_ids, pooling, *limits)
 
     def pin(
         self,

@@ -93,6 +93,11 @@ class Runner:
         return not self._model.loaded.spec.state
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether the model computes on the processor."""
+        return bool(self._device.type == "cpu")
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype the model computes in."""
         return self._model.dtype

@@ -186,6 +186,7 @@ class _Call:
     function: "Callable[[DrivenEngine], object]"
     future: "Future[object]"
     is_awaited: bool = False
+    gives_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +271,22 @@ class EngineThread:
         self._send(_Cancel(ticket, reason))
 
     def call(
-        self, function: "Callable[[DrivenEngine], T]", is_awaited: bool = False
+        self,
+        function: "Callable[[DrivenEngine], T]",
+        is_awaited: bool = False,
+        gives_way: bool = False,
     ) -> "Future[T]":
         """Run `function` on the engine's thread between steps; return a future of its result.
 
         A step that only reads ahead gives way to one that `is_awaited`, as it does to a request.
+        One that `gives_way` waits for a step of the engine's work, if there is any: calls that
+        make the next call themselves would leave no turn to it.
         """
         future: Future[T] = Future()
         with self._lock:
             self._num_called += 1
             self._num_submitted += is_awaited
-        self._send(_Call(function, future, is_awaited))  # type: ignore[arg-type]
+        self._send(_Call(function, future, is_awaited, gives_way))  # type: ignore[arg-type]
         return future
 
     def query(self, function: "Callable[[DrivenEngine], T]") -> "Future[T]":
@@ -429,7 +435,11 @@ class EngineThread:
                 if isinstance(message, _Close):
                     return
                 self._heard_s = self._clock()
-                self._handle(engine, message, ready_s)
+                if isinstance(message, _Call) and message.gives_way and has_work:
+                    self._messages.put(replace(message, gives_way=False))
+                    self._step(engine)
+                else:
+                    self._handle(engine, message, ready_s)
         finally:
             self._heard_s = None
 

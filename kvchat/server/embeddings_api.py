@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import json
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.fields import Fields
-from kvchat.core.errors import KvchatError
+from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.types import Pooling
 from kvchat.server.api_errors import as_api_error
 from kvchat.server.bodies import Body, read_request
@@ -19,14 +21,35 @@ from kvchat.server.service import Service, until_gone
 
 _MOST_TEXTS = 2048
 _FORMATS = ("float", "base64")
+# Of a text that is cut off, so many characters for each token of the context are encoded.
+_CHARS_OF_TOKEN = 16
 _EACH = tuple(str(pooling) for pooling in Pooling)
 
 
 @dataclass(frozen=True, slots=True)
-class _Embedded:
-    """Vectors of length 1 in the order of their texts, and the tokens of all texts."""
+class _Wanted:
+    """What is to be embedded, and how.
 
-    vectors: list[list[float]]
+    form        how a vector is written: float or base64
+    width       how many numbers a vector has to have, None for any
+    truncates   whether a text that is too long is cut off at its end
+    """
+
+    texts: list[str | list[int]]
+    pooling: Pooling
+    form: str = "float"
+    width: int | None = None
+    truncates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Embedded:
+    """Vectors of length 1 in the order of their texts, each as JSON, and the tokens of all texts.
+
+    A vector is written when it is there: to write thousands at once would stop all streams.
+    """
+
+    vectors: list[str]
     num_tokens: int
 
 
@@ -42,61 +65,81 @@ class EmbeddingsApi:
         form = fields.text("encoding_format", "float")
         if form not in _FORMATS:
             raise fields.fault("encoding_format", f"must be one of {', '.join(_FORMATS)}")
-        embedded = await self._embedded(request, fields, "input")
-        width = len(embedded.vectors[0])
-        if fields.whole("dimensions", 1) not in (None, width):
-            raise fields.fault("dimensions", f"must be {width}, the width of this model")
-        data = [
-            {"object": "embedding", "index": index, "embedding": _written(vector, form)}
+        texts = await fields.read(lambda fields: _texts(fields, "input"))
+        embedded = await self._embedded(request, fields, texts, form=form)
+        data = (
+            f'{{"object":"embedding","index":{index},"embedding":{vector}}}'
             for index, vector in enumerate(embedded.vectors)
-        ]
+        )
         count = embedded.num_tokens
         usage = {"prompt_tokens": count, "total_tokens": count}
         name = self._service.name
-        return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})
+        return _response({"object": "list", "model": name, "usage": usage}, "data", data)
 
     async def ollama(self, request: Request) -> Response:
         fields = await read_request(request)
         self._service.require_model(plain_name(fields))
-        embedded = await self._embedded(request, fields, "input")
-        return JSONResponse(
-            {
-                "model": fields.text("model"),
-                "embeddings": embedded.vectors,
-                "prompt_eval_count": embedded.num_tokens,
-            }
-        )
+        texts: list[str | list[int]] = []
+        if fields.raw("input") not in (None, "", []):  # else it asks to load the model
+            texts = await fields.read(lambda fields: _texts(fields, "input"))
+        truncates = fields.raw("truncate") is not False
+        embedded = await self._embedded(request, fields, texts, truncates=truncates)
+        told = {"model": fields.text("model"), "prompt_eval_count": embedded.num_tokens}
+        return _response(told, "embeddings", embedded.vectors)
 
     async def ollama_one(self, request: Request) -> Response:
         """Answer the path that ollama had before: one text, one vector."""
         fields = await read_request(request)
         self._service.require_model(plain_name(fields))
-        embedded = await self._embedded(request, fields, "prompt")
-        return JSONResponse({"embedding": embedded.vectors[0]})
+        text = fields.text("prompt")
+        if not text:
+            return JSONResponse({"embedding": []})
+        embedded = await self._embedded(request, fields, [text], truncates=True)
+        return Response(f'{{"embedding":{embedded.vectors[0]}}}', media_type="application/json")
 
-    async def _embedded(self, request: Request, fields: Body, name: str) -> _Embedded:
-        texts = _texts(fields, name)
+    async def _embedded(
+        self, request: Request, fields: Body, texts: list[str | list[int]], **others: Any
+    ) -> _Embedded:
         pooling = fields.text("pooling", str(self._service.pooling))
         if pooling not in _EACH:
             raise fields.fault("pooling", f"must be one of {', '.join(_EACH)}")
+        width = fields.whole("dimensions", 1)
+        wanted = _Wanted(texts, Pooling(pooling), width=width, **others)
         try:
-            return await until_gone(request, self._all(texts, Pooling(pooling)))
+            return await until_gone(request, self._all(fields, wanted))
         except KvchatError as error:
-            raise replace(as_api_error(error), param=name) from error
+            named = as_api_error(error)
+            raise named if named.param == "dimensions" else replace(named, param="input") from error
 
-    async def _all(self, texts: list[str | list[int]], pooling: Pooling) -> _Embedded:
+    async def _all(self, fields: Fields, wanted: _Wanted) -> _Embedded:
         vectors, num_tokens = [], 0
-        for text in texts:
-            ids = await self._ids(text)
-            vectors.append(await asyncio.wrap_future(self._service.host.embed(ids, pooling)))
+        for text in wanted.texts:
+            ids = await self._ids(text, wanted.truncates)
+            embedding = self._service.host.embed(ids, wanted.pooling)
+            vector = await asyncio.wrap_future(embedding)
+            if wanted.width not in (None, len(vector)):
+                raise fields.fault("dimensions", f"must be {len(vector)}, the model's width")
+            vectors.append(_written(vector, wanted.form))
             num_tokens += len(ids)
         return _Embedded(vectors, num_tokens)
 
-    async def _ids(self, text: str | list[int]) -> list[int]:
-        if isinstance(text, list):
-            return text
-        encode = self._service.host.model.tokenizer.encode_raw
-        return await self._service.answering.on_encoder(lambda: encode(text))
+    async def _ids(self, text: str | list[int], truncates: bool) -> list[int]:
+        """Return a text's ids, without encoding all of one that is far too long."""
+        host = self._service.host
+        codec, limit = host.model.tokenizer, host.context_limit
+
+        def encode() -> list[int]:
+            if isinstance(text, list):
+                return text[:limit] if truncates else text
+            if not codec.exceeds(text, limit):
+                ids = codec.encode_raw(text)
+                return ids[:limit] if truncates else ids
+            if truncates:
+                return codec.encode_raw(text[: _CHARS_OF_TOKEN * limit])[:limit]
+            sentence = f"The text has far more tokens than the context holds: {limit:,}."
+            raise ContextTooLong(sentence, "", 2 * limit, limit)
+
+        return await self._service.answering.on_encoder(encode)
 
 
 def _texts(fields: Fields, name: str) -> list[str | list[int]]:
@@ -118,6 +161,15 @@ def _is_ids(value: object) -> bool:
     )
 
 
-def _written(vector: list[float], form: str) -> list[float] | str:
-    """Return a vector as numbers, or as the base64 of its float32 in little-endian order."""
-    return vector if form == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
+def _written(vector: list[float], form: str) -> str:
+    """Return a vector as JSON: its numbers, or the base64 of its float32 in little-endian order."""
+    in_base64 = form == "base64"
+    return json.dumps(
+        base64.b64encode(array("f", vector).tobytes()).decode() if in_base64 else vector
+    )
+
+
+def _response(told: dict[str, Any], name: str, items: Iterable[str]) -> Response:
+    """Return an object with a list of items that are JSON already."""
+    head = json.dumps(told, separators=(",", ":"))[:-1]
+    return Response(f'{head},"{name}":[{",".join(items)}]}}', media_type="application/json")

@@ -42,7 +42,7 @@ def vector_of(embedding: Embedding) -> list[float]:
 def test_a_vector_is_the_mean_or_the_last_of_the_hidden_states(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.engine.embedding._STEP_ROWS", 7)
+    monkeypatch.setattr("kvchat.engine.embedding._CPU_STEP_ROWS", 7)
     model, engine = engine_of(model_type, tmp_path)
     ids = random_ids(40, 1)
     with torch.inference_mode():
@@ -57,7 +57,7 @@ def test_a_vector_is_the_mean_or_the_last_of_the_hidden_states(
 def test_an_answer_goes_on_between_the_steps_and_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvchat.engine.embedding._STEP_ROWS", 4)
+    monkeypatch.setattr("kvchat.engine.embedding._CPU_STEP_ROWS", 4)
     _, engine = engine_of(FULL, tmp_path)
     ids, spec = random_ids(30, 2), RequestSpec(tuple(random_ids(20, 3)), GREEDY, max_tokens=8)
 
@@ -101,6 +101,8 @@ def test_what_has_no_embedding_says_so(tmp_path: Path) -> None:
     _, engine = engine_of(FULL, tmp_path)
     with pytest.raises(ContextTooLong, match="context holds"):
         engine.embedding([1] * (engine.max_context + 1), Pooling.MEAN)
+    with pytest.raises(UsageError, match="token 1000000"):  # once an error of torch, or a dead GPU
+        engine.embedding([1, 1_000_000], Pooling.MEAN)
     _, recurrent = engine_of(RECURRENT, tmp_path)
     with pytest.raises(UsageError, match="recurrent"):
         recurrent.embedding([1], Pooling.MEAN)

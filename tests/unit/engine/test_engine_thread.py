@@ -412,6 +412,26 @@ def test_calls_run_between_steps_and_bring_back_errors(start) -> None:  # type: 
         thread.call(lambda engine: 1 // 0).result(WAIT_S)
 
 
+def test_calls_that_make_the_next_one_leave_steps_to_the_requests(start) -> None:  # type: ignore[no-untyped-def]
+    """A long text's embedding is such a chain: all answers stood until its end."""
+    thread, inbox = start(), Inbox()
+    ended = threading.Event()
+    num_steps: list[int] = []
+
+    def go_on(engine: Engine) -> None:
+        num_steps.append(engine.status().num_steps)
+        if not ended.is_set():
+            thread.call(go_on, gives_way=True)
+
+    thread.call(go_on)
+    thread.submit(spec(), inbox)
+    try:
+        assert isinstance(inbox.until_end()[-1], SampleFinished)
+    finally:
+        ended.set()
+    assert len(set(num_steps)) > 1
+
+
 def test_a_call_that_is_no_longer_wanted_is_skipped(start) -> None:  # type: ignore[no-untyped-def]
     """A future cancelled by a caller that stopped waiting once raised on the engine's thread, and
     the engine stopped."""

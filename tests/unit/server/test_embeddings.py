@@ -42,6 +42,26 @@ def test_base64_is_float32_in_little_endian_order(app: App) -> None:
     assert struct.unpack("<2f", data) == (3.0, 0.0)
 
 
+def test_ollama_cuts_off_what_is_too_long_and_loads_for_nothing(app: App) -> None:
+    """Its clients send whole files, and an empty text to have the model loaded."""
+
+    def embed(**fields: Any) -> Any:
+        return post(app, "/api/embed", {"model": "scripted", **fields})
+
+    assert embed(input=["a" * 50]).json["embeddings"][0][0] == 20
+    assert embed(input=["a" * 500_000]).json["embeddings"][0][0] == 20
+    assert embed(input="a" * 50, truncate=False).status == 400
+    assert embed(input="a" * 500_000, truncate=False).status == 400
+    assert embed(input="a", dimensions=1).status == 400
+    for nothing in ({}, {"input": ""}, {"input": []}):
+        assert embed(**nothing).json == {
+            "model": "scripted",
+            "embeddings": [],
+            "prompt_eval_count": 0,
+        }
+    assert post(app, "/api/embeddings", {"model": "scripted"}).json == {"embedding": []}
+
+
 def test_ollamas_paths_give_lists_of_numbers(app: App) -> None:
     many = post(app, "/api/embed", body(["abc", "abc"], model="scripted:latest")).json
     one = post(app, "/api/embeddings", {"model": "scripted", "prompt": "abc"}).json
