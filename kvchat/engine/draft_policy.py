@@ -102,11 +102,15 @@ def _grade(rows: int) -> int:
 
 
 class Acceptance:
-    """The probability that a draft is right at each position, given that those before are right."""
+    """The probability that a draft is right at each position, given that those before are right.
 
-    def __init__(self, prior: float) -> None:
+    Before measurements it is `prior`, which counts as much as `num_prior` of them.
+    """
+
+    def __init__(self, prior: float, num_prior: int = 1) -> None:
         self._likely = [prior] * MAX_DRAFTED
         self._counts = [0] * MAX_DRAFTED
+        self._num_prior = num_prior
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Record one verified draft."""
@@ -117,7 +121,7 @@ class Acceptance:
 
     def _move(self, place: int, outcome: float) -> None:
         self._counts[place] += 1
-        weight = max(_ACCEPTANCE_WEIGHT, 1 / (self._counts[place] + 1))
+        weight = max(_ACCEPTANCE_WEIGHT, 1 / (self._counts[place] + self._num_prior))
         self._likely[place] += weight * (outcome - self._likely[place])
 
     def survival(self, count: int) -> list[float]:
@@ -136,7 +140,7 @@ class Acceptance:
 
     def renewed(self) -> "Acceptance":
         """Return a copy for a new request, whose counts are cut to 3 so that it adapts quickly."""
-        copy = Acceptance(0.0)
+        copy = Acceptance(0.0, self._num_prior)
         copy._likely = list(self._likely)
         copy._counts = [min(count, 3) for count in self._counts]
         return copy
@@ -232,6 +236,8 @@ def choose_lengths(
 # Costs before measurement: a further row, and a further drafted token, relative to the first.
 _VERIFY_SLOPE, _DRAFT_SLOPE = 0.05, 1.0
 _PRIOR = 0.6
+# A head was trained for this model: a few wrong guesses at first are bad luck. By source of drafts.
+_OTHER_PRIORS = {"mtp": (0.75, 6)}
 _NUM_PLAIN_FIRST = 2
 # The first drafts of a process do one-time work too: the cost of drafting counts as unknown before
 # this many.
@@ -435,7 +441,8 @@ class DraftPolicy:
     def _source_record(self, request: Request, source: str) -> _SourceRecord:
         sources = self._record(request).sources
         if source not in sources:
-            general = self._general.setdefault(source, Acceptance(_PRIOR))
+            prior = _OTHER_PRIORS.get(source, (_PRIOR, 1))
+            general = self._general.setdefault(source, Acceptance(*prior))
             sources[source] = _SourceRecord(general.renewed())
         return sources[source]
 

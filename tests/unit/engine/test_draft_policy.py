@@ -333,3 +333,23 @@ def test_a_first_step_with_other_things_to_do_is_no_measure_of_its_cost() -> Non
     for seconds in (10.0, 5.0, 2.0):
         curve.note(5, seconds)
     assert curve.seconds(5) == 2.0
+
+
+def test_a_heads_first_wrong_guesses_do_not_end_its_drafts() -> None:
+    """Two wrong ones were the end of its drafts once, however good the head is."""
+    head, other = (Acceptance(*prior) for prior in ((0.75, 6), (0.6, 1)))
+    for acceptance in (head, other):
+        acceptance.note(1, 0)
+        acceptance.note(1, 0)
+    assert head.survival(1)[0] > 0.5 > other.survival(1)[0]
+    assert head.renewed().survival(1) == head.survival(1)
+
+
+def test_rows_again_are_those_that_a_wrong_draft_leaves_to_the_next_step() -> None:
+    """Against a sum over all places at which the first wrong draft may be."""
+    likely, num_again = 0.7, 2
+    chance = Chance(geometric(likely, 4), is_free=True, num_again=num_again)
+    for count in range(1, 5):
+        expected = sum(likely**j * (1 - likely) * (num_again + j) for j in range(count))
+        assert chance.rows_again(count) == pytest.approx(expected)
+    assert Chance(geometric(likely, 4), is_free=True).rows_again(4) == 0.0
