@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from support.interpreter import Interpreter
     from support.specimens import Specimen
 
+# Collecting makes a million objects and hardly any garbage: looking for it was a third of the time.
+gc.disable()
 # A shell starts background jobs with Ctrl-C ignored, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,6 +82,7 @@ def pytest_collection_finish() -> None:
     """Look for garbage among what tests make, not among a million objects of imports each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
