@@ -174,9 +174,10 @@ def _answer_text(text: str, calls: tuple[ToolCall, ...]) -> str:
 CONTEXTS_COUNTED = 2
 # Of a conversation whose oldest messages are left out, so many full contexts are looked at.
 _MOST_CONTEXTS = 32
-# What agents begin with stays on the disk for so long after the last process that they asked.
+# What agents begin with stays on the disk for so long, and is pinned anew once a day.
 _OPENING_TTL_S = 30 * 86400.0
-_MOST_OPENINGS = 256
+_PINNED_ANEW_S = 86400.0
+_MOST_OPENINGS = 16  # as many as the disk keeps
 _NO_SUMMARY = "Send context_policy drop: only in kvchat's own chats a summary makes room."
 
 
@@ -187,7 +188,7 @@ class Asked:
     `difference` says which earlier message the client changed, None if it changed none. `kept` are
     the beginnings of the context to keep on disk: their tokens and for how many seconds. `fed` is
     what the request was, once its answer is remembered. `num_left_out` of the oldest messages are
-    not in the context, which was full.
+    not in the context, which was full. `opening` is a digest of what an agent's chat begins with.
     """
 
     session: ChatSession
@@ -196,6 +197,19 @@ class Asked:
     kept: tuple[tuple[int, float], ...] = ()
     fed: Fed = field(default_factory=Fed)
     num_left_out: int = 0
+    opening: bytes | None = None
+
+
+def _opening_of(chat: ResentChat) -> bytes | None:
+    """Return a digest of the tools and the system prompt that a chat begins with; None without
+    tools.
+
+    With tools they are an agent's, and thousands of tokens that each of its sessions begins with.
+    """
+    if chat.tools is None:
+        return None
+    text = f"{chat.system or ''}\0{chat.tools.text}"
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
 
 class ResentChats:
@@ -212,7 +226,7 @@ class ResentChats:
         self._host = host
         self._prefixes = Prefixes(host, memory)
         self._seen = SeenChats()
-        self._openings: dict[bytes, None] = {}  # those that are pinned, the latest last
+        self._openings: dict[bytes, float] = {}  # when they were pinned, the latest used last
 
     @property
     def stabilises(self) -> bool:
@@ -252,8 +266,9 @@ class ResentChats:
             # The engine would refuse it too, but perhaps after a step that takes a while.
             most_ids = ready.context_limit - 1 if ready is not None else None
             reply = session.ask(last.text, options, notify, last.results, most_ids=most_ids)
-        kept = tuple(self._kept_tokens(session, chat))
-        return Asked(session, reply, difference, kept, num_left_out=num_without)
+        opening = _opening_of(chat)
+        kept = tuple(self._kept_tokens(session, chat, opening))
+        return Asked(session, reply, difference, kept, num_left_out=num_without, opening=opening)
 
     def _opened(self, chat: ResentChat, options: AskOptions) -> tuple[ChatSession, int]:
         """Return a session with all messages of a chat but a last one of the user, or with those
@@ -286,9 +301,11 @@ class ResentChats:
         session.close()
         return self._prefixes.opened(chat.without_oldest(count), think), count
 
-    def _kept_tokens(self, session: ChatSession, chat: ResentChat) -> Iterator[tuple[int, float]]:
+    def _kept_tokens(
+        self, session: ChatSession, chat: ResentChat, opening: bytes | None
+    ) -> Iterator[tuple[int, float]]:
         """Yield how many tokens each part to keep has, and for how many seconds."""
-        if self._is_new_opening(chat):
+        if opening is not None and not self._is_pinned(opening):
             yield len(self._host.model.opening_ids(session.conversation)), _OPENING_TTL_S
         path = session.conversation.path()
         for part in chat.kept:
@@ -302,21 +319,18 @@ class ResentChats:
                 num_tokens = len(self._host.model.opening_ids(session.conversation))
             yield num_tokens, part.ttl_s
 
-    def _is_new_opening(self, chat: ResentChat) -> bool:
-        """Return whether a chat begins with tools and a system prompt that are not pinned yet.
+    def _is_pinned(self, opening: bytes) -> bool:
+        """Return whether an opening was pinned not long ago; it counts as used then."""
+        pinned_s = self._openings.pop(opening, None)
+        if pinned_s is not None:
+            self._openings[opening] = pinned_s
+        return pinned_s is not None and time.time() - pinned_s < _PINNED_ANEW_S
 
-        These are an agent's, and thousands of tokens that each of its sessions begins with.
-        """
-        if chat.tools is None:
-            return False
-        text = f"{chat.system or ''}\0{chat.tools.text}"
-        opening = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
-        is_new = opening not in self._openings
+    def _note_pinned(self, opening: bytes) -> None:
         self._openings.pop(opening, None)
-        self._openings[opening] = None
+        self._openings[opening] = time.time()
         if len(self._openings) > _MOST_OPENINGS:
             del self._openings[next(iter(self._openings))]
-        return is_new
 
     def _num_behind(self, token_ids: Sequence[int], whole: str, beginning: str) -> int:
         """Return how many of a message's tokens stand behind a beginning of its text.
@@ -362,6 +376,8 @@ class ResentChats:
         """
         asked.fed.token_ids = asked.session.conversation.context_ids(ended.turn_id)
         self._pin(asked.fed.token_ids, asked.kept)
+        if asked.opening is not None and not self._is_pinned(asked.opening):
+            self._note_pinned(asked.opening)
         asked.fed.answer_key = self._prefixes.remember(asked.session, ended)
 
     def forget(self, fed: Fed) -> None:

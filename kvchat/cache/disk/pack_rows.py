@@ -68,6 +68,9 @@ def read_fingerprint(data: object) -> LogitFingerprint | None:
     return LogitFingerprint(token_ids, values)
 
 
+_DAY_S = 86400.0
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """`keys` are the chain keys of the context's full blocks.
@@ -83,6 +86,11 @@ class Pin:
     @property
     def is_temporary(self) -> bool:
         return self.until_s < math.inf
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it ends by itself, but days later: what all sessions of an agent begin with."""
+        return self.is_temporary and self.until_s - self.made_s > _DAY_S
 
     def covers(self, other: "Pin") -> bool:
         """Return whether all that `other` holds is held by this pin, for as long."""

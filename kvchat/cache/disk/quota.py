@@ -289,18 +289,21 @@ class DiskQuota:
     def _pinned(self, table: PackTable) -> set[bytes]:
         """Return the blocks that stay, by their keys.
 
-        Temporary pins hold a share of the limit, those that last longest first: clients make short
-        ones by the dozen.
+        Temporary pins hold a share of the limit, those that last for days at most half of it, and
+        those that end last first: a client's short ones and an agent's beginnings, each made by
+        the dozen, leave each other room.
         """
         pins, now_s = table.pins(), self.clock()
         keys = {key for pin in pins if not pin.is_temporary for key in pin.keys}
         temporary = [pin for pin in pins if pin.is_temporary and pin.until_s > now_s]
-        room = int(_TEMPORARY_SHARE * self.limit_bytes) // self.block_bytes
-        for pin in sorted(temporary, key=lambda pin: pin.until_s, reverse=True):
-            room -= len(keys.union(pin.keys)) - len(keys)
-            if room < 0:
-                break
-            keys.update(pin.keys)
+        most = int(_TEMPORARY_SHARE * self.limit_bytes) // self.block_bytes
+        ends = sorted(temporary, key=lambda pin: pin.until_s, reverse=True)
+        num_own = len(keys)
+        for is_lasting, room in ((True, most // 2), (False, most)):
+            for pin in (pin for pin in ends if pin.is_lasting == is_lasting):
+                if len(keys.union(pin.keys)) - num_own > room:
+                    break
+                keys.update(pin.keys)
         return keys
 
     def _drop_older(self, used_s: float) -> int:

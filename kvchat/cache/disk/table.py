@@ -112,7 +112,7 @@ def _held_error() -> sqlite3.OperationalError:
 
 _ENTER = f"INSERT OR REPLACE INTO Pack VALUES ({', '.join(15 * '?')})"
 _MOST_REMOVED = 4
-_MOST_TEMPORARY = 16  # pins that end by themselves
+_MOST_TEMPORARY = 16  # pins that end by themselves soon, and as many that last for days
 
 
 class PackTable(PackRows):
@@ -351,15 +351,16 @@ class PackTable(PackRows):
     def pin(self, pin: Pin) -> None:
         """Enter a pin, in place of one of the same label.
 
-        A temporary one also takes the place of those that it covers; over the limit those go that
-        end first.
+        A temporary one also takes the place of those that it covers; over the limit those of its
+        kind, lasting or not, go that end first.
         """
         columns = (label_bytes(pin.label), pin.made_s, pin.until_s, b"".join(pin.keys))
         self._execute("INSERT OR REPLACE INTO Pin VALUES (?, ?, ?, ?)", columns)
         if pin.is_temporary:
             others = [p for p in self.pins() if p.is_temporary and p.label != pin.label]
             covered = [other for other in others if pin.covers(other)]
-            rest = sorted((p for p in others if p not in covered), key=lambda p: p.until_s)
+            alike = (p for p in others if p not in covered and p.is_lasting == pin.is_lasting)
+            rest = sorted(alike, key=lambda p: p.until_s)
             old = rest[: max(0, len(rest) + 1 - _MOST_TEMPORARY)]
             for other in (*covered, *old):
                 self._drop_pin(other.label)

@@ -11,7 +11,7 @@ from kvchat.cache.keys import encode_ids
 from support.pack_chains import LAYOUT, keys_of, num_found, save
 
 LIMIT = 4 << 20
-SMALL_TTL_S, LARGE_TTL_S = 300.0, 3600.0
+SMALL_TTL_S, LARGE_TTL_S, LASTING_TTL_S = 300.0, 3600.0, 30 * 86400.0
 
 
 class Clock:
@@ -111,6 +111,23 @@ def test_those_that_end_first_make_room_for_others(tier: DiskTier) -> None:
         pin(tier, [number + 100] * 2, str(number))
 
     assert labels(tier) == {"opening", *(str(number) for number in range(5, 20))}
+
+
+@pytest.mark.parametrize("ttl_s", [SMALL_TTL_S, LASTING_TTL_S])
+def test_pins_for_days_and_for_minutes_leave_each_other_places(
+    tier: DiskTier, ttl_s: float
+) -> None:
+    """After 16 agents a client's own marks were dropped by each other at once."""
+    other_s = LASTING_TTL_S if ttl_s == SMALL_TTL_S else SMALL_TTL_S
+    for number in range(20):
+        save(tier, [number + 100] * 2)
+        pin(tier, [number + 100] * 2, f"many {number}", other_s)
+    for number in range(3):
+        save(tier, [number + 200] * 2)
+        pin(tier, [number + 200] * 2, f"few {number}", ttl_s)
+
+    few = {f"few {number}" for number in range(3)}
+    assert labels(tier) == few | {f"many {number}" for number in range(4, 20)}
 
 
 def test_temporary_pins_leave_room_for_what_comes(tmp_path: Path, clock: Clock) -> None:
