@@ -102,6 +102,16 @@ def test_a_phone_chats_reads_what_was_saved_and_leaves(tmp_path: Path) -> None:
             ("click", "#send"),
             ("wait", "article.assistant .note"),
             ("read", "article"),
+            ("hold", "/kvchat/render"),
+            ("type", "#words", "Count to ten."),
+            ("click", "#send"),
+            ("wait", "article:nth-of-type(4) p:not(:empty)"),
+            ("click", "#to-chat"),
+            ("gone", "article"),
+            ("release",),
+            ("type", "#words", "Hello."),
+            ("click", "#send"),
+            ("wait", "article.assistant .note"),
             ("click", "#places a"),
             ("wait", "ul.conversations a"),
             ("read", "ul.conversations a"),
@@ -123,6 +133,8 @@ def test_a_phone_chats_reads_what_was_saved_and_leaves(tmp_path: Path) -> None:
     chat, listed, width, answer, left, address = got["read"]
     assert [text.split("\n")[0] for text in chat] == ["You", "Assistant"]
     assert "tokens from the cache" in chat[1]
+    # A chat that is begun while an answer is written has nothing of the one before.
+    assert [message["content"] for message in got["sent"][2]["messages"]] == ["Hello."]
     assert listed == ["My dog is called Rex."]
     assert width <= 360
     assert "Rex" in answer[0]

@@ -47,6 +47,8 @@ function showLogin(reason) {
 
 function begin(isChat) {
   answering?.abort();
+  answering = null;
+  $("send").textContent = "Send";
   $("login").hidden = true;
   $("places").hidden = false;
   $("to-chat").hidden = !hasChat;
@@ -171,7 +173,8 @@ class Answer {
 
 async function send(text) {
   article("user", "You").append(make("p", text, "plain"));
-  messages = [...messages, { role: "user", content: text }];
+  const asked = [...messages, { role: "user", content: text }];
+  messages = asked;
   const answer = new Answer();
   const stopping = new AbortController();
   answering = stopping;
@@ -180,7 +183,7 @@ async function send(text) {
   let note = "";
   try {
     const { data } = await (await ask("/v1/models")).json();
-    const body = { model: data[0].id, messages, stream: true, stream_options: { include_usage: true } };
+    const body = { model: data[0].id, messages: asked, stream: true, stream_options: { include_usage: true } };
     const response = await post("/v1/chat/completions", body, stopping.signal);
     for await (const event of events(response)) answer.take(event);
   } catch (error) {
@@ -188,8 +191,10 @@ async function send(text) {
     if (error.status === 401) fail(error);
   }
   const said = await answer.finish(note).catch(() => answer.words.textContent);
-  if (said) messages = [...messages, { role: "assistant", content: said }];
-  if (answering === stopping) answering = null;
+  // Meanwhile the user may have begun another chat, and asked there.
+  if (said && messages === asked) messages = [...asked, { role: "assistant", content: said }];
+  if (answering !== stopping) return;
+  answering = null;
   $("send").textContent = "Send";
 }
 
@@ -199,8 +204,16 @@ function leave() {
   showLogin("");
 }
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 async function go() {
-  const [place, value] = decodeURIComponent(location.hash.slice(1)).split(/[/=](.*)/s);
+  const [place, value] = decoded(location.hash.slice(1)).split(/[/=](.*)/s);
   if (place === "key") {
     key = value;
     sessionStorage.setItem("key", key);

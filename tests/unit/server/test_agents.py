@@ -4,16 +4,24 @@ The bodies have the shape of what Claude Code, Codex and the SDKs were seen to s
 """
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+from kvchat.chat.answer_memory import AnswerMemory
 from kvchat.chat.chat_model import ChatModel
+from kvchat.chat.conversation import Role
+from kvchat.chat.host import ChatHost
+from kvchat.chat.prefixes import ResentChats
+from kvchat.chat.resent_chat import Message, resent_chat
 from kvchat.chat.stabiliser import Stabiliser
+from kvchat.chat.tools import ToolSet
 from kvchat.server.guard import App
 from support.asgi_client import Got, post
-from support.scripted_engine import Reader
+from support.scripted_engine import Reader, Script, scripted_build
 from support.served import Serve
+from support.tiny_host import answer_options, finish
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
@@ -406,3 +414,28 @@ def test_what_an_agent_begins_with_is_pinned_once(app: App) -> None:
     assert created[0] > 0
     assert created[1] == 0
     assert created[2] > 0
+
+
+def test_a_beginning_is_pinned_once_an_answer_was_there_and_anew_each_day(
+    tool_model: ChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first request that was cut off counted as pinned until the server's end."""
+    host = ChatHost(tool_model, scripted_build(tool_model, lambda *_: Script("ok")), None)
+    chats = ResentChats(host, AnswerMemory(None))
+    agent = resent_chat("Be brief.", [Message(Role.USER, "go")], ToolSet([{"name": "f"}]))
+
+    def is_pinned_by_next(is_whole: bool = True) -> bool:
+        asked = chats.ask(agent, answer_options(1))
+        ended = finish(asked.reply)
+        if is_whole:
+            chats.remember(asked, ended)
+        return bool(asked.kept)
+
+    assert is_pinned_by_next(is_whole=False)
+    assert is_pinned_by_next()
+    assert not is_pinned_by_next()
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 90_000)
+    assert is_pinned_by_next()
+    chats.close()
+    host.close()
