@@ -4,6 +4,7 @@
 """
 
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from kvchat.tools.toolbox import Toolbox
 
 
+_log = logging.getLogger(__name__)
 # How long the model of a prompt stays loaded where the user does not say.
 _MINUTES = 10.0
 
@@ -366,7 +368,10 @@ def _keep_alive(settings: Settings, request: ChatRequest, notices: "Notices") ->
     try:
         started(settings, minutes, notices.tell)
     except KvchatError as error:
-        notices.tell(one_line(str(error), 300))
+        if is_default:  # nobody asked for it, and this process loads the model or says why not
+            _log.info("no server was started: %s", type(error).__name__)
+        else:
+            notices.tell(one_line(str(error), 300))
 
 
 def _is_for_user(request: ChatRequest) -> bool:

@@ -24,7 +24,7 @@ from kvchat.cli.running_server import (
     server_of,
 )
 from kvchat.cli.settings import resolve
-from kvchat.core.errors import UsageError
+from kvchat.core.errors import StoreError, UsageError
 from kvchat.core.paths import write_state
 from kvchat.remote.address import Address
 from kvchat.remote.questions import require_own_socket
@@ -190,6 +190,27 @@ def test_a_prompts_model_stays_for_a_user_who_may_ask_again(
     chat._keep_alive(settings, chat.ChatRequest(input_format=input_format), Notices(True))
 
     assert kept == ([] if minutes is None else [minutes])
+
+
+@pytest.mark.parametrize(("flags", "num_told"), [({}, 0), ({"keep_alive": "3"}, 1)])
+def test_a_server_that_cannot_start_is_told_where_one_was_asked_for(
+    flags: dict[str, Any],
+    num_told: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The prompt is answered without it: in a home that is read-only a line each time is noise."""
+
+    def refuse(*given: object) -> None:
+        raise StoreError("Cannot use the directory.")
+
+    monkeypatch.setattr(background, "started", refuse)
+    monkeypatch.setattr(chat, "_is_terminal", lambda stream: True)
+    settings = resolve({"model": "/models/m.gguf", **flags}, {}, Path("/nonexistent"))
+
+    chat._keep_alive(settings, chat.ChatRequest(), Notices(False))
+
+    assert capsys.readouterr().err.count("Cannot use the directory.") == num_told
 
 
 def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
