@@ -30,6 +30,8 @@ _PATIENCE_S = 30.0
 # The model is asked to repeat a pin in parts of so many tokens, each after some tokens before it.
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 _PART_TOKENS, _LEAD_IN = 256, 8
+_PROJECT_TTL_S = 30 * 86400.0
+_FIRST_EXCHANGE = 2  # turns: a message and its answer
 # The first tokens, to which all others attend.
 _NUM_SINKS = 4
 
@@ -50,6 +52,19 @@ async def pin_context(controller: "ChatController", token_ids: list[int], label:
             "It may be shorter than a block, or --disk-cache has no room: /stats.",
         )
     return num_tokens
+
+
+def keep_project(controller: "ChatController") -> None:
+    """Pin what chats with the project's file begin with, for some days after the last such chat.
+
+    Called behind a chat's answers: from the first one on there is KV to pin.
+    """
+    conversation, project = controller.conversation, controller.surroundings.project
+    if conversation is None or not project.is_in(conversation.system):
+        return
+    if len(conversation.path()) == _FIRST_EXCHANGE:
+        ids = controller.host.model.opening_ids(conversation)
+        controller.host.pin(ids, f"project {digest_of_ids(ids)[:12]}", _PROJECT_TTL_S)
 
 
 async def thin_pin(

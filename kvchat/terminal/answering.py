@@ -16,6 +16,7 @@ from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Role as Speaker
 from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded, AnswerFailed, ChatEvent
+from kvchat.chat.keeping import keep_project
 from kvchat.chat.making_room import summarise
 from kvchat.chat.messages import answer_place
 from kvchat.chat.reply import Reply
@@ -330,6 +331,7 @@ class Answering:
         painter, width = self._view.painter, self._view.render_context.width
         for ended in answer_view.ended.values():
             self._controller.note_ended(ended)
+            keep_project(self._controller)
             if words := self._controller.why_so_much(ended):
                 said = painter.wrapped(f"read again: {words} (/cache why)", width, Role.NOTE)
                 self._view.write([*said, painter.text("")], self._live_state())

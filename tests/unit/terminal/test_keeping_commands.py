@@ -4,7 +4,7 @@ import fcntl
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ from kvchat.cache.disk.db import LOCK_NAME
 from kvchat.cache.keys import encode_ids
 from kvchat.chat.controller import ChatController
 from kvchat.chat.host import ChatHost
+from kvchat.chat.keeping import keep_project
+from kvchat.chat.project_file import ProjectFile
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import StoreError, StoreInUse, UsageError
 from kvchat.core.stats import Cost
@@ -357,3 +359,30 @@ def test_files_that_do_not_fit_are_no_pin_and_the_error_speaks_of_files(
         chat.do(f"/pin {tmp_path}/long.txt")
 
     assert chat.pins() == {}
+
+
+def test_what_chats_with_the_projects_file_begin_with_is_pinned(
+    new_chat: NewChat, tmp_path: Path
+) -> None:
+    (tmp_path / "AGENTS.md").write_text(MANUAL * 2)
+    project = ProjectFile(tmp_path, None)
+    project.use(True)
+    chat = new_chat()
+    controller = chat.controller
+    controller.surroundings = replace(controller.surroundings, project=project)
+
+    controller.set_system("Be brief.")
+    chat.ask("Which ships are red?")
+    keep_project(controller)
+    controller.host.forget([]).result()
+    assert not chat.pins(), "the file is not in this system prompt"
+
+    controller.begin_new()
+    controller.set_system(project.joined("Be brief."))
+    for question in ("Which ships are red?", "And blue?"):
+        chat.ask(question)
+        keep_project(controller)
+    controller.host.forget([]).result()  # it waits for what was asked before it
+    [(label, num_tokens)] = chat.pins().items()
+    assert label.startswith("project ")
+    assert num_tokens > len(MANUAL) // BLOCK_SIZE
