@@ -71,7 +71,7 @@ def text_answer(model: ChatModel, name: str, given: Mapping[str, Any]) -> Any:
         raise Fields({"question": name}).fault("question", "must be one of this version's")
     try:
         return _ANSWERS[name](model, given)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Fields(given).fault("question", f"has an unknown form ({error!r:.80})") from error
 
 

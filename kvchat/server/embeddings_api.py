@@ -54,10 +54,15 @@ class _Embedded:
 
 
 class EmbeddingsApi:
-    """The handlers of one service."""
+    """The handlers of one service.
+
+    One text after another is computed, whichever client's: the KV of several long ones at once
+    would leave no room for answers, and these would fail.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._turn = asyncio.Lock()
 
     async def openai(self, request: Request) -> Response:
         fields = await read_request(request)
@@ -84,7 +89,8 @@ class EmbeddingsApi:
             texts = await fields.read(lambda fields: _texts(fields, "input"))
         truncates = fields.raw("truncate") is not False
         embedded = await self._embedded(request, fields, texts, truncates=truncates)
-        told = {"model": fields.text("model"), "prompt_eval_count": embedded.num_tokens}
+        name = fields.text("model") or fields.text("name")
+        told = {"model": name, "prompt_eval_count": embedded.num_tokens}
         return _response(told, "embeddings", embedded.vectors)
 
     async def ollama_one(self, request: Request) -> Response:
@@ -115,8 +121,9 @@ class EmbeddingsApi:
         vectors, num_tokens = [], 0
         for text in wanted.texts:
             ids = await self._ids(text, wanted.truncates)
-            embedding = self._service.host.embed(ids, wanted.pooling)
-            vector = await asyncio.wrap_future(embedding)
+            async with self._turn:
+                embedding = self._service.host.embed(ids, wanted.pooling)
+                vector = await asyncio.wrap_future(embedding)
             if wanted.width not in (None, len(vector)):
                 raise fields.fault("dimensions", f"must be {len(vector)}, the model's width")
             vectors.append(_written(vector, wanted.form))

@@ -1,6 +1,7 @@
 """The text side of a model that a server has: the same ids and texts as one that was read here."""
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -122,7 +123,15 @@ def test_a_failing_tokenizer_is_told_as_it_is_here(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [("exec", {}), ("opening", {}), ("bytes", {"start": "x"}), ("encode", {"segments": [1]})],
+    [
+        ("exec", {}),
+        ("opening", {}),
+        ("bytes", {"start": "x"}),
+        ("bytes", {"start": -5}),
+        ("encode", {"segments": [1]}),
+        ("exceeds", {"text": "x", "limit": math.inf}),
+        ("stream", {"context": [], "ids": [-1], "is_last": True}),
+    ],
 )
 def test_a_question_of_another_version_is_refused(
     name: str, given: dict[str, Any], tmp_path: Path

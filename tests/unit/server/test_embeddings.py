@@ -1,13 +1,17 @@
 """Embeddings over HTTP: the forms of OpenAI's and of ollama's interface, and what is refused."""
 
+import asyncio
 import base64
+import json
 import struct
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from kvchat.chat.host import ChatHost
 from kvchat.server.guard import App
-from support.asgi_client import post
+from support.asgi_client import Got, call, post
 from support.served import Serve
 
 PATH = "/v1/embeddings"
@@ -60,6 +64,28 @@ def test_ollama_cuts_off_what_is_too_long_and_loads_for_nothing(app: App) -> Non
             "prompt_eval_count": 0,
         }
     assert post(app, "/api/embeddings", {"model": "scripted"}).json == {"embedding": []}
+
+
+def test_one_text_after_another_is_computed(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV of three long texts at once left no room for answers, which failed."""
+    sent = json.dumps(body("abc")).encode()
+    running: list[int] = []
+    embed = ChatHost.embed
+
+    def counted(self: ChatHost, *given: Any) -> "Future[list[float]]":
+        begun = embed(self, *given)
+        running.append(sum(not each.done() for each in asked))
+        asked.append(begun)
+        return begun
+
+    asked: list[Future[list[float]]] = []
+    monkeypatch.setattr(ChatHost, "embed", counted)
+
+    async def all_at_once() -> list[Got]:
+        return await asyncio.gather(*(call(app, "POST", PATH, sent) for _ in range(5)))
+
+    assert [got.status for got in asyncio.run(all_at_once())] == [200] * 5
+    assert running == [0] * 5
 
 
 def test_ollamas_paths_give_lists_of_numbers(app: App) -> None:
