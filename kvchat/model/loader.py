@@ -67,6 +67,7 @@ from kvchat.model.packed.quantise import (
     use_blocks,
     use_cpu_products,
 )
+from kvchat.model.read_report import leftovers, refuse_gaps
 from kvchat.model.rounding import Effect, effect_on
 from kvchat.model.spec import ModelSpec, slow_attention
 
@@ -334,7 +335,7 @@ def load_part(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        _refuse_gaps(source, report)
+        refuse_gaps(source, report)
     module.eval().requires_grad_(False)
     frozen_rope = freeze_rope(module, target.max_context)
     if target.asked_weights != "auto" and _can_pack(spec, device):
@@ -496,11 +497,13 @@ def _read_weights(
     attention = _attention_name(meta.config, spec)
     kept = spec.read_elsewhere if spec is not None else ()
     module, report, found = _built(source, meta, dtype, attention, progress, blocks_on, kept)
-    _refuse_gaps(source, report)
+    refuse_gaps(source, report)
     keep_precise(module, found.precise)
     if blocks_on is not None:
         use_blocks(module, found.blocks, blocks_on)
-    return module.eval().requires_grad_(False), _leftovers(source, meta.config, report)
+    return module.eval().requires_grad_(False), leftovers(
+        source, _unexpected(source, meta.config, report)
+    )
 
 
 def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -> Any:
@@ -510,7 +513,7 @@ def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -
     """
     meta = MetaModel(without_towers(read_config(source)))
     module, report, _ = _built(source, meta, dtype, attention, lambda event: None, None)
-    _refuse_gaps(source, report)
+    refuse_gaps(source, report)
     return module.eval().requires_grad_(False)
 
 
@@ -566,32 +569,11 @@ def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
     return attention_to_probe_loaded(hf_config)
 
 
-def _refuse_gaps(source: ModelSource, report: dict[str, Any]) -> None:
-    """Raise ModelError for missing tensors, which transformers would initialise at random."""
-    gaps = sorted(report["missing_keys"]) + sorted(key[0] for key in report["mismatched_keys"])
-    if gaps:
-        raise ModelError(
-            f"{source.name} lacks {len(gaps)} of its model's tensors, {gaps[0]} for one, or has "
-            "them in other shapes.",
-            "Is the download complete, and does config.json belong to these weights?",
-        )
-
-
-def _leftovers(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> tuple[str, ...]:
-    """Return a note on tensors the model does not use.
-
-    transformers has already removed those that the model class declares as expected.
-    """
+def _unexpected(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> set[str]:
+    """Return the tensors that the model does not use, but those of towers, which are left out."""
     unexpected = set(report["unexpected_keys"])
-    if unexpected and reads_more_than_text(hf_config):  # those of its towers are left out by us
-        unexpected -= tensor_names(read_config(source))
-    extra = sorted(unexpected)
-    if not extra:
-        return ()
-    return (
-        f"{source.name} has {len(extra)} tensors its model does not use, {extra[0]} for one. "
-        "Where answers are poor, config.json may not belong to these weights.",
-    )
+    reads_more = bool(unexpected) and reads_more_than_text(hf_config)
+    return unexpected - tensor_names(read_config(source)) if reads_more else unexpected
 
 
 def _move(module: Any, device: torch.device, progress: Progress) -> None:

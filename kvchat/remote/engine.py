@@ -38,10 +38,11 @@ from kvchat.core.types import (
 )
 from kvchat.engine.repetition import only_repeats
 from kvchat.engine.request import RequestSpec
+from kvchat.remote.answer_ids import AnswerIds
 from kvchat.remote.exchange import ServerClient, ServerLost
 from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.local_client import LocalClient
-from kvchat.remote.message_ids import AFTER_THINKING, THINKING, Mark, call_text, text_ids
+from kvchat.remote.message_ids import Mark
 from kvchat.remote.server_kv import ServerKv, SlotFiles
 from kvchat.remote.wire import Counts, Piece, Reader, request
 
@@ -439,14 +440,15 @@ class RemoteEngine:
         spec = sample.spec
         sample.slot = await self._slots.restored(spec.session_id)
         sent = request(self._server, spec, sample.number, self._takes_ids, sample.slot)
-        reader, speech = Reader(self._server.kind, self._takes_ids), _Speech()
+        reader, answer = Reader(self._server.kind, self._takes_ids), AnswerIds()
+        finish: FinishReason | None = None
         async with aclosing(self._client.stream(sent)) as documents:
             async for document in documents:
                 self._heard_s = time.perf_counter()
                 piece = reader.read(document)
                 sample.counts = piece.counts or sample.counts
                 self._tell_progress(sample, piece)
-                ids = self._own_ids(sample, piece) if self._takes_ids else speech.ids_of(piece)
+                ids = self._own_ids(sample, piece) if self._takes_ids else answer.ids_of(piece)
                 # After a stop token the server tells its figures, unless it does not stop there.
                 if ids and sample.stop_token is not None:
                     return FinishReason.STOP
@@ -455,16 +457,16 @@ class RemoteEngine:
                     return ending
                 if piece.calls and sample.is_at_limit(self._takes_ids):
                     return FinishReason.LENGTH
-                speech.finish = piece.finish or speech.finish
+                finish = piece.finish or finish
                 sample.slot = piece.slot if piece.slot is not None else sample.slot
-        self._say(sample, speech.last_ids())
-        if not self._takes_ids and speech.finish is FinishReason.STOP:
+        self._say(sample, answer.last_ids())
+        if not self._takes_ids and finish is FinishReason.STOP:
             sample.stop_token = Mark.END
-        if speech.finish is None:
+        if finish is None:
             raise ServerLost(
                 f"The server at {self._server.address.shown} broke off the answer.", _GO_ON
             )
-        return speech.finish
+        return finish
 
     def _own_ids(self, sample: _Sample, piece: Piece) -> Sequence[int]:
         """Return a piece's ids; if the server left out some, those that spell the same text."""
@@ -535,39 +537,6 @@ def _new_client(server: Server, is_own: bool) -> ServerClient:
     from kvchat.remote.client import Client
 
     return Client(server.address)
-
-
-@dataclass(slots=True)
-class _Speech:
-    """Joins thinking, answer and calls of a server that takes messages, to one text with marks."""
-
-    is_thinking: bool = False
-    finish: FinishReason | None = None
-    calls: dict[int, tuple[str, str]] = field(default_factory=dict)
-
-    def ids_of(self, piece: Piece) -> list[int]:
-        text = ""
-        if piece.thinking:
-            text += piece.thinking if self.is_thinking else THINKING + piece.thinking
-            self.is_thinking = True
-        if piece.text:
-            text += self._closed() + piece.text
-        for call in piece.calls:
-            name, arguments = self.calls.get(call.index, ("", ""))
-            self.calls[call.index] = name or call.name, arguments + call.arguments
-        return text_ids(text)
-
-    def last_ids(self) -> list[int]:
-        """Return the ids of the calls, which are complete at the end only."""
-        if not self.calls:
-            return []
-        calls = (call_text(*self.calls[index]) for index in sorted(self.calls))
-        return text_ids(self._closed() + "\n".join(calls))
-
-    def _closed(self) -> str:
-        closing = AFTER_THINKING if self.is_thinking else ""
-        self.is_thinking = False
-        return closing
 
 
 def _finished(sample: _Sample, reason: FinishReason, takes_ids: bool) -> SampleFinished:
