@@ -30,11 +30,11 @@ from kvchat.engine.kv_thinner import KvThinner
 from kvchat.engine.kv_verifier import KvVerifier
 from kvchat.engine.locator import Locator
 from kvchat.engine.next_step import NextStep
-from kvchat.engine.output_processor import OutputProcessor, explained
+from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State, Thinning
 from kvchat.engine.request_saver import RequestSaver
 from kvchat.engine.request_trace import RequestTrace
-from kvchat.engine.runner import Drawn, Runner, draw, draws_of, tokens_of
+from kvchat.engine.runner import Drawn, Runner, draw, draw_apart, draws_of, explained, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
 from kvchat.engine.speculation import Limits, Mode, Speculation
 from kvchat.engine.step_threads import MOST_ROWS
@@ -99,6 +99,7 @@ class Engine:
         self._scheduler = Scheduler(
             cache, max_step_tokens, max_running, promote, max_prefill_tokens, max_pairs, drop_kv
         )
+        self._draw = draw_apart if cache.has_state else draw
         self._max_step_tokens = max_step_tokens
         self._next_step: NextStep | None = None
         if queues_next and runner.has_graphs:
@@ -498,7 +499,7 @@ class Engine:
                 num_rows = len(logits) - len(checks)
                 if checks and self._fails(logits[num_rows:]):
                     return []  # nothing was counted, so the remaining requests are computed again
-                drawn = draw(plan, logits[:num_rows])
+                drawn = self._draw(plan, logits[:num_rows])
         except StepAbandoned:
             if self._is_measuring:
                 plan[0].request.cancelled_for = FinishReason.CANCELLED
@@ -509,7 +510,8 @@ class Engine:
             _log.error("step failed requests=%d", len(plan), exc_info=error)
             explanation = explained(error)
         else:
-            self._note_step(plan, drawn.tokens, self._clock() - began_s)
+            if settled := [scheduled for scheduled in plan if scheduled not in drawn.failed]:
+                self._note_step(settled, drawn.tokens, self._clock() - began_s)
             return self._advance(plan, drawn)
         # Outside the handler: the error object keeps the failed step's tensors alive.
         if is_alone:

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.rates import PrefillRate
@@ -94,6 +92,9 @@ class OutputProcessor:
             request = scheduled.request
             if request.state is State.FINISHED:
                 continue  # ended because another of its samples failed
+            if (error := drawn.failed.get(scheduled)) is not None:
+                events.extend(self.fail(request, error))
+                continue
             assert request.table is not None
             tokens = drawn.tokens.get(scheduled, [])
             num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
@@ -325,16 +326,3 @@ def _generated(
     return (
         [TokensGenerated(request.request_id, request.sample, token_ids, told)] if token_ids else []
     )
-
-
-def explained(error: Exception) -> KvchatError:
-    """Return what a failed step is told as."""
-    if isinstance(error, KvchatError):
-        return error
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return GenerationError(
-            "The device ran out of memory while answering.",
-            "Lower --device-cache or use a smaller model.",
-        )
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")

@@ -5,13 +5,16 @@ logits to requests, drafts and siblings, and draw their tokens. Appending the to
 is the OutputProcessor's work.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
+from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.stats import GraphStatus
 from kvchat.core.types import TokenLogprobs
 from kvchat.engine.request import Request
@@ -34,6 +37,8 @@ from kvchat.model.observed_kv import Observer, observing
 from kvchat.model.paged_model import PagedModel
 from kvchat_kernels.launch import begin_reading, on_device
 from kvchat_kernels.sampler import RowDraw
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +275,14 @@ class _Owner:
 class Drawn(NamedTuple):
     """The tokens drawn in a step, and the logprobs of those that want them, one for each token.
 
-    `scored` has the logprobs of the next tokens of prompts.
+    `scored` has the logprobs of the next tokens of prompts. `failed` says which requests have none
+    of these, and why.
     """
 
     tokens: dict[ScheduledRequest, list[int]]
     logprobs: dict[ScheduledRequest, list[TokenLogprobs]]
     scored: Mapping[ScheduledRequest, list[TokenLogprobs]]
+    failed: Mapping[ScheduledRequest, KvchatError] = MappingProxyType({})
 
 
 def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
@@ -314,6 +321,34 @@ def draw(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
         return Drawn(tokens, {}, scored)
     logprobs = _logprobs([owners[i] for i in wanting], raw, [drawn[i] for i in wanting])
     return Drawn(tokens, logprobs, scored)
+
+
+def draw_apart(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
+    """Draw as `draw`; where that fails, draw for each request by itself, and name those that fail.
+
+    For a model with recurrent state, whose step cannot run again: the states have read it.
+    """
+    whole = logits.clone()  # drawing changes rows in place
+    with suppress(Exception):  # it is raised again below, for the request whose it is
+        return draw(plan, logits)
+    tokens: dict[ScheduledRequest, list[int]] = {}
+    logprobs: dict[ScheduledRequest, list[TokenLogprobs]] = {}
+    scored: dict[ScheduledRequest, list[TokenLogprobs]] = {}
+    failed: dict[ScheduledRequest, KvchatError] = {}
+    start = 0
+    for scheduled in plan:
+        end = start + scheduled.num_logit_rows
+        try:
+            one = draw([scheduled], whole[start:end])
+        except Exception as error:  # a constraint of its own can fail with anything
+            _log.error("no token could be drawn", exc_info=error)
+            failed[scheduled] = explained(error)
+        else:
+            tokens.update(one.tokens)
+            logprobs.update(one.logprobs)
+            scored.update(one.scored)
+        start = end
+    return Drawn(tokens, logprobs, scored, failed)
 
 
 def _scored(
@@ -419,3 +454,16 @@ def sampling_row(
         num_prompt=request.num_prompt_tokens,
         allowed=request.constraint.allowed() if request.constraint is not None else None,
     )
+
+
+def explained(error: Exception) -> KvchatError:
+    """Return what a failed step is told as."""
+    if isinstance(error, KvchatError):
+        return error
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return GenerationError(
+            "The device ran out of memory while answering.",
+            "Lower --device-cache or use a smaller model.",
+        )
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return GenerationError(f"The forward pass failed: {reason[:200].rstrip('.')}.")

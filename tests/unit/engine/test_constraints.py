@@ -1,19 +1,23 @@
 """Constraints in the engine: only allowed tokens, and otherwise the same draws."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvchat.core.errors import GenerationError
+from kvchat.core.events import RequestEvent, RequestFailed, TokensGenerated
 from kvchat.core.types import FinishReason, SamplingParams, TokenConstraint
 from kvchat.engine.drafters import Offer
+from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.sampler import SamplingRow, sample
 from kvchat.engine.speculation import Speculation
 from support.engine_harness import EngineHarness
 from support.fixed_drafts import FixedDraftPolicy
 from support.remembering_model import GREEDY, RisingTokens
+from support.stateful_models import load_stateful, open_engine, words
 from support.trial_drafters import OracleDrafter
 
 SAMPLED = SamplingParams(temperature=1.3, top_p=0.95, seed=11)
@@ -149,3 +153,38 @@ def test_a_constraint_that_fails_ends_its_own_request_only(
     [failed] = engine.failures(bad)
     assert sentence in str(failed.error)
     engine.assert_complete(good)
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_with_recurrent_state_too_it_ends_its_own_request_only(
+    speculates: bool, tmp_path: Path
+) -> None:
+    """The step ran again for each request alone, from states that had read its tokens already."""
+
+    def broken() -> TokenConstraint:
+        return _Broken("allowed", RuntimeError("what"))
+
+    _, loaded = load_stateful("lfm2", tmp_path)
+    spec = RequestSpec(tuple(words(20, 1)), GREEDY, max_tokens=12)
+
+    def answers(*specs: RequestSpec) -> list[list[RequestEvent]]:
+        drafts = Speculation([NgramDrafter()], policy=FixedDraftPolicy(3)) if speculates else None
+        engine = open_engine(loaded, None, speculation=drafts)
+        numbers = [engine.submit(spec) for spec in specs]
+        events: list[RequestEvent] = []
+        while engine.has_work:
+            events += engine.step()
+        engine.close()
+        return [[e for e in events if e.request_id == number] for number in numbers]
+
+    bad = replace(spec, prompt_ids=tuple(words(30, 2)), new_constraint=broken)
+    [alone] = answers(spec)
+    failed, beside = answers(bad, spec)
+
+    assert tokens_of(beside) == tokens_of(alone)
+    assert len(tokens_of(beside)) == 12
+    assert [type(event) for event in failed[-1:]] == [RequestFailed]
+
+
+def tokens_of(events: list[RequestEvent]) -> list[int]:
+    return [t for event in events if isinstance(event, TokensGenerated) for t in event.token_ids]
