@@ -42,6 +42,10 @@ _IS_FIRST = "DIRECTORY_OF_TEST_RUN" not in os.environ
 if _IS_FIRST:
     os.environ["DIRECTORY_OF_TEST_RUN"] = tempfile.mkdtemp(prefix="kvchat-tests-")
     Path(os.environ["DIRECTORY_OF_TEST_RUN"], "probes").mkdir()
+    # What a test keeps without a home of its own is the run's, not the user's.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
+    os.environ["HOME"] = str(Path(os.environ["DIRECTORY_OF_TEST_RUN"], "home"))
+    Path.home().mkdir()
 
 
 def pytest_unconfigure() -> None:

@@ -111,7 +111,7 @@ def test_every_mode_gives_the_same_answers(
     for seed in range(size):
         sampling = SamplingParams(temperature=temperature, top_p=0.9, seed=seed)
         texts = []
-        for mode in Mode:
+        for mode in (Mode.OFF, Mode.AUTO, Mode.NGRAM, Mode.DRAFT):
             chat = Chat(pair, mode)
             texts.append([chat.ask(question, sampling) for question in QUESTIONS])
             if mode is Mode.OFF:

@@ -163,8 +163,13 @@ def test_a_manifest_is_not_trusted(ollama: Path, content: bytes) -> None:
 
 
 def test_models_list_has_gguf_files_with_their_sizes(
-    hub: Path, ollama: Path, capsys: pytest.CaptureFixture[str]
+    hub: Path,
+    ollama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no model was used there
     list_models({})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [
