@@ -83,9 +83,8 @@ def _reader() -> MarkdownIt:
     reader = MarkdownIt("js-default", {"html": False, "linkify": False}).disable("image")
     reader.validateLink = _is_safe  # type: ignore[method-assign]
     reader.options["highlight"] = lambda code, language, _: _coloured(code, language)
-    reader.add_render_rule("link_open", _link)
-    for name in ("th_open", "td_open"):
-        reader.add_render_rule(name, _cell)
+    for name in ("link_open", "th_open", "td_open"):
+        reader.add_render_rule(name, _open_tag)
     # Rules that never match, before all others: they see each step of the reader.
     reader.inline.ruler.before("text", "time", lambda state, _: _look_at_time(state))
     reader.block.ruler.before(
@@ -104,30 +103,22 @@ def _is_safe(url: str) -> bool:
     return url.strip().lower().startswith(_SAFE_LINKS)
 
 
-def _link(
+def _open_tag(
     renderer: RendererHTML,
     marks: Sequence[Mark],
     place: int,
     options: OptionsDict,
     env: MutableMapping[str, Any],
 ) -> str:
-    """Open a link that tells the other site nothing, and gives it no hold of this page."""
-    marks[place].attrSet("rel", "noreferrer noopener")
-    marks[place].attrSet("target", "_blank")
-    return renderer.renderToken(marks, place, options, env)
-
-
-def _cell(
-    renderer: RendererHTML,
-    marks: Sequence[Mark],
-    place: int,
-    options: OptionsDict,
-    env: MutableMapping[str, Any],
-) -> str:
-    """Open a cell of a table: no page may have a style in an attribute, so a class aligns it."""
-    side = str(marks[place].attrs.pop("style", "")).removeprefix("text-align:")
-    if side:
-        marks[place].attrSet("class", side)
+    """Open a link, which tells the other site nothing and gives it no hold of this page, or a cell
+    of a table: no page may have a style in an attribute, so a class aligns it.
+    """
+    mark = marks[place]
+    if mark.tag == "a":
+        mark.attrSet("rel", "noreferrer noopener")
+        mark.attrSet("target", "_blank")
+    elif side := str(mark.attrs.pop("style", "")).removeprefix("text-align:"):
+        mark.attrSet("class", side)
     return renderer.renderToken(marks, place, options, env)
 
 
