@@ -1,4 +1,4 @@
-"""What a chat asks of a tokenizer, whoever has it: this process, or a server."""
+"""TextCodec: the tokenizer as a chat uses it, in this process or in a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

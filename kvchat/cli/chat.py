@@ -368,7 +368,7 @@ def _keep_alive(settings: Settings, request: ChatRequest, notices: "Notices") ->
     try:
         started(settings, minutes, notices.tell)
     except KvchatError as error:
-        if is_default:  # nobody asked for it, and this process loads the model or says why not
+        if is_default:  # by default it is tried only: this process loads the model instead
             _log.info("no server was started: %s", type(error).__name__)
         else:
             notices.tell(one_line(str(error), 300))

@@ -6,7 +6,7 @@ from kvchat.core.errors import UsageError
 
 
 def confirm(question: str) -> bool:
-    """Return whether the user says yes; raises UsageError where nobody can be asked."""
+    """Return whether the user says yes; raises UsageError where there is no terminal."""
     if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
         raise UsageError(f"{question} It has to be confirmed at a terminal.", "Or give --yes.")
     sys.stderr.write(f"{question} [y/N] ")

@@ -26,7 +26,7 @@ def collecting(model: PagedModel) -> Iterator[list[torch.Tensor]]:
     def collect(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         rows = inputs[0]
         found.append(rows.detach().reshape(-1, rows.shape[-1]).float())
-        # Nobody reads the logits: one row of them is enough where the model picks rows itself.
+        # The logits are not read: one row of them is enough where the model picks rows itself.
         return (rows[..., :1, :], *inputs[1:]) if model.keeps_rows else None
 
     compiled, model.compiled = model.compiled, None

@@ -28,7 +28,7 @@ class LastHidden:
         self._add(None, None, self._norm.forward(stream))
 
     def clear(self) -> None:
-        """Drop what a step left that failed or that nobody reads."""
+        """Drop the rows of a step that failed, or whose rows are not read."""
         self._rows.clear()
 
     def take(self) -> torch.Tensor:

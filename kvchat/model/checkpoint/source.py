@@ -39,7 +39,7 @@ UNWANTED = ("original/*", "consolidated*", "onnx/*", "*/*.safetensors")
 _NOT_REACHED = ("ConnectError", "ConnectTimeout", "ProxyError")
 _BROKEN_OFF = ("RemoteProtocolError", "ReadError", "ReadTimeout")
 _REFUSALS = {
-    401: "The hub gives nobody without a login",
+    401: "The hub asks for a login before it gives",
     403: "The hub does not let this account have",
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

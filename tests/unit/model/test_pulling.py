@@ -95,7 +95,7 @@ def test_a_small_file_is_compared_by_gits_hash(hub: FakeHub) -> None:
         ((401, "GatedRepo"), "org/m is gated. Accept its terms"),
         ((403, "GatedRepo"), "org/m is gated. Accept its terms"),
         ((403, ""), "The hub does not let this account have org/m."),
-        ((401, ""), "The hub gives nobody without a login org/m."),
+        ((401, ""), "The hub asks for a login before it gives org/m."),
         ((401, "RepoNotFound"), "The hub has no model org/m. Check the spelling; a private"),
         ((404, "RepoNotFound"), "The hub has no model org/m."),
         ((500, ""), "org/m could not be downloaded: "),
