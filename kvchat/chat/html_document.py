@@ -12,7 +12,7 @@ from importlib.resources import files
 from kvchat.chat.attachment import attached_files, split_attached
 from kvchat.chat.compaction import OPENING
 from kvchat.chat.conversation import Conversation, Role, Turn
-from kvchat.chat.html_text import from_code, from_markdown, from_plain
+from kvchat.chat.html_text import PageText, from_plain
 from kvchat.chat.messages import MessageTree, TreeNode
 from kvchat.chat.thinking import split_thinking
 from kvchat.core.text import one_line, sanitize
@@ -57,6 +57,7 @@ def conversation_html(conversation: Conversation, model: str = "") -> str:
     branches are folded.
     """
     tree = MessageTree(conversation)
+    page = PageText()
     on_path = {id(node) for node in tree.path()}
     parts = [_header(conversation, model), "<main>\n"]
     # A stack, because conversations are deeper than Python's. Texts close what was opened.
@@ -66,7 +67,7 @@ def conversation_html(conversation: Conversation, model: str = "") -> str:
         if isinstance(node, str):
             parts.append(node)
             continue
-        parts.append(_node(node))
+        parts.append(_node(node, page))
         pending += _below(node, on_path)
     return "".join([*parts, "</main>\n"])
 
@@ -100,9 +101,10 @@ def _branch_name(node: TreeNode) -> str:
     return f"Another message: {escape(one_line(split_attached(node.turn.text)[1], 60))}"
 
 
-def _node(node: TreeNode) -> str:
+def _node(node: TreeNode, page: PageText) -> str:
     if node.turn is not None:
-        return _answer(node.turn) if node.turn.role is Role.ASSISTANT else _message(node.turn)
+        write = _answer if node.turn.role is Role.ASSISTANT else _message
+        return write(node.turn, page)
     if node.parent is None:
         return ""
     if node.opening.summary_of is not None:
@@ -110,22 +112,25 @@ def _node(node: TreeNode) -> str:
     return _folded("System prompt", from_plain(node.opening.system or "(none)"))
 
 
-def _message(turn: Turn) -> str:
-    results = "".join(_folded(f"Result of {r.name}", from_code(r.text)) for r in turn.results)
+def _message(turn: Turn, page: PageText) -> str:
+    results = "".join(_folded(f"Result of {r.name}", page.from_code(r.text)) for r in turn.results)
     if not turn.is_message:
         return f'<article class="tool">\n{results}</article>\n'
     attached = attached_files(turn.text)
-    files = "".join(_folded(name, from_code(_without_fence(whole))) for name, whole in attached)
+    files = "".join(
+        _folded(name, page.from_code(_without_fence(whole))) for name, whole in attached
+    )
     words = split_attached(turn.text)[1].removeprefix(OPENING)
     return _article("user", "You", f"{results}{files}{from_plain(words)}")
 
 
-def _answer(turn: Turn) -> str:
+def _answer(turn: Turn, page: PageText) -> str:
     thinking, words = split_thinking(turn.text)
     parts = [_folded("Thinking", from_plain(thinking.strip()))] if thinking.strip() else []
-    parts += [from_markdown(words)] if words.strip() else []
+    parts += [page.from_markdown(words)] if words.strip() else []
     parts += [
-        _folded(f"Calls {call.name}", from_code(call.arguments_text, "json")) for call in turn.calls
+        _folded(f"Calls {call.name}", page.from_code(call.arguments_text, "json"))
+        for call in turn.calls
     ]
     parts += ['<p class="note">(cut off)</p>\n'] if turn.is_partial else []
     return _article("assistant", "Assistant", "".join(parts))

@@ -18,7 +18,14 @@ from markdown_it.token import Token as Mark
 from markdown_it.utils import OptionsDict
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String  # type: ignore[import-untyped]
 
-from kvchat.chat.lexing import TokenType, find_lexer, has_time_limit, is_too_long, tokens_of
+from kvchat.chat.lexing import (
+    MAX_LEXING_S,
+    TokenType,
+    find_lexer,
+    has_time_limit,
+    is_too_long,
+    tokens_of,
+)
 from kvchat.core.text import sanitize
 
 # A text that is longer, or takes more of the processor's time, is shown as it is: the work on a
@@ -27,9 +34,12 @@ from kvchat.core.text import sanitize
 _MAX_MARKDOWN_CHARS = 200_000
 _SPARE_S, _SECONDS_PER_CHAR = 0.5, 2e-5
 _END = "end_s"  # when the reader gives up, by `time.thread_time`
+_PAGE = "page"  # whose text is read
 # The constructs that look, at each line, whether one of another kind begins there.
 _ENDED_BY_OTHERS = ("paragraph", "reference", "blockquote", "list", "table")
 _MAX_COLOURED_CHARS = 50_000
+# The lexers of all code on a page have so long; then its code has no colours.
+_PAGE_LEXING_S = 5.0
 _SAFE_LINKS = ("http://", "https://", "mailto:")
 # The class of each kind of token in page.css.
 _CLASSES: tuple[tuple[TokenType, str], ...] = (
@@ -55,36 +65,54 @@ class _TooSlowError(Exception):
     """The reader does not come to an end in its time."""
 
 
-def from_markdown(text: str) -> str:
-    """Return Markdown as HTML; a text that is very long or takes too long as plain text."""
-    text = sanitize(text)
-    if len(text) > _MAX_MARKDOWN_CHARS:
-        return from_plain(text)
-    end_s = time.thread_time() + _SPARE_S + _SECONDS_PER_CHAR * len(text)
-    try:
-        rendered: str = _reader().render(text, {_END: end_s})
-    except _TooSlowError:
-        return from_plain(text)
-    return rendered
-
-
 def from_plain(text: str) -> str:
     """Return a text as HTML that keeps its lines and spaces."""
     return f'<p class="plain">{escape(sanitize(text))}</p>\n'
 
 
-def from_code(text: str, language: str = "") -> str:
-    """Return code as HTML, in colours where its language is known."""
-    return f"<pre><code>{_coloured(sanitize(text), language)}</code></pre>\n"
+class PageText:
+    """The texts of one page, whose lexers share `lexing_s` seconds."""
+
+    def __init__(self, lexing_s: float = _PAGE_LEXING_S) -> None:
+        self._left_s = lexing_s
+
+    def from_markdown(self, text: str) -> str:
+        """Return Markdown as HTML; a text that is very long or takes too long as plain text."""
+        text = sanitize(text)
+        if len(text) > _MAX_MARKDOWN_CHARS:
+            return from_plain(text)
+        end_s = time.thread_time() + _SPARE_S + _SECONDS_PER_CHAR * len(text)
+        try:
+            rendered: str = _reader().render(text, {_END: end_s, _PAGE: self})
+        except _TooSlowError:
+            return from_plain(text)
+        return rendered
+
+    def from_code(self, text: str, language: str = "") -> str:
+        """Return code as HTML, in colours where its language is known."""
+        return f"<pre><code>{self._coloured(sanitize(text), language)}</code></pre>\n"
+
+    def _coloured(self, code: str, language: str) -> str:
+        """Return code as HTML, without colours where a lexer could not be stopped."""
+        is_long = len(code) > _MAX_COLOURED_CHARS or any(map(is_too_long, code.splitlines()))
+        if is_long or self._left_s <= 0.0 or not has_time_limit():
+            return escape(code)
+        began_s = time.monotonic()
+        lexer, limit_s = find_lexer(language), min(MAX_LEXING_S, self._left_s)
+        tokens = tokens_of(lexer, code, ["root"], limit_s) if lexer is not None else None
+        self._left_s -= time.monotonic() - began_s
+        if tokens is None:
+            return escape(code)
+        return "".join(_span(_class_of(kind), value) for kind, value in tokens)
 
 
 @cache
 def _reader() -> MarkdownIt:
     reader = MarkdownIt("js-default", {"html": False, "linkify": False}).disable("image")
     reader.validateLink = _is_safe  # type: ignore[method-assign]
-    reader.options["highlight"] = lambda code, language, _: _coloured(code, language)
     for name in ("link_open", "th_open", "td_open"):
         reader.add_render_rule(name, _open_tag)
+    reader.add_render_rule("fence", _fence)
     # Rules that never match, before all others: they see each step of the reader.
     reader.inline.ruler.before("text", "time", lambda state, _: _look_at_time(state))
     reader.block.ruler.before(
@@ -122,14 +150,15 @@ def _open_tag(
     return renderer.renderToken(marks, place, options, env)
 
 
-def _coloured(code: str, language: str) -> str:
-    """Return code as HTML, without colours where a lexer could not be stopped."""
-    is_long = len(code) > _MAX_COLOURED_CHARS or any(map(is_too_long, code.splitlines()))
-    lexer = find_lexer(language) if has_time_limit() and not is_long else None
-    tokens = tokens_of(lexer, code, ["root"]) if lexer is not None else None
-    if tokens is None:
-        return escape(code)
-    return "".join(_span(_class_of(kind), value) for kind, value in tokens)
+def _fence(
+    renderer: RendererHTML,
+    marks: Sequence[Mark],
+    place: int,
+    options: OptionsDict,
+    env: MutableMapping[str, Any],
+) -> str:
+    page: PageText = env[_PAGE]
+    return page.from_code(marks[place].content, marks[place].info.strip().partition(" ")[0])
 
 
 def _span(name: str, text: str) -> str:

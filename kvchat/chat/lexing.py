@@ -19,7 +19,7 @@ TokenType = Any  # pygments has no stubs
 # steps are counted, and the time is limited for what happens inside a step.
 _STEPS_PER_CHAR = 20
 _SPARE_STEPS = 1000
-_MAX_LEXING_S = 1.0
+MAX_LEXING_S = 1.0
 _MAX_LINE_CHARS = 2000
 
 # What opens a comment of several lines, where a language has such, and one that is closed.
@@ -48,13 +48,15 @@ def find_lexer(language: str) -> Lexer | None:
     return lexer if can_read else None
 
 
-def tokens_of(lexer: Lexer, text: str, states: list[str]) -> list[tuple[TokenType, str]] | None:
-    """Return token types and texts, None where the lexer fails or does not come to an end.
+def tokens_of(
+    lexer: Lexer, text: str, states: list[str], limit_s: float = MAX_LEXING_S
+) -> list[tuple[TokenType, str]] | None:
+    """Return token types and texts, None where the lexer fails or takes longer than `limit_s`.
 
     Leaves the state after the text in `states`.
     """
     try:
-        with _time_limit(_MAX_LEXING_S):
+        with _time_limit(limit_s):
             return list(_lex(lexer, text, states))
     except (Exception, _EndlessError):  # a bug in one of hundreds of lexers must not end an answer
         return None

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from kvchat.chat.html_document import conversation_html, digest_of, page_style
-from kvchat.chat.html_text import from_markdown
+from kvchat.chat.html_text import PageText
 from kvchat.chat.json_requests import to_messages
 from kvchat.chat.store import SessionStore
 from kvchat.core.errors import KvchatError, SessionNotFound
@@ -101,7 +101,7 @@ class PagesApi:
         """Return the Markdown `text` as HTML."""
         fields = await read_request(request)
         text = fields.text("text") or ""
-        html = await _renderer().run(lambda: from_markdown(text))
+        html = await _renderer().run(lambda: PageText().from_markdown(text))
         return JSONResponse({"html": html})
 
     def _allowed_store(self) -> SessionStore:

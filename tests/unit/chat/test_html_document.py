@@ -1,6 +1,7 @@
 """A conversation as a page: every branch is in it, and nothing in it runs, loads or hides."""
 
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvchat.chat import html_text
 from kvchat.chat.conversation import Conversation, Role
 from kvchat.chat.html_document import digest_of, to_html
-from kvchat.chat.html_text import from_code, from_markdown
+from kvchat.chat.html_text import PageText
 from kvchat.core.types import FinishReason
 from support.turns import branching_conversation, turn
 
@@ -90,15 +91,41 @@ def test_a_conversation_deeper_than_pythons_stack_is_written() -> None:
 
 
 def test_code_is_coloured_and_keeps_every_character() -> None:
-    html = from_markdown("```python\ndef f(a): return a < 1  # so\n```")
+    html = PageText().from_markdown("```python\ndef f(a): return a < 1  # so\n```")
 
     assert '<span class="keyword">def</span>' in html
     assert re.sub("<[^>]*>", "", html).strip() == "def f(a): return a &lt; 1  # so"
-    assert from_code("x" * 60_000, "python") == f"<pre><code>{'x' * 60_000}</code></pre>\n"
+    assert (
+        PageText().from_code("x" * 60_000, "python") == f"<pre><code>{'x' * 60_000}</code></pre>\n"
+    )
+
+
+class EndlessLexer:
+    """A lexer that never ends, and counts the codes that it was given."""
+
+    num_codes = 0
+
+    def get_tokens_unprocessed(self, text: str) -> Iterator[tuple[int, object, str]]:
+        self.num_codes += 1
+        while True:
+            re.fullmatch("(?:a|aa)+b", "a" * 15)
+        yield 0, None, text
+
+
+def test_all_code_of_a_page_shares_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block had a second of its own, so a page of a thousand took many minutes."""
+    lexer = EndlessLexer()
+    monkeypatch.setattr(html_text, "find_lexer", lambda language: lexer)
+    page = PageText(lexing_s=0.05)
+
+    html = page.from_markdown("```slow\na < b\n```\n\n" * 3) + page.from_code("a < b", "slow")
+
+    assert lexer.num_codes == 1
+    assert html.count("a &lt; b") == 4
 
 
 def test_a_text_that_markdown_would_read_for_long_is_shown_as_it_is() -> None:
-    assert from_markdown("*a " * 100_000).startswith('<p class="plain">*a *a')
+    assert PageText().from_markdown("*a " * 100_000).startswith('<p class="plain">*a *a')
 
 
 @pytest.mark.parametrize(
@@ -113,4 +140,4 @@ def test_a_text_whose_cost_grows_with_its_square_is_given_up(
     monkeypatch.setattr(html_text, "_SPARE_S", 0.02)
     monkeypatch.setattr(html_text, "_SECONDS_PER_CHAR", 0.0)
 
-    assert from_markdown(text).startswith('<p class="plain">')
+    assert PageText().from_markdown(text).startswith('<p class="plain">')
