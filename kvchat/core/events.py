@@ -22,6 +22,7 @@ class ModelReady:
     draft                   the name of the draft model, None where there is none
     kv_dtype                the dtype of KV, "" if it is `dtype`
     weights                 the form of the weights, "" if it is not known or cannot be chosen
+    stored_as               the format of the files' weights, such as Q4_K_M; "" if it is not known
     sent_as                 what a server gets, token ids or messages; "" if this process computes
     is_context_limit_told   false for a server that does not tell: `context_limit` is a large number
     """
@@ -37,6 +38,7 @@ class ModelReady:
     is_context_limit_told: bool = True
     kv_dtype: str = ""
     weights: str = ""
+    stored_as: str = ""
     sent_as: str = ""
 
     @property

@@ -49,6 +49,7 @@ from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
+from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import same_vocabulary
 from kvchat.model.device import can_change_threads, dtype_name
@@ -358,6 +359,7 @@ def model_ready(loaded: LoadedModel, engine: Engine, began_s: float) -> ModelRea
         notes=loaded.notes,
         kv_dtype=engine.cache.kv_pool.geometry.dtype_beside(loaded.dtype),
         weights=chosen_weights(loaded),
+        stored_as=stored_format(loaded.source),
     )
 
 

@@ -140,7 +140,6 @@ class OllamaApi:
         num_bytes, changed_s = _size(path)
         identity = ready.identity if ready is not None else name
         kind = "gguf" if path.suffix == ".gguf" else "safetensors"
-        weights = ready.weights if ready is not None else ""
         return {
             "name": served_name(name),
             "model": served_name(name),
@@ -153,7 +152,7 @@ class OllamaApi:
                 "family": "kvchat",
                 "families": ["kvchat"],
                 "parameter_size": "",
-                "quantization_level": weights,
+                "quantization_level": ready.stored_as if ready is not None else "",
             },
         }
 

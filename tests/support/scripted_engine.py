@@ -459,7 +459,9 @@ def scripted_build(
             loading.last(progress)
         if failure is not None:
             raise failure
-        ready = ModelReady("scripted", "none", "cpu", "float32", max_context, 0.0)
+        ready = ModelReady(
+            "scripted", "none", "cpu", "float32", max_context, 0.0, stored_as="Q4_K_M"
+        )
         return ScriptedEngine(model, author, max_context), ready
 
     return build

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvchat.core.errors import KvchatError
 from kvchat.core.text import format_age, format_bytes, one_line
-from kvchat.model.checkpoint.source import DEMO, demo_directory
+from kvchat.model.checkpoint.source import DEMO, ModelSource, demo_directory
 from kvchat.model.checkpoint.used_models import UsedModel
 from kvchat.model.files.checkpoint_files import read_json
 from kvchat.model.files.hub_cache import cached_models, file_sizes
@@ -89,6 +89,13 @@ def _of_files(
 
 def _format_of(path: str) -> str:
     return format_in(path).upper() if path.endswith(".gguf") else format_of_directory(Path(path))
+
+
+def stored_format(source: ModelSource) -> str:
+    """Return the format of a model's weights, as its files say; "" if they do not."""
+    return (
+        source.gguf.file_type if source.gguf is not None else format_of_directory(source.directory)
+    )
 
 
 def format_of_directory(directory: Path) -> str:

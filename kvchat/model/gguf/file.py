@@ -75,6 +75,17 @@ class GgufModel:
         name = self.metadata.get("general.architecture")
         return name if isinstance(name, str) else ""
 
+    @property
+    def file_type(self) -> str:
+        """The mixture of block formats by llama.cpp's name, such as Q4_K_M; "" if it is unknown."""
+        from gguf.constants import LlamaFileType
+
+        try:
+            name = LlamaFileType(self.metadata.get("general.file_type", -1)).name
+        except ValueError:
+            return ""
+        return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
     def floats(self, name: str) -> list[float] | None:
         """Return a small tensor of float32 numbers, such as rope factors; None if it is missing."""
         tensor = self.tensors.get(name)

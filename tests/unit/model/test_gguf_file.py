@@ -11,7 +11,8 @@ import pytest
 from kvchat.core.errors import ExitCode, ModelError
 from kvchat.core.types import NO_MEMORY
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
-from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.local_models import stored_format
+from kvchat.model.checkpoint.source import ModelSource, find_model
 from kvchat.model.gguf.file import read_gguf
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
@@ -39,6 +40,16 @@ def array(kind: int, count: int) -> bytes:
 
 def tensor(dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
     return text("t") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "Q4_K_M"), (0, "F32"), (999, "")])
+def test_a_file_says_in_which_mixture_of_formats_it_is(
+    number: int, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header(0, 1, text("general.file_type") + struct.pack("<II", 4, number)))
+
+    assert stored_format(ModelSource("m", tmp_path, gguf=read_gguf(path))) == name
 
 
 HOSTILE = {

@@ -148,6 +148,7 @@ def test_the_lists_name_the_model_with_a_tag_and_say_what_it_can(app: App) -> No
 
     assert (tagged["name"], other["name"]) == ("scripted:latest", "other:latest")
     assert len(tagged["digest"]) == 64
+    assert tagged["details"]["quantization_level"] == "Q4_K_M"
     assert loaded["model"] == "scripted:latest"
     assert shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["kvchat.context_length"] == loaded["context_length"] == 32768
