@@ -75,12 +75,19 @@ def _of_files(
         if os.path.isabs(name) and os.path.exists(name)
     }
     for directory in directories if directories is not None else (default_directory(),):
-        with suppress(OSError):
-            for path in (*directory.glob("*.gguf"), *directory.glob("*/*.gguf")):
-                sizes.setdefault(str(path), path.stat().st_size)
-            for path in directory.glob("*/config.json"):
-                weights = path.parent.glob("*.safetensors")
-                sizes.setdefault(str(path.parent), sum(file.stat().st_size for file in weights))
+        for folder, below, names in os.walk(directory, followlinks=True):
+            is_top = folder == str(directory)
+            below[:] = below if is_top else []
+            weights = 0
+            for name in names:
+                with suppress(OSError):
+                    if name.endswith(".gguf"):
+                        path = os.path.join(folder, name)
+                        sizes.setdefault(path, os.stat(path).st_size)
+                    elif name.endswith(".safetensors") and not is_top:
+                        weights += os.stat(os.path.join(folder, name)).st_size
+            if "config.json" in names and not is_top:
+                sizes.setdefault(folder, weights)
     return [
         LocalModel(name, size, _shown_place(name), weights=_format_of(name))
         for name, size in sizes.items()

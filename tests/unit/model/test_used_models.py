@@ -88,3 +88,20 @@ def test_a_foreign_fact_counts_as_none(tmp_path: Path) -> None:
     memory = FactMemory()
     memory.set("used models", "all", {"/a": {"digest": 3}, "/b": "x"})
     assert UsedModels(memory, tmp_path).read() == {}
+
+
+def test_directories_are_searched_one_deep_whatever_a_link_in_them_leads_to(tmp_path: Path) -> None:
+    """A link to a file that was gone hid all that stood beside it."""
+    for folder in ("sub", "sub/deeper", "whole"):
+        (tmp_path / folder).mkdir()
+    for place in ("a", "sub/b", "sub/deeper/c"):
+        (tmp_path / f"{place}.gguf").write_bytes(b"GGUF")
+    (tmp_path / "0.gguf").symlink_to(tmp_path / "gone.gguf")
+    (tmp_path / "whole" / "config.json").write_text("{}")
+    (tmp_path / "whole" / "model.safetensors").write_bytes(bytes(7))
+
+    found = {model.name: model.num_bytes for model in local_models(directories=[tmp_path])}
+
+    names = {name for name in found if name.startswith(str(tmp_path))}
+    assert names == {str(tmp_path / each) for each in ("a.gguf", "sub/b.gguf", "whole")}
+    assert found[str(tmp_path / "whole")] == 7
