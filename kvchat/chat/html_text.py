@@ -18,14 +18,7 @@ from markdown_it.token import Token as Mark
 from markdown_it.utils import OptionsDict
 from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, String  # type: ignore[import-untyped]
 
-from kvchat.chat.lexing import (
-    MAX_LEXING_S,
-    TokenType,
-    find_lexer,
-    has_time_limit,
-    is_too_long,
-    tokens_of,
-)
+from kvchat.chat.lexing import TokenType, find_lexer, has_time_limit, is_too_long, tokens_of
 from kvchat.core.text import sanitize
 
 # A text that is longer, or takes more of the processor's time, is shown as it is: the work on a
@@ -98,8 +91,8 @@ class PageText:
         if is_long or self._left_s <= 0.0 or not has_time_limit():
             return escape(code)
         began_s = time.monotonic()
-        lexer, limit_s = find_lexer(language), min(MAX_LEXING_S, self._left_s)
-        tokens = tokens_of(lexer, code, ["root"], limit_s) if lexer is not None else None
+        lexer = find_lexer(language)
+        tokens = tokens_of(lexer, code, ["root"], self._left_s) if lexer is not None else None
         self._left_s -= time.monotonic() - began_s
         if tokens is None:
             return escape(code)

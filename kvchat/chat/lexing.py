@@ -1,5 +1,6 @@
 """Lexes code with pygments, within limits of steps and of time."""
 
+import math
 import signal
 import threading
 from collections.abc import Generator, Iterator
@@ -19,7 +20,7 @@ TokenType = Any  # pygments has no stubs
 # steps are counted, and the time is limited for what happens inside a step.
 _STEPS_PER_CHAR = 20
 _SPARE_STEPS = 1000
-MAX_LEXING_S = 1.0
+_MAX_LEXING_S = 1.0
 _MAX_LINE_CHARS = 2000
 
 # What opens a comment of several lines, where a language has such, and one that is closed.
@@ -49,14 +50,14 @@ def find_lexer(language: str) -> Lexer | None:
 
 
 def tokens_of(
-    lexer: Lexer, text: str, states: list[str], limit_s: float = MAX_LEXING_S
+    lexer: Lexer, text: str, states: list[str], limit_s: float = math.inf
 ) -> list[tuple[TokenType, str]] | None:
-    """Return token types and texts, None where the lexer fails or takes longer than `limit_s`.
+    """Return token types and texts; None if the lexer fails, or takes over a second or `limit_s`.
 
     Leaves the state after the text in `states`.
     """
     try:
-        with _time_limit(limit_s):
+        with _time_limit(min(limit_s, _MAX_LEXING_S)):
             return list(_lex(lexer, text, states))
     except (Exception, _EndlessError):  # a bug in one of hundreds of lexers must not end an answer
         return None
