@@ -132,6 +132,13 @@ def _settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if name in BY_NAME}
 
 
+def _settings_with(context: typer.Context, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a subcommand's flags that are settings, with those from before it."""
+    assert context.parent is not None
+    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
+    return {**_settings_in(context.parent.params), **here}
+
+
 bench_app = typer.Typer(
     cls=BenchGroup,
     rich_markup_mode=None,
@@ -215,8 +222,6 @@ def serve(context: typer.Context, **flags: Any) -> None:
 
     assert context.parent is not None
     given = values_of(SERVE_FLAGS, flags)
-    before = _settings_in(context.parent.params)
-    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
     path = given["api_key_file"]
     key = KeyRequest(given["api_key"], path and Path(path), given["no_api_key"])
     request = ServeRequest(
@@ -230,9 +235,8 @@ def serve(context: typer.Context, **flags: Any) -> None:
         has_chat_page=given["web"],
         pooling=given["pooling"],
     )
-    settings, _ = with_preset(
-        {**before, **here}, given["preset"] or context.parent.params["preset"]
-    )
+    preset = given["preset"] or context.parent.params["preset"]
+    settings, _ = with_preset(_settings_with(context, flags), preset)
     raise typer.Exit(run_server(settings, request))
 
 
@@ -246,10 +250,7 @@ def prefill(
     """Read files or a conversation for the machines that share --shared-cache."""
     from kvchat.cli.prefill import run_prefill
 
-    assert context.parent is not None
-    before = _settings_in(context.parent.params)
-    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
-    run_prefill({**before, **here}, names)
+    run_prefill(_settings_with(context, flags), names)
 
 
 @app.command(
@@ -268,10 +269,7 @@ def launch(
     """Start an agent or another client on a server here; its own flags stand behind --."""
     from kvchat.cli.launch import launch as start
 
-    assert context.parent is not None
-    before = _settings_in(context.parent.params)
-    here = {name: v for name, v in _settings_in(flags).items() if v not in (None, [])}
-    raise typer.Exit(start(client, context.args, {**before, **here}, warm))
+    raise typer.Exit(start(client, context.args, _settings_with(context, flags), warm))
 
 
 @app.command(cls=HelpedCommand)

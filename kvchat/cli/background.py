@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvchat.cli.build import user_paths
+from kvchat.cli.lines import print_line
 from kvchat.cli.model_names import short_name
 from kvchat.cli.running_server import (
     FOR_SERVERS,
@@ -31,7 +32,7 @@ from kvchat.cli.settings import Settings
 from kvchat.core.errors import KvchatError, ModelError
 from kvchat.core.parameters import BY_NAME, Parameter
 from kvchat.core.paths import Lock, open_private, private_directory, try_lock
-from kvchat.core.text import format_age, format_bytes, one_line, sanitize
+from kvchat.core.text import format_age, format_bytes, one_line
 from kvchat.remote.questions import Questions
 
 _LOG, _LOCK = "server.log", "server.lock"
@@ -211,7 +212,7 @@ def show() -> None:
     """Print the servers that run here: model, address, memory, age, and for how long they stay."""
     servers = all_servers(user_paths().state)
     if not servers:
-        _print("No server of yours runs here.")
+        print_line("No server of yours runs here.")
     for server in servers:
         told = _get(server, "/health") or {}
         status = str(told.get("status") or "does not answer")
@@ -222,21 +223,21 @@ def show() -> None:
         place = server.address.url or "here"
         age = format_age(time.time() - server.began_s)
         name = told.get("model", "?")
-        _print(f"{name}  {place}  {status}{size}  started {age}{stays}  pid {server.pid}")
+        print_line(f"{name}  {place}  {status}{size}  started {age}{stays}  pid {server.pid}")
 
 
 def stop() -> None:
     """End the servers that run here, and wait for that."""
     servers = all_servers(user_paths().state)
     if not servers:
-        _print("No server of yours runs here.")
+        print_line("No server of yours runs here.")
     for server in servers:
         if not _health(server):  # the process of that number may be another one meanwhile
             sentence = f"Process {server.pid} does not answer as a server: it is left alone."
             raise ModelError(sentence)
         end(server)
         has_ended = server.has_ended()
-        _print("The server is stopped." if has_ended else "The server is still stopping.")
+        print_line("The server is stopped." if has_ended else "The server is still stopping.")
 
 
 def end(server: RunningServer) -> None:
@@ -255,7 +256,3 @@ def _memory_bytes(pid: int) -> int:
         sizes = [int(line.split()[1]) * _KIB for line in lines if line.startswith("VmRSS:")]
         return sum(sizes)
     return 0
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{sanitize(line)}\n")

@@ -1,6 +1,5 @@
 """`kvchat bench`: runs scenarios and prints their tables, then one JSON document."""
 
-import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -103,12 +102,11 @@ def _run_at_endpoint(request: BenchRequest, endpoint: str, progress: "Progress")
         raise UsageError("With --endpoint there is one scenario: turns.")
     from kvchat.bench.endpoint import EndpointSetup, run_turns
     from kvchat.bench.report import print_json, print_result
-    from kvchat.cli.build import open_host, user_paths
-    from kvchat.cli.settings import resolve
+    from kvchat.cli.build import open_host, settings_of
 
     flags = {"endpoint": endpoint, "model": request.model, "incognito": True}
     progress.begin("turns at the endpoint")
-    host = open_host(resolve(flags, os.environ, user_paths().config))
+    host = open_host(settings_of(flags))
     try:
         result = run_turns(EndpointSetup(host, request.repeats, request.is_quick))
     finally:

@@ -13,8 +13,9 @@ from kvchat.bench.traces import synthetic
 from kvchat.bench.traces.paths import PathTrace
 from kvchat.bench.traces.records import BLOCK_TOKENS, read_trace
 from kvchat.bench.traces.simulation import RULES, Replay, Speed, TierPlan, replay, routed
+from kvchat.cli.lines import print_line
 from kvchat.core.errors import UsageError
-from kvchat.core.text import format_bytes, parse_size, sanitize, shown
+from kvchat.core.text import format_bytes, parse_size, shown
 
 DEFAULT_TIERS = ("memory:4G", "disk:20G:1G:2ms")
 _GB = 1 << 30
@@ -56,7 +57,7 @@ def run_trace(run: TraceRun) -> None:
         raise UsageError(f"{run.source} has no requests.")
     machines, num_machines = routed(trace, run.num_machines)
     days = (trace.time_s[-1] - trace.time_s[0]) / 86400
-    _print(
+    print_line(
         f"{run.source}: {len(trace):,} requests in {days:.2f} days, "
         f"{trace.num_blocks:,} different blocks of {trace.block_tokens} tokens "
         f"({format_bytes(int(trace.num_blocks * trace.block_tokens * run.speed.token_bytes))}), "
@@ -65,8 +66,8 @@ def run_trace(run: TraceRun) -> None:
     )
     documents = []
     for tiers in plans:
-        _print("")
-        _print(_describe(tiers, num_machines))
+        print_line("")
+        print_line(_describe(tiers, num_machines))
         rows = [("", *(tier.name for tier in tiers), "all hits", "saved", *_TIMES, "requests/min")]
         for rule in RULES:
             began_s = time.perf_counter()
@@ -75,7 +76,9 @@ def run_trace(run: TraceRun) -> None:
             rows.append(_row(result, tiers, a_minute))
             documents.append(_document(result, tiers, a_minute))
         _print_rows(rows)
-    _print("\n" + json.dumps({"trace": run.source, "machines": num_machines, "results": documents}))
+    print_line(
+        "\n" + json.dumps({"trace": run.source, "machines": num_machines, "results": documents})
+    )
 
 
 def tier_plans(texts: Sequence[str]) -> Iterator[tuple[TierPlan, ...]]:
@@ -187,9 +190,5 @@ def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        _print("  " + "  ".join((first, *rest)))
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(sanitize(line) + "\n")
+        print_line("  " + "  ".join((first, *rest)))
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.made_at_use import made_at_use
-from kvchat.cli.settings import NO_ENDPOINT, Settings
+from kvchat.cli.settings import NO_ENDPOINT, Settings, resolve
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.config import Paths
 from kvchat.core.errors import ModelError, UsageError
@@ -50,6 +50,11 @@ def user_paths() -> Paths:
         state=directories.user_state_path,
         cache=directories.user_cache_path,
     )
+
+
+def settings_of(flags: Mapping[str, Any]) -> Settings:
+    """Return the settings of a command with these flags, None for those not given."""
+    return resolve(flags, os.environ, user_paths().config)
 
 
 def state_memory() -> "DiskMemory":

@@ -2,17 +2,13 @@
 
 import json
 import math
-import os
 import sys
-from typing import Any
 
-from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat.saved_chats import named_contexts, titles
-from kvchat.chat.store import SessionStore
 from kvchat.chat.why import Times, dated, missing
-from kvchat.cli.build import session_store, store_admin, user_paths
-from kvchat.cli.confirming import confirm
-from kvchat.cli.settings import resolve
+from kvchat.cli.build import session_store, store_admin
+from kvchat.cli.lines import confirm
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import ExitCode, UsageError
 from kvchat.core.stats import StoreStatus
 from kvchat.core.text import one_line
@@ -24,34 +20,26 @@ from kvchat.terminal.wrap import columns_of, told_rows
 _HANGING = 4  # more than the lines of a list are indented
 
 
-def open_store(flags: dict[str, Any]) -> StoreAdmin:
-    """Return the administration of the store that the settings name."""
-    return store_admin(resolve(flags, os.environ, user_paths().config))
-
-
-def open_sessions(flags: dict[str, Any]) -> SessionStore:
-    """Return the store of conversations that the settings name."""
-    return session_store(resolve(flags, os.environ, user_paths().config))
-
-
-def show_status(kept: StoreAdmin, store: SessionStore, as_json: bool) -> None:
+def show_status(settings: Settings, as_json: bool) -> None:
     """Print the store's directory and content."""
-    status = kept.status()
+    status = store_admin(settings).status()
     if as_json:
         _print([json.dumps(_object(status))])
     else:
-        _print(cache_lines.status_lines(status, titles(store)))
+        _print(cache_lines.status_lines(status, titles(session_store(settings))))
 
 
-def show_tree(kept: StoreAdmin, store: SessionStore) -> None:
+def show_tree(settings: Settings) -> None:
     """Print one line per pack."""
     glyphs = Glyphs() if is_utf8(sys.stdout.encoding) else ASCII_GLYPHS
     width = columns_of(sys.stdout)
-    _print(cache_lines.tree_lines(kept.tree(named_contexts(store)), glyphs, width))
+    trees = store_admin(settings).tree(named_contexts(session_store(settings)))
+    _print(cache_lines.tree_lines(trees, glyphs, width))
 
 
-def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
+def show_why(settings: Settings, text: str) -> None:
     """Print what the next message of a conversation costs, and why not less; loads no model."""
+    kept, store = store_admin(settings), session_store(settings)
     session_id = store.find(text)
     read = store.read(session_id)
     conversation = read.conversation
@@ -71,29 +59,30 @@ def show_why(kept: StoreAdmin, store: SessionStore, text: str) -> None:
     _print(lines)
 
 
-def verify(kept: StoreAdmin) -> ExitCode:
+def verify(settings: Settings) -> ExitCode:
     """Read every pack and print how many are sound or damaged; return the exit code."""
-    found = kept.verify()
+    found = store_admin(settings).verify()
     _print([cache_lines.verified_line(found)])
     return ExitCode.OK if found.is_sound else ExitCode.GENERATION
 
 
-def collect(kept: StoreAdmin) -> None:
+def collect(settings: Settings) -> None:
     """Remove what is out of date or over the limit, and print the bytes freed."""
-    _print([cache_lines.collected_line(kept.gc())])
+    _print([cache_lines.collected_line(store_admin(settings).gc())])
 
 
-def clear(kept: StoreAdmin, is_sure: bool) -> None:
+def clear(settings: Settings, is_sure: bool) -> None:
     """Delete everything and print the bytes freed; ask first unless `is_sure`."""
+    kept = store_admin(settings)
     if not is_sure and not confirm(cache_lines.clearing_question(kept.status())):
         _print(["Nothing is deleted."])
         return
     _print([cache_lines.cleared_line(kept.clear())])
 
 
-def show_path(kept: StoreAdmin) -> None:
+def show_path(settings: Settings) -> None:
     """Print the store's directory, which may not exist yet."""
-    _print([str(kept.directory)])
+    _print([str(store_admin(settings).directory)])
 
 
 def _object(status: StoreStatus) -> dict[str, object]:

@@ -1,37 +1,30 @@
 """`kvchat cache push` and `pull`: KV to the shared cache and back, without loading a model."""
 
-import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from kvchat.cache.shared.copying import Copy
-from kvchat.cli.build import context_copier, session_store, user_paths
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.build import context_copier, session_store
+from kvchat.cli.lines import print_line
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import SessionNotFound
 from kvchat.core.text import format_bytes
 from kvchat.core.types import TokenIds
 
 
-def push(flags: dict[str, Any], text: str) -> None:
+def push(settings: Settings, text: str) -> None:
     """Copy the KV of a pin or a conversation to the shared cache, and say what it weighs."""
-    settings = _settings(flags)
     name, ids, _ = _context(settings, text)
     _print_end(context_copier(settings).push(name, ids, _teller()), "to the shared cache")
 
 
-def pull(flags: dict[str, Any], text: str, only_price: bool) -> None:
+def pull(settings: Settings, text: str, only_price: bool) -> None:
     """Copy the KV of a pin or a conversation from the shared cache, or only say what it weighs."""
-    settings = _settings(flags)
     name, ids, model = _context(settings, text)
     goes_on = _print_price if only_price else _teller()
     copied = context_copier(settings).pull(name, ids, model, goes_on)
     if not only_price or copied.num_there == copied.num_tokens:
         _print_end(copied, "to the disk")
-
-
-def _settings(flags: dict[str, Any]) -> Settings:
-    return resolve(flags, os.environ, user_paths().config)
 
 
 def _context(settings: Settings, text: str) -> tuple[str, TokenIds | None, str]:
@@ -58,7 +51,7 @@ def _teller() -> Callable[[Copy], bool]:
 
 
 def _print_price(copy: Copy) -> bool:
-    _print(f"{copy.num_tokens:,} tokens, {_price(copy)} to copy; {copy.num_there:,} are there.")
+    print_line(f"{copy.num_tokens:,} tokens, {_price(copy)} to copy; {copy.num_there:,} are there.")
     return False
 
 
@@ -71,10 +64,6 @@ def _print_end(copy: Copy, where: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     if not copy.num_bytes:
-        _print(f"All {copy.num_there:,} tokens are there already.")
+        print_line(f"All {copy.num_there:,} tokens are there already.")
         return
-    _print(f"{copy.num_there:,} tokens are there; {_price(copy)} went {where}.")
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    print_line(f"{copy.num_there:,} tokens are there; {_price(copy)} went {where}.")

@@ -22,6 +22,7 @@ from kvchat.cli.build import (
     open_toolbox,
     saved_places,
     session_store,
+    settings_of,
     store_admin,
     user_paths,
     with_model_of,
@@ -29,7 +30,7 @@ from kvchat.cli.build import (
 from kvchat.cli.log_file import close_log
 from kvchat.cli.model_names import surroundings_of, whole_name
 from kvchat.cli.running_server import running_server
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import KvchatError, UnreadableFile, UsageError
 from kvchat.core.parameters import OF_ANSWERS
 from kvchat.core.paths import require_working_directory
@@ -106,7 +107,7 @@ class ChatRequest:
 def run_chat(flags: dict[str, Any], request: ChatRequest) -> int:
     """Run the interactive chat or a script mode; return the exit code."""
     require_working_directory()
-    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings_of(flags)
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()

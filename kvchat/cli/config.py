@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 from kvchat.cache.disk.quota import disk_budget
-from kvchat.cli.build import cache_directory, session_store, user_paths
-from kvchat.cli.settings import OTHER_VARIABLES, Settings, known, resolve
+from kvchat.cli.build import cache_directory, session_store, settings_of, user_paths
+from kvchat.cli.settings import OTHER_VARIABLES, Settings, known
 from kvchat.cli.shared_cache import without_password
 from kvchat.core.parameters import BY_NAME, Kind
 from kvchat.core.paths import from_anywhere, user_path
@@ -26,7 +26,7 @@ def show(flags: Mapping[str, object], with_origin: bool) -> None:
 
     `flags` are those before the subcommand, None for those not given.
     """
-    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings_of(flags)
     for name in BY_NAME:
         line = f"{name:20} {_effective(name, settings)}"
         if with_origin:

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from kvchat import __version__
 from kvchat.cache.disk.quota import nearest_existing
-from kvchat.cli.build import session_store, state_memory, store_admin, user_paths
+from kvchat.cli.build import session_store, settings_of, state_memory, store_admin, user_paths
 from kvchat.cli.log_file import LOG_NAME
-from kvchat.cli.settings import resolve
 from kvchat.cli.shared_cache import shared_config, without_password
 from kvchat.core.config import SharedConfig
 from kvchat.core.errors import ExitCode, KvchatError, StoreError
@@ -82,7 +81,7 @@ def _disk_advice(error: OSError | sqlite3.Error) -> str:
 def _checks(sessions_dir: str | None) -> tuple[Check, ...]:
     def sessions() -> Iterator[Finding]:
         flags = {"sessions_dir": sessions_dir}
-        store = session_store(resolve(flags, os.environ, user_paths().config))
+        store = session_store(settings_of(flags))
         summaries = store.summaries()
         damaged = [s.session_id for s in summaries if not s.is_readable]
         advice = f"Cannot be read: {', '.join(damaged[:3])}." if damaged else ""
@@ -203,7 +202,7 @@ def _log_file() -> Iterator[Finding]:
 
 def _kv() -> Iterator[Finding]:
     """Report the KV on disk, and whether more can be written."""
-    settings = resolve({}, os.environ, user_paths().config)
+    settings = settings_of({})
     status = store_admin(settings).status()
     directory = status.directory
     existing = nearest_existing(directory)
@@ -218,7 +217,7 @@ def _kv() -> Iterator[Finding]:
 
 def _shared() -> Iterator[Finding]:
     """Report the shared cache and the machine that prefills, where there are."""
-    settings = resolve({}, os.environ, user_paths().config)
+    settings = settings_of({})
     if (config := shared_config(settings, os.environ)) is not None:
         yield _store(config)
         if config.prefill_at:

@@ -5,16 +5,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.agents import CLIENTS, Client, Launch
 from kvchat.cli.background import ServerFacts, facts_of, started
-from kvchat.cli.build import user_paths
+from kvchat.cli.build import settings_of, user_paths
+from kvchat.cli.lines import say
 from kvchat.cli.model_names import whole_name
-from kvchat.cli.settings import resolve
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
 from kvchat.core.paths import private_directory, replace_private, require_working_directory
 from kvchat.core.stats import num_like_first
@@ -41,23 +40,23 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
     client = CLIENTS[name]
     if shutil.which(client.program) is None:
         raise UsageError(f"{client.title} is not installed.", f"`{client.install}` installs it.")
-    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings_of(flags)
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         raise UsageError("A server in the background leaves its address: no --incognito here.")
-    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, _say, needs_port=True))
+    server = facts_of(started(settings, settings["keep_alive"] or _MINUTES, say, needs_port=True))
     _require_room(client, server)
     directory = user_paths().state / "clients" / name
     how = client.launch(server, directory)
     _write(directory, how)
     environment = {**os.environ, **how.variables}
     if is_warmed:
-        _say(f"{client.title} reads its own prompt of about {client.num_fixed:,} tokens once")
+        say(f"{client.title} reads its own prompt of about {client.num_fixed:,} tokens once")
         command = [client.program, *how.arguments, *client.asking, _GREETING]
         subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
-    _say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
+    say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
     if client.num_fixed:
-        _say(_price(client, server))
+        say(_price(client, server))
     return _run([client.program, *how.arguments, *arguments], environment)
 
 
@@ -125,8 +124,3 @@ def _write(directory: Path, how: Launch) -> None:
             replace_private(directory / name, text.encode())
         except OSError as error:
             raise StoreError(f"{directory / name} cannot be written: {error.strerror}.") from error
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"kvchat: {sentence}\n")
-    sys.stderr.flush()

@@ -3,19 +3,17 @@
 Neither torch nor a tokenizer is imported: a list of a thousand files comes at once.
 """
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from kvchat.chat.surroundings import TO_A_REAL_MODEL
-from kvchat.cli.build import memory_of, session_store, store_admin, user_paths
-from kvchat.cli.confirming import confirm
+from kvchat.cli.build import memory_of, session_store, settings_of, store_admin, user_paths
+from kvchat.cli.lines import confirm, print_line, say
 from kvchat.cli.model_names import aliases, model_directories, set_alias, whole_name
-from kvchat.cli.settings import Settings, name_to_keep, resolve
+from kvchat.cli.settings import Settings, name_to_keep
 from kvchat.core.errors import KvchatError, UsageError
-from kvchat.core.text import format_bytes, one_line, sanitize
+from kvchat.core.text import format_bytes, one_line
 from kvchat.model.checkpoint.local_models import local_models, model_lines
 from kvchat.model.checkpoint.used_models import UsedModels
 
@@ -25,7 +23,7 @@ _MOST_READ = 200
 
 def list_models(flags: Mapping[str, Any]) -> None:
     """Print every model on this machine, one a line: format, size, place, conversations."""
-    settings = resolve(dict(flags), os.environ, user_paths().config)
+    settings = settings_of(dict(flags))
     used, directories = UsedModels(memory_of(settings)), model_directories(settings)
     try:
         named = aliases()
@@ -33,9 +31,9 @@ def list_models(flags: Mapping[str, Any]) -> None:
         named = {}
     lines = model_lines(used.read(), directories, named, _warm(settings))
     for line in lines:
-        _print(line)
+        print_line(line)
     if len(lines) == 1:
-        sys.stderr.write(f"kvchat: {TO_A_REAL_MODEL}\n")
+        say(TO_A_REAL_MODEL)
 
 
 def _warm(settings: Settings) -> dict[str, int]:
@@ -65,7 +63,7 @@ def alias(name: str | None, model: str | None, is_removed: bool) -> None:
     """Print the aliases, or let one stand for a model, or for none any more."""
     if name is None:
         for each, target in aliases().items():
-            _print(f"{each}  {target}")
+            print_line(f"{each}  {target}")
     elif is_removed:
         set_alias(name, None)
     elif model is None:
@@ -73,10 +71,10 @@ def alias(name: str | None, model: str | None, is_removed: bool) -> None:
     else:
         from kvchat.model.checkpoint.source import find_model
 
-        settings = resolve({}, os.environ, user_paths().config)
+        settings = settings_of({})
         source = find_model(whole_name(settings, model))
         set_alias(name, name_to_keep(source.name))
-        _print(f"{name} stands for {source.name}.")
+        print_line(f"{name} stands for {source.name}.")
 
 
 def remove(name: str, is_sure: bool) -> None:
@@ -87,18 +85,14 @@ def remove(name: str, is_sure: bool) -> None:
     from kvchat.model.checkpoint.removal import removable
     from kvchat.model.checkpoint.removal import remove as remove_files
 
-    settings = resolve({}, os.environ, user_paths().config)
+    settings = settings_of({})
     whole, shown = whole_name(settings, name), one_line(name, 80)
     used, directories = UsedModels(memory_of(settings)).read(), model_directories(settings)
     known = {model.name: model for model in local_models(used, directories)}
     found = removable(whole, known.get(whole))
     size = format_bytes(found.num_bytes)
     if not is_sure and not confirm(f"Delete {shown} ({size}, {found.words})?"):
-        _print("Nothing is deleted.")
+        print_line("Nothing is deleted.")
         return
     remove_files(found)
-    _print(f"{size} are free. Conversations with {shown} stay; they need it again to go on.")
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(sanitize(line) + "\n")
+    print_line(f"{size} are free. Conversations with {shown} stay; they need it again to go on.")

@@ -4,35 +4,33 @@ Reads configurations, and weights only where the configuration is not enough.
 """
 
 import json
-import os
-import sys
 from datetime import datetime
 from typing import Any
 
 from kvchat.chat.chat_model import read_chat_model
 from kvchat.chat.template import NewTurn, Strategy
-from kvchat.cli.build import state_memory, user_paths
+from kvchat.cli.build import settings_of, state_memory
+from kvchat.cli.lines import print_line
 from kvchat.cli.model_names import whole_name
-from kvchat.cli.settings import resolve
 from kvchat.core.config import CacheConfig, ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.parameters import FEWER_BITS, KV_CODES
 from kvchat.core.paths import require_working_directory
-from kvchat.core.text import format_bytes, sanitize
+from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import DEMO, ModelSource, find_model
 
 
 def info(name: str, device: str, as_json: bool, adapter: str | None = None) -> None:
     """Print a model's properties, then raise ModelUnsupported if it cannot be run."""
     require_working_directory()
-    settings = resolve({}, os.environ, user_paths().config)
+    settings = settings_of({})
     source = find_model(whole_name(settings, name), adapter)
     facts, refusal = _facts(source, device)
     if as_json:
-        _print(json.dumps(facts, ensure_ascii=True))
+        print_line(json.dumps(facts, ensure_ascii=True))
     else:
         for key, value in facts.items():
-            _print(f"{key.replace('_', ' '):22} {value}")
+            print_line(f"{key.replace('_', ' '):22} {value}")
     if refusal is not None:
         raise refusal
 
@@ -203,7 +201,3 @@ def _text_facts(source: ModelSource) -> dict[str, Any]:
     }[strategy]
     opening = model.format.opening(NewTurn("", datetime(2026, 1, 2)))
     return {"chat_template": f"{strategy.value}: {how}", "opening": f"{len(opening)} tokens"}
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(sanitize(line) + "\n")

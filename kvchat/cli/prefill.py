@@ -1,6 +1,5 @@
 """`kvchat prefill`: reads files or a conversation here, so that other machines need not."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -8,9 +7,9 @@ from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from typing import TYPE_CHECKING, Any
 
-from kvchat.cli.build import open_host, session_store, user_paths
+from kvchat.cli.build import open_host, session_store, settings_of
 from kvchat.cli.model_names import whole_name
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.paths import require_working_directory, user_path
 from kvchat.core.text import format_bytes
@@ -29,7 +28,7 @@ def run_prefill(flags: dict[str, Any], names: Sequence[str]) -> None:
     Raises UsageError without a shared cache, and where the names are neither.
     """
     require_working_directory()
-    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings_of(flags)
     if not settings["shared_cache"] or settings["incognito"]:
         raise UsageError("There is no shared cache to read for.", "--shared-cache names one.")
     settings = Settings({**settings.values, "prefill_at": None}, settings.origins)  # here

@@ -8,6 +8,7 @@ from typing import Any
 from kvchat.chat.modelfile import read_modelfile
 from kvchat.chat.presets import Presets
 from kvchat.cli.build import user_paths
+from kvchat.cli.lines import print_line, say
 from kvchat.core.paths import user_path
 from kvchat.core.text import sanitize
 from kvchat.core.toml_text import table_text
@@ -36,9 +37,9 @@ def list_presets() -> None:
     lines = open_presets().lines()
     width = max((len(name) for name in lines), default=0)
     for name, line in lines.items():
-        _print(f"{name:{width}}  {line}")
+        print_line(f"{name:{width}}  {line}")
     if not lines:
-        _print("There are no presets. /preset save NAME in a chat makes one.")
+        print_line("There are no presets. /preset save NAME in a chat makes one.")
 
 
 def show(name: str) -> None:
@@ -59,9 +60,5 @@ def import_modelfile(name: str, file: str) -> None:
     preset, notes = read_modelfile(user_path(file))
     path = open_presets().write(name, preset)
     for note in notes:
-        sys.stderr.write(f"kvchat: {sanitize(note)}\n")
-    _print(f"Written to {path}. `kvchat --preset {name}` chats with it.")
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{sanitize(line)}\n")
+        say(note)
+    print_line(f"Written to {path}. `kvchat --preset {name}` chats with it.")

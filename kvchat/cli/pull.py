@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Mapping
 
+from kvchat.cli.lines import print_line, say
 from kvchat.core.errors import UsageError
-from kvchat.core.text import format_bytes, one_line, sanitize
+from kvchat.core.text import format_bytes, one_line
 from kvchat.model.checkpoint.pulling import (
     fetch,
     remote_model,
@@ -33,16 +34,16 @@ def pull(name: str) -> None:
     whole = place if quant is None else f"{place}:{quant}"
     left = require_room(model, files)
     total = format_bytes(sum(file.num_bytes for file in files))
-    _say(f"{one_line(whole, 100)}: {total}, {format_bytes(left)} to come")
-    fetch(model, files, _say)
-    _print(f"{whole} is here. Chat with it: kvchat -m {whole}")
+    say(f"{one_line(whole, 100)}: {total}, {format_bytes(left)} to come")
+    fetch(model, files, say)
+    print_line(f"{whole} is here. Chat with it: kvchat -m {whole}")
 
 
 def _chosen(place: str, formats: Mapping[str, int]) -> str:
     """Let the user choose a format; those that run here are marked."""
     verdicts = _verdicts(place, formats)
     for number, (name, size) in enumerate(formats.items(), start=1):
-        _say(f"{number:>3}  {name:12} {format_bytes(size):>9}  {verdicts[name]}".rstrip())
+        say(f"{number:>3}  {name:12} {format_bytes(size):>9}  {verdicts[name]}".rstrip())
     if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
         raise UsageError(
             f"{place} has several formats: {', '.join(formats)}.",
@@ -88,12 +89,3 @@ def _verdicts(place: str, formats: Mapping[str, int]) -> dict[str, str]:
         else:
             verdicts[name] = "fits" if _ROOM * num_bytes < free else "no room"
     return verdicts
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"kvchat: {sanitize(sentence)}\n")
-    sys.stderr.flush()
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(sanitize(line) + "\n")

@@ -14,13 +14,15 @@ from kvchat.cli.build import (
     ask_options,
     open_host,
     saved_places,
+    settings_of,
     user_paths,
 )
+from kvchat.cli.lines import say
 from kvchat.cli.log_file import close_log
 from kvchat.cli.model_names import short_name, whole_name
 from kvchat.cli.running_server import Announcement, announced
 from kvchat.cli.server_key import KeyRequest, is_used_by_others, server_key
-from kvchat.cli.settings import API_KEY_VARIABLE, Settings, resolve
+from kvchat.cli.settings import API_KEY_VARIABLE, Settings
 from kvchat.cli.shared_cache import shared_config
 from kvchat.core.errors import TimedOut, UsageError
 from kvchat.core.events import LoadEvent, LoadFailed, ModelReady
@@ -70,7 +72,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     from kvchat.server.idle import IdleWatch
     from kvchat.server.serving import serve
 
-    settings = resolve(flags, os.environ, user_paths().config)
+    settings = settings_of(flags)
     settings = settings.with_model(whole_name(settings, settings["model"]))
     if settings["incognito"]:
         close_log()
@@ -159,9 +161,7 @@ def _api_key(settings: Settings, request: ServeRequest) -> str | None:
 
     state = None if settings["incognito"] else user_paths().state
     is_local, is_terminal = is_loopback(request.host), sys.stderr.isatty()
-    return server_key(
-        request.key, os.environ, is_local, state, _say, is_used_by_others, is_terminal
-    )
+    return server_key(request.key, os.environ, is_local, state, say, is_used_by_others, is_terminal)
 
 
 def _require_key(api_key: str | None, request: ServeRequest) -> None:
@@ -269,21 +269,17 @@ def _tell(event: LoadEvent) -> None:
         # collection, which would stop all streams for a while.
         gc.freeze()
         for note in event.notes:
-            _say(note)
+            say(note)
         kv = f", KV in {event.kv_dtype}" if event.kv_dtype else ""
-        _say(
+        say(
             f"ready after {event.load_s:.1f} s: {event.device}, {event.dtype}{kv}, "
             f"{event.context_limit:,} tokens of context"
         )
     elif isinstance(event, LoadFailed):
-        _say(str(event.error))
+        say(str(event.error))
 
 
 def _say_address(name: str, address: str, page: str) -> None:
-    _say(f"{name} at {address}")
+    say(f"{name} at {address}")
     if page:
-        _say(f"chat in a browser at {page}")
-
-
-def _say(sentence: str) -> None:
-    print(f"kvchat: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"chat in a browser at {page}")

@@ -1,21 +1,18 @@
 """`kvchat sessions`: lists, shows, exports, imports, renames and deletes saved conversations."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from kvchat.cache.disk.admin import StoreAdmin
 from kvchat.chat import documents
 from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
-from kvchat.cli.build import saved_places, session_store, store_admin, user_paths
-from kvchat.cli.settings import resolve
+from kvchat.cli.build import session_store, store_admin
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import Cost
 from kvchat.core.text import model_label, one_line, sanitize, shown
@@ -25,29 +22,11 @@ from kvchat.terminal.wrap import columns_of, has_room, one_row
 _HANGING = 4
 
 
-def open_store(sessions_dir: str | None) -> SessionStore:
-    """Return the store the settings name."""
-    flags = {"sessions_dir": sessions_dir}
-    return session_store(resolve(flags, os.environ, user_paths().config))
-
-
-def open_kept_kv(sessions_dir: str | None, of_kv: dict[str, Any]) -> StoreAdmin:
-    """Return the administration of the KV store that the settings name; `of_kv` are flags."""
-    return store_admin(
-        resolve({"sessions_dir": sessions_dir, **of_kv}, os.environ, user_paths().config)
-    )
-
-
-def open_places(sessions_dir: str | None, of_kv: dict[str, Any]) -> SavedPlaces:
-    """Return every place that has something of the conversations that the settings name."""
-    flags = {"sessions_dir": sessions_dir, **of_kv, "incognito": False}
-    return saved_places(resolve(flags, os.environ, user_paths().config))
-
-
-def list_sessions(store: SessionStore, kept: StoreAdmin, as_json: bool) -> None:
+def list_sessions(settings: Settings, as_json: bool) -> None:
     """Print one line per conversation, the most recent first, and what its next message costs."""
+    store = session_store(settings)
     summaries = store.summaries()
-    costs = kept_costs(store, kept, [summary.session_id for summary in summaries])
+    costs = kept_costs(store, store_admin(settings), [summary.session_id for summary in summaries])
     if as_json:
         for summary in summaries:
             line = {

@@ -1,8 +1,6 @@
 """`kvchat bench plan` and `kvchat models fit`: what fits this machine, and how fast it would be."""
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +10,14 @@ from kvchat.bench.probe import known_speed, machine_speed
 from kvchat.cache.disk.lookup import KnownModels
 from kvchat.cache.planner import from_tier
 from kvchat.cache.rates import RateMemory, known_prefill_rate
-from kvchat.cli.build import state_memory, user_paths
+from kvchat.cli.build import settings_of, state_memory
+from kvchat.cli.lines import print_line
 from kvchat.cli.model_names import model_directories, whole_name
-from kvchat.cli.settings import Settings, resolve
+from kvchat.cli.settings import Settings
 from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, UsageError
 from kvchat.core.stats import ASSUMED_BYTES_PER_S, num_like_first
-from kvchat.core.text import format_bytes, sanitize, shown
+from kvchat.core.text import format_bytes, shown
 from kvchat.core.types import Memory
 from kvchat.engine.sizing import (
     MachineSpeed,
@@ -81,10 +80,10 @@ def run_plan(request: PlanRequest) -> None:
         )
     rows = list(_plan_rows(plan, request))
     if request.as_json:
-        _print(json.dumps(dict(rows)))
+        print_line(json.dumps(dict(rows)))
         return
     for name, value in rows:
-        _print(f"{name:28} {value}")
+        print_line(f"{name:28} {value}")
 
 
 def _plan_rows(plan: Plan, request: PlanRequest) -> Iterator[tuple[str, str]]:
@@ -151,7 +150,7 @@ def _size(name: str) -> ModelSize:
     from kvchat.model.hf.lean_import import import_transformers
 
     import_transformers()
-    settings = _settings()
+    settings = settings_of({})
     whole = whole_name(settings, name)
     if not Path(whole).exists() and whole not in {model.name for model in _local(settings)}:
         raise UsageError(
@@ -162,10 +161,6 @@ def _size(name: str) -> ModelSize:
         return size_of(find_model(whole))
     except ValueError as error:
         raise ModelError(f"{name} cannot be sized: {error}.") from error
-
-
-def _settings() -> Settings:
-    return resolve({}, os.environ, user_paths().config)
 
 
 def _local(settings: Settings) -> list[LocalModel]:
@@ -225,25 +220,25 @@ def run_fit(names: Sequence[str], as_json: bool) -> None:
     sizes = [_size(name) for name in names] if names else [*_local_sizes(), *known_models()]
     fits = in_order([fit_of(size, speed, free) for size in sizes])
     if as_json:
-        _print(json.dumps([_document(fit) for fit in fits]))
+        print_line(json.dumps([_document(fit) for fit in fits]))
         return
-    _print(
+    print_line(
         f"Memory: {format_bytes(free)} free, read at {speed.read / 1e9:.3g} GB/s; products: "
         f"{speed.products / 1e12:.3g} TFLOP/s.\n"
         "Rates are predicted. Weights of models that are not here: 4 bits (Q4_K_M)."
     )
     if known_speed(memory, device) is None:
-        _print("The machine is busy: its speed was measured beside other work, for now alone.")
+        print_line("The machine is busy: its speed was measured beside other work, for now alone.")
     width = max(len(fit.size.name) for fit in fits)
     heads = f"{'weights':>9}  {'KV of 4k':>9}  {'prompt 1k':>9}  {'tokens/s':>8}"
-    _print(f"{'':{width}}  {'runs':7}  {heads}")
+    print_line(f"{'':{width}}  {'runs':7}  {heads}")
     for fit in fits:
-        _print(_line(fit, width))
+        print_line(_line(fit, width))
         if names:
             for line in _kv_lines(fit.size):
-                _print(line)
+                print_line(line)
         if fit.size.command and fit.verdict != "no room":
-            _print(f"    {fit.size.command}")
+            print_line(f"    {fit.size.command}")
 
 
 def _line(fit: Fit, width: int) -> str:
@@ -267,7 +262,7 @@ def _local_sizes() -> Iterator[ModelSize]:
     from kvchat.model.hf.lean_import import import_transformers
 
     import_transformers()
-    for model in _local(_settings()):
+    for model in _local(settings_of({})):
         if model.trouble:
             continue
         try:
@@ -288,7 +283,3 @@ def _document(fit: Fit) -> dict[str, object]:
         "tokens_per_s": round(fit.tokens_per_s, 2),
         "command": size.command,
     }
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(sanitize(line) + "\n")

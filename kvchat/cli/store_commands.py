@@ -3,14 +3,39 @@
 `app.py` joins them to the program.
 """
 
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvchat.cli.command_line import HelpedCommand, HelpedGroup
 from kvchat.cli.flags import takes
+from kvchat.cli.made_at_use import made_at_use
 from kvchat.core.parameters import BY_NAME, OF_KV
+
+if TYPE_CHECKING:
+    from kvchat.chat.store import SessionStore
+    from kvchat.cli import (
+        build,
+        cache,
+        cache_copies,
+        config,
+        model_lists,
+        models,
+        presets,
+        sessions,
+        sizing,
+    )
+else:  # a command's modules are imported when it runs
+    _OF_COMMANDS = (
+        *("build", "cache", "cache_copies", "config", "model_lists", "models", "presets"),
+        *("sessions", "sizing"),
+    )
+    build, cache, cache_copies, config, model_lists, models, presets, sessions, sizing = (
+        made_at_use(partial(import_module, f"kvchat.cli.{name}")) for name in _OF_COMMANDS
+    )
 
 
 def _new_app(help: str) -> typer.Typer:
@@ -36,9 +61,15 @@ def given_before(context: typer.Context, name: str) -> Any:
 @_takes_sessions_dir
 def sessions_default(context: typer.Context, **flags: Any) -> None:
     """List, show, export, import, rename or delete saved conversations."""
-    context.obj = flags["sessions_dir"] or given_before(context, "sessions_dir")
+    of_kv = {name: context.find_root().params.get(name) for name in OF_KV}
+    sessions_dir = flags["sessions_dir"] or given_before(context, "sessions_dir")
+    context.obj = {"sessions_dir": sessions_dir, **of_kv}
     if context.invoked_subcommand is None:
         sessions_list(context)
+
+
+def _store(context: typer.Context) -> "SessionStore":
+    return build.session_store(build.settings_of(context.obj))
 
 
 @sessions_app.command("list")
@@ -47,19 +78,13 @@ def sessions_list(
     json_: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
 ) -> None:
     """List conversations, the most recent first."""
-    from kvchat.cli import sessions
-
-    given = context.find_root().params
-    kept = sessions.open_kept_kv(context.obj, {name: given.get(name) for name in OF_KV})
-    sessions.list_sessions(sessions.open_store(context.obj), kept, json_)
+    sessions.list_sessions(build.settings_of(context.obj), json_)
 
 
 @sessions_app.command("show")
 def sessions_show(context: typer.Context, session: _SessionId) -> None:
     """Print a conversation as text."""
-    from kvchat.cli import sessions
-
-    sessions.show(sessions.open_store(context.obj), session)
+    sessions.show(_store(context), session)
 
 
 @sessions_app.command("export")
@@ -73,9 +98,7 @@ def sessions_export(
     ] = None,
 ) -> None:
     """Write a conversation as Markdown, HTML, JSON messages, or a session file."""
-    from kvchat.cli import sessions
-
-    sessions.export(sessions.open_store(context.obj), session, path, format_)
+    sessions.export(_store(context), session, path, format_)
 
 
 @sessions_app.command("import")
@@ -84,17 +107,13 @@ def sessions_import(
     path: Annotated[Path, typer.Argument(help="a session file or JSON messages")],
 ) -> None:
     """Add a conversation from a file."""
-    from kvchat.cli import sessions
-
-    sessions.import_file(sessions.open_store(context.obj), path)
+    sessions.import_file(_store(context), path)
 
 
 @sessions_app.command("rename")
 def sessions_rename(context: typer.Context, session: _SessionId, title: str) -> None:
     """Give a conversation a title."""
-    from kvchat.cli import sessions
-
-    sessions.rename(sessions.open_store(context.obj), session, title)
+    sessions.rename(_store(context), session, title)
 
 
 @sessions_app.command("rm")
@@ -102,11 +121,8 @@ def sessions_remove(
     context: typer.Context, session: Annotated[list[str], typer.Argument(metavar="ID|TITLE...")]
 ) -> None:
     """Delete conversations permanently, with their KV and what was typed in them."""
-    from kvchat.cli import sessions
-
-    given = context.find_root().params
-    of_kv = {name: given.get(name) for name in OF_KV}
-    sessions.remove(sessions.open_places(context.obj, of_kv), session)
+    settings = build.settings_of({**context.obj, "incognito": False})
+    sessions.remove(build.saved_places(settings), session)
 
 
 @models_app.callback()
@@ -121,8 +137,6 @@ def models_default(context: typer.Context, **flags: Any) -> None:
 @models_app.command("list", cls=HelpedCommand)
 def models_list(context: typer.Context) -> None:
     """List the models on this machine: format, size, place, last use, warm conversations."""
-    from kvchat.cli import model_lists
-
     model_lists.list_models(context.obj)
 
 
@@ -133,8 +147,6 @@ def models_alias(
     rm: Annotated[bool, typer.Option("--rm", help="delete the alias")] = False,
 ) -> None:
     """Let a short name stand for a model, or list such names."""
-    from kvchat.cli import model_lists
-
     model_lists.alias(name, model, rm)
 
 
@@ -144,8 +156,6 @@ def models_rm(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
     """Delete a downloaded model after saying what that frees; files of your own stay."""
-    from kvchat.cli import model_lists
-
     model_lists.remove(model, yes)
 
 
@@ -157,8 +167,6 @@ def models_info(
     **flags: Any,
 ) -> None:
     """Print a model's properties, the size of its KV, and whether kvchat can run it."""
-    from kvchat.cli import models
-
     models.info(model, flags["device"] or "auto", json_, flags["adapter"])
 
 
@@ -170,9 +178,7 @@ def models_fit(
     json_: Annotated[bool, typer.Option("--json", help="print one JSON list")] = False,
 ) -> None:
     """Say which models this machine runs well: weights, KV, first token and tokens a second."""
-    from kvchat.cli.sizing import run_fit
-
-    run_fit(tuple(models or ()), json_)
+    sizing.run_fit(tuple(models or ()), json_)
 
 
 _Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
@@ -194,42 +200,31 @@ def cache_default(context: typer.Context, json_: _Json = False, **flags: Any) ->
 @cache_app.command("status")
 def cache_status(context: typer.Context, json_: _Json = False) -> None:
     """Print the store's directory, its size, and when it was last used."""
-    from kvchat.cli import cache
-
-    store = cache.open_sessions(context.obj)
-    cache.show_status(cache.open_store(context.obj), store, json_)
+    cache.show_status(build.settings_of(context.obj), json_)
 
 
 @cache_app.command("tree")
 def cache_tree(context: typer.Context) -> None:
     """Print every pack, below the pack that it continues."""
-    from kvchat.cli import cache
-
-    cache.show_tree(cache.open_store(context.obj), cache.open_sessions(context.obj))
+    cache.show_tree(build.settings_of(context.obj))
 
 
 @cache_app.command("why")
 def cache_why(context: typer.Context, session: _SessionId) -> None:
     """Say what the next message of a conversation has to read, and why."""
-    from kvchat.cli import cache
-
-    cache.show_why(cache.open_store(context.obj), cache.open_sessions(context.obj), session)
+    cache.show_why(build.settings_of(context.obj), session)
 
 
 @cache_app.command("verify")
 def cache_verify(context: typer.Context) -> None:
     """Read every pack and remove damaged ones; exit 1 if there were any."""
-    from kvchat.cli import cache
-
-    raise typer.Exit(cache.verify(cache.open_store(context.obj)))
+    raise typer.Exit(cache.verify(build.settings_of(context.obj)))
 
 
 @cache_app.command("gc")
 def cache_collect(context: typer.Context) -> None:
     """Remove KV that is out of date or exceeds --disk-cache."""
-    from kvchat.cli import cache
-
-    cache.collect(cache.open_store(context.obj))
+    cache.collect(build.settings_of(context.obj))
 
 
 @cache_app.command("clear")
@@ -237,9 +232,7 @@ def cache_clear(
     context: typer.Context, yes: Annotated[bool, typer.Option("--yes", help="ask nothing")] = False
 ) -> None:
     """Delete all KV on disk."""
-    from kvchat.cli import cache
-
-    cache.clear(cache.open_store(context.obj), yes)
+    cache.clear(build.settings_of(context.obj), yes)
 
 
 _Copied = Annotated[
@@ -250,9 +243,7 @@ _Copied = Annotated[
 @cache_app.command("push")
 def cache_push(context: typer.Context, name: _Copied) -> None:
     """Copy the KV of a pin or a conversation from the disk to --shared-cache."""
-    from kvchat.cli import cache_copies
-
-    cache_copies.push(context.obj, name)
+    cache_copies.push(build.settings_of(context.obj), name)
 
 
 @cache_app.command("pull")
@@ -262,17 +253,13 @@ def cache_pull(
     price: Annotated[bool, typer.Option("--price", help="only say how much it is")] = False,
 ) -> None:
     """Copy the KV of a pin or a conversation from --shared-cache to the disk."""
-    from kvchat.cli import cache_copies
-
-    cache_copies.pull(context.obj, name, price)
+    cache_copies.pull(build.settings_of(context.obj), name, price)
 
 
 @cache_app.command("path")
 def cache_path(context: typer.Context) -> None:
     """Print the store's directory."""
-    from kvchat.cli import cache
-
-    cache.show_path(cache.open_store(context.obj))
+    cache.show_path(build.settings_of(context.obj))
 
 
 @config_app.callback()
@@ -288,8 +275,6 @@ def config_show(
     origin: Annotated[bool, typer.Option("--origin", help="say where each comes from")] = False,
 ) -> None:
     """Print every setting and the value that a chat would use."""
-    from kvchat.cli import config
-
     root = context.find_root().params
     config.show({name: root[name] for name in BY_NAME if name in root}, origin)
 
@@ -297,8 +282,6 @@ def config_show(
 @config_app.command("path")
 def config_path() -> None:
     """Print the path of the configuration file."""
-    from kvchat.cli import config
-
     config.path()
 
 
@@ -306,16 +289,12 @@ def config_path() -> None:
 @config_app.command("set", context_settings={"ignore_unknown_options": True})
 def config_set(name: str, value: str) -> None:
     """Change a setting in the configuration file."""
-    from kvchat.cli import config
-
     config.set_value(name, value)
 
 
 @config_app.command("unset")
 def config_unset(name: str) -> None:
     """Remove a setting from the configuration file."""
-    from kvchat.cli import config
-
     config.unset(name)
 
 
@@ -332,24 +311,18 @@ def presets_default(context: typer.Context) -> None:
 @presets_app.command("list")
 def presets_list() -> None:
     """List the presets and what they hold."""
-    from kvchat.cli import presets
-
     presets.list_presets()
 
 
 @presets_app.command("show")
 def presets_show(name: _PresetName) -> None:
     """Print a preset."""
-    from kvchat.cli import presets
-
     presets.show(name)
 
 
 @presets_app.command("rm")
 def presets_remove(name: _PresetName) -> None:
     """Delete a preset."""
-    from kvchat.cli import presets
-
     presets.remove(name)
 
 
@@ -359,6 +332,4 @@ def presets_import(
     file: Annotated[str, typer.Argument(metavar="MODELFILE", help="a Modelfile of ollama")],
 ) -> None:
     """Make a preset of a Modelfile's FROM, SYSTEM, PARAMETER and ADAPTER."""
-    from kvchat.cli import presets
-
     presets.import_modelfile(name, file)

@@ -1,8 +1,20 @@
-"""confirm: asks the user a question that a command needs answered before it deletes something."""
+"""What commands print and ask: lines on standard output; sentences, questions on standard error."""
 
 import sys
 
 from kvchat.core.errors import UsageError
+from kvchat.core.text import sanitize
+
+
+def print_line(line: str) -> None:
+    """Print a line of a command's result."""
+    sys.stdout.write(f"{sanitize(line)}\n")
+
+
+def say(sentence: str) -> None:
+    """Tell the user a sentence beside the result."""
+    sys.stderr.write(f"kvchat: {sanitize(sentence)}\n")
+    sys.stderr.flush()
 
 
 def confirm(question: str) -> bool:
