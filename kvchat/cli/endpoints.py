@@ -208,7 +208,9 @@ def _answering_server(address: "Address") -> "tuple[Server, dict[str, Any], Ask]
     model, files = str(told.get("model", "")), str(told.get("files", ""))
     limit = context if isinstance(context, int) and context > 0 else LARGE_CONTEXT
     digest = str(facts.get("digest", ""))
-    return Server(address, Kind.KVCHAT, model, files, digest, max_context=limit), facts, ask
+    device = str(told.get("device", ""))
+    server = Server(address, Kind.KVCHAT, model, files, digest, max_context=limit, device=device)
+    return server, facts, ask
 
 
 def _build(
@@ -224,7 +226,7 @@ def _build(
         ready = ModelReady(
             name=server.model or server.kind,
             identity=place,
-            device=place,
+            device=f"{place} on {server.device}" if server.device else place,
             dtype="",
             context_limit=server.max_context,
             load_s=0.0,

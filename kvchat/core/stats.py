@@ -6,8 +6,10 @@ request would make, and `cache/disk/lookup.py` from the disk alone while no mode
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvchat.core.types import CachedTokens, DraftUse, Tier
 
@@ -135,6 +137,28 @@ class EngineStatus:
     def tier(self, name: str) -> TierStatus | None:
         """Return the tier of a name; None if there is none, or it is not open yet."""
         return next((tier for tier in self.tiers if tier.name == name), None)
+
+
+def status_of(told: Mapping[str, Any]) -> EngineStatus:
+    """Return the status whose `asdict` was sent as JSON.
+
+    Raises KeyError, TypeError or ValueError for what has another form.
+    """
+    drafts, graphs, threads = told["speculation"], told["graphs"], told["step_threads"]
+    speculation = None
+    if drafts is not None:
+        names, failed = tuple(map(str, drafts["drafters"])), tuple(map(str, drafts["failed"]))
+        total = DraftUse(**drafts["total"])
+        speculation = SpeculationStatus(str(drafts["mode"]), names, total, failed)
+    return EngineStatus(
+        **{
+            **told,
+            "tiers": tuple(TierStatus(**tier) for tier in told["tiers"]),
+            "speculation": speculation,
+            "graphs": GraphStatus(**graphs) if graphs is not None else None,
+            "step_threads": (int(threads[0]), int(threads[1])) if threads is not None else None,
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,14 +94,19 @@ class Patience:
 Spell = Callable[[int, str], Sequence[int]]
 
 
-class NoSpeculation:
-    """Drafts are the server's own business."""
+class ServerSpeculation:
+    """Drafts are the server's own business; `tell` switches those of a server of this user."""
+
+    def __init__(self, tell: Callable[[str], None] | None) -> None:
+        self._tell = tell
 
     def learn(self, contexts: object) -> None:
         """Nothing drafts here."""
 
     def switch(self, mode: str) -> None:
-        if mode != "off":
+        if self._tell is not None:
+            self._tell(mode)
+        elif mode != "off":
             raise UsageError("Whether the model guesses ahead is the server's own setting.")
 
 
@@ -173,7 +178,6 @@ class RemoteEngine:
         self._heard_s = 0.0
         self._is_doubted = False
         self._watch: asyncio.Task[None] | None = None
-        self.speculation = NoSpeculation()
         self._server = server
         self._spell = spell
         self._takes_ids = spell is not None
@@ -182,6 +186,11 @@ class RemoteEngine:
         self._slots = SlotFiles(server, self._client)
         shares_ids = server.kind is Kind.KVCHAT and self._takes_ids
         self._kv = ServerKv(self._client, self._patience.question_s) if shares_ids else None
+        # Of this user: a chat may change what holds for all that it answers.
+        self._own = own = self._kv if has_ended is not None else None
+        self.speculation = ServerSpeculation(
+            (lambda mode: self._answer_of(own.speculate(mode))) if own is not None else None
+        )
         self._news: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._samples: list[_Sample] = []
         self._num_requests = 0
@@ -256,7 +265,9 @@ class RemoteEngine:
     # What a chat asks
 
     def status(self) -> EngineStatus:
-        raise GenerationError(_NOT_KNOWN)
+        if self._own is None:
+            raise GenerationError(_NOT_KNOWN)
+        return self._answer_of(self._own.status())
 
     def locate(self, contexts: list[list[int]], done: Callable[[list[KvPlaces]], None]) -> None:
         if self._kv is None:
@@ -283,11 +294,16 @@ class RemoteEngine:
         return 0
 
     def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
-        """Thin nothing: a server has its KV for itself."""
+        """Let a server of this user thin them; another has its KV for itself."""
+        if self._own is not None:
+            self._answer_of(self._own.thin_beginnings(kept))
 
     def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> list[float] | None:
-        """Raise UsageError: a server tells no scores."""
-        raise UsageError(_NO_THINNING, "Leave out --keep.")
+        """Ask a server of this user; raise UsageError for another, which tells no scores."""
+        if self._own is None:
+            raise UsageError(_NO_THINNING, "Leave out --keep.")
+        scores: list[float] | None = self._answer_of(self._own.repeat_scores(token_ids, part))
+        return scores
 
     def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> "Embedding":
         """Raise UsageError: a server is asked for answers alone."""

@@ -35,6 +35,7 @@ class Server:
     tokenizer      the digest of its tokenizer, where it is kvchat's
     variant        tells models of one name apart
     max_context    the most tokens of a context, a large number if the server does not say
+    device         where it computes; "" if it does not say
     """
 
     address: Address
@@ -44,6 +45,7 @@ class Server:
     tokenizer: str = ""
     variant: str = ""
     max_context: int = LARGE_CONTEXT
+    device: str = ""
 
     @property
     def knows_context(self) -> bool:

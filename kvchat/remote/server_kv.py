@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from kvchat.core.errors import GenerationError
-from kvchat.core.stats import KvPlaces, ReadRates
-from kvchat.core.types import CachedTokens
+from kvchat.core.errors import GenerationError, UsageError
+from kvchat.core.stats import EngineStatus, KvPlaces, ReadRates, status_of
+from kvchat.core.types import CachedTokens, KeptPositions
 from kvchat.remote.exchange import ServerClient
 from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.wire import Sent
@@ -96,6 +97,8 @@ class SlotFiles:
 
 
 _NO_TIME = math.inf
+# A pass of the model over some hundred tokens, behind other requests.
+_SCORING_S = 120.0
 
 
 class ServerKv:
@@ -135,13 +138,37 @@ class ServerKv:
         """Let the server prefill a context while it has nothing else to do; none ends that."""
         await self._ask("read_ahead", {"token_ids": list(token_ids)})
 
-    async def _ask(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def status(self) -> EngineStatus:
+        found = await self._ask("status", {})
+        try:
+            return status_of(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GenerationError("The server's answer has an unknown form.") from error
+
+    async def speculate(self, mode: str) -> None:
+        """Switch drafts, for all that the server answers; raises UsageError where it cannot."""
+        await self._ask("speculate", {"mode": mode})
+
+    async def repeat_scores(self, token_ids: Sequence[int], part: Sequence[int]) -> Any:
+        """Return a text's attention to the tokens before it; raises UsageError as the engine."""
+        body = {"token_ids": list(token_ids), "part": list(part)}
+        return (await self._ask("repeat_scores", body, _SCORING_S)).get("scores")
+
+    async def thin_beginnings(self, kept: Sequence[KeptPositions]) -> None:
+        await self._ask("thin_beginnings", {"kept": [asdict(each) for each in kept]})
+
+    async def _ask(
+        self, name: str, body: dict[str, Any], patience_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Return a server's answer; raises UsageError with its sentence where it cannot do it."""
         found = None
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(max(patience_s, self._patience_s)):
                 found = await self._client.ask(Sent(f"/kvchat/{name}", body))
         if not isinstance(found, dict):
             raise GenerationError("The server does not tell this.")
+        if "failed" in found:
+            raise UsageError(str(found["failed"]), str(found.get("hint") or ""))
         return found
 
 

@@ -81,6 +81,10 @@ def new_app(
         "/kvchat/forget": chat.forget,
         "/kvchat/prefetch": chat.prefetch,
         "/kvchat/read_ahead": chat.read_ahead,
+        "/kvchat/status": chat.status,
+        "/kvchat/speculate": chat.speculate,
+        "/kvchat/repeat_scores": chat.repeat_scores,
+        "/kvchat/thin_beginnings": chat.thin_beginnings,
         "/kvchat/text": text.answer,
     }
     if has_chat_page:

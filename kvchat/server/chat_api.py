@@ -1,18 +1,23 @@
-"""What a kvchat chat asks its own server beyond answers: where KV is, to pin, to forget, to fetch.
+"""What a kvchat chat asks its own server beyond answers: where KV is, to pin, to forget, to fetch,
+its status, to draft, and to drop KV of pins.
 
 A chat in a terminal that uses the server's engine sends contexts as token ids.
 """
 
 import asyncio
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvchat.chat.fields import Fields
+from kvchat.core.errors import UsageError
 from kvchat.core.stats import KvPlaces
+from kvchat.core.types import KeptPositions
 from kvchat.server.bodies import Body, read_request
 from kvchat.server.service import Service
 
@@ -67,6 +72,31 @@ class ChatApi:
         self._host.read_ahead(ids) if ids else self._host.end_read_ahead()
         return JSONResponse({})
 
+    async def status(self, request: Request) -> Response:
+        """Tell the engine's figures, as `core.stats.status_of` reads them."""
+        return await _told(self._host.status(), lambda status: asdict(status))
+
+    async def speculate(self, request: Request) -> Response:
+        """Switch drafts to the `mode`."""
+        fields = await _read(request)
+        mode = fields.text("mode")
+        if mode is None:
+            raise fields.fault("mode", "is missing")
+        return await _told(self._host.speculate(mode), lambda _: {})
+
+    async def repeat_scores(self, request: Request) -> Response:
+        """Tell how much the text `part` attends to each token of the context `token_ids`."""
+        fields = await _read(request)
+        ids = await fields.read(_token_ids)
+        part = _ids(fields, fields.raw("part"), "part")
+        return await _told(self._host.repeat_scores(ids, part), lambda found: {"scores": found})
+
+    async def thin_beginnings(self, request: Request) -> Response:
+        """Let contexts that begin as `kept` says go on over the KV of these positions alone."""
+        fields = await _read(request)
+        self._host.thin_beginnings(await fields.read(_kept_positions))
+        return JSONResponse({})
+
 
 async def _read(request: Request) -> Body:
     return await read_request(request)
@@ -74,6 +104,26 @@ async def _read(request: Request) -> Body:
 
 async def _of(asked: "Future[T]") -> T:
     return await asyncio.wrap_future(asked)
+
+
+async def _told(asked: "Future[T]", told: Callable[[T], dict[str, Any]]) -> Response:
+    """Answer with what `told` makes of a result; of a UsageError with its sentence and hint."""
+    try:
+        return JSONResponse(told(await _of(asked)))
+    except UsageError as error:
+        return JSONResponse({"failed": error.message, "hint": error.hint})
+
+
+def _kept_positions(fields: Fields) -> list[KeptPositions]:
+    return [
+        KeptPositions(
+            kept.text("digest") or "",
+            kept.whole("num_tokens", 1) or 0,
+            tuple(_ids(kept, kept.raw("positions"), "positions")),
+            kept.text("method") or "",
+        )
+        for kept in fields.objects_if_any("kept")
+    ]
 
 
 def _contexts(fields: Fields) -> list[list[int]]:

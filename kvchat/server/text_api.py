@@ -28,6 +28,7 @@ class TextApi:
             "status": str(host.health),
             "model": self._service.name,
             "files": self._service.files,
+            "device": host.ready.device if host.ready is not None else "",
             "context_length": host.ready.context_limit if host.ready is not None else None,
         }
         return JSONResponse({**about, "text": facts})

@@ -243,6 +243,7 @@ def test_a_client_starts_a_server_that_prompts_use_until_it_is_stopped(
     assert f'model_name: "{name}"' in told
     assert shown.stdout.decode().startswith(f"{name}  http://127.0.0.1:")
     assert "kvchat at 127.0.0.1" in answer["model"]["name"] + answer["model"]["device"]
+    assert answer["model"]["device"].endswith(" on cpu")
     profile = imported.stderr.decode()
     modules = {line.rpartition("|")[2].strip() for line in profile.splitlines() if "|" in line}
     assert "kvchat.remote.local_client" in modules

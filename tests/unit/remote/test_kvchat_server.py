@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,10 @@ from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.text_codec import Segment
+from kvchat.core.errors import GenerationError, UsageError
 from kvchat.core.events import LoadProgress, ModelReady, SampleFinished
-from kvchat.core.stats import KvPlaces, ReadRates
-from kvchat.core.types import CachedTokens, MissReason, SamplingParams
+from kvchat.core.stats import KvPlaces, ReadRates, SpeculationStatus
+from kvchat.core.types import CachedTokens, DraftUse, KeptPositions, MissReason, SamplingParams
 from kvchat.remote.address import address_of
 from kvchat.remote.engine import RemoteEngine
 from kvchat.remote.kinds import Kind
@@ -90,15 +91,16 @@ def served(
 
 
 @contextmanager
-def attached(url: str, model: ChatModel) -> Iterator[ChatHost]:
-    server = find_server(address_of(url))
+def attached(url: str, model: ChatModel, is_own: bool = False) -> Iterator[ChatHost]:
+    """Yield a host for a server that the user named, or for one that `is_own`."""
+    server, has_ended = find_server(address_of(url)), (lambda: False) if is_own else None
 
     def spell(last_id: int, text: str) -> list[int]:
         return model.tokenizer.encode_after(last_id, [Segment(text, is_inert=True)])
 
     def build(progress: Callable[[LoadProgress], None]) -> tuple[RemoteEngine, ModelReady]:
         ready = ModelReady("scripted", "x", "x", "x", server.max_context, 0.0)
-        return RemoteEngine(server, spell), ready
+        return RemoteEngine(server, spell, has_ended), ready
 
     host = ChatHost(model, build, None)
     host.wait_until_ready()
@@ -237,9 +239,50 @@ def test_pins_and_forgetting_reach_the_engine(host: ChatHost) -> None:
     assert host.locate([context]).result(PATIENCE_S)[0].cached.device == 16
 
 
+def test_a_server_of_this_user_tells_its_status_and_drafts_as_it_is_told(model: ChatModel) -> None:
+    """/spec and the engine's figures of /stats were missing in a chat on a background server."""
+    with served(model) as url, attached(url, model, is_own=True) as host:
+        host.speculate("ngram").result(PATIENCE_S)
+        status = host.status().result(PATIENCE_S)
+        with pytest.raises(UsageError, match="draft"):
+            host.speculate("draft").result(PATIENCE_S)
+
+    assert status.speculation == SpeculationStatus("ngram", ("ngram",), DraftUse())
+    assert [tier.name for tier in status.tiers] == ["disk"]
+
+
+def test_a_server_of_this_user_scores_and_thins_pins(
+    model: ChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thinned: list[Sequence[KeptPositions]] = []
+    scored = {"repeat_scores": lambda _, ids, part: [0.5] * len(ids) if part == [7] else None}
+    scored["thin_beginnings"] = lambda _, kept: thinned.append(kept)
+    for name, function in scored.items():
+        monkeypatch.setattr(ScriptedEngine, name, function, raising=False)
+    kept = [KeptPositions("ab" * 16, 3, (0, 2), "KVzip")]
+    with served(model) as url, attached(url, model, is_own=True) as host:
+        assert host.repeat_scores([1, 2, 3], [7]).result(PATIENCE_S) == [0.5] * 3
+        assert host.repeat_scores([1, 2, 3], [8]).result(PATIENCE_S) is None
+        host.thin_beginnings(kept)
+        host.status().result(PATIENCE_S)
+
+    assert thinned == [kept]
+
+
+def test_a_server_that_the_user_named_is_changed_in_nothing(host: ChatHost) -> None:
+    with pytest.raises(GenerationError):
+        host.status().result(PATIENCE_S)
+    for asked in (host.speculate("ngram"), host.repeat_scores([1], [2])):
+        with pytest.raises(UsageError, match="server"):
+            asked.result(PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("speculate", {}),
+        ("repeat_scores", {"token_ids": [1]}),
+        ("thin_beginnings", {"kept": [{"positions": [-1]}]}),
         ("locate", {"contexts": "x"}),
         ("locate", {"contexts": [[1, "x"]]}),
         ("locate", {"contexts": [[-1]]}),
