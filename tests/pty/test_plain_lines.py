@@ -12,35 +12,29 @@ from support.pty_screen import PtyScreen
 StartPty = Callable[..., PtyScreen]
 
 
-@pytest.mark.parametrize("flag", ["--spoken", "--plain"])
+@pytest.mark.parametrize(
+    ("flag", "leave", "code"),
+    [
+        ("--spoken", lambda chat: chat.type("\x04"), 0),
+        ("--plain", lambda chat: chat.kill(signal.SIGTERM), 143),
+    ],
+    ids=["spoken, ctrl-d", "plain, TERM"],
+)
 def test_the_transcript_has_no_escape_sequence_and_no_line_twice(
-    start_pty: StartPty, flag: str
+    start_pty: StartPty, flag: str, leave: Callable[[PtyScreen], object], code: int
 ) -> None:
     chat = start_pty(flag)
     chat.enter("markdown").wait_for("The end.")
     chat.enter("think").wait_for("The answer is 42.")
     chat.enter("evil").wait_for("bell  end")
     chat.wait_until_quiet(0.5)  # a line that is typed before the prompt is there shares its line
-    chat.enter("lines 30").wait_for("line-0029 of the answer")
-    chat.enter("/exit")
-
-    assert chat.finish() == 0
-    assert b"\x1b" not in chat.raw
-    assert b"\x07" not in chat.raw
-    assert re.findall(r"^line-(\d{4})", chat.text, re.M) == [f"{n:04}" for n in range(30)]
-
-
-@pytest.mark.parametrize(
-    ("how", "code"),
-    [(lambda chat: chat.type("\x04"), 0), (lambda chat: chat.kill(signal.SIGTERM), 143)],
-    ids=["ctrl-d", "TERM"],
-)
-def test_leaving(start_pty: StartPty, how: Callable[[PtyScreen], object], code: int) -> None:
-    chat = start_pty("--spoken")
-    how(chat)
+    chat.enter("lines 30").wait_for("line-0029 of the answer").wait_until_quiet(0.5)
+    leave(chat)
 
     assert chat.finish() == code
     assert b"\x1b" not in chat.raw
+    assert b"\x07" not in chat.raw
+    assert re.findall(r"^line-(\d{4})", chat.text, re.M) == [f"{n:04}" for n in range(30)]
 
 
 def test_the_context_is_told_in_words_to_those_who_listen(start_pty: StartPty) -> None:

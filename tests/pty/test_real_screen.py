@@ -26,22 +26,6 @@ def _lines_up_to(number: int) -> Callable[[str], bool]:
     return lambda text: max(_numbered(text), default=-1) >= number
 
 
-def _turns(sessions: Path) -> list[tuple[str, str]]:
-    """The role and text of every turn of the session changed last."""
-    store = SessionStore(sessions)
-    conversation = store.read(store.latest()).conversation
-    return [(turn.role.value, turn.text) for turn in conversation.turns()]
-
-
-def test_a_message_is_typed_sent_and_answered(start_pty: StartPty, tmp_path: Path) -> None:
-    chat = start_pty()
-    chat.enter("hello there").wait_for("You said 'hello there' (0).").wait_for("tokens, ")
-
-    assert "❯ hello there" in chat.text
-    assert _turns(tmp_path / "sessions")[0] == ("user", "hello there")
-    assert _turns(tmp_path / "sessions")[1] == ("assistant", "You said 'hello there' (0).")
-
-
 def test_ctrl_c_at_any_moment_of_an_answer_never_ends_the_program(start_pty: StartPty) -> None:
     chat = start_pty()
     for number in range(1, 7):
@@ -87,12 +71,18 @@ def test_what_is_typed_before_the_prompt_is_there_is_not_lost(
         chat.close()
 
 
-def test_what_libraries_write_to_stderr_does_not_tear_the_screen(start_pty: StartPty) -> None:
+def test_what_libraries_write_to_stderr_does_not_tear_the_screen(
+    start_pty: StartPty, tmp_path: Path
+) -> None:
     chat = start_pty()
     chat.enter("warn me").wait_for("You said 'warn me' (0).").wait_for("tokens, ")
     chat.type("still typing").wait_for("❯ still typing")
 
+    assert "❯ warn me" in chat.text
     assert "\na library warns\n␛[31mtwice\n" in chat.text
+    store = SessionStore(tmp_path / "sessions")
+    turns = store.read(store.latest()).conversation.turns()
+    assert [turn.text for turn in turns] == ["warn me", "You said 'warn me' (0)."]
 
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux tells who has a lock")
