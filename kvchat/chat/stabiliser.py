@@ -9,11 +9,12 @@ model with, so a conversation that goes on is read from its first new token.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import Any, Protocol
+from typing import Any
 
+from kvchat.chat.answer_memory import ResponseMemory
 from kvchat.chat.conversation import Role
 from kvchat.chat.resent_chat import Message, ResentChat
 
@@ -74,7 +75,6 @@ def is_volatile(line: str) -> bool:
 
 _MAX_PROMPTS = 8  # with the same tools
 _MAX_TOOL_SETS = 64
-_MAX_RECORDS = 1024
 # Comparing two prompts takes time with the product of their lines.
 _MAX_LINES = 4096
 # The share of two prompts that has to be equal: others are of different programs.
@@ -84,35 +84,6 @@ NOTE = "[System note]\n{}\n[End of the system note]"
 _NOTHING = "What the note before says does not hold any more."
 
 _Lines = tuple[str, ...]
-
-
-class Records(Protocol):
-    """Where prompts and notes are kept; `ResponseMemory` does so on the disk."""
-
-    def find(self, name: str) -> dict[str, Any] | None: ...
-
-    def put(self, name: str, record: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class RecordsInMemory:
-    """Records until the program ends, the oldest dropped first."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, dict[str, Any]] = {}
-
-    def find(self, name: str) -> dict[str, Any] | None:
-        return self._records.get(name)
-
-    def put(self, name: str, record: Mapping[str, Any]) -> None:
-        self._records.pop(name, None)
-        self._records[name] = dict(record)
-        if len(self._records) > _MAX_RECORDS:
-            del self._records[next(iter(self._records))]
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +99,13 @@ class Stabiliser:
 
     Owns its records until `close`.
 
-    records       where they are kept
+    records       where prompts and notes are kept
     is_for_all    whether it changes the prompts of all chats, or of those with tools alone, which
                   are agents'. Lines for the billing of other servers are left out of all
     """
 
-    def __init__(self, records: Records | None = None, is_for_all: bool = True) -> None:
-        self._records = records if records is not None else RecordsInMemory()
+    def __init__(self, records: ResponseMemory, is_for_all: bool = True) -> None:
+        self._records = records
         self._is_for_all = is_for_all
         # By the digest of the tools, the latest first: reading them is slower than using them.
         self._prompts: dict[str, list[_Prompt]] = {}

@@ -11,11 +11,10 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import Message, ResentChat, resent_chat
-from kvchat.chat.stabiliser import NOTE, RecordsInMemory, Stabiliser
-from kvchat.chat.tokenizer import ChatTokenizer
+from kvchat.chat.stabiliser import NOTE, Stabiliser
 from kvchat.chat.tools import ToolResult, ToolSet
+from support.stabilisers import codec, new_stabiliser
 from support.tiny_host import answer_options, finish
-from support.tokenizer_zoo import byte_level, text_files
 
 U, A = partial(Message, Role.USER), partial(Message, Role.ASSISTANT)
 RULES = "\n".join(f"Rule {number}: be good in way {number}." for number in range(8))
@@ -37,7 +36,7 @@ def texts(chat: ResentChat) -> list[str]:
 
 
 def test_a_line_that_changes_is_moved_behind_the_last_question() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     first = resent_chat(dated(1), [U("a")])
     assert stabiliser.stabilised(first) == first, "nothing is known to change"
 
@@ -49,7 +48,7 @@ def test_a_line_that_changes_is_moved_behind_the_last_question() -> None:
 
 def test_a_line_that_is_gone_is_told_once_to_hold_no_more() -> None:
     """The newest note went on to say it."""
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     for day in (1, 2):
         stabiliser.stabilised(resent_chat(dated(day), [U("a")]))
     said = [U("a"), A("x"), U("b")]
@@ -62,7 +61,7 @@ def test_a_line_that_is_gone_is_told_once_to_hold_no_more() -> None:
 
 
 def test_messages_keep_the_notes_that_they_were_sent_with() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     stabiliser.stabilised(resent_chat(dated(1), [U("a")]))
     stabiliser.stabilised(resent_chat(dated(2), [U("a")]))
     stabiliser.stabilised(resent_chat(dated(3), [U("a"), A("x"), U("b")]))
@@ -80,7 +79,7 @@ def test_messages_keep_the_notes_that_they_were_sent_with() -> None:
 
 
 def test_a_question_that_is_asked_again_gets_the_newest_note() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     for day in (1, 2):
         stabiliser.stabilised(resent_chat(dated(day), [U("a")]))
 
@@ -88,7 +87,7 @@ def test_a_question_that_is_asked_again_gets_the_newest_note() -> None:
 
 
 def test_lines_that_come_and_go_and_several_that_change_are_found() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     stabiliser.stabilised(resent_chat(f"cch=aa\n{STABLE}\nfiles: /a", [U("a")]))
     stabiliser.stabilised(resent_chat(f"cch=bb\n{STABLE}\nfiles: /a", [U("a")]))
 
@@ -99,7 +98,7 @@ def test_lines_that_come_and_go_and_several_that_change_are_found() -> None:
 
 
 def test_counting_remembers_nothing() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     for day in (1, 2):
         chat = resent_chat(dated(day), [U("a")])
         assert stabiliser.stabilised(chat, is_kept=False) == chat
@@ -115,7 +114,7 @@ def test_counting_remembers_nothing() -> None:
     ],
 )
 def test_what_does_not_change_or_has_little_in_common_stays(before: str, now: str | None) -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     stabiliser.stabilised(resent_chat(before, [U("a")]))
     chat = resent_chat(now, [U("a")])
 
@@ -123,7 +122,7 @@ def test_what_does_not_change_or_has_little_in_common_stays(before: str, now: st
 
 
 def test_other_tools_are_another_prompt() -> None:
-    stabiliser, tools = Stabiliser(), ToolSet([{"name": "f"}])
+    stabiliser, tools = new_stabiliser(), ToolSet([{"name": "f"}])
     stabiliser.stabilised(resent_chat(dated(1), [U("a")], tools))
     chat = resent_chat(dated(2), [U("a")])
 
@@ -131,7 +130,7 @@ def test_other_tools_are_another_prompt() -> None:
 
 
 def test_a_result_of_a_tool_is_followed_by_the_note() -> None:
-    stabiliser = Stabiliser()
+    stabiliser = new_stabiliser()
     stabiliser.stabilised(resent_chat(dated(1), [U("a")]))
     result = Message(Role.USER, "", results=(ToolResult("f", "x"),))
     chat = ResentChat(dated(2), (U("a"), A("b"), result))
@@ -154,8 +153,8 @@ def of_agent(day: int, directory: str) -> str:
 
 def test_known_lines_are_moved_from_the_first_request_on() -> None:
     """Nothing was known until a second prompt, which was read anew, tools and all."""
-    first = Stabiliser().stabilised(resent_chat(of_agent(1, "/a"), [U("a")], TOOLS))
-    other = Stabiliser().stabilised(resent_chat(of_agent(2, "/b"), [U("a")], TOOLS))
+    first = new_stabiliser().stabilised(resent_chat(of_agent(1, "/a"), [U("a")], TOOLS))
+    other = new_stabiliser().stabilised(resent_chat(of_agent(2, "/b"), [U("a")], TOOLS))
 
     assert first.system == other.system
     assert "billing" not in (first.system or "")
@@ -165,7 +164,7 @@ def test_known_lines_are_moved_from_the_first_request_on() -> None:
 
 
 def test_of_chats_without_tools_only_the_billing_is_left_out_by_default() -> None:
-    stabiliser = Stabiliser(is_for_all=False)
+    stabiliser = new_stabiliser(is_for_all=False)
     plain = resent_chat(of_agent(1, "/a"), [U("a")])
 
     found = stabiliser.stabilised(plain)
@@ -177,11 +176,10 @@ def test_of_chats_without_tools_only_the_billing_is_left_out_by_default() -> Non
 
 def test_what_is_known_outlives_the_server(tmp_path: Path) -> None:
     """The notes of a conversation were lost with it, and all behind them was read again."""
-    codec = ChatTokenizer(text_files(byte_level()))
     path = tmp_path / "answers.db"
 
     def stabilised(*asked: tuple[int, list[Message]]) -> list[ResentChat]:
-        stabiliser = Stabiliser(ResponseMemory(path, codec, table="stabilised"))
+        stabiliser = new_stabiliser(path=path)
         found = [stabiliser.stabilised(resent_chat(dated(day), said)) for day, said in asked]
         stabiliser.close()
         return found
@@ -201,19 +199,21 @@ def test_what_is_known_outlives_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("record", [{}, {"prompts": 1, "note": 1}, {"prompts": [[1], ["a"]]}])
 def test_a_record_of_another_form_is_a_miss(record: dict[str, object]) -> None:
-    class Others(RecordsInMemory):
+    class Others(ResponseMemory):
         def find(self, name: str) -> dict[str, object]:
             return record
 
     chat = resent_chat(dated(1), [U("a"), A("b"), U("c")])
 
-    assert Stabiliser(Others()).stabilised(chat) == chat
+    assert Stabiliser(Others(None, codec())).stabilised(chat) == chat
 
 
 def test_usage_says_which_line_changed_though_nothing_was_read_again(
     host: ChatHost, tmp_path: Path
 ) -> None:
-    chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"), Stabiliser(is_for_all=False))
+    chats = ResentChats(
+        host, AnswerMemory(tmp_path / "answers.db"), new_stabiliser(is_for_all=False)
+    )
     read, found = [], []
     for day in (1, 2, 2):
         system = f"{BILLING.format(day)}\nYou are an agent.\n{RULES}"
@@ -241,7 +241,7 @@ def test_a_growing_conversation_under_a_changing_date_is_read_once(
     host: ChatHost, tmp_path: Path, is_stabilised: bool
 ) -> None:
     """The date stood before the rules, so that every request computed all of its prompt."""
-    stabiliser = Stabiliser() if is_stabilised else None
+    stabiliser = new_stabiliser() if is_stabilised else None
     chats = ResentChats(host, AnswerMemory(tmp_path / "answers.db"), stabiliser)
     messages: list[Message] = []
     prefilled = []

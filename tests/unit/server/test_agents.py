@@ -15,12 +15,12 @@ from kvchat.chat.conversation import Role
 from kvchat.chat.host import ChatHost
 from kvchat.chat.prefixes import ResentChats
 from kvchat.chat.resent_chat import Message, resent_chat
-from kvchat.chat.stabiliser import Stabiliser
 from kvchat.chat.tools import ToolSet
 from kvchat.server.guard import App
 from support.asgi_client import Got, post
 from support.scripted_engine import Reader, Script, scripted_build
 from support.served import Serve
+from support.stabilisers import new_stabiliser
 from support.tiny_host import answer_options, finish
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -381,7 +381,7 @@ def test_an_instruction_behind_the_first_message_stands_before_it(
     """Claude Code's second message was read behind the user's words: 1,400 tokens of every new
     session were read again.
     """
-    app = serve(reader, served=tool_model, stabiliser=Stabiliser(is_for_all=False))
+    app = serve(reader, served=tool_model, stabiliser=new_stabiliser(is_for_all=False))
     turns = [("user", "Fix it."), ("system", LIST)]
 
     answered(app, MESSAGES, asked(*turns))
@@ -397,7 +397,7 @@ def test_without_tools_or_a_stabiliser_an_instruction_stays_where_it_came(
     app: App, serve: Serve, tool_model: ChatModel, reader: Reader
 ) -> None:
     turns = [("user", "Fix it."), ("system", LIST)]
-    stable = serve(reader, served=tool_model, stabiliser=Stabiliser(is_for_all=False))
+    stable = serve(reader, served=tool_model, stabiliser=new_stabiliser(is_for_all=False))
 
     for served, tools in ((stable, []), (app, CLAUDE["tools"])):
         answered(served, MESSAGES, asked(*turns, tools=tools))
