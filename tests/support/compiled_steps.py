@@ -29,12 +29,12 @@ def load(directory: Path, family: str, **config: Any) -> LoadedModel:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     settings = {"max_position_embeddings": 2048, **FAMILIES[family]}
     model = tiny_model(model_type, **settings)
-    _stir(model)
+    stir(model)
     source = find_model(str(save_checkpoint(directory, model)))
     return load_model(source, ModelConfig(**config), None, lambda _: None)
 
 
-def _stir(model: torch.nn.Module) -> None:
+def stir(model: torch.nn.Module) -> None:
     """Change what a new model has as ones and zeros: norms, biases, what routers choose by."""
     generator = torch.Generator().manual_seed(1)
     ends = "correction_bias", "layer_scalar"

@@ -160,6 +160,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "lm_head_bias": True,
     },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "attention_bias": True,
+    },
     "granitemoe": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -199,5 +205,6 @@ STRUCTURES = [
     "minimax_m2",
     "ernie4_5_moe",
     "phimoe",
+    "gpt_oss",  # sinks, gate and up by turns, biases of experts
     "granitemoeshared",
 ]

@@ -1,4 +1,4 @@
-"""The middle of an MLP, act(gate) * up or act(up), the gates of attention's heads, and factors.
+"""The middle of an MLP, of gate and up or of up alone, the gates of attention's heads, and factors.
 
 A unit of the first is a run of columns of all rows, one of the others a row.
 """
@@ -15,10 +15,12 @@ UNIT_COLUMNS = 1024
 
 
 class GateTask(Task):
-    """`both` is float32 [rows, 2 * width], gate before up; `out` is float32 [rows, width].
+    """`both` is float32 [rows, 2 * width], gate before up, or by turns; `out` is [rows, width].
 
-    Without a gate `both` is float32 [rows, width]. The last four are of XIELU: for x > 0,
+    Without a gate `both` is float32 [rows, width]. Four numbers are of XIELU: for x > 0,
     positive * x^2 + linear * x, else (exp(min(x, largest)) - 1 - x) * negative + linear * x.
+    Two are of LIMITED: g * sigmoid(steepness * g) * (u + 1), where g is at most `limit`, and u,
+    which is up, as far from zero.
     """
 
     both: Memory
@@ -28,6 +30,8 @@ class GateTask(Task):
     negative: float = 0.0
     linear: float = 0.0
     largest: float = 0.0
+    steepness: float = 0.0
+    limit: float = 0.0
 
 
 class HeadsTask(Task):
@@ -71,6 +75,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu tanh"
     SQUARED_RELU = "squared relu"
     XIELU = "xielu"
+    LIMITED = "limited"
 
 
 @kernel("heads", HeadsTask)
@@ -105,7 +110,13 @@ def factors_kernel(code: Code) -> None:
 
 
 @kernel("gate", GateTask)
-def gate_kernel(code: Code, activation: Activation, is_gated: bool = True) -> None:
+def gate_kernel(
+    code: Code, activation: Activation, is_gated: bool = True, is_by_turns: bool = False
+) -> None:
+    """Write the kernel of a gated MLP's middle: act(gate) * up, but for LIMITED; or of act(up).
+
+    `is_by_turns`: each number of the gate stands before that of up.
+    """
     width = code.task.width
     start = code.unit * UNIT_COLUMNS
     end = code.least(start + UNIT_COLUMNS, width)
@@ -113,11 +124,33 @@ def gate_kernel(code: Code, activation: Activation, is_gated: bool = True) -> No
         gate = code.task.both + row * width * (8 if is_gated else 4)
         out = code.task.out + row * width * 4
         with code.loop(start, end, LANES) as column:
-            x = code.load(gate, column * 4, F32S)
-            value = _activated(code, x, activation)
-            if is_gated:
-                value = value * code.load(gate, (column + width) * 4, F32S)
+            if not is_gated:
+                value = _activated(code, code.load(gate, column * 4, F32S), activation)
+            else:
+                x, up = _gate_and_up(code, gate, column, width, is_by_turns)
+                is_limited = activation is Activation.LIMITED
+                value = (
+                    _limited(code, x, up) if is_limited else _activated(code, x, activation) * up
+                )
             code.store(value, out, column * 4)
+
+
+def _gate_and_up(
+    code: Code, row: Value, column: Value, width: Value, is_by_turns: bool
+) -> tuple[Value, Value]:
+    """Load 8 numbers of the gate and of up."""
+    if not is_by_turns:
+        return code.load(row, column * 4, F32S), code.load(row, (column + width) * 4, F32S)
+    lower, upper = (code.load(row, column * 8 + part, F32S) for part in (0, 4 * LANES))
+    even, odd = (code.shuffled(lower, upper, range(part, 2 * LANES, 2)) for part in (0, 1))
+    return even, odd
+
+
+def _limited(code: Code, gate: Value, up: Value) -> Value:
+    limit, steepness = code.spread(code.task.limit), code.spread(code.task.steepness)
+    gate = code.least(gate, limit)
+    up = code.greatest(code.least(up, limit), code.floats(0.0) - limit)
+    return gate * sigmoid(code, gate * steepness) * (up + code.floats(1.0))
 
 
 @kernel("side", SideTask)

@@ -20,6 +20,7 @@ from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_int
 from kvchat.model.decoder.decoder import Decoder, num_weights
 from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.decoder.recurrent import Mamba
+from kvchat.model.packed.experts import lay_by_rows
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
 from kvchat_kernels.cpu_products import is_fast_by_torch
@@ -283,6 +284,7 @@ class CompiledModel:
 
 def compiled_model(module: Any, spec: ModelSpec) -> CompiledModel | None:
     """Return what compiles a loaded model's steps; None, with the reason logged, if nothing can."""
+    lay_by_rows(module)
     decoder = read_decoder(module, spec)
     if isinstance(decoder, str):
         _log.info("no compiled steps: it %s", decoder)

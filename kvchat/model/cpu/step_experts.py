@@ -40,7 +40,8 @@ def add_mlp(
     task = gates.GateTask(both=both, out=gated.floats, width=width, **mlp.constants)
     units = -(-width // gates.UNIT_COLUMNS)
     header = None if pairs is None else pairs.header
-    operations.add(gates.gate_kernel(mlp.activation, is_gated), task, units, header=header)
+    kernel = gates.gate_kernel(mlp.activation, is_gated, mlp.is_by_turns)
+    operations.add(kernel, task, units, header=header)
     operations.products((mlp.down,), gated, gated.floats, out, pairs=pairs)
 
 

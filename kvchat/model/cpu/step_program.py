@@ -147,9 +147,10 @@ class Angles:
 
     _FIRST, _MOST = 1024, 1 << 14
 
-    def __init__(self, rotary: Any, kind: str | None, *, turns_back: bool = False) -> None:
-        self._sign = -1.0 if turns_back else 1.0
-        self._rotary, self._kinds = rotary, () if kind is None else (kind,)
+    def __init__(self, decoder: Decoder, kind: str | None) -> None:
+        self._sign = -1.0 if decoder.turns_back else 1.0
+        self._come_once = decoder.has_half_angles
+        self._rotary, self._kinds = decoder.rotary, () if kind is None else (kind,)
         self._like = torch.zeros(1, dtype=torch.float32)
         self._table = self._made(torch.arange(self._FIRST))
         self.half = self._table[0].shape[1]
@@ -171,6 +172,8 @@ class Angles:
         if not (isinstance(made, tuple) and len(made) == 2):
             raise Unfit("has angles of another kind")
         cos, sin = (part[0].float() for part in made)
+        if self._come_once:
+            return cos.contiguous().numpy(), (sin * self._sign).numpy()
         half = cos.shape[-1] // 2
         # A model that turns neighbours may have each angle twice in a row.
         for first, second in (
@@ -507,9 +510,7 @@ class StepProgram:
         if layer.rotates:
             angles = self.angles.get(layer.kind)
             if angles is None:
-                angles = Angles(
-                    self._decoder.rotary, layer.kind, turns_back=self._decoder.turns_back
-                )
+                angles = Angles(self._decoder, layer.kind)
                 self.angles[layer.kind] = angles
             check_widths(angles.half)
         query, key = layer.head_norms or (None, None)

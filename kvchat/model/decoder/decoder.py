@@ -52,7 +52,8 @@ class DecoderAttention:
 class Mlp:
     """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
 
-    `constants` are fields of `gates.GateTask`, where the activation has them.
+    `constants` are fields of `gates.GateTask`, where the activation has them. If it `is_by_turns`,
+    the rows of gate and up are by turns those of one matrix.
     `module` is transformers' own, except of experts.
     """
 
@@ -62,6 +63,7 @@ class Mlp:
     is_gated: bool = True
     constants: Mapping[str, float] = field(default_factory=dict)
     module: Any = None
+    is_by_turns: bool = False
 
     @property
     def num_weights(self) -> int:

@@ -240,6 +240,7 @@ FAMILIES = {
         has_halves=True,
         routing=_route_deepseek,
     ),
+    "gpt_oss": Family(router="router", normalises=True, has_half_angles=True),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE_MIXTURE),
 }
@@ -262,7 +263,6 @@ FAMILIES |= {
     **dict.fromkeys(_OF_KNOWN_LAYERS, _LAYERS),
     "exaone_moe": replace(_LAYERS, rotated=Rotated.WITH_WINDOWS_IF_ANY),
     "flint": replace(_LAYERS, rotated=Rotated.WITH_WINDOWS),
-    "gpt_oss": replace(_ATTENTION, has_half_angles=True),
     "minimax_m3_vl_text": replace(_ATTENTION, norm_offset=1.0),
     **dict.fromkeys(("aria_text", "cosmos3_edge_text", "granitemoe_swa"), _ATTENTION),
     "kolibri1": replace(_ATTENTION, rotated=Rotated.WITH_WINDOWS_IF_ANY),

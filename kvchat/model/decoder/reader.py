@@ -36,7 +36,13 @@ from kvchat.model.decoder.matrices import (
 )
 from kvchat.model.decoder.recurrent import Mamba, Recurrent
 from kvchat.model.hf.gates import activation_of
-from kvchat.model.packed.experts import ExpertPacks, are_plain_experts, expert_packs_of
+from kvchat.model.packed.experts import (
+    ExpertPacks,
+    ExpertPacksByTurns,
+    are_experts_by_turns,
+    are_plain_experts,
+    expert_packs_of,
+)
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
@@ -406,7 +412,8 @@ def _floats(values: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(router: Any) -> Matrix:
-    return Matrix(whole(router.weight.detach()), None)
+    bias = getattr(router, "bias", None)  # gpt-oss's
+    return Matrix(whole(router.weight.detach()), None if bias is None else float_values(bias))
 
 
 def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
@@ -501,6 +508,8 @@ def _mlp(module: Any) -> Mlp:
 def _experts(module: Any) -> Mlp:
     """Return the matrices of plain experts, whose rows are one below another."""
     packs = expert_packs_of(module)
+    if isinstance(packs, ExpertPacksByTurns) or are_experts_by_turns(module):
+        return _experts_by_turns(module, packs)
     if packs is not None and type(packs) is not ExpertPacks:
         raise Unknown("has packed experts of another form, or of a GPU")
     if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
@@ -516,3 +525,27 @@ def _experts(module: Any) -> Mlp:
     gate_up_packs, down_pack = packs.gate_up, packs.down
     matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
     return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))
+
+
+def _experts_by_turns(module: Any, packs: Any) -> Mlp:
+    """Return the matrices of gpt-oss's experts; a GGUF file has gate and up apart."""
+    biases = float_values(module.gate_up_proj_bias)
+    if isinstance(packs, ExpertPacksByTurns):
+        gate_up: list[Any] = [product.weights for product in packs.gate_up]
+        down: Any = packs.down.weights
+    else:
+        parts = (module.gate_up_proj, module.down_proj)
+        both, down = (whole(part.detach().transpose(1, 2)).flatten(0, 1) for part in parts)
+        gate_up = [both]
+    are_apart = len(gate_up) == 2
+    each = (biases[:, ::2], biases[:, 1::2]) if are_apart else (biases,)
+    return Mlp(
+        tuple(
+            Matrix(one, bias.reshape(-1).contiguous())
+            for one, bias in zip(gate_up, each, strict=True)
+        ),
+        Matrix(down, float_values(module.down_proj_bias).flatten()),
+        Activation.LIMITED,
+        constants={"steepness": float(module.alpha), "limit": float(module.limit)},
+        is_by_turns=not are_apart,
+    )

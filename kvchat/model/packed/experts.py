@@ -154,6 +154,18 @@ def are_experts_by_turns(module: Any) -> bool:
     return has_gate and has_flags and _has_weights(module)
 
 
+@torch.inference_mode()
+def lay_by_rows(module: nn.Module) -> None:
+    """Let a model's experts by turns lie in memory as products read them, [experts, out, in].
+
+    Their parameters stay [experts, in, out], as views.
+    """
+    for experts in filter(are_experts_by_turns, module.modules()):
+        for name in EXPERT_TENSORS:
+            parameter = getattr(experts, name)
+            parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _has_weights(module: Any) -> bool:
     parameters = [getattr(module, name, None) for name in EXPERT_TENSORS]
     return all(isinstance(part, nn.Parameter) and part.dim() == 3 for part in parameters)

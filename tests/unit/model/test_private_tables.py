@@ -6,7 +6,7 @@ import pytest
 
 from support.private_tables import MODELS, check_private_table
 
-NOT_COMPILED = {"gpt_oss, sinks", "llama4, chunks"}
+NOT_COMPILED = {"llama4, chunks"}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_packed_model_runs_paged_as_its_own_code_does(
 
     assert compare_with_own(loaded) > 0.999
     assert loaded.weights == weights
-    assert (loaded.compiled is not None) == (name != "gpt_oss, sinks")
+    assert loaded.compiled is not None
     assert all(len(ids) == 20 for ids in complete(engine_on(loaded), [random_ids(30, 3)]))
 
 
