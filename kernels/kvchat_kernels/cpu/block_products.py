@@ -86,7 +86,7 @@ def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel[BlockProductT
     Activations are rounded as `layout.rounding` says.
     """
     assert layout.is_interleaved, layout
-    forms = (layout, has_bias, _is_wide_faster(layout))
+    forms = (layout, has_bias, _is_wide_faster(replace(layout, rest=0)))
     return Kernel("block product", BlockProductTask, forms, lambda code: _write(code, *forms))
 
 

@@ -405,10 +405,10 @@ def each_group(
 ) -> Iterator[tuple[Value, int]]:
     """Write loops over the groups of a row; each body gets the first block and their number.
 
-    Of some layouts rows are whole groups of 8.
+    Without a layout a row may have groups of all sizes.
     """
     start = code.whole(0)
-    for size in GROUPS[:1] if layout is not None and layout.are_groups_whole else GROUPS:
+    for size in GROUPS if layout is None else layout.groups:
         end = start + (num_blocks - start) // size * size
         with code.loop(start, end, size) as index:
             yield index, size

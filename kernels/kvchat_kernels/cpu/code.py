@@ -5,7 +5,8 @@ from step to step, addresses of weights and buffers, and sizes), the address of 
 (`step.py`), and the number of the unit to compute. Its code is written in vectors of 8 floats,
 which LLVM turns into the instructions of the processor.
 
-Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`object_cache.py`).
+Compiling a kernel takes 20 ms to 4 s (`compiler.py`); compiled code is kept on the disk
+(`object_cache.py`).
 
 `KVCHAT_CPU=x86-64-v3` compiles for any processor with AVX2, as if this one had no more,
 `x86-64-v3+avxvnni` for one with AVX-VNNI beside it, and `x86-64-v2` for one without AVX
@@ -13,6 +14,7 @@ Compiling a kernel takes 20 to 300 ms; compiled code is kept on the disk (`objec
 """
 
 import ctypes
+import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +28,9 @@ import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from kvchat_kernels.cpu.compiler import Function, Target
 from kvchat_kernels.cpu.level import CPU_VARIABLE, level
-from kvchat_kernels.cpu.object_cache import file_name, object_cache
+from kvchat_kernels.cpu.object_cache import file_name
 from kvchat_kernels.cpu.task import Place, Task
 
 # Floats of a vector. Widths and head dims are multiples of it.
@@ -449,7 +452,12 @@ class Kernel(Generic[OfTask]):
     ) -> None:
         self.name = name
         self.task = task
-        self.address, self._engine = compiled(name, forms, task, write)
+        self._function = compiled(name, forms, task, write)
+
+    @property
+    def address(self) -> int:
+        """The address of the function; waits until it is compiled. Raises RuntimeError."""
+        return self._function.address
 
 
 Forms = ParamSpec("Forms")
@@ -479,27 +487,14 @@ def kernel(
 
 def compiled(
     name: str, forms: tuple[object, ...], task: type[Task] | None, write: Callable[[Code], None]
-) -> tuple[int, Any]:
-    """Return the address of a function that `write` writes, and what owns it.
+) -> Function:
+    """Return a function that `write` writes; it is being compiled until its address is wanted.
 
-    It takes the numbers of a kernel, or without a `task` a single address. It is read from the disk
-    if it was compiled before, and saved there if not.
+    It takes the numbers of a kernel, or without a `task` a single address.
     """
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
     processor = _processor()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=processor.name, features=processor.flags, opt=2, jit=True
-    )
-    file = f"{file_name_of(name, forms)}.o"
-    machine_code = object_cache().load(file)
-    if machine_code is None:
-        machine_code = _object_code(machine, task, write)
-        object_cache().save(file, machine_code)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
-    engine.finalize_object()
-    return engine.get_function_address("run"), engine
+    target = Target(processor.name, processor.flags)
+    return Function(f"{file_name_of(name, forms)}.o", target, lambda: written(task, write))
 
 
 def file_name_of(name: str, forms: tuple[object, ...]) -> str:
@@ -515,20 +510,22 @@ def written(task: type[Task] | None, write: Callable[[Code], None]) -> str:
     kind = ir.FunctionType(ir.VoidType(), [I64] * (1 if task is None else 3))
     function = ir.Function(module, kind, "run")
     builder = ir.IRBuilder(function.append_basic_block())
-    write(Code(builder, function.args, task))
-    builder.ret_void()
-    return str(module)
+    with _no_garbage_collection():
+        write(Code(builder, function.args, task))
+        builder.ret_void()
+        return str(module)
 
 
-def _object_code(machine: Any, task: type[Task] | None, write: Callable[[Code], None]) -> bytes:
-    parsed = llvm.parse_assembly(written(task, write))
-    parsed.verify()
-    options = llvm.create_pipeline_tuning_options(2)
-    options.loop_unrolling = False  # loops are as long as they should be
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(parsed, passes)
-    code: bytes = machine.emit_object(parsed)
-    return code
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Look for no garbage among many new objects: that took half of the time of writing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

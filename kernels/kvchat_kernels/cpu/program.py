@@ -137,7 +137,8 @@ class _Driver:
     """The compiled function that each thread of a run executes."""
 
     def __init__(self) -> None:
-        self.address, self._engine = compiled("driver", (), None, _write)
+        self._function = compiled("driver", (), None, _write)
+        self.address = self._function.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
 

@@ -66,7 +66,8 @@ class Layout:
 
     `are_floats`: levels are floats of 8 bits, which are multiplied with floats in order.
     `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`,
-    `codes` and `unit` are as of BlockWeights.
+    `codes` and `unit` are as of BlockWeights. `rest`: how many blocks of 32 columns an interleaved
+    row has behind its groups of 8; None: any number.
     """
 
     bits: int
@@ -79,6 +80,7 @@ class Layout:
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
     are_floats: bool = False
+    rest: int | None = None
 
     @property
     def rounding(self) -> Rounding:
@@ -103,9 +105,16 @@ class Layout:
         return min(self.block, COLUMNS)
 
     @property
+    def groups(self) -> Sequence[int]:
+        """How many blocks alternate, in groups that follow each other in a row."""
+        rest = 0 if self.are_groups_whole else self.rest
+        return [size for size in GROUPS if size == GROUPS[0] or rest is None or rest & size]
+
+    @property
     def are_groups_whole(self) -> bool:
         """Whether rows are whole runs of STEP_COLUMNS columns."""
-        return self.scales in (torch.int8, torch.uint8) or self.block == STEP_COLUMNS
+        has_steps = self.scales in (torch.int8, torch.uint8)
+        return has_steps or self.block == STEP_COLUMNS or self.rest == 0
 
     @property
     def has_minimums_of_parts(self) -> bool:
@@ -202,6 +211,7 @@ class BlockWeights:
             self.codes,
             self.unit,
             self.are_floats,
+            self.num_in // COLUMNS % GROUPS[0] if self.is_interleaved else None,
         )
 
     @property
