@@ -32,11 +32,15 @@ class ProjectFile:
     def is_used(self) -> bool:
         return self._choice is True and self.path is not None
 
+    def use(self, is_used: bool) -> None:
+        """Decide whether chats in this directory have it in their system prompt."""
+        self._keep(is_used)
+
     def is_new(self) -> bool:
         """Return whether the user has yet to hear of the file; later calls return false."""
         is_new = self.path is not None and self._choice is None
         if is_new:
-            self.use(_TOLD)
+            self._keep(_TOLD)
         return is_new
 
     def read(self) -> str:
@@ -66,11 +70,11 @@ class ProjectFile:
         return system.removesuffix(self._joined).rstrip("\n") or None
 
     def _choices(self) -> dict[str, object]:
-        return read_state(self._state, _VERSION, _FACT)
+        return read_state(self._state, _VERSION, _FACT) if self._state is not None else {}
 
-    def use(self, choice: bool | str) -> None:
-        """Decide whether chats in this directory have it in their system prompt."""
+    def _keep(self, choice: bool | str) -> None:
         self._choice = choice
-        others = {k: v for k, v in self._choices().items() if k != str(self._directory)}
-        newest = [*others.items(), (str(self._directory), choice)][-_MOST_DIRECTORIES:]
-        write_state(self._state, _VERSION, _FACT, dict(newest))
+        if self._state is not None:
+            others = {k: v for k, v in self._choices().items() if k != str(self._directory)}
+            newest = [*others.items(), (str(self._directory), choice)][-_MOST_DIRECTORIES:]
+            write_state(self._state, _VERSION, _FACT, dict(newest))

@@ -436,7 +436,11 @@ class Script:
         """Let the model write a summary, which is not printed; raises what prevented it."""
         reply, answer_time = summarise(self._controller, plan), AnswerTime(self._setup.timeout_s)
         with limited(self._controller.host, reply, answer_time, self._interruption):
-            return reply.wait()
+            [*_, last] = reply
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        return last
 
     @property
     def _is_over(self) -> bool:

@@ -28,6 +28,7 @@ from kvchat.model.device import dtype_name, machine_name
 from kvchat.model.hf.module_adapter import own_attention
 from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import KvLayers, PagedModel, StatefulModel
+from kvchat_kernels.kv_layer import PlainKv
 
 # Makes KV for all storing layers of a model: so many blocks, of so many tokens.
 NewKv = Callable[[int, int], KvLayers]
@@ -84,7 +85,8 @@ def ensure_trusted(loaded: LoadedModel, memory: Memory) -> None:
     else:
         own = None
         if loaded.compiled is not None:
-            # The modules run large steps in any case.
+            # Meanwhile the modules are tested: they run large steps in any case.
+            loaded.compiled.begin([PlainKv(*pool) for pool in _small_pools(loaded, 1)])
             own = cache(lambda: _own_logits(loaded, torch.tensor(_random_ids(loaded)[0])))
             _require_pass(loaded, compiled=False, own=own)
         if not _passes(loaded, own):

@@ -62,11 +62,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "4 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, NIBBLES, False, False),
+        lambda code: block_products._write(code, NIBBLES, False),
     ),
     "4 bits without minimums": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, CENTRED, False, False),
+        lambda code: block_products._write(code, CENTRED, False),
     ),
     "bfloat16": (
         products.ProductTask,
@@ -74,15 +74,15 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "8 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, BYTES, False, False),
+        lambda code: block_products._write(code, BYTES, False),
     ),
     "5 bits in planes": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, PLANES, False, False),
+        lambda code: block_products._write(code, PLANES, False),
     ),
     "codes of 4 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, LOOKED_UP, False, False),
+        lambda code: block_products._write(code, LOOKED_UP, False),
     ),
     "rounding": (
         block_rows.RoundingTask,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvchat_kernels.cpu import block_products, code
+from kvchat_kernels.cpu import block_products, code, compiler
 from kvchat_kernels.cpu.block_products import block_product_kernel
 from kvchat_kernels.cpu.block_rounding import weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
@@ -325,7 +325,7 @@ def without_features(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(code, "has_feature", lambda name: False)
     monkeypatch.setattr(block_products, "has_feature", lambda name: False)
     monkeypatch.setattr(
-        code, "object_cache", lambda: ObjectCache(object_cache().directory / "plain")
+        compiler, "object_cache", lambda: ObjectCache(object_cache().directory / "plain")
     )
     for kernel in kernels:
         kernel.cache_clear()

@@ -80,13 +80,13 @@ class BlockProductTask(Task):
 
 
 @cache
-def block_product_kernel(layout: Layout, has_bias: bool) -> Kernel[BlockProductTask]:
+def block_product_kernel(layout: Layout) -> Kernel[BlockProductTask]:
     """Return the kernel that multiplies rows with an interleaved matrix. Units: chunks.
 
     Activations are rounded as `layout.rounding` says.
     """
     assert layout.is_interleaved, layout
-    forms = (layout, has_bias, _is_wide_faster(replace(layout, rest=0)))
+    forms = (layout, _is_wide_faster(replace(layout, rest=0)))
     return Kernel("block product", BlockProductTask, forms, lambda code: _write(code, *forms))
 
 
@@ -99,10 +99,11 @@ def _is_wide_faster(layout: Layout) -> bool:
     sizes["out_stride"] = 4 * NUM_OUT
 
     def write(code: Code, is_wide: bool) -> None:
-        _write(code, layout, False, is_wide)
+        start, end = code.chunk(code.task.num_out)
+        _write_rows(code, layout, is_wide, start, end, counts=_counts(layout, is_wide)[:1])
 
     task = (BlockProductTask, sizes)
-    return has_512_bits() and is_second_faster("block product", (layout, False), write, task)
+    return has_512_bits() and is_second_faster("raced block product", (layout,), write, task)
 
 
 class _Pair:
@@ -140,7 +141,7 @@ class _Pair:
 _Pairs = Sequence[Sequence[_Pair]]
 
 
-def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
+def _write(code: Code, layout: Layout, is_wide: bool) -> None:
     """Write all products of a unit.
 
     Beside many rows of activations levels in planes are read once, into memory of 8 bits each that
@@ -148,13 +149,13 @@ def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
     """
     start, end = code.chunk(code.task.num_out)
     if not layout.has_planes:
-        _write_rows(code, layout, has_bias, is_wide, start, end)
+        _write_rows(code, layout, is_wide, start, end)
         return
     row_bytes = code.task.num_blocks * COLUMNS
     fits = row_bytes < _ROOM_BYTES // WEIGHT_ROWS + 1
     is_read_once = (code.header(Header.NUM_ROWS) > _MOST_FEW_X) & fits
     with code.when(is_read_once ^ 1):
-        _write_rows(code, layout, has_bias, is_wide, start, end)
+        _write_rows(code, layout, is_wide, start, end)
     with code.when(is_read_once):
         room, whole = code.room(_ROOM_BYTES), replace(layout, bits=8, zero=0, codes=None)
         most = code.whole(_ROOM_BYTES) // (row_bytes * WEIGHT_ROWS) * WEIGHT_ROWS
@@ -162,7 +163,7 @@ def _write(code: Code, layout: Layout, has_bias: bool, is_wide: bool) -> None:
         with code.loop(0, (end - start + (most - 1)) // most):
             last = code.least(first.get() + most, end)
             _read_levels(code, layout, first.get(), last, room)
-            _write_rows(code, whole, has_bias, is_wide, first.get(), last, room)
+            _write_rows(code, whole, is_wide, first.get(), last, room)
             first.set(last)
 
 
@@ -183,13 +184,16 @@ def _read_levels(code: Code, layout: Layout, start: Value, end: Value, room: Val
 def _write_rows(
     code: Code,
     layout: Layout,
-    has_bias: bool,
     is_wide: bool,
     start: Value,
     end: Value,
     room: Value | None = None,
+    counts: Sequence[int] | None = None,
 ) -> None:
-    """Write the products of the rows from `start` to `end`, whose levels may be in a `room`."""
+    """Write the products of the rows from `start` to `end`, whose levels may be in a `room`.
+
+    `counts`, for a race: how many rows of activations are multiplied at once.
+    """
     has_many_registers = has_feature("avx512vl")
 
     def weight_row(row: Value) -> WeightRow:
@@ -219,19 +223,25 @@ def _write_rows(
             totals = code.tree_totals([pair.total.get() for pair in of_x], LANES)
             for number, row in enumerate(rows):
                 total = code.lane(totals, number) if len(rows) > 1 else totals
-                _store(code, total, row, x_row, has_bias)
+                _store(code, total, row, x_row)
 
-    counts: Sequence[int] = _WIDE_X_COUNTS if is_wide else _X_COUNTS
-    if layout.has_planes:
-        counts = _WIDE_FEW_X_COUNTS if is_wide else _FEW_X_COUNTS
+    counts = counts or _counts(layout, is_wide)
     write_tiles(code, start, end, counts, write_tile, holds_x=True)
 
 
-def _store(code: Code, value: Value, row: Value, x_row: Value, has_bias: bool) -> None:
-    if has_bias:
-        value = value + code.load(code.task.bias, row * 4, F32)
+def _counts(layout: Layout, is_wide: bool) -> Sequence[int]:
+    """Return how many rows of activations share one reading of the weights."""
+    if layout.has_planes:
+        return _WIDE_FEW_X_COUNTS if is_wide else _FEW_X_COUNTS
+    return _WIDE_X_COUNTS if is_wide else _X_COUNTS
+
+
+def _store(code: Code, value: Value, row: Value, x_row: Value) -> None:
+    total = code.variable(value)
+    with code.when(code.task.bias > 0):
+        total.set(value + code.load(code.task.bias, row * 4, F32))
     offset = x_row * code.task.out_stride + row * 4
-    code.store(value, code.task.out, offset)
+    code.store(total.get(), code.task.out, offset)
 
 
 def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:

@@ -65,7 +65,7 @@ def block_product(
     """
     num_out = weights.num_out if num_out is None else num_out
     chunk = unit_rows(num_out, weights.num_in * weights.bits // 8)
-    kernel: Kernel[Any] = block_product_kernel(weights.layout, bias is not None)
+    kernel: Kernel[Any] = block_product_kernel(weights.layout)
     new_task: Callable[..., BlockProductTask] = BlockProductTask
     if is_tiled:
         chunk += -chunk % TILE_ROWS  # rows of a unit are whole tiles

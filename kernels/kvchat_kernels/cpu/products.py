@@ -85,10 +85,10 @@ def are_wide_floats_faster(stored: Stored) -> bool:
     sizes = {"num_out": NUM_OUT, "num_in": NUM_IN, "chunk": NUM_OUT, **strides}
 
     def write(code: Code, is_wide: bool) -> None:
-        _Product(code, stored, False, is_wide).write()
+        _Product(code, stored, False, is_wide).write_many(*code.chunk(code.task.num_out))
 
     task = (ProductTask, sizes)
-    return has_512_bits() and is_second_faster("product", (stored, False), write, task)
+    return has_512_bits() and is_second_faster("raced product", (stored,), write, task)
 
 
 def write_tiles(
@@ -196,7 +196,7 @@ class _Product:
             write_tiles(code, start, end, _X_COUNTS, self._write_tile, few_x=few_x)
         with code.when(num_rows >= many_x):
             tiled = start + (end - start) // WEIGHT_ROWS * WEIGHT_ROWS
-            self._write_many(start, tiled)
+            self.write_many(start, tiled)
             with code.loop(tiled, end) as row, code.loop(0, num_rows) as x_row:
                 self._write_tile([row], [x_row])
 
@@ -274,7 +274,7 @@ class _Product:
 
     # Many rows
 
-    def _write_many(self, start: Value, end: Value) -> None:
+    def write_many(self, start: Value, end: Value) -> None:
         """Write the products of the rows [`start`, `end`) of the matrix, self._tile_rows at a time.
 
         These are converted once, _RUN columns of each, and multiplied with a slab of activations.

@@ -75,9 +75,9 @@ class Program:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._operations = tuple(operations)  # own what their addresses are of
+        self._kernels: list[int] | None = None
         self._ops = np.zeros((len(operations), _NUM_NUMBERS), np.int64)
         for numbers, operation in zip(self._ops, operations, strict=True):
-            numbers[_Op.KERNEL] = operation.kernel.address
             numbers[_Op.TASK] = operation.task.numbers.ctypes.data
             numbers[_Op.HEADER] = operation.header.ctypes.data
             numbers[_Op.NUM_UNITS] = operation.num_units or 0
@@ -94,7 +94,13 @@ class Program:
         self._parallel = parallel()
 
     def prepare(self) -> None:
-        """Take note of changed `units`."""
+        """Take note of changed `units`. The first call waits until all kernels are compiled.
+
+        It raises what compiling raises.
+        """
+        if self._kernels is None:
+            self._kernels = [operation.kernel.address for operation in self._operations]
+            self._ops[:, _Op.KERNEL] = self._kernels
         before = np.concatenate(([0], np.cumsum(self.units)))
         self._ops[:, _Op.REQUIRED] = before[self._firsts]
 

@@ -8,6 +8,7 @@ in 16 bits. That both compute the same model is for the self-test to show.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -63,12 +64,13 @@ class CompiledStep:
         pools: Sequence[CompiledKv],
         windowed: frozenset[int] = frozenset(),
     ) -> None:
-        """Compile what is needed, 0.1 to 1 s. Raises Unfit, or what llvmlite raises.
+        """Compile what is needed, 0.1 s to 15 s. Raises Unfit, or what llvmlite raises.
 
         `windowed` are the pools of window blocks.
         """
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools, windowed)
+        self._parts.program.prepare()
         self._vocab_size = decoder.head.num_out
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
@@ -255,6 +257,11 @@ class CompiledModel:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.is_off = False
+
+    def begin(self, pools: Sequence[CompiledKv]) -> None:
+        """Begin to compile the steps over such pools, beside what is done until they are wanted."""
+        with suppress(Unfit, ImportError, RuntimeError):  # `step_over` raises it again
+            StepProgram(self._decoder, pools)
 
     def step_over(
         self, pools: Sequence[KvLayer], windowed: frozenset[int] = frozenset()
