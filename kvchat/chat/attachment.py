@@ -337,7 +337,7 @@ class PinFiles:
         self.thinned.remove(labels)
         before, gone = self._read(), set(labels)
         kept = {label: files for label, files in before.items() if label not in gone}
-        if self._path is not None and len(kept) < len(before):
+        if len(kept) < len(before):
             write_state(self._path, _VERSION, _NAME, dict(kept))
 
     def check(self, label: str) -> str:
@@ -381,7 +381,7 @@ class PinFiles:
 
     def _read(self) -> dict[str, dict[str, str]]:
         """Return the digest by path of every label; what is damaged is left out."""
-        found = read_state(self._path, _VERSION, _NAME) if self._path is not None else {}
+        found = read_state(self._path, _VERSION, _NAME)
         return {
             label: {str(path): str(digest) for path, digest in files.items()}
             for label, files in found.items()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvchat.chat.events import AnswerCall, AnswerText, ChatEvent, LogprobTrack, ShownToken
 from kvchat.chat.text_stream import TextStream
-from kvchat.chat.thinking import Passage, ThinkingSplitter, joined
+from kvchat.chat.thinking import Passage, ThinkingSplitter, joined, overlap
 from kvchat.chat.tool_calls import CallSplitter, Part
 from kvchat.chat.tools import ToolCall
 from kvchat.core.events import TokensGenerated
@@ -55,8 +55,7 @@ class StopFilter:
             _, start, self.stop = min(found)
             released, self._held = self._held[:start], ""
             return released
-        keep = self._longest_beginning()
-        cut = len(self._held) - keep
+        cut = len(self._held) - overlap(self._held, self._stops)
         released, self._held = self._held[:cut], self._held[cut:]
         return released
 
@@ -64,15 +63,6 @@ class StopFilter:
         """Return the text that was held back, at the end of the stream."""
         released, self._held = self._held, ""
         return released
-
-    def _longest_beginning(self) -> int:
-        """Return how many characters at the end of the held text could begin a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
 
 
 class AnswerParts:

@@ -32,15 +32,11 @@ class ProjectFile:
     def is_used(self) -> bool:
         return self._choice is True and self.path is not None
 
-    def use(self, is_used: bool) -> None:
-        """Decide whether chats in this directory have it in their system prompt."""
-        self._keep(is_used)
-
     def is_new(self) -> bool:
         """Return whether the user has yet to hear of the file; later calls return false."""
         is_new = self.path is not None and self._choice is None
         if is_new:
-            self._keep(_TOLD)
+            self.use(_TOLD)
         return is_new
 
     def read(self) -> str:
@@ -70,11 +66,11 @@ class ProjectFile:
         return system.removesuffix(self._joined).rstrip("\n") or None
 
     def _choices(self) -> dict[str, object]:
-        return read_state(self._state, _VERSION, _FACT) if self._state is not None else {}
+        return read_state(self._state, _VERSION, _FACT)
 
-    def _keep(self, choice: bool | str) -> None:
+    def use(self, choice: bool | str) -> None:
+        """Decide whether chats in this directory have it in their system prompt."""
         self._choice = choice
-        if self._state is not None:
-            others = {k: v for k, v in self._choices().items() if k != str(self._directory)}
-            newest = [*others.items(), (str(self._directory), choice)][-_MOST_DIRECTORIES:]
-            write_state(self._state, _VERSION, _FACT, dict(newest))
+        others = {k: v for k, v in self._choices().items() if k != str(self._directory)}
+        newest = [*others.items(), (str(self._directory), choice)][-_MOST_DIRECTORIES:]
+        write_state(self._state, _VERSION, _FACT, dict(newest))

@@ -382,6 +382,14 @@ class Reply:
             for each in self._with_waiting(event):
                 yield from self._take(each)
 
+    def wait(self) -> AnswerEnded:
+        """Wait until all answers have ended; return the last, or raise the error of the request."""
+        *_, last = self
+        if isinstance(last, AnswerFailed):
+            raise last.error
+        assert isinstance(last, AnswerEnded)
+        return last
+
     def _with_waiting(self, event: RequestEvent) -> list[RequestEvent]:
         """Return an event, and if many wait all that do: tokens that follow tokens are joined.
 

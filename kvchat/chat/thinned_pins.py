@@ -57,8 +57,10 @@ class ThinnedPins:
             "positions": f"{bits:x}",
             "method": kept.method,
         }
-        is_too_long = sum(len(str(each)) for each in self._read().values()) > _MOST_TOKENS
-        if self._path is None or is_too_long or not self._write({**self._read(), label: entry}):
+        others = self._read()
+        is_too_long = sum(len(str(each)) for each in others.values()) > _MOST_TOKENS
+        everything = {**others, label: entry}
+        if is_too_long or not write_state(self._path, _VERSION, _NAME, everything):
             raise UsageError("The positions of the pin cannot be noted, so all of its KV stays.")
 
     def remove(self, labels: Iterable[str]) -> None:
@@ -66,13 +68,10 @@ class ThinnedPins:
         before, gone = self._read(), set(labels)
         left = {label: entry for label, entry in before.items() if label not in gone}
         if len(left) < len(before):
-            self._write(left)
+            write_state(self._path, _VERSION, _NAME, left)
 
     def _read(self) -> dict[str, object]:
-        return read_state(self._path, _VERSION, _NAME) if self._path is not None else {}
-
-    def _write(self, entries: dict[str, object]) -> bool:
-        return self._path is not None and write_state(self._path, _VERSION, _NAME, entries)
+        return read_state(self._path, _VERSION, _NAME)
 
 
 def _read_entry(entry: dict[str, object]) -> KeptPositions:

@@ -25,6 +25,7 @@ from kvchat.chat.call_readers import (
     pair_call,
     python_calls,
 )
+from kvchat.chat.thinking import overlap
 from kvchat.chat.tools import ToolCall, ToolSet
 
 
@@ -191,17 +192,9 @@ class CallSplitter:
 
     def _overlap(self) -> int:
         """Return how many characters at the end of the held text could begin an opener."""
-        if not self._can_begin:
-            return 0
-        longest = max(len(opener) for opener in self._format.openers) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            end = self._held[-length:]
-            is_all = not self._held[:-length].strip()
-            if any(opener.startswith(end) for opener in self._format.openers) and (
-                is_all or not self._format.is_first
-            ):
-                return length
-        return 0
+        length = overlap(self._held, self._format.openers) if self._can_begin else 0
+        is_behind_text = self._format.is_first and self._held[: len(self._held) - length].strip()
+        return 0 if is_behind_text else length
 
     def _calls(self, region: _Region, is_last: bool) -> list[Part] | None:
         step = region.step(self._held[self._space :], is_last)
@@ -257,7 +250,7 @@ class _Marked:
     def _at_the_end(self, held: str) -> tuple[int, tuple[ToolCall, ...]]:
         if self._first:
             return self._first, self._short_calls
-        whole = held[: len(held) - _begun_closer(held, self._format.closer)]
+        whole = held[: len(held) - overlap(held, (self._format.closer,))]
         return len(held), self._format.read(whole, self._tools).calls
 
 
@@ -328,12 +321,6 @@ def _could_begin(elements: Elements, text: str, tools: ToolSet) -> int:
 
 def _starts(name: str) -> tuple[str, ...]:
     return f"<function={name}>", f'<invoke name="{name}">'
-
-
-def _begun_closer(text: str, closer: str) -> int:
-    """Return how many characters at the end of a text are the beginning of a closer."""
-    lengths = range(min(len(closer) - 1, len(text)), 0, -1)
-    return next((n for n in lengths if text.endswith(closer[:n])), 0)
 
 
 def _tagged(opener: str, closer: str, mark: str = "") -> CallFormat:

@@ -436,11 +436,7 @@ class Script:
         """Let the model write a summary, which is not printed; raises what prevented it."""
         reply, answer_time = summarise(self._controller, plan), AnswerTime(self._setup.timeout_s)
         with limited(self._controller.host, reply, answer_time, self._interruption):
-            [*_, last] = reply
-        if isinstance(last, AnswerFailed):
-            raise last.error
-        assert isinstance(last, AnswerEnded)
-        return last
+            return reply.wait()
 
     @property
     def _is_over(self) -> bool:

@@ -208,9 +208,9 @@ def private_database(path: Path) -> None:
             private_file(beside)
 
 
-def read_state(path: Path, version: int, name: str) -> dict[str, object]:
+def read_state(path: Path | None, version: int, name: str) -> dict[str, object]:
     """Return the object called `name` in a state file of this version, else an empty one."""
-    if not path.exists():  # nothing was written yet
+    if path is None or not path.exists():  # nothing is kept, or was written yet
         return {}
     try:
         descriptor = open_private(path, os.O_RDONLY)
@@ -224,8 +224,10 @@ def read_state(path: Path, version: int, name: str) -> dict[str, object]:
         return {}
 
 
-def write_state(path: Path, version: int, name: str, content: dict[str, object]) -> bool:
-    """Replace a state file; false, and a line in the log, if that is not possible."""
+def write_state(path: Path | None, version: int, name: str, content: dict[str, object]) -> bool:
+    """Replace a state file; false without one, and with a line in the log if it cannot be."""
+    if path is None:
+        return False
     try:
         private_directory(path.parent)
         replace_private(path, json.dumps({"version": version, name: content}).encode())

@@ -26,7 +26,7 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.prefixes import Asked, ResentChats
-from kvchat.chat.resent_chat import Difference, ResentChat
+from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
 from kvchat.core.types import FinishReason
@@ -100,14 +100,10 @@ class Answer:
         self._has_news = asyncio.Event()
         self._began: asyncio.Future[Asked] | None = None  # until it is taken
         self._asked: Asked | None = None
-        self._difference: Difference | None = None
-        self._num_left_out = 0
-        self._kept: tuple[tuple[int, float], ...] = ()
-        self._fed = Fed()
         self._first: list[ChatEvent] = []
         self._written_s = self._loop.time()
         self._is_silent = False
-        self._is_left = False
+        self._is_left = self._is_closed = False
         self._silence: asyncio.TimerHandle | None = None
         self.is_complete = False  # all samples have ended, and `events` has told of it
 
@@ -132,8 +128,6 @@ class Answer:
             raise as_api_error(error) from error
         finally:
             self._began = None
-        self._difference, self._kept, self._fed = asked.difference, asked.kept, asked.fed
-        self._num_left_out = asked.num_left_out
         self._metrics.num_running += 1
         if self._limit_s is not None:
             end = partial(asked.reply.cancel, FinishReason.TIMEOUT)
@@ -144,7 +138,7 @@ class Answer:
         await self._has_news.wait()
         if not self._is_silent:  # else `events` tells of the silence first
             self._has_news.clear()  # before the poll: what comes after it sets it again
-        self._first = self._require_asked().reply.poll()
+        self._first = self.asked.reply.poll()
         failed = next((event for event in self._first if isinstance(event, AnswerFailed)), None)
         if failed is not None:
             self.close()
@@ -169,8 +163,8 @@ class Answer:
                 return
             if self._began.done():
                 self._take_begun()
-                self._first = self._require_asked().reply.poll()
-        reply, events = self._require_asked().reply, self._first
+                self._first = self.asked.reply.poll()
+        reply, events = self.asked.reply, self._first
         while True:
             told, failed = self._heard(events)
             self.is_complete = reply.is_finished and failed is None
@@ -227,30 +221,12 @@ class Answer:
                 told.append(event)
             if isinstance(event, AnswerEnded):
                 self._metrics.note_answer(event.usage, event.timing)
-                self._remember(self._require_asked(), event)
+                self._remember(self.asked, event)
         return told, failed
 
     @property
-    def difference(self) -> Difference | None:
-        """Which earlier message the client changed, None if it changed none."""
-        return self._difference
-
-    @property
-    def num_left_out(self) -> int:
-        """How many of the oldest messages the context is without."""
-        return self._num_left_out
-
-    @property
-    def fed(self) -> Fed:
-        """What the request was; complete on the encoder's thread, once its answer has ended."""
-        return self._fed
-
-    @property
-    def kept(self) -> tuple[tuple[int, float], ...]:
-        """The beginnings of the context that are kept: their tokens, and for how many seconds."""
-        return self._kept
-
-    def _require_asked(self) -> Asked:
+    def asked(self) -> Asked:
+        """What was submitted; its `fed` is complete once the answer has ended and is remembered."""
         assert self._asked is not None, "the answer is not started"
         return self._asked
 
@@ -262,13 +238,13 @@ class Answer:
         if self._began is not None:  # it is still encoded
             self._began.add_done_callback(_drop)
             self._began = None
-        if self._asked is None:
+        if self._asked is None or self._is_closed:
             return
+        self._is_closed = True
         self._metrics.num_running -= 1
         if not self._asked.reply.is_finished:
             self._asked.reply.cancel()
         self._asked.session.close()
-        self._asked = None
 
 
 def _drop(began: "asyncio.Future[Asked]") -> None:

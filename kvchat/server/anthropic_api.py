@@ -48,11 +48,7 @@ class AnthropicApi:
         self._left_out = LeftOutNotes()
 
     async def messages(self, request: Request) -> Response:
-        fields = own_fields(await read_request(request), "messages")
-        self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED)
-        _require_no_thread(fields)
-        self._service.require_room(fields, "messages")
+        fields = await self._fields(request)
         chat, offered = await self._read(fields)
         options = replace(self._options(fields, chat), client=client_of(request))
         choice = anthropic_choice(fields)
@@ -66,16 +62,21 @@ class AnthropicApi:
         return self._left_out.tell(whole, offered.left_out)
 
     async def count_tokens(self, request: Request) -> Response:
-        fields = own_fields(await read_request(request), "messages")
-        self._service.require_model(fields)
-        fields.refuse(*_UNSUPPORTED)
-        _require_no_thread(fields)
-        self._service.require_room(fields, "messages", CONTEXTS_COUNTED)
+        fields = await self._fields(request, CONTEXTS_COUNTED)
         think = self._think(fields)
         chat, offered = await self._read(fields)
         num_tokens = await self._service.answering.count(chat, think)
         counted = JSONResponse({"input_tokens": num_tokens})
         return self._left_out.tell(counted, offered.left_out)
+
+    async def _fields(self, request: Request, num_contexts: int = 1) -> Body:
+        """Return a request's fields; raises ApiError for what cannot be answered."""
+        fields = own_fields(await read_request(request), "messages")
+        self._service.require_model(fields)
+        fields.refuse(*_UNSUPPORTED)
+        _require_no_thread(fields)
+        self._service.require_room(fields, "messages", num_contexts)
+        return fields
 
     async def _read(self, fields: Body) -> tuple[ResentChat, OfferedTools]:
         stabilises = self._service.answering.stabilises
@@ -170,9 +171,9 @@ def _stop_reason(ended: AnswerEnded) -> str:
 
 def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
     return {
-        **_input_usage(ended.usage, answer.kept),
+        **_input_usage(ended.usage, answer.asked.kept),
         "output_tokens": ended.usage.completion_tokens,
-        "kvchat": facts(ended, answer.difference, answer.num_left_out),
+        "kvchat": facts(ended, answer.asked),
     }
 
 

@@ -215,7 +215,7 @@ def _ending(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
         "prompt_eval_duration": round(timing.prefill_s * _NS),
         "eval_count": usage.completion_tokens,
         "eval_duration": round(timing.decode_s * _NS),
-        "kvchat": facts(ended, answer.difference, answer.num_left_out),
+        "kvchat": facts(ended, answer.asked),
     }
 
 

@@ -180,9 +180,7 @@ def usage_of(answers: list[AnswerEnded], answer: Answer | None) -> dict[str, Any
         "completion_tokens_details": {
             "reasoning_tokens": sum(ended.num_thinking_tokens for ended in answers)
         },
-        "kvchat": facts(answers[0], answer.difference, answer.num_left_out)
-        if answer is not None
-        else facts(answers[0]),
+        "kvchat": facts(answers[0], answer.asked if answer is not None else None),
     }
 
 

@@ -338,7 +338,7 @@ class _Response:
             "output": _items(ended, self.offered, self.id) if items is None else items,
             "usage": _usage(ended, answer),
         }
-        self._complete, self._fed = response, answer.fed
+        self._complete, self._fed = response, answer.asked.fed
         return response
 
     async def keep(self) -> None:
@@ -393,7 +393,7 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": ended.num_thinking_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "kvchat": facts(ended, answer.difference, answer.num_left_out),
+        "kvchat": facts(ended, answer.asked),
     }
 
 

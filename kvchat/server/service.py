@@ -14,7 +14,7 @@ from kvchat.chat.deletion import SavedPlaces
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.fields import Fields, shortened
 from kvchat.chat.host import ChatHost
-from kvchat.chat.resent_chat import Difference
+from kvchat.chat.prefixes import Asked
 from kvchat.core.errors import ContextTooLong
 from kvchat.core.types import Pooling
 from kvchat.server.answering import Answering
@@ -132,9 +132,7 @@ def finish_word(ended: AnswerEnded) -> str:
     return "tool_calls" if ended.calls else "stop"
 
 
-def facts(
-    ended: AnswerEnded, difference: Difference | None = None, num_left_out: int = 0
-) -> dict[str, Any]:
+def facts(ended: AnswerEnded, asked: Asked | None = None) -> dict[str, Any]:
     """Return what kvchat tells beyond the interfaces: tokens by tier, and why no more were cached.
 
     `miss_reason` names a MissReason: why a slower tier did not have more; null if it was not asked.
@@ -144,12 +142,13 @@ def facts(
     `ends_in_thinking` tells an answer that was never begun from one that was
     cut off.
     """
+    difference = asked.difference if asked is not None else None
     return {
         "cached_tokens": ended.usage.cached.as_dict(),
         "prefilled_tokens": ended.usage.prefilled_tokens,
         "miss_reason": ended.miss_reason.name.lower() if ended.miss_reason is not None else None,
         "changed": difference.as_dict() if difference is not None else None,
-        "left_out": num_left_out,
+        "left_out": asked.num_left_out if asked is not None else 0,
         "ends_in_thinking": ended.ends_in_thinking,
         **({"kept_kv": asdict(dropped)} if (dropped := ended.usage.dropped) is not None else {}),
         "ttft_s": round(ended.timing.ttft_s, 4),

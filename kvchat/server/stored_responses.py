@@ -142,23 +142,23 @@ class StoredResponses:
         await service.answering.on_encoder(put)
 
     async def get(self, request: Request) -> Response:
-        response_id = request.path_params["name"]
+        record = await self._record(request.path_params["name"])
+        return JSONResponse(record["response"])
+
+    async def _record(self, response_id: str) -> dict[str, Any]:
+        """Return the record of a response; raises ApiError if there is none."""
         find = self._service.responses.find
         record = await self._service.answering.on_encoder(lambda: find(response_id))
         if record is None:
             raise _missing(response_id)
-        return JSONResponse(record["response"])
+        return record
 
     async def input_items(self, request: Request) -> Response:
         """List the items that a response answered, the newest first unless `order` is `asc`."""
         response_id = request.path_params["name"]
-        find = self._service.responses.find
-        record = await self._service.answering.on_encoder(lambda: find(response_id))
-        if record is None:
-            raise _missing(response_id)
-        asked = request.query_params
-        page = _page(_numbered(record["input"], response_id), asked)
-        return JSONResponse(page)
+        record = await self._record(response_id)
+        items = _numbered(record["input"], response_id)
+        return JSONResponse(_page(items, request.query_params))
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["name"]

@@ -69,7 +69,11 @@ class Answering:
         self._tools = tools
         self.hides_thinking = False
         self._name = "the answer"
-        self._room = RoomMaker(controller, self._summarise_unseen, lambda text: tell(view, text))
+        self._room = RoomMaker(
+            controller,
+            lambda plan: self.show_summary(plan, "", StatsLevel.OFF, is_unseen=True),
+            lambda text: tell(view, text),
+        )
 
     @property
     def is_running(self) -> bool:
@@ -257,14 +261,11 @@ class Answering:
             tell(self._view, str(error), Role.ERROR)
 
     async def show_summary(
-        self, plan: CompactionPlan, focus: str, stats_level: StatsLevel
-    ) -> AnswerEnded:
-        """Show a summary while the model writes it; raises the error that prevented it."""
-        return await self._summary(plan, focus, stats_level)
-
-    async def _summary(
         self, plan: CompactionPlan, focus: str, stats_level: StatsLevel, is_unseen: bool = False
     ) -> AnswerEnded:
+        """Show a summary while the model writes it, but for one that `is_unseen`; raises the error
+        that prevented it.
+        """
         self._name = "the summary"
         try:
             answer_view = await self._follow(
@@ -279,10 +280,6 @@ class Answering:
         if failure is not None:
             raise failure
         return answer_view.ended[0]
-
-    async def _summarise_unseen(self, plan: CompactionPlan) -> AnswerEnded:
-        """Let the model write a summary that is not shown; raises the error that prevented it."""
-        return await self._summary(plan, "", StatsLevel.OFF, is_unseen=True)
 
     async def _wait_for_limit(self) -> None:
         """Wait until the context's limit is known, if a message may need room to be made."""

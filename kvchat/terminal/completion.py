@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -38,30 +37,24 @@ def _rank(command: Command) -> int:
 
 
 class LineCompleter(Completer):
-    """Completes the line before the cursor.
+    """Completes the line before the cursor; `candidates` are those of the kinds of arguments."""
 
-    `sessions`, `turns` and `pins` return current candidates, and `others` for further arguments.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        sessions: Candidates,
-        turns: Candidates,
-        pins: Candidates = tuple,
-        others: Mapping[Argument, Candidates] = MappingProxyType({}),
-    ) -> None:
-        self._others = others
-        self._pins = pins
+    def __init__(self, registry: Registry, candidates: Mapping[Argument, Candidates]) -> None:
         self._registry = registry
-        self._sessions = sessions
-        self._turns = turns
+        self._candidates: Mapping[Argument, Candidates] = {
+            Argument.SETTING: lambda: ((p.dashed, p.help) for p in OF_ANSWERS),
+            Argument.COMMAND: lambda: ((c.name, c.help) for c in registry.commands),
+            **candidates,
+        }
+
+    def _of(self, kind: Argument) -> Iterable[tuple[str, str]]:
+        return self._candidates[kind]() if kind in self._candidates else ()
 
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterator[Completion]:
         """Yield completions for the cursor's place."""
-        return self._completions(document, self._sessions)
+        return self._completions(document, lambda: self._of(Argument.SESSION))
 
     async def get_completions_async(
         self, document: Document, complete_event: CompleteEvent
@@ -69,7 +62,7 @@ class LineCompleter(Completer):
         """Yield the same; the saved conversations are read on a thread, as they may be many."""
         sessions: tuple[tuple[str, str], ...] = ()
         if self._is_session_wanted(document):
-            sessions = await asyncio.to_thread(lambda: tuple(self._sessions()))
+            sessions = await asyncio.to_thread(lambda: tuple(self._of(Argument.SESSION)))
         for completion in self._completions(document, lambda: sessions):
             yield completion
 
@@ -94,7 +87,7 @@ class LineCompleter(Completer):
     def _attachable(self, begun: re.Match[str] | None) -> Iterator[Completion]:
         """Yield pins and files for a name that is begun."""
         if begun is not None:
-            yield from _words(self._pins(), begun[1])
+            yield from _words(self._of(Argument.PIN), begun[1])
             yield from _quoted_paths(begun[1])
 
     def _names(self, typed: str) -> Iterator[Completion]:
@@ -109,22 +102,14 @@ class LineCompleter(Completer):
     ) -> Iterator[Completion]:
         if command.subcommands and " " not in typed:
             yield from _matching(((word, "") for word in command.subcommands), typed)
-        if command.argument is Argument.ATTACHABLE:
+        kind = command.argument
+        if kind is Argument.ATTACHABLE:
             yield from self._attachable(_BEGUN_NAME.search(typed))
-        elif command.argument in self._others:
-            yield from _matching(self._others[command.argument](), typed)
-        if command.argument in (Argument.PATH, Argument.MODEL):
+        else:
+            found = sessions() if kind is Argument.SESSION else self._of(kind)
+            yield from _matching(found, typed)
+        if kind in (Argument.PATH, Argument.MODEL):
             yield from _paths(typed.split(" ")[-1])
-        elif command.argument is Argument.SETTING and " " not in typed:
-            yield from _matching(((p.dashed, p.help) for p in OF_ANSWERS), typed)
-        elif command.argument is Argument.PIN:
-            yield from _matching(self._pins(), typed)
-        elif command.argument is Argument.SESSION:
-            yield from _matching(sessions(), typed)
-        elif command.argument is Argument.TURN:
-            yield from _matching(self._turns(), typed)
-        elif command.argument is Argument.COMMAND:
-            yield from _matching(((c.name, c.help) for c in self._registry.commands), typed)
 
 
 def _matching(candidates: Iterable[tuple[str, str]], typed: str) -> Iterator[Completion]:

@@ -525,10 +525,10 @@ def new_live_prompt(
     history = PrivateHistory(lines, lambda: _open_session(controller))
     completer = LineCompleter(
         build_registry(),
-        lambda: _sessions(controller),
-        lambda: _turns(controller),
-        lambda: _pins(controller),
         {
+            Argument.SESSION: lambda: _sessions(controller),
+            Argument.TURN: lambda: _turns(controller),
+            Argument.PIN: lambda: _pins(controller),
             Argument.PRESET: lambda: controller.surroundings.presets.lines().items(),
             Argument.MODEL: lambda: ((name, "") for name in controller.surroundings.model_names()),
         },

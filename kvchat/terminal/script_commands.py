@@ -14,7 +14,7 @@ from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
 from kvchat.chat.conversation import Turn
-from kvchat.chat.events import AnswerEnded, AnswerFailed
+from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
 from kvchat.core.errors import UsageError
@@ -163,13 +163,9 @@ class ScriptCommands(CommandContext):
 
     async def show_summary(self, plan: CompactionPlan, focus: str) -> AnswerEnded:
         """Wait for the summary, and print it with what the command says."""
-        reply = summarise(self.controller, plan, focus)
-        last = (await asyncio.to_thread(list, reply))[-1]
-        if isinstance(last, AnswerFailed):
-            raise last.error
-        assert isinstance(last, AnswerEnded)
-        self.say(last.text)
-        return last
+        summary = await asyncio.to_thread(summarise(self.controller, plan, focus).wait)
+        self.say(summary.text)
+        return summary
 
     def hide_thinking(self, is_hidden: bool) -> None:
         raise UsageError("A script's text output has no thinking; --json has it apart.")

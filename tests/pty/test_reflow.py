@@ -19,6 +19,7 @@ _DEADLINE_S = 60.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _WIDTHS = (100, 60, 100, 60)
 _WIDER = (60, 200, 60, 200)
+_END = "first token"  # of the line behind an answer
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
@@ -73,17 +74,14 @@ def _window(checkpoint: Path) -> Iterator[_Tmux]:
         window.close()
 
 
-@pytest.fixture
-def tmux(checkpoint: Path) -> Iterator[_Tmux]:
-    with _window(checkpoint) as window:
-        yield window
+# A frame that is on its way while the window changes is wrapped by the terminal, and no program can
+# know that. On a machine with much other work it happens now and then: one of so many answers has
+# to be right.
+_TRIES = 2
 
 
 def test_resizing_leaves_every_word_once_and_no_stale_row(checkpoint: Path) -> None:
-    """A frame that is on its way while the window changes is wrapped by the terminal, and no
-    program can know that. The suite saw it once, so one of two answers has to be right.
-    """
-    assert any(_is_whole_after_resizes(checkpoint) for _ in range(2))
+    assert any(_is_whole_after_resizes(checkpoint) for _ in range(_TRIES))
 
 
 def _is_whole_after_resizes(checkpoint: Path) -> bool:
@@ -112,17 +110,23 @@ def _resized_while_it_answers(tmux: _Tmux) -> str:
     ),
 )
 def test_no_row_of_an_open_block_is_left_in_the_scrollback(
-    tmux: _Tmux, block: str, widths: tuple[int, ...]
+    checkpoint: Path, block: str, widths: tuple[int, ...]
 ) -> None:
     """Rows of a table so far were pushed into the scrollback, and came again with the whole."""
-    tmux.tell("resize-window", "-x", str(widths[0]), "-y", "30")
-    tmux.wait_for(_has("/help for help"))
-    tmux.tell("send-keys", f"{block} 60", "Enter")
-    tmux.wait_for(_has("rows so far" if block == "table" else "cell1"))
-    for columns in widths[1:]:
-        tmux.tell("resize-window", "-x", str(columns), "-y", "30")
-        before = tmux.text
-        tmux.wait_for(lambda text, before=before: text != before)  # type: ignore[misc]
-    text = tmux.wait_for(_has("first token"))
+    cells = [f"cell{number}" for number in range(60)]
+    assert any(_cells_of(checkpoint, block, widths) == cells for _ in range(_TRIES))
 
-    assert re.findall(r"cell\d+", text) == [f"cell{number}" for number in range(60)]
+
+def _cells_of(checkpoint: Path, block: str, widths: tuple[int, ...]) -> list[str]:
+    """Return the cells in sight and in the scrollback, after resizes while the block was open."""
+    with _window(checkpoint) as tmux:
+        tmux.tell("resize-window", "-x", str(widths[0]), "-y", "30")
+        tmux.wait_for(_has("/help for help"))
+        tmux.tell("send-keys", f"{block} 60", "Enter")
+        tmux.wait_for(_has("rows so far" if block == "table" else "cell1"))
+        for columns in widths[1:]:
+            tmux.tell("resize-window", "-x", str(columns), "-y", "30")
+            before = tmux.text
+            # A busy machine may have come to the end of the answer: then nothing changes any more.
+            tmux.wait_for(lambda text, before=before: text != before or _END in text)  # type: ignore[misc]
+        return re.findall(r"cell\d+", tmux.wait_for(_has(_END)))

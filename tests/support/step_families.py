@@ -9,6 +9,17 @@ ROUTED = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+_LATENTS = {
+    **ROUTED,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+}
 _HALF_SLIDES = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -92,6 +103,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_qkv_bias": True,
     },
     "phi": {"head_dim": 32, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"head_dim": None, "rotary_pct": 0.25, "num_key_value_heads": None},
+    "gpt_neox, one after the other": {"head_dim": None, "use_parallel_residual": False},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {
         "sliding_window": 8,
@@ -141,6 +154,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {
+        **_LATENTS,
+        "q_lora_rank": 32,
+        "routed_scaling_factor": 2.5,
+    },
+    "deepseek_v3, halves turn": {**_LATENTS, "q_lora_rank": None, "rope_interleave": False},
+    "deepseek_v2": {
+        **_LATENTS,
+        "q_lora_rank": None,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
+    },
+    "deepseek_v2, short queries": {**_LATENTS, "q_lora_rank": 32, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENTS, "q_lora_rank": 32, "routed_scaling_factor": 1.8},
+    "youtu": {**_LATENTS, "q_lora_rank": 32},
     "dots1": {**ROUTED, "sliding_window": 8, "layer_types": ["full_attention"] * 2},
     "solar_open": ROUTED,
     "solar_open, no shared expert": {**ROUTED, "n_shared_experts": 0},
@@ -194,6 +222,7 @@ STRUCTURES = [
     "starcoder2",  # norms with means, biases, an MLP of two matrices
     "nemotron",  # squares, parts of heads rotate
     "stablelm, parallel",
+    "gpt_neox",  # parts of each head together, two norms of one stream, halves of no vector
     "cohere2",  # only windows rotate
     "glm4",  # neighbours turn
     "nanochat",  # rotates back, norms the embedding
@@ -202,6 +231,9 @@ STRUCTURES = [
     "qwen2_moe",  # a gated expert for all
     "qwen3_moe",  # some layers have an MLP
     "glm4_moe",  # groups of experts, a bias that chooses
+    "deepseek_v3",  # latents, neighbours turn and part
+    "deepseek_v3, halves turn",
+    "deepseek_v2",  # neighbours turn and stay
     "minimax_m2",
     "ernie4_5_moe",
     "phimoe",

@@ -85,7 +85,7 @@ class HeadNorm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of a layer. Dims are multiples of 8, `rotated` of 16; 0 rotates nothing.
+    """The heads of a layer. Dims are multiples of 8, `rotated` of 2; 0 rotates nothing.
 
     Pools hold floats, as `stored`, or numbers of a code, whose groups are powers of two from 8 on.
 
@@ -281,9 +281,16 @@ def _write_norm(code: Code, start: Value, width: Value, weight: Value | None) ->
 
 def _write_rotation(code: Code, heads: Heads, head: Value) -> None:
     half = heads.rotated // 2
+    whole = half // LANES * LANES
     angles = code.unit * (half * 4)
     cosines, sines = (rows + angles for rows in (code.task.cosines, code.task.sines))
-    with code.loop(0, half, LANES) as index:
+    for pair in range(whole, half):  # what fills no vector
+        cos, sin = (code.load(at, pair * 4, F32) for at in (cosines, sines))
+        both = (2 * pair, 2 * pair + 1) if heads.turns_neighbours else (pair, pair + half)
+        first, second = (code.load(head, place * 4, F32) for place in both)
+        code.store(first * cos - second * sin, head, both[0] * 4)
+        code.store(second * cos + first * sin, head, both[1] * 4)
+    with code.loop(0, whole, LANES) as index:
         cos, sin = (load_floats(code, at, index * 4, Stored.FLOAT) for at in (cosines, sines))
         if heads.turns_neighbours:
             _write_turned_neighbours(code, head + index * 8, cos, sin)

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from kvchat.model.cpu.step_angles import Angles, QueryFactors
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
+from kvchat.model.cpu.step_latents import add_latents
 from kvchat.model.cpu.step_operations import (
     Activations,
     StepOperations,
@@ -28,16 +30,16 @@ from kvchat.model.decoder.decoder import (
     DecoderLayer,
     Mixture,
     Mlp,
-    QueryScale,
     SideGate,
 )
-from kvchat.model.decoder.matrices import Norm
+from kvchat.model.decoder.matrices import Matrix, Norm
 from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, gates, norms, rotation
 from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.code import Kernel
+from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
 from kvchat_kernels.cpu.gates import HeadsTask
 from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.norms import NormForm, NormTask
@@ -139,64 +141,6 @@ def _side_memory(decoder: Decoder) -> torch.Tensor | None:
 
 
 _TABLES = (torch.float32, torch.float16, torch.bfloat16)
-Table = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class Angles:
-    """Cosines and sines of a step's positions, from a table made once for many positions."""
-
-    _FIRST, _MOST = 1024, 1 << 14
-
-    def __init__(self, decoder: Decoder, kind: str | None) -> None:
-        self._sign = -1.0 if decoder.turns_back else 1.0
-        self._come_once = decoder.has_half_angles
-        self._rotary, self._kinds = decoder.rotary, () if kind is None else (kind,)
-        self._like = torch.zeros(1, dtype=torch.float32)
-        self._table = self._made(torch.arange(self._FIRST))
-        self.half = self._table[0].shape[1]
-        self.cosines, self.sines = (floats(self.half) for _ in range(2))
-        self._out = self.cosines.numpy(), self.sines.numpy()
-
-    def set(self, positions: torch.Tensor, end: int) -> None:
-        """Renew both for `positions`, all below `end`."""
-        table, rows = self._table, positions.numpy()
-        if end > self._MOST:
-            table, rows = self._made(positions), np.arange(len(rows))
-        elif end > len(table[0]):
-            table = self._table = self._made(torch.arange(min(2 * end, self._MOST)))
-        for values, out in zip(table, self._out, strict=True):
-            values.take(rows, 0, out[: len(rows)], "clip")  # the only mode that needs no copy
-
-    def _made(self, positions: torch.Tensor) -> tuple[Table, Table]:
-        made = self._rotary(self._like, positions[None], *self._kinds)
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise Unfit("has angles of another kind")
-        cos, sin = (part[0].float() for part in made)
-        if self._come_once:
-            return cos.contiguous().numpy(), (sin * self._sign).numpy()
-        half = cos.shape[-1] // 2
-        # A model that turns neighbours may have each angle twice in a row.
-        for first, second in (
-            (slice(half), slice(half, None)),
-            (slice(0, None, 2), slice(1, None, 2)),
-        ):
-            if torch.equal(cos[:, first], cos[:, second]):
-                sin = sin[:, first] * self._sign
-                return cos[:, first].contiguous().numpy(), sin.numpy()
-        raise Unfit("has angles that do not repeat")
-
-
-class QueryFactors:
-    """What Q is multiplied with at a step's positions, float32 [rows]."""
-
-    def __init__(self, scale: QueryScale) -> None:
-        self._scale = scale
-        self.values = floats(1)[:, 0]
-
-    def set(self, positions: torch.Tensor) -> None:
-        """Renew them for `positions`."""
-        periods = torch.floor(positions / self._scale.length)
-        self.values[: len(positions)] = 1 + self._scale.beta * torch.log1p(periods)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,11 +305,13 @@ class StepProgram:
             self._add_parallel_mlp(layer, out)
 
     def _add_parallel_mlp(self, layer: DecoderLayer, out: torch.Tensor) -> None:
-        """Add the MLP that has attention's input, whose output is added to attention's."""
-        if layer.mlp is None or layer.after_attention is not None:
+        """Add the MLP beside attention, whose output is added to attention's."""
+        if layer.mlp is None or layer.after_attention is not None or layer.after_mlp is not None:
             raise Unfit("has parallel layers of another kind")
+        self._add_norm(None, layer.before_mlp)
         beside = self._operations.output("mlp", out.shape[1])
-        self._mlp(layer.mlp, layer.before_attention is not None, beside)
+        is_normed = layer.before_attention is not None or layer.before_mlp is not None
+        self._mlp(layer.mlp, is_normed, beside)
         self._add_to(out, beside)
 
     def _add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
@@ -476,6 +422,13 @@ class StepProgram:
         qkv: torch.Tensor,
     ) -> torch.Tensor | None:
         """Multiply with Q, K and V; return the queries with their gates, None without gates."""
+        if layer.latents is not None:
+            angles = self._angles(layer.kind)
+            add_latents(self._operations, layer.latents, layer.spec, angles, source, values, qkv)
+            return None
+        if layer.order is not None:
+            self._ordered(layer.qkv, layer.order, source, values, qkv)
+            return None
         if not layer.is_gated:
             self._operations.products(layer.qkv, source, values, qkv)
             return None
@@ -488,6 +441,20 @@ class StepProgram:
         self._operations.products(others, source, values, qkv[:, width:])
         self._add_heads(gates.heads_kernel(is_gate=False), spec, both, qkv)
         return both
+
+    def _ordered(
+        self,
+        matrices: Sequence[Matrix],
+        order: torch.Tensor,
+        source: Activations,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Multiply with matrices, and write the outputs in another order."""
+        products = self._operations.output("products in another order", out.shape[1])
+        self._operations.products(matrices, source, values, products)
+        task = OrderingTask(x=products, source=order, width=out.shape[1], out=out)
+        self._operations.add(ordering_kernel(), task, None)
 
     def _add_heads(
         self,
@@ -505,14 +472,16 @@ class StepProgram:
         )
         self._operations.add(kernel, task, None)
 
+    def _angles(self, kind: str | None) -> Angles:
+        """Return the angles of the layers of a kind."""
+        if kind not in self.angles:
+            self.angles[kind] = Angles(self._decoder, kind)
+        return self.angles[kind]
+
     def _rotation(self, layer: DecoderAttention, qkv: torch.Tensor, pool: CompiledKv) -> None:
-        spec, angles, factors = layer.spec, None, self.query_factors
-        if layer.rotates:
-            angles = self.angles.get(layer.kind)
-            if angles is None:
-                angles = Angles(self._decoder, layer.kind)
-                self.angles[layer.kind] = angles
-            check_widths(angles.half)
+        spec, factors = layer.spec, self.query_factors
+        is_rotated = layer.rotates and layer.latents is None
+        angles = self._angles(layer.kind) if is_rotated else None
         query, key = layer.head_norms or (None, None)
         key_scales, value_scales = _scales(pool)
         task = RotationTask(

@@ -19,6 +19,31 @@ from kvchat_kernels.cpu.rotation import HeadNorm
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """What Q, K and V are made of where it is less than they are, as DeepSeek V2 has it.
+
+    query      the matrix of Q; with `of_query`, a matrix and a norm, its input is what these make
+    keys       the matrix of the latents of K and V, behind them the rotated part of all keys
+    norm       of the latents
+    up         the matrix that makes the other part of each head's key, and its value, of them
+    turns_neighbours, parts_neighbours   as of `latents.LatentForm`
+    """
+
+    query: Matrix
+    of_query: tuple[Matrix, Norm] | None
+    keys: Matrix
+    norm: Norm
+    up: Matrix
+    turns_neighbours: bool
+    parts_neighbours: bool
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        of_query = () if self.of_query is None else self.of_query[:1]
+        return (*of_query, self.query, self.keys, self.up)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderAttention:
     """qkv: one matrix, or three. `head_norms` are those of Q and K. `kind` names its angles.
 
@@ -26,6 +51,8 @@ class DecoderAttention:
     has a gate behind each head's query. `norms_value` is as of `rotation.Heads`.
 
     A layer that shares the KV of another one has Q alone, whose norm is both `head_norms`.
+    `order` says where each number of Q, K and V is in the outputs of `qkv`, int32; None: they are
+    in this order. A layer with `latents` has no `qkv`.
     """
 
     spec: LayerSpec
@@ -42,10 +69,13 @@ class DecoderAttention:
     turns_neighbours: bool = False
     norms_last: bool = False
     norms_value: bool = False
+    order: torch.Tensor | None = None
+    latents: Latents | None = None
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (*self.qkv, self.out)
+        of_latents = () if self.latents is None else self.latents.matrices
+        return (*self.qkv, *of_latents, self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +171,8 @@ class DecoderLayer:
     What is added is normed by `after_attention` and `after_mlp`, where there are such norms. The
     input is normed by `before_attention` and `before_mlp`; None: it is the stream itself. One of
     the two halves may be missing. `beside` has the same input as attention, and is added to it. If
-    the layer is parallel, so is the MLP, and `after_attention` and both norms of it are missing.
+    the layer is parallel, so is the MLP, whose input may have a norm of its own, and the norms of
+    outputs are missing.
     `stream_factor` is what the stream is multiplied with at the end of the layer.
 
     Of a layer that is read in parts, a part that is not known is None, and without its norms it is

@@ -87,6 +87,7 @@ class Family:
     attention, mlp, router   the names of these parts; a layer may have a mixture or a plain MLP
     normalises    whether factors of experts have the sum 1; None: the configuration says it
     is_gated      whether heads of attention are gated
+    is_by_heads   whether one matrix has the query, the key and the value of each head together
     turns_neighbours, norms_last   as of `rotation.Heads`
     is_parallel   whether attention and MLP have the same input
     shares_kv     whether a layer may attend to the KV of an earlier one
@@ -114,6 +115,7 @@ class Family:
     router: str = "gate"
     normalises: bool | None = None
     is_gated: bool = False
+    is_by_heads: bool = False
     turns_neighbours: bool = False
     norms_last: bool = False
     is_parallel: bool = False
@@ -145,6 +147,13 @@ def _route_deepseek(mixture: Any, router: Any) -> Routing:
         raise Unknown("has a mixture of another kind")
     bias = float_values(router.e_score_correction_bias).flatten()
     return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
+
+
+def _route_deepseek_v2(mixture: Any, router: Any) -> Routing:
+    """Shares of all experts, and one scale."""
+    if router.topk_method != "greedy":
+        raise Unknown("has a mixture of another kind")
+    return Routing(Factors.SHARE, scale=float(router.routed_scaling_factor))
 
 
 def _route_minimax(mixture: Any, router: Any) -> Routing:
@@ -195,6 +204,7 @@ FAMILIES = {
     "ministral3": Family(scales_queries=True),
     **dict.fromkeys(("nemotron", "gemma"), Family(norm_offset=1.0)),
     "phi": Family(_ONE, last_norm="final_layernorm", is_parallel=True),
+    "gpt_neox": Family(last_norm="final_layer_norm", attention="attention", is_by_heads=True),
     "cohere": _COHERE,
     "cohere2": replace(_COHERE, rotated=Rotated.WITH_WINDOWS),
     **dict.fromkeys(("glm", "ernie4_5", "helium"), Family(turns_neighbours=True)),
@@ -217,6 +227,8 @@ FAMILIES = {
     "exaone4": Family(_OLMO, rotated=Rotated.WITH_WINDOWS_IF_ANY),
     "mixtral": Family(normalises=True),
     **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _DEEPSEEK_MIXTURE),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "youtu"), _DEEPSEEK_MIXTURE),
+    "deepseek_v2": Family(turns_neighbours=True, normalises=False, routing=_route_deepseek_v2),
     "minimax_m2": Family(normalises=True, routing=_route_minimax),
     "ernie4_5_moe": Family(normalises=True, turns_neighbours=True, routing=_route_ernie),
     "hunyuan_v1_moe": replace(_HUNYUAN, normalises=True),
@@ -255,9 +267,8 @@ _OF_KNOWN_LAYERS = (
     *("granite_swa", "granite_docling_text", "hy_v3"),
 )
 _OF_KNOWN_MLPS = (
-    *("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "mistral4", "youtu", "minicpm3"),
-    *("mimo_v2_flash", "laguna", "afmoe", "beam", "glm4v_text", "glm_ocr_text"),
-    "muse_glimmer_text",
+    *("axk1", "mistral4", "minicpm3", "mimo_v2_flash", "laguna", "afmoe", "beam", "glm4v_text"),
+    *("glm_ocr_text", "muse_glimmer_text"),
 )
 FAMILIES |= {
     **dict.fromkeys(_OF_KNOWN_LAYERS, _LAYERS),

@@ -18,6 +18,7 @@ from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
     DecoderLayer,
+    Latents,
     Mixture,
     Mlp,
     QueryScale,
@@ -342,9 +343,37 @@ class _Reader:
             self._family.turns_neighbours,
             self._family.norms_last,
             spec.stores_kv and getattr(attention, "v_norm", None) is not None,
+            _order_of_heads(spec) if self._family.is_by_heads else None,
+            self._latents(attention),
+        )
+
+    def _latents(self, attention: Any) -> Latents | None:
+        if not hasattr(attention, "kv_a_proj_with_mqa"):
+            return None
+        of_query, name = None, "q_proj"
+        if attention.q_lora_rank is not None:
+            matrix = matrix_of(attention.q_a_proj)
+            of_query, name = (
+                (matrix, self._norm(attention.q_a_layernorm, matrix.num_out)),
+                "q_b_proj",
+            )
+        up = matrix_of(attention.kv_b_proj)
+        parts_neighbours = bool(getattr(self._config, "rope_interleave", False))
+        return Latents(
+            matrix_of(getattr(attention, name)),
+            of_query,
+            matrix_of(attention.kv_a_proj_with_mqa),
+            self._norm(attention.kv_a_layernorm, up.num_in),
+            up,
+            parts_neighbours or self._family.turns_neighbours,
+            parts_neighbours,
         )
 
     def _qkv(self, attention: Any, spec: LayerSpec) -> tuple[Matrix, ...]:
+        if self._family.is_by_heads:
+            return (matrix_of(attention.query_key_value),)
+        if hasattr(attention, "kv_a_proj_with_mqa"):
+            return ()
         if not spec.stores_kv:
             return (matrix_of(attention.q_proj),)
         if getattr(attention, "use_alternative_attention", False):  # Gemma 4: V is K, not rotated
@@ -397,6 +426,15 @@ class _Reader:
             own = getattr(norm, "bias", None)  # Cohere has none
             bias = torch.zeros_like(weight) if own is None else _floats(own).contiguous()
         return Norm(weight, _epsilon(norm), bias, norm)
+
+
+def _order_of_heads(spec: LayerSpec) -> torch.Tensor:
+    """Return where Q, K and V are in outputs that have those of each head together."""
+    if spec.num_kv_heads != spec.num_heads or spec.value_dim != spec.key_dim:
+        raise Unknown("has heads of other sizes")
+    width = 3 * spec.num_heads * spec.key_dim
+    numbers = torch.arange(width, dtype=torch.int32)
+    return numbers.view(spec.num_heads, 3, spec.key_dim).transpose(0, 1).flatten()
 
 
 def _epsilon(norm: Any) -> float:
@@ -495,8 +533,8 @@ def _mlp(module: Any) -> Mlp:
         raise Unknown("has an MLP with few activations")
     if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
         up, down = (
-            _part(module, "up_proj", "fc1", "c_fc"),
-            _part(module, "down_proj", "fc2", "c_proj"),
+            _part(module, "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
+            _part(module, "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
         )
         activation = _activation(module)
         constants = _xielu(module.act_fn) if activation is Activation.XIELU else {}

@@ -61,7 +61,8 @@ class PartBuilder:
         """Whether heads are normed one by one, and rotated by halves, and nothing else."""
         turns = part.rotates and (part.turns_neighbours or self._decoder.turns_back)
         norms = part.head_norm is not HeadNorm.ALL_HEADS
-        others = part.is_gated or part.norms_last or part.norms_value
+        others = part.is_gated or part.norms_last or part.norms_value or part.order is not None
+        others = others or part.latents is not None
         has_own_kv = part.spec.stores_kv and self._decoder.query_scale is None
         return norms and has_own_kv and not (turns or others)
 

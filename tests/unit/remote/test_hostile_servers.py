@@ -186,7 +186,8 @@ def test_an_answers_headers_that_come_slowly_are_given_up(monkeypatch: pytest.Mo
     assert "gave no answer: it took too long" in told.message
 
 
-def test_plain_http_where_https_is_meant_is_one_sentence() -> None:
+def test_plain_http_where_https_is_meant_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CONNECT_S", 0.3)  # this one waits for the end of a line
     with (
         raw_server(lambda: [OK + b"\r\n{}"]) as url,
         pytest.raises(ModelError, match="No server answers") as caught,

@@ -15,7 +15,7 @@ from kvchat.chat.store import SessionStore
 from kvchat.core.errors import UsageError
 from kvchat.core.types import Usage
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import Invocation
+from kvchat.terminal.commands import Argument, Invocation
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.paint import Painter
 from kvchat.terminal.script_commands import ScriptCommands, ScriptPage
@@ -220,7 +220,7 @@ def test_the_names_of_pins_complete(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pins = (("manual", "pinned, 2 files"), ("the book", "pinned, 1 file"))
-    completer = LineCompleter(build_registry(), tuple, tuple, lambda: pins)
+    completer = LineCompleter(build_registry(), {Argument.PIN: lambda: pins})
 
     [found] = completer.get_completions(Document(line), CompleteEvent())
 

@@ -18,7 +18,7 @@ from kvchat.chat.documents import to_markdown
 from kvchat.core.errors import UsageError
 from kvchat.core.types import FinishReason
 from kvchat.terminal.command_runner import build_registry
-from kvchat.terminal.commands import DAILY, Invocation
+from kvchat.terminal.commands import DAILY, Argument, Invocation
 from kvchat.terminal.commands_help import EXAMPLES, help_
 from kvchat.terminal.completion import LineCompleter
 from kvchat.terminal.paint import Painter, Row
@@ -117,7 +117,7 @@ def test_all_commands_are_explained_when_asked_for(look: Look) -> None:
 
 
 def _completed(line: str) -> list[str]:
-    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+    completer = LineCompleter(build_registry(), {})
     found = completer.get_completions(Document(line), CompleteEvent())
     return [completion.text for completion in found]
 
@@ -131,7 +131,7 @@ def test_saved_conversations_are_read_on_another_thread() -> None:
         yield "20261126-101500-abcd", "Holiday plans"
 
     async def completed(line: str) -> list[str]:
-        completer = LineCompleter(build_registry(), sessions, lambda: ())
+        completer = LineCompleter(build_registry(), {Argument.SESSION: sessions})
         found = completer.get_completions_async(Document(line), CompleteEvent())
         return [completion.text async for completion in found]
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
     (tmp_path / "docs").mkdir()
     for name in ("notes.txt", "my list.txt", "docs/one.md"):
         (tmp_path / name).write_text("x")
-    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+    completer = LineCompleter(build_registry(), {})
 
     def line_after(line: str) -> str:
         [found] = completer.get_completions(Document(line), CompleteEvent())
@@ -183,7 +183,7 @@ def test_a_name_with_spaces_completes_to_its_end(
     (tmp_path / "my docs").mkdir()
     for name in ("my docs/one two.md", "it's.txt"):
         (tmp_path / name).write_text("x")
-    completer = LineCompleter(build_registry(), lambda: (), lambda: ())
+    completer = LineCompleter(build_registry(), {})
 
     def line_after(line: str) -> str:
         [found] = completer.get_completions(Document(line), CompleteEvent())

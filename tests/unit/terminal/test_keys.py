@@ -375,7 +375,7 @@ def test_a_completion_is_taken_by_enter_and_not_sent() -> None:
     from kvchat.terminal.completion import LineCompleter
 
     def use_completer(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
-        view.buffer.completer = LineCompleter(build_registry(), list, list)
+        view.buffer.completer = LineCompleter(build_registry(), {})
 
     heard, text = _press("/expo", "\t", "\r", before=use_completer)
     assert (heard, text) == ([], "/export")
@@ -393,7 +393,7 @@ def test_another_tab_goes_on_in_the_directory_that_was_completed(
     (tmp_path / "my docs" / "one two.md").write_text("x")
 
     def use_completer(view: LivePrompt, listener: _Listener, stdin: PipeInput) -> None:
-        view.buffer.completer = LineCompleter(build_registry(), list, list)
+        view.buffer.completer = LineCompleter(build_registry(), {})
 
     _, text = _press("see @my", "\t", "\t", before=use_completer)
     assert text == 'see @"my docs/one two.md" '
