@@ -82,6 +82,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": True,
     },
+    "gemma4_text, experts": {
+        **_HALF_SLIDES,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "olmo2": {},
     "olmo3": {},
     "exaone4": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -218,6 +228,7 @@ STRUCTURES = [
     "gemma2",  # windows, caps, norms before and after
     "gemma4_text",  # shared KV, side inputs
     "gemma4_text, values are keys",
+    "gemma4_text, experts",
     "olmo2",  # norms after only
     "starcoder2",  # norms with means, biases, an MLP of two matrices
     "nemotron",  # squares, parts of heads rotate

@@ -33,6 +33,7 @@ class ChoosingTask(Task):
     scale          what factors that are sigmoids or shares are multiplied with
     least_sum      what their sum is added to; of shares, the least they are divided by
     tolerance      of a sparse mixer
+    of_experts     what each expert's factor is multiplied with at last, float32 [num_experts]
     counts         room for a number for each expert
 
     It writes:
@@ -53,6 +54,7 @@ class ChoosingTask(Task):
     scale: float = 1.0
     least_sum: float = 0.0
     tolerance: float = 0.0
+    of_experts: Memory | None = None
     counts: Memory
     chosen: Memory
     factors: Memory
@@ -157,11 +159,13 @@ class Choice:
 
     normalises   the factors of a row have the sum 1, or nearly so; not of a sparse mixer
     has_bias     those with the largest sum of bias and sigmoid, or share, are chosen
+    has_scales   factors that are a softmax are multiplied with a number of the expert
     """
 
     normalises: bool
     factors: Factors = Factors.SOFTMAX
     has_bias: bool = False
+    has_scales: bool = False
 
 
 @kernel("choosing", ChoosingTask)
@@ -238,8 +242,11 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
             code.store(code.load(factors, number * 4, F32) * share, factors, number * 4)
         return
     with code.loop(0, top_k) as number:
-        factor = code.load(factors, number * 4, F32)
-        code.store(factor / total.get(), factors, number * 4)
+        factor = code.load(factors, number * 4, F32) / total.get()
+        if choice.has_scales:
+            expert = code.load(chosen, number * 8, I64)
+            factor = factor * code.load(code.task.of_experts, expert * 4, F32)
+        code.store(factor, factors, number * 4)
 
 
 def _write_sigmoids(code: Code, scores: Value) -> None:

@@ -51,8 +51,12 @@ def add_mixture(
     source: Activations,
     values: torch.Tensor,
     out: torch.Tensor,
+    for_router: Activations | None = None,
 ) -> None:
-    """Add a mixture of `values` [rows, hidden], rounded into `source`; writes `out`."""
+    """Add a mixture of `values` [rows, hidden], rounded into `source`; writes `out`.
+
+    `for_router` is the router's input, where it is another.
+    """
     hidden, num_experts, top_k = values.shape[1], mixture.num_experts, mixture.top_k
     if not 0 < top_k <= num_experts:
         raise Unfit(f"chooses {top_k} of {num_experts} experts")
@@ -70,6 +74,7 @@ def add_mixture(
         scale=routing.scale,
         least_sum=routing.least_sum,
         tolerance=routing.tolerance,
+        of_experts=routing.of_experts,
         counts=_wholes(num_experts),
         chosen=_wholes(most),
         factors=torch.zeros(most, dtype=torch.float32),
@@ -78,8 +83,16 @@ def add_mixture(
         groups=pairs.groups,
         num_groups=pairs.num_groups,
     )
-    operations.products((mixture.router,), source, values, scores)
-    choice = Choice(mixture.normalises, routing.factors, routing.bias is not None)
+    if for_router is None:
+        operations.products((mixture.router,), source, values, scores)
+    else:
+        operations.products((mixture.router,), for_router, for_router.floats, scores)
+    choice = Choice(
+        mixture.normalises,
+        routing.factors,
+        routing.bias is not None,
+        routing.of_experts is not None,
+    )
     operations.add(experts.choosing_kernel(choice), choosing, 1)
     gathered = operations.input("gathered", hidden, most)
     gathering = GatheringTask(x=values, out=gathered.floats, width=hidden, rows=choosing.rows)

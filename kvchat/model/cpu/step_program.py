@@ -25,6 +25,7 @@ from kvchat.model.cpu.step_operations import (
 )
 from kvchat.model.cpu.step_recurrent import RecurrentLayers
 from kvchat.model.decoder.decoder import (
+    BesideMlp,
     Decoder,
     DecoderAttention,
     DecoderLayer,
@@ -249,6 +250,8 @@ class StepProgram:
                 self._add_norm(output, layer.before_mlp)
                 of_mlp = self._operations.output("mlp", hidden)
                 self._mlp(layer.mlp, layer.before_mlp is not None, of_mlp)
+                if layer.beside_mlp is not None:
+                    self._add_beside_mlp(layer.beside_mlp, of_mlp)
                 output = _Output(of_mlp, layer.after_mlp)
             if layer.side is not None:
                 self._add_norm(output, None)
@@ -279,16 +282,36 @@ class StepProgram:
         return _Output(out, part.norm)
 
     def _norm_stream(self, norm: Norm) -> None:
-        task = NormTask(
-            stream=self.stream,
-            width=self.stream.shape[1],
-            weight=norm.weight,
-            out=self.stream,
-            epsilon=norm.epsilon,
-        )
         if norm.bias is not None:
             raise Unfit("has embedded tokens with another norm")
+        self._norm_rows(norm, self.stream, self.stream)
+
+    def _norm_rows(self, norm: Norm, x: torch.Tensor, out: torch.Tensor) -> None:
+        task = NormTask(
+            stream=x, width=x.shape[1], weight=norm.weight, out=out, epsilon=norm.epsilon
+        )
         self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+
+    def _add_beside_mlp(self, part: BesideMlp, of_mlp: torch.Tensor) -> None:
+        """Norm an MLP's output, and add to it that of the mixture beside the MLP, also normed."""
+        operations, hidden = self._operations, of_mlp.shape[1]
+        self._norm_rows(part.after_mlp, of_mlp, of_mlp)
+        for_router, source = (
+            operations.input(f"normed for {n}", hidden) for n in ("router", "experts")
+        )
+        self._norm_rows(part.for_router, self.stream, for_router.floats)
+        self._norm_rows(part.before, self.stream, source.floats)
+        out = operations.output("mixture", hidden)
+        add_mixture(operations, part.mixture, source, source.floats, out, for_router)
+        task = NormTask(
+            stream=of_mlp,
+            width=hidden,
+            addend=out,
+            addend_weight=part.after.weight,
+            epsilon=part.after.epsilon,
+        )
+        form = NormForm(adds=True, norms_addend=True, norms=False)
+        operations.add(norms.norm_kernel(form), task, None)
 
     def _attended(self, layer: DecoderLayer, recurrent: RecurrentLayers, out: torch.Tensor) -> None:
         """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""

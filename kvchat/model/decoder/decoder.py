@@ -109,6 +109,7 @@ class Routing:
     least_sum   what their sum is added to, where they are divided by it; of shares, the least that
                 they are divided by
     tolerance   of a sparse mixer
+    of_experts  what each expert's factor of a softmax is multiplied with, float32 [experts]
     """
 
     factors: Factors = Factors.SOFTMAX
@@ -116,6 +117,7 @@ class Routing:
     scale: float = 1.0
     least_sum: float = 0.0
     tolerance: float = 0.0
+    of_experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,21 @@ class SideGate:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideMlp:
+    """A mixture of the same stream as a layer's MLP, each with norms of its own: both are added up.
+
+    for_router, before, after   norms of the router's input, of the experts', and of the output
+    after_mlp                   of the output of the MLP
+    """
+
+    mixture: Mixture
+    for_router: Norm
+    before: Norm
+    after: Norm
+    after_mlp: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
 
@@ -173,7 +190,8 @@ class DecoderLayer:
     the two halves may be missing. `beside` has the same input as attention, and is added to it. If
     the layer is parallel, so is the MLP, whose input may have a norm of its own, and the norms of
     outputs are missing.
-    `stream_factor` is what the stream is multiplied with at the end of the layer.
+    `stream_factor` is what the stream is multiplied with at the end of the layer. `beside_mlp`
+    stands beside an MLP.
 
     Of a layer that is read in parts, a part that is not known is None, and without its norms it is
     `is_whole` no more. `other_norms` are those of its norms that stand nowhere else here. `module`
@@ -189,6 +207,7 @@ class DecoderLayer:
     beside: Recurrent | None = None
     is_parallel: bool = False
     side: SideGate | None = None
+    beside_mlp: BesideMlp | None = None
     stream_factor: float = 1.0
     is_whole: bool = True
     other_norms: tuple[Norm, ...] = ()
@@ -216,6 +235,8 @@ class DecoderLayer:
         if self.side is not None:
             matrices += self.side.gate, self.side.projection
         of_mlp = 0 if self.mlp is None else self.mlp.num_weights
+        if self.beside_mlp is not None:
+            of_mlp += self.beside_mlp.mixture.num_weights
         return of_mlp + sum(matrix.num_weights for matrix in matrices)
 
 

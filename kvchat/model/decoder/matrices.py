@@ -118,6 +118,11 @@ def float_values(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().float() if precise is None else precise
 
 
+def float_row(values: torch.Tensor) -> torch.Tensor:
+    """Return `float_values` in one row."""
+    return float_values(values).flatten()
+
+
 def matrices_of(module: Any, merged: str, apart: Sequence[str]) -> tuple[Matrix, ...]:
     """Return the matrix of the layer `merged`, or those of its parts where they are apart."""
     names = (merged,) if hasattr(module, merged) else apart

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from kvchat.model.decoder.decoder import (
+    BesideMlp,
     Decoder,
     DecoderAttention,
     DecoderLayer,
@@ -30,22 +30,15 @@ from kvchat.model.decoder.matrices import (
     Matrix,
     Norm,
     Unknown,
+    float_row,
     float_values,
     matrices_of,
     matrix_of,
     whole,
 )
+from kvchat.model.decoder.mlps import activation_in, part_of, read_experts, read_mlp
 from kvchat.model.decoder.recurrent import Mamba, Recurrent
-from kvchat.model.hf.gates import activation_of
-from kvchat.model.packed.experts import (
-    ExpertPacks,
-    ExpertPacksByTurns,
-    are_experts_by_turns,
-    are_plain_experts,
-    expert_packs_of,
-)
 from kvchat.model.spec import LayerSpec, ModelSpec
-from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
 # Ends of the names of norms that centre.
@@ -271,17 +264,37 @@ class _Reader:
 
     def _with_side(self, read: DecoderLayer, layer: Any) -> DecoderLayer:
         """Return a layer of Gemma 4 with what it has after its MLP."""
-        if layer.enable_moe_block:
-            raise Unknown("has a mixture beside its MLP")
         side = None
         if layer.hidden_size_per_layer_input:
             side = SideGate(
                 matrix_of(layer.per_layer_input_gate),
                 matrix_of(layer.per_layer_projection),
                 self._norm(layer.post_per_layer_input_norm, self._config.hidden_size),
-                _activation(layer),
+                activation_in(layer),
             )
-        return replace(read, side=side, stream_factor=float(layer.layer_scalar))
+        beside = self._beside_mlp(layer) if layer.enable_moe_block else None
+        return replace(read, side=side, beside_mlp=beside, stream_factor=float(layer.layer_scalar))
+
+    def _beside_mlp(self, layer: Any) -> BesideMlp:
+        """Read the mixture of a layer of Gemma 4 that has one beside its MLP."""
+        width, router = self._config.hidden_size, layer.router
+        mixture = Mixture(
+            router=matrix_of(router.proj),
+            top_k=int(self._config.top_k_experts),
+            normalises=True,
+            experts=read_experts(layer.experts),
+            shared=None,
+            shared_gate=None,
+            routing=Routing(of_experts=float_row(router.per_expert_scale)),
+        )
+        weight = float_row(router.scale) * float(router.scalar_root_size)
+        return BesideMlp(
+            mixture,
+            Norm(weight, float(router.eps)),
+            self._norm(layer.pre_feedforward_layernorm_2, width),
+            self._norm(layer.post_feedforward_layernorm_2, width),
+            self._norm(layer.post_feedforward_layernorm_1, width),
+        )
 
     def _norm_of(self, layer: Any, name: str | None) -> Norm | None:
         norm = None if name is None else getattr(layer, name)
@@ -293,16 +306,16 @@ class _Reader:
     def _mlp_or_mixture(self, layer: Any) -> Mlp | Mixture:
         family, module = self._family, getattr(layer, self._family.mlp)
         if module is None:  # Granite's hybrids without a mixture
-            return _mlp(layer.shared_mlp)
+            return read_mlp(layer.shared_mlp)
         if not hasattr(module, "experts"):
-            return _mlp(module)
+            return read_mlp(module)
         router = getattr(module, family.router)
         # Granite has it beside the mixture, Qwen and others in it.
         shared = getattr(layer, "shared_mlp", None)
         if shared is None:
             names = "shared_expert", "shared_experts", "shared_mlp"
-            shared = _part(module, *names, default=None)
-        of_all = None if shared is None else _mlp(shared)
+            shared = part_of(module, *names, default=None)
+        of_all = None if shared is None else read_mlp(shared)
         if of_all is not None and not of_all.num_weights:  # GLM's with no shared expert
             of_all = None
         gate = getattr(module, "shared_expert_gate", None)
@@ -311,7 +324,7 @@ class _Reader:
             router=matrix_of(router.wg) if is_inside else _plain(router),
             top_k=int(router.top_k),
             normalises=router.norm_topk_prob if family.normalises is None else family.normalises,
-            experts=_experts(module.experts),
+            experts=read_experts(module.experts),
             shared=of_all,
             shared_gate=None if gate is None else matrix_of(gate),
             routing=Routing() if family.routing is None else family.routing(module, router),
@@ -331,7 +344,7 @@ class _Reader:
         return DecoderAttention(
             spec,
             self._qkv(attention, spec),
-            matrix_of(_part(attention, "o_proj", "out_proj", "dense")),
+            matrix_of(part_of(attention, "o_proj", "out_proj", "dense")),
             float(attention.scaling),
             head_norm,
             norms,
@@ -392,12 +405,12 @@ class _Reader:
     def _head_norms(
         self, attention: Any, spec: LayerSpec
     ) -> tuple[HeadNorm, tuple[Norm, Norm] | None]:
-        query = _part(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
+        query = part_of(attention, "q_norm", "q_layernorm", "query_layernorm", default=None)
         if query is None:
             return HeadNorm.NONE, None
         key = query
         if spec.stores_kv:
-            key = _part(attention, "k_norm", "k_layernorm", "key_layernorm")
+            key = part_of(attention, "k_norm", "k_layernorm", "key_layernorm")
         norms = self._norm(query, spec.key_dim), self._norm(key, spec.key_dim)
         if norms[0].bias is not None or norms[1].bias is not None:
             raise Unknown("centres Q and K")
@@ -420,11 +433,11 @@ class _Reader:
         if weight is None:  # OLMo's, nanochat's
             weight = torch.ones(width, dtype=torch.float32, device=self._module.device)
         offset = 1.0 if name.endswith(_FROM_ONE) else self._family.norm_offset
-        weight = (_floats(weight) + offset).contiguous()
+        weight = (float_row(weight) + offset).contiguous()
         bias = None
         if is_centred:
             own = getattr(norm, "bias", None)  # Cohere has none
-            bias = torch.zeros_like(weight) if own is None else _floats(own).contiguous()
+            bias = torch.zeros_like(weight) if own is None else float_row(own).contiguous()
         return Norm(weight, _epsilon(norm), bias, norm)
 
 
@@ -442,11 +455,6 @@ def _epsilon(norm: Any) -> float:
         return 1e-5
     epsilon = getattr(norm, "variance_epsilon", None)
     return float(norm.eps if epsilon is None else epsilon)
-
-
-def _floats(values: torch.Tensor) -> torch.Tensor:
-    """Return numbers in float32, in one row."""
-    return float_values(values).flatten()
 
 
 def _plain(router: Any) -> Matrix:
@@ -487,103 +495,3 @@ def _with_multipliers(read: DecoderLayer, layer: Any) -> DecoderLayer:
         down=mlp.down.scaled(module.down_multiplier),
     )
     return replace(read, attention=attention, beside=mamba, mlp=mlp)
-
-
-_NO_DEFAULT = object()
-
-
-def _part(module: Any, *names: str, default: Any = _NO_DEFAULT) -> Any:
-    """Return the part that has one of these names; raises AttributeError without a `default`."""
-    for name in names:
-        if hasattr(module, name):
-            return getattr(module, name)
-    return getattr(module, names[0]) if default is _NO_DEFAULT else default
-
-
-def _activation(module: Any) -> Activation:
-    found = _part(module, "act_fn", "activation_fn", "activation", "act", default=None)
-    activation = activation_of(found)
-    if activation is None:
-        raise Unknown(f"has the activation {type(found).__name__}")
-    return activation
-
-
-def _xielu(act: Any) -> dict[str, float]:
-    """Return the numbers of a module of xIELU, as fields of `gates.GateTask`."""
-    positive, negative = (
-        float(functional.softplus(_floats(part))) for part in (act.alpha_p, act.alpha_n)
-    )
-    linear = float(act.beta)
-    return {
-        "positive": positive,
-        "negative": linear + negative,
-        "linear": linear,
-        "largest": float(act.eps),
-    }
-
-
-def _mlp(module: Any) -> Mlp:
-    if hasattr(module, "output_linear"):  # Granite's shared expert
-        both, down = matrix_of(module.input_linear), matrix_of(module.output_linear)
-        return Mlp((both,), down, _activation(module), module=module)
-    if hasattr(module, "w1"):  # LFM2's, which has silu in its forward
-        apart = matrix_of(module.w1), matrix_of(module.w3)
-        return Mlp(apart, matrix_of(module.w2), Activation.SILU, module=module)
-    if getattr(module, "activation_sparsity", 0.0):  # of some layers of Gemma 3n
-        raise Unknown("has an MLP with few activations")
-    if not hasattr(module, "gate_proj") and not hasattr(module, "gate_up_proj"):
-        up, down = (
-            _part(module, "up_proj", "fc1", "c_fc", "dense_h_to_4h"),
-            _part(module, "down_proj", "fc2", "c_proj", "dense_4h_to_h"),
-        )
-        activation = _activation(module)
-        constants = _xielu(module.act_fn) if activation is Activation.XIELU else {}
-        return Mlp((matrix_of(up),), matrix_of(down), activation, False, constants)
-    gate_up = matrices_of(module, "gate_up_proj", ("gate_proj", "up_proj"))
-    return Mlp(gate_up, matrix_of(module.down_proj), _activation(module), module=module)
-
-
-def _experts(module: Any) -> Mlp:
-    """Return the matrices of plain experts, whose rows are one below another."""
-    packs = expert_packs_of(module)
-    if isinstance(packs, ExpertPacksByTurns) or are_experts_by_turns(module):
-        return _experts_by_turns(module, packs)
-    if packs is not None and type(packs) is not ExpertPacks:
-        raise Unknown("has packed experts of another form, or of a GPU")
-    if packs is None and type(module).__name__ == "NemotronHExperts":  # without gates
-        parts = [module.up_proj.detach(), module.down_proj.detach()]
-        up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
-        return Mlp((up,), down, _activation(module), is_gated=False)
-    if packs is None:
-        if not are_plain_experts(module):
-            raise Unknown(f"has the experts {type(module).__name__}")
-        parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
-        gate_up, down = (Matrix(whole(part.flatten(0, 1)), None) for part in parts)
-        return Mlp((gate_up,), down, _activation(module))
-    gate_up_packs, down_pack = packs.gate_up, packs.down
-    matrices = tuple(Matrix(pack.weights, None) for pack in gate_up_packs)
-    return Mlp(matrices, Matrix(down_pack.weights, None), _activation(module))
-
-
-def _experts_by_turns(module: Any, packs: Any) -> Mlp:
-    """Return the matrices of gpt-oss's experts; a GGUF file has gate and up apart."""
-    biases = float_values(module.gate_up_proj_bias)
-    if isinstance(packs, ExpertPacksByTurns):
-        gate_up: list[Any] = [product.weights for product in packs.gate_up]
-        down: Any = packs.down.weights
-    else:
-        parts = (module.gate_up_proj, module.down_proj)
-        both, down = (whole(part.detach().transpose(1, 2)).flatten(0, 1) for part in parts)
-        gate_up = [both]
-    are_apart = len(gate_up) == 2
-    each = (biases[:, ::2], biases[:, 1::2]) if are_apart else (biases,)
-    return Mlp(
-        tuple(
-            Matrix(one, bias.reshape(-1).contiguous())
-            for one, bias in zip(gate_up, each, strict=True)
-        ),
-        Matrix(down, float_values(module.down_proj_bias).flatten()),
-        Activation.LIMITED,
-        constants={"steepness": float(module.alpha), "limit": float(module.limit)},
-        is_by_turns=not are_apart,
-    )

@@ -87,7 +87,8 @@ class PartBuilder:
         )
         if before is None or before_mlp is None:
             return None
-        has_others = part.is_parallel or part.side is not None or part.beside is not None
+        others = part.side, part.beside, part.beside_mlp
+        has_others = part.is_parallel or any(other is not None for other in others)
         has_factors = part.stream_factor != 1.0 or self._decoder.residual_factor != 1.0
         if has_others or has_factors or part.other_norms or not part.is_whole:
             return None
