@@ -173,7 +173,7 @@ def test_steps_and_prefill_are_those_of_the_unpacked_weights(
 
 @pytest.mark.parametrize("family", _OTHERS)
 def test_plain_experts_of_other_families_stay_in_blocks_too(family: str, tmp_path: Path) -> None:
-    """They have no compiled step: their modules multiply with blocks."""
+    """Their modules multiply with blocks."""
     model_type, *_ = MORE_FAMILIES[family]
     settings, metadata = _OTHERS[family]
     twin = tiny_model(model_type, **settings)

@@ -27,8 +27,7 @@ from support.matrix import spread
 from support.stateful_models import STATEFUL, words
 
 _PROMPT, _STEPS, _BLOCK = 7, 12, 16
-# Models by their names: settings beside those of STATEFUL. Heads of which a part is rotated need a
-# width of 64 to have whole vectors of rotated dimensions.
+# Models by their names: settings beside those of STATEFUL. Whole vectors of wide heads are rotated.
 _WIDE = {"head_dim": 64}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "as many key heads": ("qwen3_5", {**_WIDE, "linear_num_key_heads": 4}),
@@ -39,6 +38,19 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "parts of one key head": (
         "qwen3_next",
         {**_WIDE, "linear_num_key_heads": 1, "linear_value_head_dim": 24, "num_experts": 0},
+    ),
+    "inputs apart": ("olmo_hybrid", {"linear_allow_neg_eigval": True}),
+    "inputs apart, small betas": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "channels decay": (
+        "kimi_linear",
+        {
+            "linear_head_dim": 32,
+            "kv_lora_rank": 32,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     ),
     "short convolutions": ("lfm2", {}),
     "short convolutions with biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
@@ -99,6 +111,8 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # Each kernel once.
 _KINDS = [
     *("fewer key heads", "experts", "parts of key heads together", "short convolutions"),
+    "inputs apart",
+    "channels decay",
     *("factors that are sigmoids", "mamba", "mamba, groups and biases", "mamba beside attention"),
 ]
 

@@ -54,7 +54,7 @@ _ALL: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         {**_MOE, **_DELTA, "shared_expert_intermediate_size": 32},
     ),
-    # Heads of 16 have too few rotated dimensions for the compiled step; these have enough.
+    # Heads of which whole vectors are rotated.
     "qwen3_5, compiled": ("qwen3_5_text", {**_DELTA, "head_dim": 64}),
     "qwen3_5_moe, compiled": (
         "qwen3_5_moe_text",

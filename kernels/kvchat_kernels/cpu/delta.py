@@ -9,7 +9,7 @@ whose rows it computes one after another:
 It changes the state in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -29,8 +29,9 @@ class DeltaTask(Task):
     mixed          queries, keys [key heads, key dim] and values [heads, value dim], one after
                    another
     gates          [heads, value dim]
-    betas, steps   [heads], before their functions
-    step_bias      [heads], added to `steps`
+    betas, steps   [heads], before their functions; where each channel decays by itself, `steps`
+                   are [heads, key dim]
+    step_bias      as `steps`, which it is added to
     rates          [heads], what a softplus of `steps` is multiplied with: the logarithm of the
                    decay
     norm           [value dim]
@@ -65,12 +66,20 @@ class OrderingTask(Task):
 
 @dataclass(frozen=True, slots=True)
 class DeltaForm:
-    """Heads of a layer; `num_heads` are those of values. Dims are multiples of 8."""
+    """Heads of a layer; `num_heads` are those of values. Dims are multiples of 8.
+
+    most_beta         what the sigmoids of betas are multiplied with
+    decays_channels   each number of a key decays by itself, as Kimi Linear's
+    has_silu          what is read is multiplied with silu of the gates, else with sigmoids
+    """
 
     num_heads: int
     num_key_heads: int
     key_dim: int
     value_dim: int
+    most_beta: float = 1.0
+    decays_channels: bool = False
+    has_silu: bool = True
 
 
 @kernel("delta", DeltaTask)
@@ -93,17 +102,19 @@ def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Valu
     out = code.task.out + (row * form.num_heads + head) * row_bytes
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
-    decay = _decay(code, offset, head)
-    beta = sigmoid(code, code.spread(code.load(code.task.betas + offset, head * 4, F32)))
+    decays = _decays(code, form, offset, head)
+    beta = code.spread(code.load(code.task.betas + offset, head * 4, F32))
+    beta = sigmoid(code, beta) * code.floats(form.most_beta)
     for columns in _strips(form.value_dim):
-        predictions = _sums(code, form, key, state, columns)
+        predictions = _sums(code, form, key, state, columns, decays)
         changes = [
-            (code.load(value, column * 4, F32S) - total * decay * of_key) * beta * of_key
+            (code.load(value, column * 4, F32S) - total * of_key) * beta * of_key
             for total, column in zip(predictions, columns, strict=True)
         ]
         read = [code.variable(code.floats(0.0)) for _ in columns]
         with code.loop(0, form.key_dim) as index:
             k, q = (code.spread(code.load(at, index * 4, F32)) for at in (key, query))
+            decay = decays(index)
             for column, change, total in zip(columns, changes, read, strict=True):
                 at = index * row_bytes + column * 4
                 new = code.load(state, at, F32S) * decay + k * change
@@ -121,16 +132,26 @@ def _strips(width: int) -> list[range]:
 
 
 def _sums(
-    code: Code, form: DeltaForm, key: Value, state: Value, columns: Sequence[int]
+    code: Code,
+    form: DeltaForm,
+    key: Value,
+    state: Value,
+    columns: Sequence[int],
+    decays: Callable[[Value], Value],
 ) -> list[Value]:
-    """Return the product of a key and the state, a vector for each of the `columns`."""
+    """Return the product of a key and the decayed state, a vector for each of the `columns`."""
     totals = [code.variable(code.floats(0.0)) for _ in columns]
     with code.loop(0, form.key_dim) as index:
         k = code.spread(code.load(key, index * 4, F32))
+        if form.decays_channels:
+            k = k * decays(index)
         for column, total in zip(columns, totals, strict=True):
             row = code.load(state, index * (form.value_dim * 4) + column * 4, F32S)
             total.set(total.get() + k * row)
-    return [total.get() for total in totals]
+    if form.decays_channels:
+        return [total.get() for total in totals]
+    decay = decays(code.whole(0))
+    return [total.get() * decay for total in totals]
 
 
 def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
@@ -141,18 +162,30 @@ def _inverse_norm(code: Code, address: Value, form: DeltaForm) -> Value:
     return reciprocal_root(code, total + LEAST_SQUARE)
 
 
-def _decay(code: Code, offset: Value, head: Value) -> Value:
-    """Return exp(rate * softplus(step + bias)) of a head of the row at `offset`, in all lanes."""
-    step = code.spread(code.load(code.task.steps + offset, head * 4, F32))
-    bias, rate = (
-        code.spread(code.load(of_heads, head * 4, F32))
-        for of_heads in (code.task.step_bias, code.task.rates)
-    )
-    return exp(code, rate * softplus(code, step + bias))
+def _decays(code: Code, form: DeltaForm, offset: Value, head: Value) -> Callable[[Value], Value]:
+    """Return what gives the decay of a number of the key, in all lanes.
+
+    It is exp(rate * softplus(step + bias)), of the head or of the number, of the row at `offset`.
+    """
+    task = code.task
+    rate = code.spread(code.load(task.rates, head * 4, F32))
+    if not form.decays_channels:
+        step = code.spread(code.load(task.steps + offset, head * 4, F32))
+        bias = code.spread(code.load(task.step_bias, head * 4, F32))
+        of_head = exp(code, rate * softplus(code, step + bias))
+        return lambda index: of_head
+    decays, first = code.room(form.key_dim * 4), head * (form.key_dim * 4)
+    steps, biases = task.steps + offset + first, task.step_bias + first
+    with code.loop(0, form.key_dim, LANES) as index:
+        step = code.load(steps, index * 4, F32S) + code.load(biases, index * 4, F32S)
+        code.store(exp(code, rate * softplus(code, step)), decays, index * 4)
+    return lambda index: code.spread(code.load(decays, index * 4, F32))
 
 
 def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> None:
-    """Write: norm what a head has read, and multiply it with silu of the gates at `offset`."""
+    """Write: norm what a head has read, and multiply it with silu, or sigmoids, of the gates at
+    `offset`.
+    """
     width = code.whole(form.value_dim)
     epsilon = code.task.epsilon
     factor = code.spread(inverse_rms(code, out, width, epsilon))
@@ -161,7 +194,8 @@ def write_gated_norm(code: Code, form: DeltaForm, offset: Value, out: Value) -> 
     with code.loop(0, width, LANES) as column:
         gate = code.load(gates, column * 4, F32S)
         normed = code.load(out, column * 4, F32S) * factor * code.load(weight, column * 4, F32S)
-        code.store(normed * gate * sigmoid(code, gate), out, column * 4)
+        normed = normed * gate if form.has_silu else normed
+        code.store(normed * sigmoid(code, gate), out, column * 4)
 
 
 @kernel("ordering", OrderingTask)

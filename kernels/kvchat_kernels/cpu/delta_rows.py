@@ -27,7 +27,7 @@ class DeltaRowsTask(Task):
     weights      [taps, channels]
     mixed        [rows, channels]: queries, keys [key heads, key dim] and values [heads, value dim]
     steps        [rows, heads], replaced by the decays
-    betas        [rows, heads], replaced by their sigmoids
+    betas        [rows, heads], replaced by their sigmoids times `most_beta`
     step_bias, rates   [heads], as in `DeltaTask`
     state        [heads, key dim, value dim]
     gates        [rows, heads, value dim]
@@ -110,7 +110,7 @@ def _write_decays(code: Code, heads: DeltaForm) -> None:
         )
         step = softplus(code, code.spread(code.load(steps, at, F32)) + bias)
         code.store(code.lane(exp(code, rate * step), 0), steps, at)
-        beta = sigmoid(code, code.spread(code.load(betas, at, F32)))
+        beta = sigmoid(code, code.spread(code.load(betas, at, F32))) * code.floats(heads.most_beta)
         code.store(code.lane(beta, 0), betas, at)
 
 

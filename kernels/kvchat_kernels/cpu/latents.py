@@ -36,14 +36,15 @@ class LatentHeadsTask(Task):
     expanded: Memory
     key: Memory
     key_stride: int
-    cosines: Memory
-    sines: Memory
+    cosines: Memory | None = None
+    sines: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LatentForm:
     """Sizes are multiples of 8, `rotated` of 16: a key has `plain` and `rotated` numbers.
 
+    is_turned          false where nothing is rotated
     turns_neighbours   numbers 2i and 2i + 1 turn by the angle i, else those of both halves
     parts_neighbours   they then lie in both halves
     """
@@ -52,6 +53,7 @@ class LatentForm:
     plain: int
     rotated: int
     value_dim: int
+    is_turned: bool
     turns_neighbours: bool
     parts_neighbours: bool
 
@@ -82,11 +84,16 @@ def latent_heads_kernel(code: Code, form: LatentForm) -> None:
     values = keys + heads * key_bytes
     expanded = task.expanded + code.unit * (heads * (plain + value_bytes))
     of_all, of_one = code.room(form.rotated * 4), code.room(form.rotated * 4)
-    _write_turned(code, form, task.key + code.unit * task.key_stride, of_all)
+    key_part = task.key + code.unit * task.key_stride
+    if form.is_turned:
+        _write_turned(code, form, key_part, of_all)
+    else:
+        of_all = key_part
     with code.loop(0, heads) as head:
-        last = query + head * key_bytes + plain
-        _write_turned(code, form, last, of_one)
-        _copy(code, of_one, last, form.rotated)
+        if form.is_turned:
+            last = query + head * key_bytes + plain
+            _write_turned(code, form, last, of_one)
+            _copy(code, of_one, last, form.rotated)
         source = expanded + head * (plain + value_bytes)
         key = keys + head * key_bytes
         _copy(code, source, key, form.plain)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from kvchat.model.cpu.step_operations import StepOperations
+from kvchat.model.decoder.matrices import Matrix
 from kvchat.model.decoder.recurrent import DeltaNet, Mamba
 from kvchat.model.state import bound_state
 from kvchat_kernels.cpu import delta_rows, mamba_rows
@@ -28,10 +29,11 @@ class RecurrentPrefill:
     by the module's own forward.
     """
 
-    def __init__(self, module: Any, layer: int) -> None:
+    def __init__(self, module: Any, part: "DeltaNet | Mamba") -> None:
         self._module = module
         self._own = module.forward
-        self._layer = layer
+        self._layer = part.layer
+        self._out: Any = part.out.source
 
     def __call__(
         self,
@@ -54,7 +56,7 @@ class RecurrentPrefill:
             state.zero_()
         x = self._with_past(mixed, conv[0])
         read = self._rule(x, others, state, num_rows)
-        out: torch.Tensor = self._module.out_proj(read.to(hidden_states.dtype)[None])
+        out: torch.Tensor = self._out(read.to(hidden_states.dtype)[None])
         return out
 
     def _with_past(self, mixed: torch.Tensor, conv: torch.Tensor) -> torch.Tensor:
@@ -92,19 +94,20 @@ class DeltaPrefill(RecurrentPrefill):
     """The prompts of a gated delta net."""
 
     def __init__(self, module: Any, net: DeltaNet) -> None:
-        super().__init__(module, net.layer)
+        super().__init__(module, net)
         self._net = net
         self._form = delta_rows.RowsForm(net.form, len(net.convolution.weights))
 
     def _inputs(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
-        module, form = self._module, self._net.form
-        if self._net.order is None:
-            names = ("qkv", "z", "b", "a")
-            parts = [getattr(module, f"in_proj_{name}")(hidden_states) for name in names]
-            mixed, *others = (part[0] for part in parts)
+        net, form = self._net, self._net.form
+        linears: list[Any] = [each.source for each in net.inputs if isinstance(each, Matrix)]
+        outputs = [linear(hidden_states)[0] for linear in linears]
+        if net.order is None:
+            *parts, gates, betas, steps = outputs
+            mixed = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            others = [gates, betas, steps]
         else:
-            outputs = module.in_proj_qkvz(hidden_states), module.in_proj_ba(hidden_states)
-            ordered = torch.cat([part[0] for part in outputs], dim=1)[:, self._net.order]
+            ordered = torch.cat(outputs, dim=1)[:, net.order]
             width = form.num_heads * form.value_dim
             sizes = (self._form.num_channels, width, form.num_heads, form.num_heads)
             mixed, *others = ordered.split(sizes, dim=1)
@@ -143,7 +146,7 @@ class MambaPrefill(RecurrentPrefill):
     """The prompts of a Mamba-2 layer."""
 
     def __init__(self, module: Any, mamba: Mamba) -> None:
-        super().__init__(module, mamba.layer)
+        super().__init__(module, mamba)
         self._mamba = mamba
         convolution = mamba.convolution
         has_bias = convolution.bias is not None
@@ -228,7 +231,7 @@ def _takes(part: DeltaNet | Mamba) -> bool:
     if isinstance(part, DeltaNet):
         widths = part.form.key_dim, part.form.value_dim
         channels = delta_rows.RowsForm(part.form, 0).num_channels
-        is_known = convolution.bias is None
+        is_known = convolution.bias is None and not part.form.decays_channels
     else:
         widths = part.form.head_dim, part.form.state_size
         channels = mamba_rows.RowsForm(part.form, 0, has_bias=False).num_channels

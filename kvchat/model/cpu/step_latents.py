@@ -26,15 +26,16 @@ def add_latents(
 ) -> None:
     """Write Q, K and V [rows, width] of `values`, rounded into `source`, as `qkv` has them.
 
-    `angles` are the `Angles` of the layer.
+    `angles` are the `Angles` of the layer; None: nothing is rotated.
     """
-    heads, rotated = spec.num_heads, 2 * angles.half
+    heads, rank = spec.num_heads, part.up.num_in
+    rotated = part.keys.num_out - rank
     plain, width = spec.key_dim - rotated, heads * spec.key_dim
-    rank = part.up.num_in
-    is_other = part.keys.num_out != rank + rotated or spec.num_kv_heads != heads
+    is_other = spec.num_kv_heads != heads or (angles is not None and rotated != 2 * angles.half)
     if is_other or part.up.num_out != heads * (plain + spec.value_dim):
         raise Unfit("has latents of another form")
-    check_widths(plain, rotated // 2, spec.value_dim, rank)
+    turned = rotated if angles is None else rotated // 2
+    check_widths(plain, turned, spec.value_dim, rank)
     query = qkv[:, :width]
     if part.of_query is None:
         operations.products((part.query,), source, values, query)
@@ -55,11 +56,17 @@ def add_latents(
         expanded=expanded,
         key=both[:, rank:],
         key_stride=both.stride(0) * 4,
-        cosines=angles.cosines,
-        sines=angles.sines,
+        cosines=None if angles is None else angles.cosines,
+        sines=None if angles is None else angles.sines,
     )
     form = LatentForm(
-        heads, plain, rotated, spec.value_dim, part.turns_neighbours, part.parts_neighbours
+        heads,
+        plain,
+        rotated,
+        spec.value_dim,
+        angles is not None,
+        part.turns_neighbours,
+        part.parts_neighbours,
     )
     operations.add(latents.latent_heads_kernel(form), task, None)
 

@@ -446,7 +446,7 @@ class StepProgram:
     ) -> torch.Tensor | None:
         """Multiply with Q, K and V; return the queries with their gates, None without gates."""
         if layer.latents is not None:
-            angles = self._angles(layer.kind)
+            angles = self._angles(layer.kind) if layer.rotates else None
             add_latents(self._operations, layer.latents, layer.spec, angles, source, values, qkv)
             return None
         if layer.order is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
-from kvchat.model.decoder.matrices import Matrix
+from kvchat.model.decoder.matrices import LowRank, Matrix
 from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba, Recurrent, ShortConvolution
 from kvchat.model.spec import StateTensor
 from kvchat.model.state import CONV, RECURRENT, state_offsets
@@ -54,7 +54,8 @@ class RecurrentLayers:
         form, operations = part.form, self._operations
         check_widths(form.key_dim, form.value_dim)
         width = form.num_heads * form.value_dim
-        sizes = (part.convolution.num_channels, width, form.num_heads, form.num_heads)
+        num_steps = form.num_heads * (form.key_dim if form.decays_channels else 1)
+        sizes = (part.convolution.num_channels, width, form.num_heads, num_steps)
         inputs = self._inputs("delta inputs", part.inputs, sum(sizes), source, values)
         if part.order is not None:
             ordered = operations.output("ordered delta inputs", sum(sizes))
@@ -129,7 +130,7 @@ class RecurrentLayers:
     def _inputs(
         self,
         name: str,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[Matrix | LowRank],
         width: int,
         source: Activations,
         values: torch.Tensor,
@@ -137,9 +138,26 @@ class RecurrentLayers:
         """Multiply with the matrices of the inputs; return their outputs side by side."""
         if sum(matrix.num_out for matrix in matrices) != width:
             raise Unfit("has recurrent layers of another form")
-        inputs = self._operations.output(name, width)
-        self._operations.products(matrices, source, values, inputs)
+        inputs, start = self._operations.output(name, width), 0
+        plain: list[Matrix] = []
+        for matrix in (*matrices, None):
+            if isinstance(matrix, Matrix):
+                plain.append(matrix)
+                continue
+            self._operations.products(plain, source, values, inputs[:, start:])
+            start += sum(each.num_out for each in plain)
+            plain = []
+            if matrix is not None:
+                self._low_rank(matrix, source, values, inputs[:, start:])
+                start += matrix.num_out
         return inputs
+
+    def _low_rank(
+        self, matrix: LowRank, source: Activations, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        short = self._operations.input("low rank", matrix.first.num_out)
+        self._operations.products((matrix.first,), source, values, short.floats)
+        self._operations.products((matrix.second,), short, short.floats, out)
 
     def _place(self, layer: int, kind: str, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """Return where a tensor begins in the bytes of a sequence's state, and its dtype."""

@@ -16,7 +16,9 @@ from kvchat.model.decoder.matrices import Unknown, float_values
 from kvchat.model.decoder.recurrent import (
     Recurrent,
     read_delta_net,
+    read_kimi_delta_net,
     read_mamba,
+    read_olmo_delta_net,
     read_short_convolution,
 )
 from kvchat_kernels.cpu.experts import Factors
@@ -92,6 +94,7 @@ class Family:
     is_parallel   whether attention and MLP have the same input
     shares_kv     whether a layer may attend to the KV of an earlier one
     recurrent     the name of the part of a layer that keeps a state, and what reads it
+    recurrent_norms    the norms of such layers; None: those of others
     has_halves    whether a layer is attention, or a part with a state, or an MLP, with one norm
     routing       what reads how factors of experts are made of scores; None: of softmax alone
     rotated       which layers rotate their heads
@@ -121,6 +124,7 @@ class Family:
     is_parallel: bool = False
     shares_kv: bool = False
     recurrent: tuple[str, Callable[[Any, int], Recurrent]] | None = None
+    recurrent_norms: _Names | None = None
     has_halves: bool = False
     routing: Callable[[Any, Any], Routing] | None = None
     rotated: Rotated = Rotated.ALL
@@ -237,6 +241,12 @@ FAMILIES = {
         ("qwen3_next", "qwen3_5_text"), Family(norm_offset=1.0, is_gated=True, recurrent=_DELTA)
     ),
     "qwen3_5_moe_text": Family(norm_offset=1.0, normalises=True, is_gated=True, recurrent=_DELTA),
+    "kimi_linear": replace(
+        _DEEPSEEK_MIXTURE, rotary=None, recurrent=("self_attn", read_kimi_delta_net)
+    ),
+    "olmo_hybrid": Family(
+        _OLMO, recurrent=("linear_attn", read_olmo_delta_net), recurrent_norms=_LLAMA
+    ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(_LFM2, rotary="pos_emb", routing=_route_lfm2),
     "bamba": _BAMBAS,

@@ -64,6 +64,18 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """A matrix whose input is what another one makes, of fewer numbers."""
+
+    first: Matrix
+    second: Matrix
+
+    @property
+    def num_out(self) -> int:
+        return self.second.num_out
+
+
+@dataclass(frozen=True, slots=True)
 class Norm:
     """x / rms(x) * weight; `weight` is float32 [width].
 

@@ -185,7 +185,8 @@ class _Reader:
         found = []
         for index, layer in enumerate(self._owner.layers):
             spec_here = specs.get(index)
-            mixer = getattr(layer, name, None)
+            is_attention = spec_here is not None and name == self._family.attention
+            mixer = None if is_attention else getattr(layer, name, None)
             other = None if mixer is None else read(mixer, index)
             if spec_here is None and other is None:
                 raise Unknown("has a layer without attention and without a state")
@@ -241,9 +242,10 @@ class _Reader:
         mlp: Mlp | Mixture | None,
     ) -> DecoderLayer:
         """Return a layer of these parts with its norms, and with what may follow them."""
-        before, after, before_mlp, after_mlp = (
-            self._norm_of(layer, name) for name in self._family.norms
-        )
+        names = self._family.norms
+        if isinstance(attention, Recurrent):
+            names = self._family.recurrent_norms or names
+        before, after, before_mlp, after_mlp = (self._norm_of(layer, name) for name in names)
         # StableLM's configuration says it.
         is_parallel = getattr(layer, "use_parallel_residual", self._family.is_parallel)
         read = DecoderLayer(

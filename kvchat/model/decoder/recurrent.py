@@ -6,12 +6,20 @@ A kind of layer is a class and a function that reads it, which a family names. `
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from kvchat.model.decoder.matrices import Matrix, Norm, Unknown, float_values, matrix_of
+from kvchat.model.decoder.matrices import (
+    LowRank,
+    Matrix,
+    Norm,
+    Unknown,
+    float_values,
+    matrix_of,
+)
 from kvchat_kernels.cpu.delta import DeltaForm
 from kvchat_kernels.cpu.mamba import MambaForm
 
@@ -146,7 +154,7 @@ class DeltaNet:
     """
 
     form: DeltaForm
-    inputs: tuple[Matrix, ...]
+    inputs: tuple[Matrix | LowRank, ...]
     order: torch.Tensor | None
     out: Matrix
     convolution: Convolution
@@ -157,7 +165,51 @@ class DeltaNet:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        return (*self.inputs, self.out)
+        inputs = (
+            (each.first, each.second) if isinstance(each, LowRank) else (each,)
+            for each in self.inputs
+        )
+        return (*chain.from_iterable(inputs), self.out)
+
+
+def read_kimi_delta_net(mixer: Any, index: int) -> DeltaNet:
+    """Return the delta net of a layer of Kimi Linear, each of whose channels decays by itself."""
+    heads, dim, forget = mixer.num_heads, mixer.head_dim, mixer.forget_gate
+    query, key, value, beta = (matrix_of(getattr(mixer, f"{name}_proj")) for name in "qkvb")
+    gates = LowRank(matrix_of(mixer.g_a_proj), matrix_of(mixer.g_b_proj))
+    steps = LowRank(matrix_of(forget.f_a_proj), matrix_of(forget.f_b_proj))
+    return DeltaNet(
+        DeltaForm(heads, heads, dim, dim, decays_channels=True, has_silu=False),
+        (query, key, value, gates, beta, steps),
+        None,
+        matrix_of(mixer.o_proj),
+        read_convolution(mixer.conv1d, mixer.activation),
+        -float_values(forget.A_log).flatten().exp(),
+        float_values(forget.dt_bias),
+        Norm(float_values(mixer.o_norm.weight), float(mixer.o_norm.variance_epsilon)),
+        index,
+    )
+
+
+def read_olmo_delta_net(mixer: Any, index: int) -> DeltaNet:
+    """Return the delta net of a layer of OLMo's hybrid, whose inputs have a matrix each."""
+    return DeltaNet(
+        DeltaForm(
+            mixer.num_v_heads,
+            mixer.num_k_heads,
+            mixer.head_k_dim,
+            mixer.head_v_dim,
+            2.0 if mixer.allow_neg_eigval else 1.0,
+        ),
+        tuple(matrix_of(getattr(mixer, f"{name}_proj")) for name in "qkvgba"),
+        None,
+        matrix_of(mixer.o_proj),
+        read_convolution(mixer.conv1d, mixer.activation),
+        -float_values(mixer.A_log).exp(),
+        float_values(mixer.dt_bias),
+        Norm(float_values(mixer.o_norm.weight), float(mixer.o_norm.variance_epsilon)),
+        index,
+    )
 
 
 def read_delta_net(mixer: Any, index: int) -> DeltaNet:
