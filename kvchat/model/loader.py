@@ -192,7 +192,7 @@ def memory_of_weights(
 
 def _inspect(source: ModelSource, memory: Memory) -> tuple[MetaModel, ModelSpec | None]:
     model = MetaModel(without_towers(read_config(source)))
-    headers = [weight_header(path) for path in source.weight_files]
+    headers = [weight_header(path, source.gguf) for path in source.weight_files]
     content = _config_content(source)
     if source.gguf is not None:  # a byte of its blocks may hold several weights
         content["quantization_config"] = "gguf"

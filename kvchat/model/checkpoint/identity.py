@@ -36,7 +36,7 @@ def sample_digest(source: ModelSource) -> str:
     for path in settings:
         digest.update((read_text(path) or "").encode())
     for path in weights:
-        header = weight_header(path)
+        header = weight_header(path, source.gguf)
         digest.update(header.raw)
         digest.update(str(header.file_bytes).encode())
         try:

@@ -142,28 +142,33 @@ def _starts_so(path: Path) -> bool:
         os.close(descriptor)
 
 
-def weight_header(path: Path) -> WeightHeader:
-    """Return the header of a GGUF or safetensors file; raises ModelError if it is invalid."""
+def weight_header(path: Path, known: GgufModel | None = None) -> WeightHeader:
+    """Return the header of a GGUF or safetensors file; raises ModelError if it is invalid.
+
+    A file that has not changed since `known` was read is not parsed again.
+    """
     try:
-        return _as_weight_header(path) if _starts_so(path) else read_header(path)
+        if known is not None and known.marks.get(path) == mark(path):
+            return _as_weight_header(path, known)
+        return _as_weight_header(path, _read_part(path)) if _starts_so(path) else read_header(path)
     except OSError as error:
         raise unreadable(path, error.strerror) from error
 
 
-def _as_weight_header(path: Path) -> WeightHeader:
-    """Return a GGUF file's header in the form that safetensors files have."""
-    part = _read_part(path)
+def _as_weight_header(path: Path, model: GgufModel) -> WeightHeader:
+    """Return the header of one of a model's files in the form that safetensors files have."""
+    tensors = [tensor for tensor in model.tensors.values() if tensor.path == path]
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         # The first of several parts may hold no tensor at all, and all of the metadata.
-        end = min((t.start for t in part.tensors.values()), default=min(size, _MAX_HEADER_BYTES))
+        end = min((t.start for t in tensors), default=min(size, _MAX_HEADER_BYTES))
         raw = os.pread(descriptor, end, 0)
     finally:
         os.close(descriptor)
     entries = (
         TensorEntry(t.name, t.shape, t.start - len(raw), t.start - len(raw) + t.num_bytes)
-        for t in part.tensors.values()
+        for t in tensors
     )
     return WeightHeader(raw, size, tuple(entries))
 

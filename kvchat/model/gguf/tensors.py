@@ -7,6 +7,7 @@ and a little. Formats that have a layout there are unpacked by its compiled code
 numpy by the package gguf; both give exactly the numbers that llama.cpp defines.
 """
 
+import mmap
 import re
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -331,6 +332,7 @@ class _Reader:
         self._config = config
         self._pool = pool
         self._for_cpu = for_cpu
+        self._files: dict[Path, mmap.mmap] = {}
         self._maps: dict[Path, np.ndarray[Any, Any]] = {}
 
     def read(self, name: str, source: _Source, shape: torch.Size) -> torch.Tensor:
@@ -400,8 +402,11 @@ class _Reader:
         rows = torch.from_numpy(self._stored(tensor)).view(prod(tensor.shape[:-1]), -1)
         name = kind_name(tensor)
         if name in GRID_FORMATS:
-            return read_grids(rows, name, self._pool, is_interleaved)
-        return read_blocks(rows, name, is_interleaved, is_wide=not self._for_cpu)
+            read = read_grids(rows, name, self._pool, is_interleaved)
+        else:
+            read = read_blocks(rows, name, is_interleaved, is_wide=not self._for_cpu)
+        self._let_go(tensor)
+        return read
 
     def _stored(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         return self._map(tensor.path)[tensor.start : tensor.start + tensor.num_bytes]
@@ -420,6 +425,7 @@ class _Reader:
             for span in spans:
                 read = read_blocks(torch.from_numpy(rows[span]), kind_name(tensor))
                 unpack(read, targets[span])
+            self._let_go(tensor)
             return out
         for _ in self._pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
@@ -428,8 +434,21 @@ class _Reader:
     def _map(self, path: Path) -> np.ndarray[Any, Any]:
         if path not in self._maps:
             # Copy on write: torch wants memory it may write to, and the file must not change.
-            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
+            with path.open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._files[path] = content
+            self._maps[path] = np.frombuffer(content, np.uint8)
         return self._maps[path]
+
+    def _let_go(self, tensor: GgufTensor) -> None:
+        """Let the system take back the pages that hold nothing else than a tensor that was read.
+
+        Otherwise the file counts beside its copy. Whoever reads a page again gets the file's.
+        """
+        first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.start + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            self._files[tensor.path].madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _unpack(blocks: np.ndarray[Any, Any], tensor: GgufTensor, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from kvchat.core.types import NO_MEMORY
 from kvchat.model.checkpoint.identity import content_digest, sample_digest
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource, find_model
-from kvchat.model.gguf.file import read_gguf
+from kvchat.model.gguf.file import read_gguf, weight_header
 from support.checkpoints import tiny_model
 from support.gguf_files import write_gguf
 from support.soak_sizes import short_and_long
@@ -162,3 +162,15 @@ def test_a_changed_weight_or_field_is_another_model(model_file: Path, tmp_path: 
 
     path.write_bytes(model_file.read_bytes())
     assert (sample_digest(find_model(str(path))), content_digest(source, NO_MEMORY)) == before
+
+
+def test_a_known_header_counts_until_its_file_changes(model_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model_file.read_bytes())
+    known = read_gguf(path)
+    assert weight_header(path, known) == weight_header(path)
+
+    write_gguf(path, tiny_model("llama", num_hidden_layers=1), lambda name: "F16")
+
+    assert len(weight_header(path).tensors) < len(known.tensors)
+    assert weight_header(path, known) == weight_header(path)

@@ -32,3 +32,30 @@ def test_the_memory_told_is_the_memory_taken(kind: str, tmp_path: Path) -> None:
     assert told == pytest.approx(own + num_packed_bytes(module), rel=0.01)
     each = {"Q6_K": "Q6_K 6.562", "IQ2_XXS": "IQ2_XXS 2.062"}[kind]
     assert each in bits_of_formats(source.gguf)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell")
+def test_pages_of_a_file_that_were_copied_are_given_back(tmp_path: Path) -> None:
+    """A file of 491 MB took 1,082 MB at most: its pages counted beside their copies."""
+    sizes = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 2}
+    model = tiny_model("llama", **sizes, head_dim=64)
+    path = write_gguf(tmp_path / "m.gguf", model, lambda n: "BF16" if "token_embd" in n else "Q6_K")
+
+    loaded = load_model(
+        find_model(str(path)), ModelConfig(str(path), "cpu", "bfloat16"), None, lambda event: None
+    )
+
+    table = loaded.module.get_input_embeddings().weight
+    assert table.nbytes < path.stat().st_size / 4
+    assert 0 < _resident_bytes(path) < path.stat().st_size / 2
+
+
+def _resident_bytes(path: Path) -> int:
+    """Return how much of a file this process has mapped that is in its memory."""
+    found, total = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            found = line.endswith(str(path))
+        elif found and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
