@@ -124,8 +124,8 @@ def _processes(target: Target, owner: int) -> "Processes":
 class Processes:
     """Up to `most` processes that compile for a target. Thread-safe.
 
-    Each has a thread that gives it one text after another. What a process that ended, or cannot be
-    started, has left is compiled in this one.
+    Each has a thread that gives it one text after another. What a process that ended, fails or
+    cannot be started has left is compiled in this one.
     """
 
     def __init__(self, target: Target, most: int) -> None:
@@ -141,8 +141,8 @@ class Processes:
         with self._lock:
             self._waiting.put((code, text))
             if self._num_threads < self._most:
-                self._num_threads += 1
                 threading.Thread(target=self._compile_all, name="compile", daemon=True).start()
+                self._num_threads += 1
         return code
 
     def _compile_all(self) -> None:
@@ -160,7 +160,7 @@ class Processes:
             try:
                 process = process or _Process(self._target)
                 code.set_result(process.compiled(text))
-            except OSError:
+            except Exception:  # it may be no Python, and say anything
                 _compile_here(code, text, self._target)
         if process is not None:
             process.end()
@@ -172,7 +172,8 @@ class _Process:
     def __init__(self, target: Target) -> None:
         """Raises OSError."""
         own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        path = json.dumps([own, *sys.path])
+        # Last, because a directory of packages may have modules of the same names as Python's own.
+        path = json.dumps([*map(str, sys.path), own])
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM, path, target.processor, target.flags],
             stdin=subprocess.PIPE,
@@ -182,7 +183,10 @@ class _Process:
         )
 
     def compiled(self, text: str) -> bytes:
-        """Return the object code of LLVM's text. Raises OSError if the process has ended."""
+        """Return the object code of LLVM's text.
+
+        Raises OSError if the process has ended, anything if it does not do what it should.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         _send(self._process.stdin, text.encode())

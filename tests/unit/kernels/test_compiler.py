@@ -1,6 +1,7 @@
 """Kernels are compiled by processes of their own, which may end at any time."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,24 @@ def test_a_process_compiles_what_this_one_would(target: Target) -> None:
     assert [code.result() for code in codes] == [machine_code(text, target) for text in texts]
 
 
+@pytest.mark.parametrize("program", ["import sys; sys.stdin.buffer.read(8)", "print('a greeting')"])
 def test_what_an_ended_process_left_is_compiled_here(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+    program: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_PROGRAM", "import sys; sys.stdin.buffer.read(8)")
+    """After a greeting, whose beginning is a length that no memory has, loading never ended."""
+    monkeypatch.setattr(compiler, "_PROGRAM", program)
     processes, text = Processes(target, 1), add_ones(1)
 
-    assert processes.begin(text).result() == machine_code(text, target)
+    assert processes.begin(text).result(60) == machine_code(text, target)
+
+
+def test_a_path_for_modules_may_have_other_entries_than_texts(
+    target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With one of pathlib's, loading never ended."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+
+    assert Processes(target, 1).begin(add_ones(1)).result(60)
 
 
 def test_without_processes_kernels_are_compiled_here(
