@@ -99,9 +99,11 @@ class Speculation:
         return next((each for each in self._drafters if isinstance(each, kind)), None)
 
     def switch(self, mode: str) -> None:
-        """Change the mode, to a Mode or its name; raises UsageError if it is DRAFT and there is no
-        draft model.
+        """Change the mode, to a Mode or its name; raises UsageError for another name, and if it is
+        DRAFT and there is no draft model.
         """
+        if mode not in list(Mode):
+            raise UsageError(f"{mode!r} is no kind of drafts.", f"Use {', '.join(Mode)}.")
         mode = Mode(mode)
         names = {drafter.name for drafter in self._drafters}
         if mode is Mode.DRAFT and mode not in names:

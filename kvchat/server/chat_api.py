@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -89,6 +90,12 @@ class ChatApi:
         fields = await _read(request)
         ids = await fields.read(_token_ids)
         part = _ids(fields, fields.raw("part"), "part")
+        vocab_size, limit = self._host.model.vocab_size, self._host.context_limit
+        for name, some in (("token_ids", ids), ("part", part)):
+            if not 0 < len(some) <= limit:
+                raise fields.fault(name, f"must have 1 to {limit} token ids")
+            if vocab_size is not None and max(some) >= vocab_size:
+                raise fields.fault(name, "must be token ids of the model")
         return await _told(self._host.repeat_scores(ids, part), lambda found: {"scores": found})
 
     async def thin_beginnings(self, request: Request) -> Response:
@@ -115,15 +122,18 @@ async def _told(asked: "Future[T]", told: Callable[[T], dict[str, Any]]) -> Resp
 
 
 def _kept_positions(fields: Fields) -> list[KeptPositions]:
-    return [
-        KeptPositions(
-            kept.text("digest") or "",
-            kept.whole("num_tokens", 1) or 0,
-            tuple(_ids(kept, kept.raw("positions"), "positions")),
-            kept.text("method") or "",
-        )
-        for kept in fields.objects_if_any("kept")
-    ]
+    return [_positions_of(beginning) for beginning in fields.objects_if_any("kept")]
+
+
+def _positions_of(fields: Fields) -> KeptPositions:
+    """Read the positions of one beginning: the engine relies on their order and bounds."""
+    num_tokens = fields.whole("num_tokens", 1) or 0
+    positions = _ids(fields, fields.raw("positions"), "positions")
+    is_ascending = all(one < other for one, other in pairwise(positions))
+    if not positions or not is_ascending or positions[-1] >= num_tokens:
+        raise fields.fault("positions", "must ascend and be below num_tokens")
+    digest, method = fields.text("digest") or "", fields.text("method") or ""
+    return KeptPositions(digest, num_tokens, tuple(positions), method)
 
 
 def _contexts(fields: Fields) -> list[list[int]]:

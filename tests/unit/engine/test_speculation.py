@@ -290,6 +290,8 @@ def test_a_mode_asks_its_own_drafters() -> None:
     assert used == {Mode.OFF: False, Mode.AUTO: True, Mode.NGRAM: False, Mode.DRAFT: True}
     with pytest.raises(UsageError, match="no head for the next token"):
         speculation.switch(Mode.MTP)
+    with pytest.raises(UsageError, match="no kind of drafts"):
+        speculation.switch("fast")
 
 
 class _Untouched:

@@ -277,12 +277,29 @@ def test_a_server_that_the_user_named_is_changed_in_nothing(host: ChatHost) -> N
             asked.result(PATIENCE_S)
 
 
+def test_ids_that_the_model_does_not_have_are_refused(model: ChatModel) -> None:
+    """The engine failed with an index that is out of range."""
+    import httpx2
+
+    with served(replace(model, vocab_size=300)) as url:
+        body = {"token_ids": [1], "part": [300]}
+        answer = httpx2.post(f"{url}/kvchat/repeat_scores", json=body)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "part"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("speculate", {}),
         ("repeat_scores", {"token_ids": [1]}),
+        ("repeat_scores", {"token_ids": [], "part": [1]}),
+        ("repeat_scores", {"token_ids": [1], "part": [1] * (1 << 16)}),
         ("thin_beginnings", {"kept": [{"positions": [-1]}]}),
+        ("thin_beginnings", {"kept": [{"num_tokens": 3, "positions": []}]}),
+        ("thin_beginnings", {"kept": [{"num_tokens": 3, "positions": [1, 3]}]}),
+        ("thin_beginnings", {"kept": [{"num_tokens": 3, "positions": [2, 1]}]}),
         ("locate", {"contexts": "x"}),
         ("locate", {"contexts": [[1, "x"]]}),
         ("locate", {"contexts": [[-1]]}),
