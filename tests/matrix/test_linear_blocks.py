@@ -99,7 +99,7 @@ def random_blocks(
         steps = torch.rand(num_out, num_in // 256, count).half() / 30
     return BlockWeights(
         *(bits, block, levels, scales, minimums, steps),
-        is_coarse=is_coarse,
+        rounding=Rounding.BYTE if is_coarse else None,
         zero=zero,
         codes=codes,
     )
@@ -147,12 +147,31 @@ def test_floats_of_8_bits_are_multiplied_as_they_are(num_rows: int, way: str) ->
 def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, way: str) -> None:
     for shape in STEPPED if is_stepped(kind) else SHAPES:
         weights, x = random_blocks(shape, *kind), outlying(num_rows, shape[1])
-        rows = rows_of(x, weights.layout.rounding)
+        product = BlockProduct(weights)
+        rows = product.rounded(x)
 
-        out = BlockProduct(weights).of_rows(rows)
+        out = product.of_rows(rows)
 
         exact = rows.values().double() @ dequantised(weights).double().t()
         assert (out - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
+def test_levels_are_the_same_numbers_as_bytes_and_as_16_bits(kind: Kind) -> None:
+    """A processor with instructions for bytes answers as one without; so do few rows and many."""
+    for shape in STEPPED if is_stepped(kind) else SHAPES:
+        weights, x = random_blocks(shape, *kind), outlying(7, shape[1])
+        own = weights.layout.rounding
+        product, other = (BlockProduct(interleaved(weights, as_)) for as_ in (own, _other(own)))
+
+        many, few, otherwise = product(x), product(x[:3]), other(x[:3])
+
+        assert torch.equal(many[:3], few)
+        assert torch.equal(otherwise, few)
+
+
+def _other(rounding: Rounding) -> Rounding:
+    return Rounding.HALVES if rounding is Rounding.SHORT else rounding
 
 
 @pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
@@ -185,7 +204,12 @@ def test_any_number_of_threads_does_all_rows(num_threads: int) -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("rounding", "steps"),
-    [(Rounding.SHORT, 65000), (Rounding.BYTES, 65000), (Rounding.BYTE, 253)],
+    [
+        (Rounding.SHORT, 65000),
+        (Rounding.BYTES, 65000),
+        (Rounding.HALVES, 65000),
+        (Rounding.BYTE, 253),
+    ],
 )
 @pytest.mark.parametrize("width", [320, 32, 992])
 def test_activations_keep_their_bits_of_each_block(
@@ -218,9 +242,12 @@ def test_both_ways_round_alike(rounding: Rounding, monkeypatch: pytest.MonkeyPat
     assert (compiled.whole_levels() - plain.whole_levels()).abs().max() <= 1
     assert torch.allclose(compiled.scales, plain.scales)
     assert torch.allclose(compiled.sums, plain.sums, rtol=1e-3, atol=1e-2)
-    if rounding is not Rounding.SHORT:
-        totals = compiled.whole_levels().sum(dim=-1, dtype=torch.int32)
-        assert torch.equal(compiled.starts, totals * -CENTRE)
+    levels = compiled.whole_levels()
+    if rounding.has_sums_of_halves:
+        halves = levels.view(3, -1, 16).sum(dim=-1, dtype=torch.int32)
+        assert torch.equal(compiled.starts, halves)
+    else:
+        assert torch.equal(compiled.starts, levels.sum(dim=-1, dtype=torch.int32) * -CENTRE)
 
 
 @pytest.mark.parametrize(("bits", "has_minimums"), [(8, False), (4, True), (4, False)])
@@ -351,11 +378,11 @@ def test_rows_of_weights_side_by_side_are_the_same_products(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What processors with whole vectors of 512 bits do, here by plain instructions."""
-    monkeypatch.setattr(block_products, "_is_wide_faster", lambda layout: True)
+    monkeypatch.setattr(block_products, "_is_wide_faster", lambda are_bytes: True)
     shape, num_rows = ((19, 768) if is_stepped(kind) else (19, 480)), 19
     weights = random_blocks(shape, *kind)
-    rows = rows_of(outlying(num_rows, shape[1]), weights.layout.rounding)
     product = BlockProduct(weights)
+    rows = product.rounded(outlying(num_rows, shape[1]))
 
     out = product.of_rows(rows)
 

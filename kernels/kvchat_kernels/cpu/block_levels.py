@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import I8, I16, I64, Code, Value, constant, has_feature
-from kvchat_kernels.linear.blocks import PLANES, WORD, Layout
+from kvchat_kernels.linear.blocks import PLANES, WORD, Layout, Rounding
 
 # The matrix of bits that gives the upper 4 bits of a byte: a row of 8 bits for each bit, the row of
 # the lowest in the highest byte.
 _HIGH_BITS = 0x1020_4080_0000_0000
+# What a byte with a sign gets to be one without.
+_SIGN = 128
 # Groups of so many blocks are read a word of columns after another, smaller ones lane by lane.
 _LEAST_EVEN = 4
 
@@ -34,13 +36,21 @@ class Place:
     words: Sequence[int] = ()
 
 
-def halves_of(
+def vectors_of(
     code: Code, layout: Layout, size: int, place: Place, stored: Sequence[Value]
-) -> tuple[Value, Value]:
-    """Return the two vectors of levels that stored bytes hold, see `WeightRow.halves`."""
+) -> tuple[Value, ...]:
+    """Return the vectors of levels that stored bytes hold, see `WeightRow.vectors`."""
     if layout.are_nibbles:
         (packed,) = stored
         return packed & 15, _high_bits(code, packed)
+    if layout.rounding is Rounding.HALVES:
+        if not layout.has_planes:
+            (whole,) = stored
+            return (whole ^ -_SIGN,)
+        levels = levels_of(code, layout.bits, size, place, stored)
+        if layout.codes is not None:
+            levels = looked_up(code, [number ^ -_SIGN for number in layout.codes], levels)
+        return (levels,)
     halves = stored
     if layout.has_planes:
         levels = levels_of(code, layout.bits, size, place, stored)
@@ -49,6 +59,13 @@ def halves_of(
         code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in halves
     )
     return first, second
+
+
+def zero_of(layout: Layout) -> int:
+    """Return how much too high the bytes without signs are that `vectors_of` returns."""
+    if layout.rounding is not Rounding.HALVES:
+        return 0
+    return layout.zero if layout.has_planes and layout.codes is None else _SIGN
 
 
 def levels_of(code: Code, bits: int, size: int, place: Place, stored: Sequence[Value]) -> Value:

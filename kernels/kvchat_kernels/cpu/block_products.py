@@ -5,12 +5,13 @@ added in float32. Rows of weights and activations are taken together as in `prod
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache, partial
 
+import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import Place
+from kvchat_kernels.cpu.block_levels import Place, zero_of
 from kvchat_kernels.cpu.block_rows import (
     ActivationRow,
     TwoWeightRows,
@@ -32,25 +33,25 @@ from kvchat_kernels.cpu.code import (
     has_feature,
     has_vnni,
 )
+from kvchat_kernels.cpu.many_rows import ReadRow, Room, layout_read
 from kvchat_kernels.cpu.products import WEIGHT_ROWS, write_tiles
 from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
-from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.step import Header, has_many
 from kvchat_kernels.cpu.task import Memory, Task
-from kvchat_kernels.linear.blocks import COLUMNS, Layout
+from kvchat_kernels.linear.blocks import COLUMNS, Layout, Rounding
 
 # Rows of activations that share one reading of the weights; more where vectors have 512 bits and
 # there are 32 of them. Of 16, the sums of more than _FEW_X with four rows of weights take too many.
 _X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 4, 3, 2, 1)
 _FEW_X = 3
-# The same where levels in planes are read for each; with more than _MOST_FEW_X they are read once.
+# The same where levels in planes are read for each.
 _FEW_X_COUNTS, _WIDE_FEW_X_COUNTS = (3, 2, 1), (5, 4, 3, 2, 1)
-_MOST_FEW_X = 5
-# Levels of 8 bits that are read once: of four rows at least.
-_ROOM_BYTES = 1 << 17
 # Bytes ahead that levels are asked for.
 _AHEAD = 1024
 # Sums side by side that keep the multiplier busy without a second chain for each.
 _MANY = 6
+# Chains of sums that leave room for levels and activations in 32 registers.
+_MOST_CHAINS = 20
 
 
 class BlockProductTask(Task):
@@ -80,30 +81,39 @@ class BlockProductTask(Task):
 
 
 @cache
-def block_product_kernel(layout: Layout) -> Kernel[BlockProductTask]:
+def block_product_kernel(layout: Layout, many_are_short: bool) -> Kernel[BlockProductTask]:
     """Return the kernel that multiplies rows with an interleaved matrix. Units: chunks.
 
-    Activations are rounded as `layout.rounding` says.
+    Activations are rounded as `layout.rounding` says; many, where `many_are_short`, to 16 bits.
     """
     assert layout.is_interleaved, layout
-    forms = (layout, _is_wide_faster(replace(layout, rest=0)))
+    forms = (layout, many_are_short, _is_wide_faster(layout.rounding is Rounding.BYTE))
     return Kernel("block product", BlockProductTask, forms, lambda code: _write(code, *forms))
 
 
 @cache
-def _is_wide_faster(layout: Layout) -> bool:
-    """Return whether products are faster in vectors of 512 bits."""
-    if not layout.are_nibbles:  # those of 8 bits decide for all that are multiplied as 16 bits
-        layout = replace(layout, bits=8, zero=0, codes=None)
+def _is_wide_faster(are_bytes: bool) -> bool:
+    """Return whether products are faster in vectors of 512 bits, of activations of 8 or 16 bits.
+
+    Those of many rows decide, which of 16 bits are alike for all weights.
+    """
+    bits, rounding = (4, Rounding.BYTE) if are_bytes else (8, Rounding.SHORT)
+    layout = Layout(bits, COLUMNS, torch.float16, False, True, rounding, rest=0)
     sizes = {"num_out": NUM_OUT, "num_blocks": NUM_IN // COLUMNS, "chunk": NUM_OUT}
     sizes["out_stride"] = 4 * NUM_OUT
 
     def write(code: Code, is_wide: bool) -> None:
         start, end = code.chunk(code.task.num_out)
-        _write_rows(code, layout, is_wide, start, end, counts=_counts(layout, is_wide)[:1])
+        if are_bytes:
+            _write_few(code, layout, is_wide, start, end, _counts(layout, is_wide)[:1])
+        else:
+            _write_many(code, layout, is_wide, start, end, _many_counts(is_wide)[:1])
 
     task = (BlockProductTask, sizes)
     return has_512_bits() and is_second_faster("raced block product", (layout,), write, task)
+
+
+_Weights = WeightRow | TwoWeightRows | ReadRow
 
 
 class _Pair:
@@ -112,10 +122,10 @@ class _Pair:
     With two rows of weights side by side, `row` is both, and the sum has the lanes of both.
     """
 
-    def __init__(self, code: Code, row: WeightRow | TwoWeightRows, x: ActivationRow) -> None:
+    def __init__(self, code: Code, row: _Weights, x: ActivationRow, num_rows: int) -> None:
         self._code = code
         self.row, self.x = row, x
-        self.num_rows = 2 if isinstance(row, TwoWeightRows) else 1
+        self.num_rows = num_rows
         zeros = ir.VectorType(F32, LANES * self.num_rows)
         self.total: Variable = code.variable(Value(code, constant(0.0, zeros)))
 
@@ -141,66 +151,36 @@ class _Pair:
 _Pairs = Sequence[Sequence[_Pair]]
 
 
-def _write(code: Code, layout: Layout, is_wide: bool) -> None:
-    """Write all products of a unit.
-
-    Beside many rows of activations levels in planes are read once, into memory of 8 bits each that
-    stays in the second cache.
-    """
+def _write(code: Code, layout: Layout, many_are_short: bool, is_wide: bool) -> None:
+    """Write all products of a unit."""
     start, end = code.chunk(code.task.num_out)
-    if not layout.has_planes:
-        _write_rows(code, layout, is_wide, start, end)
+    few_counts = _counts(layout, is_wide)
+    if not many_are_short:
+        _write_few(code, layout, is_wide, start, end, few_counts)
         return
-    row_bytes = code.task.num_blocks * COLUMNS
-    fits = row_bytes < _ROOM_BYTES // WEIGHT_ROWS + 1
-    is_read_once = (code.header(Header.NUM_ROWS) > _MOST_FEW_X) & fits
-    with code.when(is_read_once ^ 1):
-        _write_rows(code, layout, is_wide, start, end)
-    with code.when(is_read_once):
-        room, whole = code.room(_ROOM_BYTES), replace(layout, bits=8, zero=0, codes=None)
-        most = code.whole(_ROOM_BYTES) // (row_bytes * WEIGHT_ROWS) * WEIGHT_ROWS
-        first = code.variable(start)
-        with code.loop(0, (end - start + (most - 1)) // most):
-            last = code.least(first.get() + most, end)
-            _read_levels(code, layout, first.get(), last, room)
-            _write_rows(code, whole, is_wide, first.get(), last, room)
-            first.set(last)
+    are_many = has_many(code)
+    with code.when(are_many ^ 1):
+        _write_few(code, layout, is_wide, start, end, few_counts)
+    with code.when(are_many):
+        _write_many(code, layout, is_wide, start, end, _many_counts(is_wide))
 
 
-def _read_levels(code: Code, layout: Layout, start: Value, end: Value, room: Value) -> None:
-    """Write the levels of some rows to `room` as levels of 8 bits."""
-    num_blocks = code.task.num_blocks
-    as_a_whole = replace(layout, block=COLUMNS)
-    with code.loop(start, end) as number:
-        row, to = WeightRow(code, layout, number), room + (number - start) * (num_blocks * COLUMNS)
-        for index, size in each_group(code, num_blocks, layout):
-            row.prefetch(index, size, _AHEAD)
-            for places in each_vector(code, as_a_whole, size, 0):
-                for place in places:
-                    levels = row.whole_bytes(index, size, place)
-                    code.store(levels, to, index * COLUMNS + place.start)
+def _counts(layout: Layout, is_wide: bool) -> Sequence[int]:
+    """Return how many rows of activations share one reading of the weights."""
+    if layout.has_planes:
+        return _WIDE_FEW_X_COUNTS if is_wide else _FEW_X_COUNTS
+    return _many_counts(is_wide)
 
 
-def _write_rows(
-    code: Code,
-    layout: Layout,
-    is_wide: bool,
-    start: Value,
-    end: Value,
-    room: Value | None = None,
-    counts: Sequence[int] | None = None,
+def _many_counts(is_wide: bool) -> Sequence[int]:
+    return _WIDE_X_COUNTS if is_wide else _X_COUNTS
+
+
+def _write_few(
+    code: Code, layout: Layout, is_wide: bool, start: Value, end: Value, counts: Sequence[int]
 ) -> None:
-    """Write the products of the rows from `start` to `end`, whose levels may be in a `room`.
-
-    `counts`, for a race: how many rows of activations are multiplied at once.
-    """
+    """Write the products of the rows from `start` to `end`, whose levels are read by each tile."""
     has_many_registers = has_feature("avx512vl")
-
-    def weight_row(row: Value) -> WeightRow:
-        if room is None:
-            return WeightRow(code, layout, row)
-        levels_at = room + (row - start) * (code.task.num_blocks * COLUMNS)
-        return WeightRow(code, layout, row, levels_at)
 
     def write_tile(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         are_all = has_many_registers or len(x_rows) <= _FEW_X
@@ -210,36 +190,78 @@ def _write_rows(
 
     def write_part(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
         has_two = len(rows) > 1 and (len(x_rows) > 1 or layout.has_planes)
-        side = 2 if is_wide and has_two else 1
-        single = [weight_row(row) for row in rows]
-        weights: Sequence[WeightRow | TwoWeightRows] = single
-        if side == 2:
-            pairs_of_rows = zip(single[::2], single[1::2], strict=True)
-            weights = [TwoWeightRows(code, layout, two) for two in pairs_of_rows]
-        activations = [ActivationRow(code, x, layout.rounding, side) for x in x_rows]
-        pairs = [[_Pair(code, row, x) for x in activations] for row in weights]
-        _add_products(code, layout, pairs)
-        for x_row, of_x in zip(x_rows, zip(*pairs, strict=True), strict=True):
-            totals = code.tree_totals([pair.total.get() for pair in of_x], LANES)
-            for number, row in enumerate(rows):
-                total = code.lane(totals, number) if len(rows) > 1 else totals
-                _store(code, total, row, x_row)
+        single = [WeightRow(code, layout, row) for row in rows]
+        weights: Sequence[_Weights] = single
+        if is_wide and has_two:
+            twos = zip(single[::2], single[1::2], strict=True)
+            weights = [TwoWeightRows(code, layout, two) for two in twos]
+        _write_products(code, layout, weights, rows, x_rows)
 
-    counts = counts or _counts(layout, is_wide)
     write_tiles(code, start, end, counts, write_tile, holds_x=True)
 
 
-def _counts(layout: Layout, is_wide: bool) -> Sequence[int]:
-    """Return how many rows of activations share one reading of the weights."""
-    if layout.has_planes:
-        return _WIDE_FEW_X_COUNTS if is_wide else _FEW_X_COUNTS
-    return _WIDE_X_COUNTS if is_wide else _X_COUNTS
+def _write_many(
+    code: Code, layout: Layout, is_wide: bool, start: Value, end: Value, counts: Sequence[int]
+) -> None:
+    """Write the products of the same rows, whose levels are read once, run by run."""
+    room = Room(code, layout, are_pairs=is_wide)
+    for first, last in room.each_run(start, end):
+        _write_run(code, layout_read(layout), room, first, last, counts)
+
+
+def _write_run(
+    code: Code, layout: Layout, room: Room, start: Value, end: Value, counts: Sequence[int]
+) -> None:
+    """Write the products of the rows from `start` to `end`, which are in a room.
+
+    Some rows of activations stay in the first cache while all of the room passes.
+    """
+    has_few_registers = not has_feature("avx512vl")
+    done, num_rows = code.whole(0), code.header(Header.NUM_ROWS)
+    tiled = (end - start) // WEIGHT_ROWS * WEIGHT_ROWS
+    for count in counts:
+        step = WEIGHT_ROWS // 2 if has_few_registers and count > _FEW_X else WEIGHT_ROWS
+        last = done + (num_rows - done) // count * count
+        with code.loop(done, last, count) as x_row, code.loop(0, tiled, step) as place:
+            rows = [start + place + number for number in range(step)]
+            x_rows = [x_row + number for number in range(count)]
+            _write_products(code, layout, room.rows(place, step), rows, x_rows, are_beside=True)
+        done = last
+    with code.loop(0, num_rows) as x_row, code.loop(tiled, end - start) as place:
+        _write_products(code, layout, room.rows(place, 1), [start + place], [x_row])
+
+
+def _write_products(
+    code: Code,
+    layout: Layout,
+    weights: Sequence[_Weights],
+    rows: Sequence[Value],
+    x_rows: Sequence[Value],
+    *,
+    are_beside: bool = False,
+) -> None:
+    """Write the products of a tile: `rows` are the numbers of the rows that `weights` have.
+
+    `are_beside`: one is behind the other.
+    """
+    side = len(rows) // len(weights)
+    activations = [ActivationRow(code, x, layout.rounding, side) for x in x_rows]
+    pairs = [[_Pair(code, row, x, side) for x in activations] for row in weights]
+    _add_products(code, layout, pairs)
+    for x_row, of_x in zip(x_rows, zip(*pairs, strict=True), strict=True):
+        totals = code.tree_totals([pair.total.get() for pair in of_x], LANES)
+        if are_beside:
+            _store(code, totals, rows[0], x_row)
+            continue
+        for number, row in enumerate(rows):
+            total = code.lane(totals, number) if len(rows) > 1 else totals
+            _store(code, total, row, x_row)
 
 
 def _store(code: Code, value: Value, row: Value, x_row: Value) -> None:
     total = code.variable(value)
     with code.when(code.task.bias > 0):
-        total.set(value + code.load(code.task.bias, row * 4, F32))
+        total.set(value + code.load(code.task.bias, row * 4, value.type))
     offset = x_row * code.task.out_stride + row * 4
     code.store(total.get(), code.task.out, offset)
 
@@ -299,83 +321,108 @@ def _sums_of_group(
     in a long run of instructions LLVM moves all loads to the beginning, and has no registers left.
     """
     width = vector_bytes(layout, size)
-    num_rows = pairs[0][0].num_rows
-    # Of 16 registers, two chains of each sum would take more than there are.
-    has_few_registers = not has_feature("avx512vl")
-    is_beside = num_rows == 2 or has_few_registers
-    has_many = is_beside and len(pairs) * len(pairs[0]) >= _MANY
+    num_rows, zero = pairs[0][0].num_rows, zero_of(layout)
+    form = _SumForm.of(layout, len(pairs) * len(pairs[0]), num_rows == 2)
     starts: list[Callable[[], Value] | None] = [None] * len(pairs[0])
     if layout.is_centred:
         starts = [partial(pair.x.starts, index, size, width // 4) for pair in pairs[0]]
+    elif zero:
+        half = part if layout.part < COLUMNS else None
+        starts = [
+            partial(pair.x.starts_of, zero, half, index, size, width // 4) for pair in pairs[0]
+        ]
     lanes = width * num_rows
-    sums = [
-        [_Whole(code, layout.are_nibbles, lanes, has_many, start) for start in starts]
-        for _ in pairs
-    ]
+    sums = [[_Whole(code, form, lanes, start) for start in starts] for _ in pairs]
     rows, xs = [of_row[0].row for of_row in pairs], [pair.x for pair in pairs[0]]
-    for part_of_x in range(layout.rounding.num_parts):
-        if part_of_x:
+    for number, parts_of_x in enumerate(form.passes):
+        if number:
             for total in (total for of_row in sums for total in of_row):
                 total.begin_low_bytes()
         for places in each_vector(code, layout, size, part):
             for place in places:
-                _add_vectors(rows, xs, sums, index, size, place, width, part_of_x)
+                _add_vectors(rows, xs, sums, index, size, place, width, parts_of_x)
     return sums
 
 
 def _add_vectors(
-    rows: Sequence[WeightRow | TwoWeightRows],
+    rows: Sequence[_Weights],
     xs: Sequence[ActivationRow],
     sums: Sequence[Sequence["_Whole"]],
     index: Value,
     size: int,
     place: Place,
     width: int,
-    part_of_x: int,
+    parts_of_x: Sequence[int],
 ) -> None:
     """Add the products of a vector of each row of weights with each row of activations."""
+
+    def beside(x: ActivationRow) -> list[tuple[int, int, Value]]:
+        """Return a row's vectors, each with its number and its part."""
+        parts = [(part, x.beside(index, size, place.start, width, part)) for part in parts_of_x]
+        return [(at, part, loaded) for part, vectors in parts for at, loaded in enumerate(vectors)]
+
     if len(rows) < len(xs) or len(xs) == 1:
-        levels = [row.halves(index, size, place) for row in rows]
+        levels = [row.vectors(index, size, place) for row in rows]
         for number, x in enumerate(xs):
-            halves = x.beside(index, size, place.start, width, part_of_x)
-            for half, loaded in enumerate(halves):
-                for both, of_row in zip(levels, sums, strict=True):
-                    of_row[number].add(half, both[half], loaded)
+            for at, part, loaded in beside(x):
+                for vectors, of_row in zip(levels, sums, strict=True):
+                    of_row[number].add(at, part, vectors[at], loaded)
     else:
-        beside = [x.beside(index, size, place.start, width, part_of_x) for x in xs]
+        of_xs = [beside(x) for x in xs]
         for row, of_row in zip(rows, sums, strict=True):
-            for half, levels_of_half in enumerate(row.halves(index, size, place)):
-                for halves, total in zip(beside, of_row, strict=True):
-                    total.add(half, levels_of_half, halves[half])
+            vectors = row.vectors(index, size, place)
+            for of_x, total in zip(of_xs, of_row, strict=True):
+                for at, part, loaded in of_x:
+                    total.add(at, part, vectors[at], loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class _SumForm:
+    """How sums of products are added.
+
+    are_bytes    levels are multiplied as bytes, four neighbours at a time
+    num_chains   how many sums VNNI adds to by turns, for an addition waits 4 cycles
+    passes       the parts of activations that each reading of the levels is multiplied with. With
+                 two at once each part has a sum of its own
+    """
+
+    are_bytes: bool
+    num_chains: int
+    passes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, num_sums: int, is_wide: bool) -> "_SumForm":
+        """Return the form of so many sums side by side: they share the registers."""
+        are_bytes, has_two = layout.rounding is not Rounding.SHORT, layout.rounding.num_parts == 2
+        # Of 16 registers, two chains of each sum would take more than there are.
+        has_many_registers = has_feature("avx512vl")
+        room = _MOST_CHAINS if has_many_registers else _MANY
+        if has_two and has_vnni() and num_sums * 2 <= room:
+            return cls(are_bytes, 2, ((0, 1),))
+        has_many = (is_wide or not has_many_registers) and num_sums >= _MANY
+        num_chains = 1 if has_many or not has_vnni() else 2
+        return cls(are_bytes, num_chains, ((0,), (1,)) if has_two else ((0,),))
 
 
 class _Whole:
     """A sum of products of levels with activations, neighbours added by fours: 32 bits a lane.
 
-    Of levels with 16 bits neighbours are two.
-    VNNI adds them at once, in two chains, for an addition waits 4 cycles; in one where there are
-    `has_many` such sums. Else lanes of 16 bits add up pairs of 4 bits: 16 products, each at most
-    15 * 128, fit. Of activations in two bytes the high ones come first. What `first` loads, 32 bits
-    a lane, is added at last: registers are few.
+    Of levels with 16 bits neighbours are two. Without VNNI lanes of 16 bits add up pairs of 4 bits:
+    16 products, each at most 15 * 128, fit. Of activations in two bytes the high ones come first.
+    What `first` loads, 32 bits a lane, is added at last: registers are few.
     """
 
     def __init__(
-        self,
-        code: Code,
-        are_nibbles: bool,
-        width: int,
-        has_many: bool,
-        first: Callable[[], Value] | None,
+        self, code: Code, form: _SumForm, width: int, first: Callable[[], Value] | None
     ) -> None:
         self._code = code
+        self._form = form
         self._lanes = ir.VectorType(I32, width // 4)
         self._has_vnni = has_vnni()
-        self._is_short = are_nibbles and not self._has_vnni
-        self._are_nibbles = are_nibbles
+        self._is_short = form.are_bytes and not self._has_vnni
         kind = ir.VectorType(I16, width // 2) if self._is_short else self._lanes
         self._zeros = Value(code, constant(0, kind))
-        has_two = self._has_vnni and not has_many
-        self._chains = [code.variable(self._zeros) for _ in range(1 + has_two)]
+        self._chains = [code.variable(self._zeros) for _ in range(form.num_chains)]
         self._first = first
         self._high: Variable | None = None
 
@@ -388,11 +435,13 @@ class _Whole:
         for chain, start in zip(self._chains, starts, strict=False):
             chain.set(start)
 
-    def add(self, half: int, levels: Value, x: Value) -> None:
-        code, chain = self._code, self._chains[half % len(self._chains)]
+    def add(self, at: int, part: int, levels: Value, x: Value) -> None:
+        """Add the products of the vector `at` of a place with a part of the activations."""
+        code = self._code
+        chain = self._chains[(part if self._has_both else at) % len(self._chains)]
         if self._has_vnni:
             words = code.as_bits(levels, self._lanes), code.as_bits(x, self._lanes)
-            multiplied = "vpdpbusd" if self._are_nibbles else "vpdpwssd"
+            multiplied = "vpdpbusd" if self._form.are_bytes else "vpdpwssd"
             name = f"llvm.x86.avx512.{multiplied}.{32 * self._lanes.count}"
             chain.set(code.call(name, self._lanes, chain.get(), *words))
         elif self._is_short:
@@ -407,10 +456,15 @@ class _Whole:
             total = total + self._high.get()
         return total if self._first is None else total + self._first()
 
+    @property
+    def _has_both(self) -> bool:
+        """Whether each part of the activations has a sum of its own."""
+        return len(self._form.passes[0]) == 2
+
     def _in_32_bits(self) -> Value:
         total = self._chains[0].get()
         if len(self._chains) > 1:
-            return total + self._chains[1].get()
+            return (total << 8 if self._has_both else total) + self._chains[1].get()
         if not self._is_short:
             return total
         return _neighbouring_shorts(self._code, total, Value(self._code, constant(1, total.type)))

@@ -49,12 +49,14 @@ class ReadingTask(Task):
 
 
 @kernel("block reading", ReadingTask)
-def block_reading_kernel(code: Code, name: str, is_interleaved: bool, is_wide: bool) -> None:
-    """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows."""
+def block_reading_kernel(code: Code, name: str, word: int | None, is_wide: bool) -> None:
+    """Write the kernel that reads blocks of a format, such as Q4_K. Units: chunks of rows.
+
+    `word`: how many bytes of a block stay together where blocks alternate; None: they do not.
+    """
     form = FILE_FORMATS[name]
     are_nibbles = form.bits == 4 and form.codes is None
     bits = 8 if is_wide and not are_nibbles else form.bits
-    word = I32 if are_nibbles else I16
     count = code.task.num_blocks
     start, end = code.chunk(code.task.num_out)
     with code.loop(start, end) as row:
@@ -68,7 +70,7 @@ def block_reading_kernel(code: Code, name: str, is_interleaved: bool, is_wide: b
                 )
                 _store_factors(code, form, at, first + number)
                 blocks += _levels_of(code, form, at, bits)
-            _store_levels(code, blocks, first, bits, word if is_interleaved else None)
+            _store_levels(code, blocks, first, bits, word)
 
 
 def _groups(code: Code, count: Value, form: FileFormat) -> Iterator[tuple[Value, int]]:
@@ -130,7 +132,7 @@ def _bits_of(code: Code, at: Value, plane: Plane, first: int, count: int) -> Val
 
 
 def _store_levels(
-    code: Code, blocks: Sequence[Value], first: Value, bits: int, word: ir.IntType | None
+    code: Code, blocks: Sequence[Value], first: Value, bits: int, word: int | None
 ) -> None:
     """Store the levels of neighbouring blocks in planes, whose words alternate if one is given."""
     levels, block_bytes = code.task.levels, COLUMNS * bits // 8
@@ -142,7 +144,7 @@ def _store_levels(
             for number, part in enumerate(parts):
                 code.store(part, levels, (first + number) * block_bytes + start)
         else:
-            kind = ir.VectorType(word, num_bytes * 8 // word.width)
+            kind = ir.VectorType(ir.IntType(8 * word), num_bytes // word)
             words = [code.as_bits(part, kind) for part in parts]
             at = first * block_bytes + start * len(blocks)
             code.store(alternating(code, words), levels, at)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import Place, halves_of, levels_of, signed
+from kvchat_kernels.cpu.block_levels import Place, levels_of, signed, vectors_of
 from kvchat_kernels.cpu.code import (
     F16,
     F32,
@@ -27,6 +27,7 @@ from kvchat_kernels.cpu.code import (
     constant,
     kernel,
 )
+from kvchat_kernels.cpu.step import has_many
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import (
     CENTRE,
@@ -89,15 +90,21 @@ class UnpackingTask(Task):
     chunk: int
 
 
-@cache
-def rounding_kernel(rounding: Rounding) -> Kernel[RoundingTask]:
-    """Return the kernel that rounds activations. Units: rows.
+@kernel("rounding", RoundingTask)
+def rounding_kernel(code: Code, rounding: Rounding, many_are_short: bool) -> None:
+    """Write the kernel that rounds activations. Units: rows.
 
-    Blocks alternate, as those of interleaved weights do.
+    Blocks alternate, as those of interleaved weights do. Many rows are stored as 16 bits where
+    `many_are_short`; their scales and sums are the same.
     """
-    return Kernel(
-        "rounding", RoundingTask, (rounding,), lambda code: write_rounding(code, rounding)
-    )
+    if not many_are_short or rounding is Rounding.SHORT:
+        write_rounding(code, rounding)
+        return
+    are_many = has_many(code)
+    with code.when(are_many ^ 1):
+        write_rounding(code, rounding)
+    with code.when(are_many):
+        write_rounding(code, rounding, Rounding.SHORT)
 
 
 def vector_bytes(layout: Layout, size: int) -> int:
@@ -141,21 +148,22 @@ def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[li
 class WeightRow:
     """The addresses of a row of weights."""
 
-    def __init__(
-        self, code: Code, layout: Layout, row: Value, levels_at: Value | None = None
-    ) -> None:
-        """`levels_at`: where its levels are, if not in their matrix."""
+    def __init__(self, code: Code, layout: Layout, row: Value) -> None:
         self._code = code
         self._layout = layout
         self._scale_bytes = layout.scales.itemsize
         self._num_steps = 1 + layout.has_minimums
         blocks = row * code.task.num_blocks
-        self.levels_at = levels_at or code.task.levels + blocks * layout.block_bytes
+        self.levels_at = code.task.levels + blocks * layout.block_bytes
         offset = blocks * COLUMNS // layout.block * self._scale_bytes
         self._scales = code.task.scales + offset
         self._minimums = code.task.minimums + offset
         steps = blocks // (STEP_COLUMNS // COLUMNS) * self._num_steps
         self._steps = code.task.steps + steps * _STEP_BYTES
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
 
     def levels(self, index: Value) -> list[Value]:
         """Load the levels of 32 columns that are not interleaved: two vectors of 16 x 16 bits."""
@@ -167,15 +175,15 @@ class WeightRow:
         if layout.are_nibbles:
             both = code.convert("zext", code.load(self.levels_at, at, _BYTES), _SHORTS)
             return [both & 15, both >> 4]
-        return list(self.halves(index, 1, Place(0, words=range(_WORDS))))
+        return list(self.vectors(index, 1, Place(0, words=range(_WORDS))))
 
-    def halves(self, index: Value, size: int, place: Place) -> tuple[Value, Value]:
+    def vectors(self, index: Value, size: int, place: Place) -> tuple[Value, ...]:
         """Load a vector of the levels of a group of `size` blocks from `index` on.
 
-        Nibbles: the low bits of bytes and the high bits, 8 bits each. Others: the first half of the
-        bytes and the second, 16 bits each.
+        Nibbles: the low bits of bytes and the high bits, 8 bits each. Beside activations of 16 bits
+        the first half of the bytes and the second, 16 bits each. Others: bytes without signs.
         """
-        return halves_of(self._code, self._layout, size, place, self.stored(index, size, place))
+        return vectors_of(self._code, self._layout, size, place, self.stored(index, size, place))
 
     def whole_bytes(self, index: Value, size: int, place: Place) -> Value:
         """Load levels in planes as bytes with signs, as levels of 8 bits lie in a group."""
@@ -197,16 +205,17 @@ class WeightRow:
         return code.joined(packed & 15, packed >> 4) if layout.are_nibbles else packed
 
     def stored(self, index: Value, size: int, place: Place) -> list[Value]:
-        """Load the bytes that `halves` makes its vectors of.
+        """Load the bytes that `vectors` makes its vectors of.
 
-        Nibbles: a vector; 8 bits: its halves; levels in planes: a vector of each plane.
+        Nibbles, or bytes without signs: a vector; beside activations of 16 bits its halves; levels
+        in planes: a vector of each plane.
         """
         code, layout = self._code, self._layout
         group = self.levels_at + index * layout.block_bytes
         if layout.has_planes:
             return self._planes(group, size, place)
         width = vector_bytes(layout, size)
-        step = width if layout.are_nibbles else width // 2
+        step = width // 2 if layout.rounding is Rounding.SHORT else width
         kind = ir.VectorType(I8, step)
         return [code.load(group + place.start, at, kind) for at in range(0, width, step)]
 
@@ -294,20 +303,20 @@ class TwoWeightRows:
         self._layout = layout
         self._rows = rows
 
-    def halves(self, index: Value, size: int, place: Place) -> tuple[Value, Value]:
-        """Load the vectors of both: the first halves of both side by side, then the second."""
+    def vectors(self, index: Value, size: int, place: Place) -> tuple[Value, ...]:
+        """Load the vectors of both: the first of both side by side, then the second."""
         code, layout = self._code, self._layout
         one, other = (row.stored(index, size, place) for row in self._rows)
         pairs = list(zip(one, other, strict=True))
         if not layout.has_planes:
             joined = [code.joined(*pair) for pair in pairs]
-            return halves_of(code, layout, size, place, joined)
+            return vectors_of(code, layout, size, place, joined)
         if place.turn is None:
-            each = [halves_of(code, layout, size, place, stored) for stored in (one, other)]
-            first, second = (code.joined(*half) for half in zip(*each, strict=True))
-            return first, second
-        mixed = [_halves_by_turns(code, *pair) for pair in pairs]
-        return halves_of(code, layout, size, place, mixed)
+            each = [vectors_of(code, layout, size, place, stored) for stored in (one, other)]
+            return tuple(code.joined(*two) for two in zip(*each, strict=True))
+        mixes = _halves_by_turns if layout.rounding is Rounding.SHORT else _beside
+        mixed = [mixes(code, *pair) for pair in pairs]
+        return vectors_of(code, layout, size, place, mixed)
 
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         return self._code.joined(*(row.scales_of_group(index, size, part) for row in self._rows))
@@ -318,6 +327,10 @@ class TwoWeightRows:
     def prefetch(self, index: Value, count: int, ahead: int) -> None:
         for row in self._rows:
             row.prefetch(index, count, ahead)
+
+
+def _beside(code: Code, one: Value, other: Value) -> Value:
+    return code.joined(one, other)
 
 
 def _halves_by_turns(code: Code, one: Value, other: Value) -> Value:
@@ -357,21 +370,22 @@ class ActivationRow:
 
     def beside(
         self, index: Value, size: int, start: Value | int, width: int, part: int
-    ) -> tuple[Value, Value]:
-        """Load what the weights' `halves` lie beside, in a group of `size` blocks.
+    ) -> tuple[Value, ...]:
+        """Load what the weights' `vectors` lie beside, in a group of `size` blocks.
 
         `part` 0 are the levels, or their high bytes, 1 the low ones.
         """
-        if self._rounding is not Rounding.SHORT:
-            kind, first = ir.VectorType(I8, width), index * COLUMNS + start
-            if part:
-                first = first + self._code.task.num_blocks * COLUMNS
-            behind = first + size * COLUMNS // 2
-        else:
+        if self._rounding is Rounding.SHORT:
             kind = ir.VectorType(I16, width // 2)
             first = index * (2 * COLUMNS) + start * 2
-            behind = first + width
-        return self._load(self._x, first, kind), self._load(self._x, behind, kind)
+            return self._load(self._x, first, kind), self._load(self._x, first + width, kind)
+        kind, first = ir.VectorType(I8, width), index * COLUMNS + start
+        if part:
+            first = first + self._code.task.num_blocks * COLUMNS
+        loaded = self._load(self._x, first, kind)
+        if self._rounding is Rounding.HALVES:
+            return (loaded,)
+        return loaded, self._load(self._x, first + size * COLUMNS // 2, kind)
 
     def scales(self, index: Value, kind: Any) -> Value:
         return self._load(self._scales, index * 4, kind)
@@ -388,8 +402,22 @@ class ActivationRow:
 
     def starts(self, index: Value, size: int, count: int) -> Value:
         """Load what the sums of a group of blocks begin at, and zeros up to `count` lanes a row."""
+        loaded = self._code.load(self._starts, index * 4, ir.VectorType(I32, size))
+        return self._lanes_of(loaded, size, count)
+
+    def starts_of(self, zero: int, part: int | None, index: Value, size: int, count: int) -> Value:
+        """Return where sums begin whose levels of weights are `zero` too high, in the same way.
+
+        It is made of the sums of the blocks' halves `part`, or of both where there is none.
+        """
         code = self._code
-        loaded = code.load(self._starts, index * 4, ir.VectorType(I32, size))
+        loaded = code.load(self._starts, index * 8, ir.VectorType(I32, 2 * size))
+        first, second = (code.picked(loaded, range(half, 2 * size, 2)) for half in (0, 1))
+        total = first + second if part is None else (first, second)[part]
+        return self._lanes_of(total * -zero, size, count)
+
+    def _lanes_of(self, loaded: Value, size: int, count: int) -> Value:
+        code = self._code
         zeros = Value(code, constant(0, loaded.type))
         lanes = [min(lane, size) for lane in range(count)]
         start = code.shuffled(loaded, zeros, lanes) if count > size else loaded
@@ -480,17 +508,20 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
 # Rounding
 
 
-def write_rounding(code: Code, rounding: Rounding) -> None:
-    """Write: each block of 32 values of a row as levels, with its scale and its sum."""
-    count = code.task.num_blocks
+def write_rounding(code: Code, rounding: Rounding, stored: Rounding | None = None) -> None:
+    """Write: each block of 32 values of a row as levels, with its scale and its sum.
+
+    Levels lie as `stored` says, if not as `rounding` does.
+    """
+    count, stored = code.task.num_blocks, stored or rounding
     for index, size in each_group(code, count):
         for number in range(size):
             levels = round_block(code, code.unit * count + (index + number), rounding)
-            row = code.unit * count * row_bytes(COLUMNS, rounding)
-            block_bytes = row_bytes(COLUMNS, rounding) // rounding.num_parts
-            for part, numbers in enumerate(_parts_of(code, levels, rounding)):
+            row = code.unit * count * row_bytes(COLUMNS, stored)
+            block_bytes = row_bytes(COLUMNS, stored) // stored.num_parts
+            for part, numbers in enumerate(_parts_of(code, levels, stored)):
                 start = row + (count * part + index) * block_bytes
-                _store_alternating(code, numbers, start, number, size, rounding)
+                _store_alternating(code, numbers, start, number, size, stored)
 
 
 def row_bytes(num_in: int, rounding: Rounding) -> int:
@@ -523,7 +554,7 @@ def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
     halves = [code.call("llvm.vector.reduce.add.v16i32", I32, half) for half in code.halves(levels)]
     total = halves[0] + halves[1]
     code.store(code.convert("sitofp", total, F32) * scale, code.task.x_sums, index * 4)
-    if rounding is Rounding.SHORT:
+    if rounding.has_sums_of_halves:
         for number, half in enumerate(halves):
             code.store(half, code.task.x_starts, index * 8 + 4 * number)
     else:

@@ -18,14 +18,15 @@ from kvchat_kernels.cpu.attention import (
 from kvchat_kernels.cpu.block_reading import ReadingTask, block_reading_kernel
 from kvchat_kernels.cpu.block_rounding import WeightRoundingTask, weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import UnpackingTask, unpacking_kernel
-from kvchat_kernels.cpu.code import LANES, Kernel, OfTask, has_feature
+from kvchat_kernels.cpu.code import LANES, Kernel, OfTask, has_feature, has_vnni
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.products import unit_rows
 from kvchat_kernels.cpu.program import Operation, Program
-from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, NUM_HEADERS, Header
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
+from kvchat_kernels.cpu.step import FEW_ROWS, MANY_ROWS, MAX_ROWS, MOST_BLOCKS, NUM_HEADERS, Header
+from kvchat_kernels.cpu.tile_products import has_tiles
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
 from kvchat_kernels.linear.rows import Rows
 from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring
 
@@ -52,21 +53,38 @@ def run(operations: Sequence[Operation], num_threads: int) -> None:
 
 
 def _run(
-    kernel: Kernel[OfTask], task: OfTask, num_units: int, num_weights: int, num_rows: int = 1
+    kernel: Kernel[OfTask],
+    task: OfTask,
+    num_units: int,
+    num_weights: int,
+    num_rows: int = 1,
+    are_many: bool = False,
 ) -> None:
     """Run a kernel on as many threads as its work pays for."""
     header: Any = np.zeros(NUM_HEADERS, np.int64)
-    header[Header.NUM_ROWS] = num_rows
+    header[Header.NUM_ROWS], header[Header.ARE_MANY] = num_rows, are_many
     run([Operation(kernel, task, header, num_units)], num_weights // _WEIGHTS_PER_THREAD)
 
 
-def _multiply(product: Product, num_rows: int, num_weights: int) -> None:
-    _run(product.kernel, product.task, product.num_units, num_rows * num_weights, num_rows)
+def _multiply(product: Product, num_rows: int, num_weights: int, are_many: bool = False) -> None:
+    num_weights *= num_rows
+    _run(product.kernel, product.task, product.num_units, num_weights, num_rows, are_many)
+
+
+def rounding_of(weights: BlockWeights, num_rows: int) -> Rounding:
+    """Return how so many rows are rounded to be multiplied with an interleaved matrix."""
+    is_many = num_rows >= MANY_ROWS and weights.num_in // COLUMNS <= MOST_BLOCKS
+    own = weights.layout.rounding
+    return Rounding.SHORT if is_many and own is not Rounding.BYTE else own
 
 
 def multiply_blocks(weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:
-    """Multiply rounded rows with an interleaved matrix."""
-    _multiply(block_product(weights, rows, out), len(rows), weights.num_out * weights.num_in)
+    """Multiply rows, rounded as `rounding_of` or the layout says, with an interleaved matrix."""
+    own = weights.layout.rounding
+    are_many = rows.rounding is not own or rounding_of(weights, len(rows)) is Rounding.SHORT is own
+    assert rows.rounding is own or rows.rounding is rounding_of(weights, len(rows))
+    num_weights = weights.num_out * weights.num_in
+    _multiply(block_product(weights, rows, out), len(rows), num_weights, are_many)
 
 
 def multiply_floats(
@@ -122,9 +140,15 @@ def round_blocks(weight: torch.Tensor, out: BlockWeights) -> None:
     _run(kernel, task, -(-num_out // chunk), weight.numel())
 
 
-def read_blocks(
-    data: torch.Tensor, name: str, out: BlockWeights, is_interleaved: bool, is_wide: bool
-) -> None:
+def multiplies_bytes() -> bool:
+    """Return whether levels of more than 4 bits are multiplied as bytes without signs.
+
+    Tiles take them as they lie beside activations of 16 bits.
+    """
+    return has_vnni() and not has_tiles()
+
+
+def read_blocks(data: torch.Tensor, name: str, out: BlockWeights, is_wide: bool) -> None:
     """Read contiguous rows of a format of GGUF, and write them to the parts of `out`."""
     chunk = unit_rows(out.num_out, data.shape[1])
     task = ReadingTask(
@@ -134,7 +158,8 @@ def read_blocks(
         **out.parts(),
         chunk=chunk,
     )
-    kernel = block_reading_kernel(name, is_interleaved, is_wide)
+    word = out.layout.rounding.word if out.is_interleaved else None
+    kernel = block_reading_kernel(name, word, is_wide)
     _run(kernel, task, -(-out.num_out // chunk), out.num_out * out.num_in)
 
 

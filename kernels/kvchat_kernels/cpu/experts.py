@@ -16,7 +16,7 @@ import torch
 from kvchat_kernels.cpu.code import F32, F32S, I64, LANES, Code, Kernel, Value, Variable, kernel
 from kvchat_kernels.cpu.maths import exp, sigmoid
 from kvchat_kernels.cpu.matrix_products import Product
-from kvchat_kernels.cpu.step import NUM_HEADERS, Header
+from kvchat_kernels.cpu.step import MANY_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.cpu.task import Memory, Task
 
 # A score that counts as none: of an expert that was taken, and beyond the last expert.
@@ -42,7 +42,7 @@ class ChoosingTask(Task):
     factors        what the pair's output is multiplied with, float32 [rows, top_k]
     places         the pair's place in the order of experts, [rows, top_k]
     rows           the row of each place
-    groups         headers of the groups, with NUM_ROWS, EXPERT and FIRST_PAIR
+    groups         headers of the groups, with NUM_ROWS, ARE_MANY, EXPERT and FIRST_PAIR
     num_groups     their number
     """
 
@@ -181,7 +181,7 @@ def choosing_kernel(code: Code, choice: Choice) -> None:
     with code.loop(0, num_pairs) as pair:
         expert = code.load(chosen, pair * 8, I64)
         code.store(code.load(counts, expert * 8, I64) + 1, counts, expert * 8)
-    _write_groups(code, num_experts, counts)
+    _write_groups(code, num_experts, num_pairs, counts)
     with code.loop(0, num_pairs) as pair:
         expert = code.load(chosen, pair * 8, I64)
         place = code.load(counts, expert * 8, I64)
@@ -190,8 +190,12 @@ def choosing_kernel(code: Code, choice: Choice) -> None:
         code.store(pair // top_k, code.task.rows, place * 8)
 
 
-def _write_groups(code: Code, num_experts: Value, counts: Value) -> None:
-    """Write: a header for each expert that has pairs; its count becomes its first place."""
+def _write_groups(code: Code, num_experts: Value, num_pairs: Value, counts: Value) -> None:
+    """Write: a header for each expert that has pairs; its count becomes its first place.
+
+    All experts' rows are many, or none's: they are rounded together.
+    """
+    are_many = code.convert("zext", num_pairs >= num_experts * MANY_ROWS, I64)
     first, number = code.variable(code.whole(0)), code.variable(code.whole(0))
     with code.loop(0, num_experts) as expert:
         count = code.load(counts, expert * 8, I64)
@@ -199,6 +203,7 @@ def _write_groups(code: Code, num_experts: Value, counts: Value) -> None:
         with code.when(count > 0):
             group = code.task.groups + number.get() * (8 * NUM_HEADERS)
             code.store(count, group, 8 * Header.NUM_ROWS)
+            code.store(are_many, group, 8 * Header.ARE_MANY)
             code.store(first.get(), group, 8 * Header.FIRST_PAIR)
             code.store(expert, group, 8 * Header.EXPERT)
             number.set(number.get() + 1)

@@ -19,7 +19,7 @@ from kvchat_kernels.cpu.tile_products import (
     tiled_product_kernel,
     tiled_rounding_kernel,
 )
-from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights
+from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
 from kvchat_kernels.linear.rows import Rows
 
 
@@ -37,15 +37,21 @@ def rounding(
 ) -> tuple[Kernel[RoundingTask], RoundingTask]:
     """Return what rounds `floats` [rows, in] into `rows`: a kernel, whose units are rows.
 
-    `is_tiled`: many rows lie as tiled products read them.
+    `is_tiled`: many rows lie as tiled products read them, else as others do.
     """
-    kernel = tiled_rounding_kernel if is_tiled else rounding_kernel
     task = RoundingTask(
         floats=floats,
         num_blocks=floats.shape[1] // COLUMNS,
         **rows.operands(),
     )
-    return kernel(rows.rounding), task
+    if is_tiled:
+        return tiled_rounding_kernel(rows.rounding), task
+    return rounding_kernel(rows.rounding, _many_are_short(rows.rounding)), task
+
+
+def _many_are_short(rounding: Rounding) -> bool:
+    """Return whether many rows are multiplied as 16 bits."""
+    return rounding is not Rounding.BYTE
 
 
 def block_product(
@@ -65,7 +71,8 @@ def block_product(
     """
     num_out = weights.num_out if num_out is None else num_out
     chunk = unit_rows(num_out, weights.num_in * weights.bits // 8)
-    kernel: Kernel[Any] = block_product_kernel(weights.layout)
+    many_are_short = _many_are_short(weights.layout.rounding) and not is_tiled
+    kernel: Kernel[Any] = block_product_kernel(weights.layout, many_are_short)
     new_task: Callable[..., BlockProductTask] = BlockProductTask
     if is_tiled:
         chunk += -chunk % TILE_ROWS  # rows of a unit are whole tiles

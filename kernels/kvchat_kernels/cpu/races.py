@@ -16,7 +16,7 @@ import numpy as np
 
 from kvchat_kernels.cpu.code import Code, Kernel, file_name_of, has_feature
 from kvchat_kernels.cpu.object_cache import object_cache
-from kvchat_kernels.cpu.step import NUM_HEADERS, Header
+from kvchat_kernels.cpu.step import NUM_HEADERS, set_num_rows
 from kvchat_kernels.cpu.task import Task
 
 # The race: a small product that stays in the second cache, several times, the fastest run counts.
@@ -72,7 +72,7 @@ class _Runner:
             name, kind, (*forms, is_second), lambda code: write(code, is_second)
         )
         self._header = np.zeros(NUM_HEADERS, np.int64)
-        self._header[Header.NUM_ROWS] = _NUM_ROWS
+        set_num_rows(self._header, _NUM_ROWS)
 
     @cached_property
     def _run(self) -> Callable[[int, int, int], None]:

@@ -35,19 +35,22 @@ LEAST_SCALE = 1e-7
 class Rounding(Enum):
     """How activations are rounded beside a matrix: whole numbers, with a scale for 32 columns.
 
-    SHORT   16 bits, beside most weights
+    SHORT   16 bits, beside weights whose levels are multiplied as 16 bits
     BYTES   16 bits as two bytes, 256 * high + low, beside weights of 4 bits without codes:
             processors multiply bytes of 4 and 8 bits four at a time
+    HALVES  the same with the sums of halves of blocks, beside weights whose levels are multiplied
+            as bytes without signs
     BYTE    8 bits, beside weights of 4 bits without codes in a large model
     """
 
     SHORT = "16 bits"
     BYTES = "two bytes"
+    HALVES = "two bytes and sums of halves"
     BYTE = "8 bits"
 
     @property
     def num_parts(self) -> int:
-        return 2 if self is Rounding.BYTES else 1
+        return 2 if self in (Rounding.BYTES, Rounding.HALVES) else 1
 
     @property
     def word(self) -> int:
@@ -56,8 +59,16 @@ class Rounding(Enum):
 
     @property
     def most(self) -> float:
-        """The largest level. Both parts of a level in bytes are at most 127."""
-        return {Rounding.SHORT: 32767.0, Rounding.BYTES: 127.0 * 257, Rounding.BYTE: 127.0}[self]
+        """The largest level. Both parts of a level in bytes are at most 127.
+
+        That of 16 bits is the same: so weights of one file give the same numbers on every
+        processor.
+        """
+        return 127.0 if self is Rounding.BYTE else 127.0 * 257
+
+    @property
+    def has_sums_of_halves(self) -> bool:
+        return self in (Rounding.SHORT, Rounding.HALVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +76,9 @@ class Layout:
     """How blocks lie in memory, which compiled code is made for. `scales`: their dtype.
 
     `are_floats`: levels are floats of 8 bits, which are multiplied with floats in order.
-    `is_coarse`: activations beside levels of 4 bits without codes have 8 bits, and not 16. `zero`,
-    `codes` and `unit` are as of BlockWeights. `rest`: how many blocks of 32 columns an interleaved
-    row has behind its groups of 8; None: any number.
+    `rounding`: how activations are rounded on a CPU. `zero`, `codes` and `unit` are as of
+    BlockWeights. `rest`: how many blocks of 32 columns an interleaved row has behind its groups of
+    8; None: any number.
     """
 
     bits: int
@@ -75,19 +86,12 @@ class Layout:
     scales: torch.dtype
     has_minimums: bool
     is_interleaved: bool
-    is_coarse: bool = False
+    rounding: Rounding = Rounding.SHORT
     zero: int = 0
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
     are_floats: bool = False
     rest: int | None = None
-
-    @property
-    def rounding(self) -> Rounding:
-        """How activations are rounded on a CPU."""
-        if not self.are_nibbles:
-            return Rounding.SHORT
-        return Rounding.BYTE if self.is_coarse else Rounding.BYTES
 
     @property
     def are_nibbles(self) -> bool:
@@ -96,7 +100,7 @@ class Layout:
 
     @property
     def has_planes(self) -> bool:
-        """Whether levels are read from planes, or looked up, to be multiplied as 16 bits."""
+        """Whether levels are read from planes, or looked up, to be multiplied."""
         return self.bits != 8 and not self.are_nibbles
 
     @property
@@ -148,8 +152,11 @@ class BlockWeights:
     codes      None, or what each level of 3 or 4 bits stands for, -128 to 127
     unit       a power of two, what all scales are multiplied with
 
-    Blocks have 16, 32 or 256 columns, of floats FLOAT_COLUMNS. `is_coarse` is as of Layout. Levels
-    may be interleaved (`interleaved`), as compiled code for a CPU reads them.
+    rounding   of activations on a CPU; None: BYTES beside levels of 4 bits without codes, else
+               SHORT
+
+    Blocks have 16, 32 or 256 columns, of floats FLOAT_COLUMNS. Levels may be interleaved
+    (`interleaved`), as compiled code for a CPU reads them.
     """
 
     bits: int
@@ -159,7 +166,7 @@ class BlockWeights:
     minimums: torch.Tensor | None
     steps: torch.Tensor | None = None
     is_interleaved: bool = False
-    is_coarse: bool = False
+    rounding: Rounding | None = None
     zero: int = 0
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
@@ -200,13 +207,14 @@ class BlockWeights:
 
     @property
     def layout(self) -> Layout:
+        are_nibbles = self.bits == 4 and self.codes is None
         return Layout(
             self.bits,
             self.block,
             self.scales.dtype,
             self.has_minimums,
             self.is_interleaved,
-            self.is_coarse,
+            self.rounding or (Rounding.BYTES if are_nibbles else Rounding.SHORT),
             self.zero,
             self.codes,
             self.unit,
@@ -315,15 +323,17 @@ def joined(parts: Sequence[BlockWeights]) -> BlockWeights:
     return first.made_of({name: torch.cat([of[name] for of in tensors]) for name in tensors[0]})
 
 
-def interleaved(weights: BlockWeights) -> BlockWeights:
+def interleaved(weights: BlockWeights, rounding: Rounding | None = None) -> BlockWeights:
     """Return weights whose levels are interleaved, copied; scales are shared.
 
     Of 8 blocks of 32 columns in a row, the first 4 bytes of each lie side by side (2 beside
     activations of 16 bits), then their second 4 bytes, and so on: one vector has levels of 8
     blocks, whose products with as many activations are added in lanes of their own. Blocks beyond a
-    multiple of 8 are taken in groups of 4, 2 and 1.
+    multiple of 8 are taken in groups of 4, 2 and 1. `rounding`: of activations, if not the weights'
+    own.
     """
     assert not weights.is_interleaved
+    weights = replace(weights, rounding=rounding or weights.rounding)
     kind = torch.int16 if weights.layout.rounding is Rounding.SHORT else torch.int32
     levels = weights.levels.view(-1)
     if levels.storage_offset() % kind.itemsize:

@@ -43,7 +43,7 @@ class BlockProduct:
 
     def __init__(self, weights: BlockWeights) -> None:
         is_as_read = weights.is_interleaved or weights.are_floats
-        self.weights = weights if is_as_read else interleaved(weights)
+        self.weights = weights if is_as_read else interleaved(weights, rounding_beside(weights))
         self._kernels = compiled_calls()
 
     def __deepcopy__(self, memo: object) -> "BlockProduct":
@@ -51,13 +51,20 @@ class BlockProduct:
 
     def round_coarsely(self) -> None:
         """Round activations to 8 bits beside weights of 4 from now on; before the first product."""
-        self.weights = replace(self.weights, is_coarse=self.weights.layout.are_nibbles)
+        if self.weights.layout.are_nibbles:
+            self.weights = replace(self.weights, rounding=Rounding.BYTE)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [num_rows, in] float32 @ weights.T, float32 [num_rows, out]."""
         if self.weights.are_floats:
             return self._of_floats(x.contiguous())
-        return self.of_rows(rows_of(x, self.weights.layout.rounding))
+        return self.of_rows(self.rounded(x))
+
+    def rounded(self, x: torch.Tensor) -> Rows:
+        """Round rows [num_rows, in] float32 as this matrix multiplies so many."""
+        own, kernels = self.weights.layout.rounding, self._kernels
+        rounding = own if kernels is None else kernels.rounding_of(self.weights, len(x))
+        return rows_of(x, rounding)
 
     def of_rows(self, rows: Rows) -> torch.Tensor:
         """Return the product of rounded rows."""
@@ -100,11 +107,25 @@ def read_blocks(
     kernels = compiled_calls()
     if kernels is not None and data.is_contiguous():
         out = empty_weights(len(data), data.shape[1], name, is_wide)
-        kernels.read_blocks(data, name, out, is_interleaved, is_wide)
-        return replace(out, is_interleaved=is_interleaved)
+        if is_interleaved:
+            out = replace(out, is_interleaved=True, rounding=rounding_beside(out))
+        kernels.read_blocks(data, name, out, is_wide)
+        return out
     plain = block_weights(data, name, is_wide)
     assert plain is not None, "the format has a layout"
     return interleaved(plain) if is_interleaved else plain
+
+
+def rounding_beside(weights: BlockWeights) -> Rounding:
+    """Return how activations are rounded beside block weights on this processor.
+
+    Where bytes of 8 bits are multiplied four at a time, levels of more or fewer bits than 4 are too.
+    """
+    kernels = compiled_calls()
+    is_short = weights.layout.rounding is Rounding.SHORT
+    if kernels is None or not is_short or not kernels.multiplies_bytes():
+        return weights.layout.rounding
+    return Rounding.HALVES
 
 
 def _tiles(weights: BlockWeights, kernels: Any) -> Iterator[tuple[int, int, torch.Tensor]]:

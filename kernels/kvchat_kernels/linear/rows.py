@@ -17,9 +17,9 @@ class Rows:
     levels          int16 or int8 [num_rows, parts, in], whose blocks alternate as `alternating`
                     has them; of two parts, a level is 256 * the first + the second
     scales, sums    float32 [num_rows, in / 32]; a sum is that of a block's levels times its scale
-    starts          int32. In bytes [num_rows, in / 32]: the sum of the levels times -CENTRE, where
-                    sums of products begin whose levels of weights are CENTRE too high. In 16 bits
-                    [num_rows, in / 16]: the sum of the levels of each half of a block
+    starts          int32 [num_rows, in / 32]: the sum of the levels times -CENTRE, where sums of
+                    products begin whose levels of weights are CENTRE too high. Where a rounding
+                    has sums of halves [num_rows, in / 16]: the sum of the levels of each half
     """
 
     rounding: Rounding
@@ -57,7 +57,7 @@ def empty_rows(num_rows: int, num_in: int, rounding: Rounding) -> Rows:
 
 def starts_columns(rounding: Rounding) -> int:
     """Return how many columns one of `starts` is of."""
-    return COLUMNS // 2 if rounding is Rounding.SHORT else COLUMNS
+    return COLUMNS // 2 if rounding.has_sums_of_halves else COLUMNS
 
 
 def rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
@@ -68,11 +68,11 @@ def rounded_plainly(x: torch.Tensor, rounding: Rounding) -> Rows:
     scales = largest / rounding.most
     totals = levels.sum(dim=-1, dtype=torch.int32)
     high = (levels + 128) >> 8
-    parts = (high, levels - high * 256) if rounding is Rounding.BYTES else (levels,)
+    parts = (high, levels - high * 256) if rounding.num_parts == 2 else (levels,)
     dtype = level_dtype(rounding)
     stored = torch.stack([alternating(part.to(dtype), rounding.word) for part in parts], 1)
     starts = totals * -CENTRE
-    if rounding is Rounding.SHORT:
+    if rounding.has_sums_of_halves:
         halves = levels.unflatten(-1, (2, COLUMNS // 2)).sum(dim=-1, dtype=torch.int32)
         starts = halves.view(len(x), -1)
     return Rows(rounding, stored, scales, totals * scales, starts)

@@ -23,7 +23,7 @@ from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.decoder.recurrent import Mamba
 from kvchat.model.packed.experts import lay_by_rows
 from kvchat.model.spec import ModelSpec
-from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header
+from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header, set_num_rows
 from kvchat_kernels.cpu_products import is_fast_by_torch
 from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.linear.blocks import BlockWeights
@@ -171,13 +171,13 @@ class CompiledStep:
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
         parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
-        parts.header[Header.NUM_ROWS] = num_rows
+        set_num_rows(parts.header, num_rows)
         parts.header[Header.SLOTS] = batch.slot_mapping.data_ptr()
         if parts.window_header is not None:
             parts.window_header[:] = parts.header
             assert batch.windowed is not None
             parts.window_header[Header.SLOTS] = batch.windowed.slot_mapping.data_ptr()
-        parts.head_header[Header.NUM_ROWS] = num_logits
+        set_num_rows(parts.head_header, num_logits)
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
         windowed = batch.windowed.sequences if batch.windowed is not None else sequences

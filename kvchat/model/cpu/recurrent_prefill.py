@@ -19,7 +19,7 @@ from kvchat.model.state import bound_state
 from kvchat_kernels.cpu import delta_rows, mamba_rows
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.program import Program
-from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.step import set_num_rows
 
 
 class RecurrentPrefill:
@@ -199,7 +199,7 @@ class MambaPrefill(RecurrentPrefill):
 def _run(kernels: Sequence[tuple[Kernel[OfTask], int]], task: OfTask, num_rows: int) -> None:
     """Run kernels of one task one after another, each with its number of units."""
     operations = StepOperations()
-    operations.header[Header.NUM_ROWS] = num_rows
+    set_num_rows(operations.header, num_rows)
     for kernel, num_units in kernels:
         operations.add(kernel, task, num_units)
     program = Program(operations.all)

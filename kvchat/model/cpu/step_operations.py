@@ -17,7 +17,7 @@ from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
 from kvchat_kernels.cpu.program import Operation
-from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
+from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, set_num_rows
 from kvchat_kernels.cpu.task import Numbers, Task
 from kvchat_kernels.cpu.tile_products import can_use_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
@@ -175,7 +175,7 @@ class StepOperations:
     def set_pairs(self, units: Numbers, num_rows: int) -> None:
         """Write what depends on the number of pairs, for a step of `num_rows`."""
         for pairs in self._pairs.values():
-            pairs.header[Header.NUM_ROWS] = num_rows * pairs.top_k
+            set_num_rows(pairs.header, num_rows * pairs.top_k, pairs.num_experts)
         for units_of in self._of_pairs:
             units[units_of.index] = min(num_rows * units_of.top_k, units_of.most) * units_of.each
 

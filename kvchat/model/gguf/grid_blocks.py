@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from kvchat_kernels.linear.blocks import COLUMNS, STEP_COLUMNS, BlockWeights, in_planes, interleaved
+from kvchat_kernels.linear.cpu import rounding_beside
 
 # Weights whose levels are there at once.
 _AT_ONCE = 1 << 21
@@ -256,7 +257,7 @@ def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -
 
     def read(start: int) -> BlockWeights:
         tile = _tile(data[start : start + step], name)
-        return interleaved(tile) if is_interleaved else tile
+        return interleaved(tile, rounding_beside(tile)) if is_interleaved else tile
 
     whole: BlockWeights | None = None
     for start, tile in zip(

@@ -18,6 +18,7 @@ import torch
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.packed import unpacking
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, interleaved
+from kvchat_kernels.linear.cpu import rounding_beside
 from kvchat_kernels.linear.group_reading import read_floats, read_groups
 from kvchat_kernels.linear.stored_groups import StoredGroups, WordOrder
 
@@ -98,7 +99,8 @@ class PackedTensor:
         if blocks is None:
             found = self.unpack()
             blocks = found.blocks() if isinstance(found, unpacking.Grouped) else None
-            blocks = interleaved(blocks) if blocks is not None and for_cpu else blocks
+            if blocks is not None and for_cpu:
+                blocks = interleaved(blocks, rounding_beside(blocks))
         fits = blocks is not None and (blocks.num_out, blocks.num_in) == self.shape
         return blocks if fits else None
 
