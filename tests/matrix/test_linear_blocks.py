@@ -482,12 +482,11 @@ def test_plain_instructions_round_the_same(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_turned_weights_lie_as_the_compiled_code_reads_them(bits: int) -> None:
     """GPT-2's are turned; the levels once kept their strides, and only the plain form heeded it."""
-    weight, rows = (
-        torch.randn(64, 48).t(),
-        rows_of(outlying(3, 64), Rounding.SHORT if bits == 8 else Rounding.BYTES),
-    )
+    weight = torch.randn(64, 48).t()
+    product = BlockProduct(quantised(weight, bits))
+    rows = product.rounded(outlying(3, 64))
 
-    out = BlockProduct(quantised(weight, bits)).of_rows(rows)
+    out = product.of_rows(rows)
 
     assert torch.allclose(out, rows.values() @ dequantised(quantised(weight, bits)).t(), atol=0.01)
 

@@ -8,9 +8,10 @@ import torch
 from kvchat.model.cpu.step_operations import StepOperations
 from kvchat.model.decoder.matrices import Matrix
 from kvchat_kernels.cpu import tile_products
+from kvchat_kernels.cpu.features import has_tiles
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.step import Header
-from kvchat_kernels.cpu.tile_products import TILE_ROWS, has_tiles
+from kvchat_kernels.cpu.tile_products import TILE_ROWS
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Layout, interleaved
 from kvchat_kernels.linear.cpu import BlockProduct
 from matrix.test_linear_blocks import KINDS, Kind, is_stepped, outlying, random_blocks
@@ -87,7 +88,7 @@ def test_rows_of_many_small_groups_and_other_processors_take_vectors(
 
 
 def test_a_level_without_tiles_has_none(tmp_path: Path) -> None:
-    check = "from kvchat_kernels.cpu.tile_products import has_tiles; print(has_tiles())"
+    check = "from kvchat_kernels.cpu.features import has_tiles; print(has_tiles())"
 
     printed = run_python(check, KVCHAT_CPU="x86-64-v2", KVCHAT_KERNEL_CACHE=str(tmp_path))
 

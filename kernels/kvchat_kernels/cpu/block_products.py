@@ -33,9 +33,10 @@ from kvchat_kernels.cpu.code import (
     has_feature,
     has_vnni,
 )
+from kvchat_kernels.cpu.features import has_512_bits, has_tiles
 from kvchat_kernels.cpu.many_rows import ReadRow, Room, layout_read
 from kvchat_kernels.cpu.products import WEIGHT_ROWS, write_tiles
-from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
+from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, is_second_faster
 from kvchat_kernels.cpu.step import Header, has_many
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import COLUMNS, Layout, Rounding
@@ -292,10 +293,13 @@ def _add_sums(
     def add_scaled(pair: _Pair, total: _Whole, factors: Value) -> None:
         whole = total.get()
         count = whole.type.count // pair.num_rows  # lanes of a row of weights
+        if count > size and not has_tiles():
+            whole, count = _sums_of_blocks(code, whole, pair.num_rows, size), size
         starts = range(0, pair.num_rows * size, size)
         lanes = [start + lane % size for start in starts for lane in range(count)]
-        floats = code.convert("sitofp", whole, ir.VectorType(F32, len(lanes)))
-        pair.add(floats, code.picked(factors, lanes))
+        kind = ir.VectorType(F32, len(lanes)) if len(lanes) > 1 else F32
+        floats = code.convert("sitofp", whole, kind)
+        pair.add(floats, code.picked(factors, lanes) if len(lanes) > 1 else factors)
 
     for of_row, of_sums in zip(pairs, sums, strict=True):
         row = of_row[0].row
@@ -310,6 +314,24 @@ def _add_sums(
                     pair.add(sums_of_x, minimums * x_scale)
                 else:
                     pair.add(minimums, pair.x.sums(index, kind))
+
+
+def _sums_of_blocks(code: Code, sums: Value, num_rows: int, size: int) -> Value:
+    """Return the sums of whole blocks, of lanes that have some columns of a block each.
+
+    Bytes and 16 bits have other columns in a lane. Tiles have those of a lane of their own.
+    """
+    count = sums.type.count // num_rows
+    while count > size:
+        starts, half = range(0, num_rows * count, count), count // 2
+        lower, upper = (
+            [start + first + lane for start in starts for lane in range(half)]
+            for first in (0, half)
+        )
+        if len(lower) == 1:
+            return code.lane(sums, 0) + code.lane(sums, 1)
+        sums, count = code.picked(sums, lower) + code.picked(sums, upper), half
+    return sums
 
 
 def _sums_of_group(

@@ -8,7 +8,6 @@ Q4_1 that changed 2 % of the likeliest tokens (KL 0.0028 beside float32), and 16
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from kvchat_kernels.cpu.code import (
     I16,
     I32,
     Code,
-    Kernel,
     Value,
     constant,
     kernel,

@@ -19,13 +19,19 @@ from kvchat_kernels.cpu.block_reading import ReadingTask, block_reading_kernel
 from kvchat_kernels.cpu.block_rounding import WeightRoundingTask, weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import UnpackingTask, unpacking_kernel
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask, has_feature, has_vnni
+from kvchat_kernels.cpu.features import has_tiles
 from kvchat_kernels.cpu.maths import stored_as
-from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
+from kvchat_kernels.cpu.matrix_products import (
+    Product,
+    block_product,
+    float_product,
+    many_are_short,
+    rounding,
+)
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.products import unit_rows
 from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import FEW_ROWS, MANY_ROWS, MAX_ROWS, MOST_BLOCKS, NUM_HEADERS, Header
-from kvchat_kernels.cpu.tile_products import has_tiles
 from kvchat_kernels.linear.blocks import COLUMNS, BlockWeights, Rounding
 from kvchat_kernels.linear.rows import Rows
 from kvchat_kernels.paged_attention.sequences import PagedSequences, Scoring
@@ -75,7 +81,7 @@ def rounding_of(weights: BlockWeights, num_rows: int) -> Rounding:
     """Return how so many rows are rounded to be multiplied with an interleaved matrix."""
     is_many = num_rows >= MANY_ROWS and weights.num_in // COLUMNS <= MOST_BLOCKS
     own = weights.layout.rounding
-    return Rounding.SHORT if is_many and own is not Rounding.BYTE else own
+    return Rounding.SHORT if is_many and many_are_short(own) else own
 
 
 def multiply_blocks(weights: BlockWeights, rows: Rows, out: torch.Tensor) -> None:

@@ -81,7 +81,9 @@ class Room:
         """Load the scales of a group, or its minimums, as `WeightRow` has them."""
         kind = ir.VectorType(F32, size * num_rows) if size * num_rows > 1 else F32
         at = self._place_of_factors(row, index, part * size, num_rows)
-        return self._code.load(self._scales if are_scales else self._minimums, at, kind)
+        address = self._scales if are_scales else self._minimums
+        assert address is not None, "these weights have no minimums"
+        return self._code.load(address, at, kind)
 
     def _place_of_factors(
         self, row: Value, index: Value, number: int, num_rows: Value | int
@@ -110,12 +112,13 @@ class Room:
         """Write a row: it is the one `side` of `num_rows` that begin at the place `first`."""
         code, layout = self._code, self._layout
         row, as_a_whole = WeightRow(code, layout, number), replace(layout, block=COLUMNS)
+        whole_row = WeightRow(code, as_a_whole, number)  # of blocks whose halves lie together
         for index, size in each_group(code, code.task.num_blocks, layout):
             row.prefetch(index, size, _AHEAD)
             half = vector_bytes(self._read_layout, size) // 2
             for places in each_vector(code, as_a_whole, size, 0):
                 for place in places:
-                    for start, levels in self._levels_of(row, index, size, place):
+                    for start, levels in self._levels_of(whole_row, index, size, place):
                         at = first * self._row_columns + (index * COLUMNS + start) * num_rows
                         self._store(levels, at + side * half, num_rows, half)
             for part in range(self._num_parts):

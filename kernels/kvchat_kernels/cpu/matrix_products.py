@@ -10,6 +10,7 @@ import torch
 from kvchat_kernels.cpu.block_products import BlockProductTask, block_product_kernel
 from kvchat_kernels.cpu.block_rows import RoundingTask, rounding_kernel
 from kvchat_kernels.cpu.code import Kernel
+from kvchat_kernels.cpu.features import has_tiles
 from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.products import ProductTask, product_kernel, unit_rows
 from kvchat_kernels.cpu.task import Task
@@ -46,12 +47,15 @@ def rounding(
     )
     if is_tiled:
         return tiled_rounding_kernel(rows.rounding), task
-    return rounding_kernel(rows.rounding, _many_are_short(rows.rounding)), task
+    return rounding_kernel(rows.rounding, many_are_short(rows.rounding)), task
 
 
-def _many_are_short(rounding: Rounding) -> bool:
-    """Return whether many rows are multiplied as 16 bits."""
-    return rounding is not Rounding.BYTE
+def many_are_short(rounding: Rounding) -> bool:
+    """Return whether many rows are multiplied as 16 bits.
+
+    Beside tiles the lanes of a sum have the columns that a tile's have.
+    """
+    return rounding is Rounding.SHORT if has_tiles() else rounding is not Rounding.BYTE
 
 
 def block_product(
@@ -71,8 +75,8 @@ def block_product(
     """
     num_out = weights.num_out if num_out is None else num_out
     chunk = unit_rows(num_out, weights.num_in * weights.bits // 8)
-    many_are_short = _many_are_short(weights.layout.rounding) and not is_tiled
-    kernel: Kernel[Any] = block_product_kernel(weights.layout, many_are_short)
+    are_short = many_are_short(weights.layout.rounding) and not is_tiled
+    kernel: Kernel[Any] = block_product_kernel(weights.layout, are_short)
     new_task: Callable[..., BlockProductTask] = BlockProductTask
     if is_tiled:
         chunk += -chunk % TILE_ROWS  # rows of a unit are whole tiles

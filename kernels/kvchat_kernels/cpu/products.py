@@ -13,8 +13,9 @@ from functools import cache
 from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, I8, LANES, Code, Kernel, Value, Variable
+from kvchat_kernels.cpu.features import has_512_bits
 from kvchat_kernels.cpu.maths import Stored, from_e4m3_by_256, load_floats, load_stored
-from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, has_512_bits, is_second_faster
+from kvchat_kernels.cpu.races import NUM_IN, NUM_OUT, is_second_faster
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import FLOAT_COLUMNS

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvchat_kernels.cpu.code import Code, Kernel, file_name_of, has_feature
+from kvchat_kernels.cpu.code import Code, Kernel, file_name_of
 from kvchat_kernels.cpu.object_cache import object_cache
 from kvchat_kernels.cpu.step import NUM_HEADERS, set_num_rows
 from kvchat_kernels.cpu.task import Task
@@ -31,11 +31,6 @@ _VERDICTS = {b"second": True, b"first": False}
 Write = Callable[[Code, bool], None]
 # The class of the kernel's tasks, and the fields of the race's that are whole numbers.
 RaceTask = tuple[type[Task], dict[str, int]]
-
-
-def has_512_bits() -> bool:
-    """Return whether the processor has vectors of 512 bits, with products of whole numbers."""
-    return has_feature("avx512vnni") and has_feature("avx512vl")
 
 
 def is_second_faster(name: str, forms: tuple[object, ...], write: Write, task: RaceTask) -> bool:

@@ -12,12 +12,8 @@ as `tiled_rounding_kernel` stores them. Behind the groups of 8 blocks there are 
 are two bytes, of which the low one is unsigned.
 """
 
-import ctypes
-import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -45,9 +41,9 @@ from kvchat_kernels.cpu.code import (
     Value,
     Variable,
     constant,
-    has_feature,
     kernel,
 )
+from kvchat_kernels.cpu.features import has_tiles
 from kvchat_kernels.cpu.step import Header
 from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, PLANES, Layout, Rounding
 
@@ -69,17 +65,6 @@ _VECTOR_B = ir.VectorType(I8, _LINE)
 _VOID, _POINTER = ir.VoidType(), I8.as_pointer()
 # The tiles: sums of high and of low bytes, for two parts one after another; activations; weights.
 _SUMS, _X, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), 6
-
-
-@cache
-def has_tiles() -> bool:
-    """Return whether this process may use tiles of whole numbers. Asks the system to allow it."""
-    if not (has_feature("amx-tile") and has_feature("amx-int8") and has_feature("avx512vl")):
-        return False
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    arch_prctl, ask, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return ctypes.CDLL(None).syscall(arch_prctl, ask, tile_data) == 0
 
 
 def can_use_tiles(layout: Layout, num_in: int) -> bool:

@@ -119,7 +119,7 @@ def read_blocks(
 def rounding_beside(weights: BlockWeights) -> Rounding:
     """Return how activations are rounded beside block weights on this processor.
 
-    Where bytes of 8 bits are multiplied four at a time, levels of more or fewer bits than 4 are too.
+    Where a processor multiplies bytes four at a time, levels of other bits than 4 are bytes too.
     """
     kernels = compiled_calls()
     is_short = weights.layout.rounding is Rounding.SHORT

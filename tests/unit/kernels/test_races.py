@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from kvchat_kernels.cpu import block_products, products, races
+from kvchat_kernels.cpu import block_products, features, products, races
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.object_cache import ObjectCache
 from kvchat_kernels.cpu.races import is_second_faster
 from kvchat_kernels.cpu.task import Task
-from kvchat_kernels.linear.blocks import Layout
 from support.no_races import RACE
 
 
@@ -74,7 +72,7 @@ def test_a_damaged_verdict_is_a_new_race(
     assert not raced(Runners(2.0, 1.0), monkeypatch)
 
 
-@pytest.mark.skipif(not races.has_512_bits(), reason="the processor has no vectors of 512 bits")
+@pytest.mark.skipif(not features.has_512_bits(), reason="the processor has no vectors of 512 bits")
 def test_both_forms_of_a_kernel_are_compiled_and_run(
     cache: ObjectCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +93,5 @@ def test_without_vectors_of_512_bits_there_is_no_race(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "has_512_bits", lambda: False)
         monkeypatch.setattr(module, "is_second_faster", no_race)
 
-    layout = Layout(8, 32, torch.float16, has_minimums=False, is_interleaved=True)
-    assert not block_products._is_wide_faster.__wrapped__(layout)
+    assert not block_products._is_wide_faster.__wrapped__(are_bytes=False)
     assert not products.are_wide_floats_faster.__wrapped__(Stored.HALF)
