@@ -1,6 +1,7 @@
 """The CPU kernels on processors that this one may not be: ARM, and x86 with AVX-512 and VNNI."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 
@@ -30,11 +31,12 @@ from kvchat_kernels.linear.blocks import Layout, Rounding
 from kvchat_kernels.linear.stored_groups import WordOrder
 from support.matrix import spread
 
-NIBBLES = Layout(4, 32, torch.float16, True, True)
-CENTRED = Layout(4, 32, torch.float16, False, True)
+NIBBLES = Layout(4, 32, torch.float16, True, True, Rounding.BYTES)
+CENTRED = Layout(4, 32, torch.float16, False, True, Rounding.BYTES)
 BYTES = Layout(8, 32, torch.float16, False, True)
 PLANES = Layout(5, 32, torch.float16, False, True, zero=16)
 LOOKED_UP = Layout(4, 32, torch.float16, False, True, codes=tuple(range(-8, 8)))
+HALVES = replace(PLANES, rounding=Rounding.HALVES)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
 HEADS, HEADS_OF_FOUR = (
@@ -62,11 +64,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "4 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, NIBBLES, False),
+        lambda code: block_products._write(code, NIBBLES, True, False),
     ),
     "4 bits without minimums": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, CENTRED, False),
+        lambda code: block_products._write(code, CENTRED, True, False),
     ),
     "bfloat16": (
         products.ProductTask,
@@ -74,15 +76,19 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "8 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, BYTES, False),
+        lambda code: block_products._write(code, BYTES, True, False),
     ),
     "5 bits in planes": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, PLANES, False),
+        lambda code: block_products._write(code, PLANES, True, False),
+    ),
+    "5 bits in bytes": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, HALVES, True, False),
     ),
     "codes of 4 bits": (
         block_products.BlockProductTask,
-        lambda code: block_products._write(code, LOOKED_UP, False),
+        lambda code: block_products._write(code, LOOKED_UP, True, False),
     ),
     "rounding": (
         block_rows.RoundingTask,
@@ -94,11 +100,11 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
     ),
     "reading of 4 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", True, False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q4_K", 4, False),
     ),
     "reading of 5 bits": (
         block_reading.ReadingTask,
-        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", False, False),
+        lambda code: unwrap(block_reading.block_reading_kernel)(code, "Q5_0", None, False),
     ),
     "levels of AWQ": (
         group_levels.LevelsTask,
@@ -152,5 +158,5 @@ def test_a_kernel_compiles_for_vnni(kernel: str, monkeypatch: pytest.MonkeyPatch
 
     assembly = assembled(written(kernel, newer, monkeypatch), "x86_64-linux-gnu", "znver4")
 
-    assert ("vpdpbusd" in assembly) == kernel.startswith("4 bits")
+    assert ("vpdpbusd" in assembly) == kernel.startswith(("4 bits", "5 bits in bytes"))
     assert "vpmaddubsw" not in assembly, "what four products at once replace"
