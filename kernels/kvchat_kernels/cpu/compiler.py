@@ -6,6 +6,7 @@ These import no more than LLVM, and end after some time without work.
 """
 
 import json
+import logging
 import os
 import queue
 import subprocess
@@ -21,6 +22,8 @@ from typing import IO, Any
 import llvmlite.binding as llvm
 
 from kvchat_kernels.cpu.object_cache import object_cache
+
+_log = logging.getLogger(__name__)
 
 # Texts up to this length are compiled sooner than a process starts.
 _SHORT = 100_000
@@ -160,7 +163,8 @@ class Processes:
             try:
                 process = process or _Process(self._target)
                 code.set_result(process.compiled(text))
-            except Exception:  # it may be no Python, and say anything
+            except Exception as error:  # the process may be no Python, and say anything
+                _log.info("a process that compiles failed: %r", error)
                 _compile_here(code, text, self._target)
         if process is not None:
             process.end()
@@ -175,7 +179,7 @@ class _Process:
         # Last, because a directory of packages may have modules of the same names as Python's own.
         path = json.dumps([*map(str, sys.path), own])
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, path, target.processor, target.flags],
+            [sys.executable, "-BIS", "-c", _PROGRAM, path, target.processor, target.flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
