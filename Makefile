@@ -38,7 +38,7 @@ GPU_PYTHON = $(BIN)/python
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help chat test test-all test-gpu gpu-wheels soak model-table llama-server test-clients bench check fmt recording demo-model test-demo-model clean
+.PHONY: help chat test test-all test-gpu gpu-wheels soak model-table llama-server peers test-clients bench check fmt recording demo-model test-demo-model clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,14 @@ model-table: $(DEV_STAMP)  ## try every model type of transformers (15 minutes),
 llama-server: $(DEV_STAMP)  ## build llama.cpp's server (20 minutes, needs cmake and a C++ compiler), for a test with it
 	.ci/build-llama-server $(BIN)/python .llama-server
 
+# ik_llama.cpp has no package: IK_LLAMA is a directory with its sources.
+peers: $(DEV_STAMP)  ## build what kvchat bench compares with: llama.cpp, and ik_llama.cpp of IK_LLAMA=DIR (30 minutes)
+	$(PIP_INSTALL) llama-cpp-python==0.3.36
+	@test -n "$(IK_LLAMA)" || { echo "ik_llama.cpp: not built; give its sources by IK_LLAMA=DIR"; exit 0; }; \
+	cmake -S "$(IK_LLAMA)" -B .peers -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF \
+		-DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF -DGGML_NATIVE=ON && \
+	cmake --build .peers --target llama-bench --parallel 2 && echo "kvchat bench --peer .peers/bin/llama-bench"
+
 # Their packages and kvchat's do not suit each other.
 # The browser comes in a package of its own: no system's browser is asked for.
 test-clients: $(DEV_STAMP)  ## install agents, other clients and a browser beside kvchat, and let them use its server
@@ -122,7 +130,7 @@ test-demo-model: $(DEV_STAMP)  ## test the recipe that trains them
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not soak" demo_recipe/tests
 
 clean:  ## remove everything the other targets made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build .llama-server .clients
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo-build .llama-server .peers .clients
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || \

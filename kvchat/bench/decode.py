@@ -1,9 +1,9 @@
 """Scenario `decode`: tokens a second of one request, by context length.
 
 Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
-model as GGUF; the bytes a token moves, the weights and its KV once, beside what memory allows. One
-row is sampled, with top-k and top-p, beside greedy: all others are greedy. `kv` measures KV of 8
-bits. A token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where
+model as GGUF, and a llama-bench; the bytes a token moves, the weights and its KV once, beside what
+memory allows. One row is sampled, with top-k and top-p, beside greedy: all others are greedy. `kv`
+measures KV of 8 bits. A token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where
 ours and transformers do not generate the same; with fewer bits, which change what is generated,
 where the two passes over the very same weights do not agree.
 """
@@ -24,7 +24,7 @@ from kvchat.bench.engines import (
     random_ids,
 )
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
-from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
+from kvchat.bench.peers import Peer, Transformers, prompts_beside_peers
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.parameters import KV_CODES
@@ -72,11 +72,11 @@ def run(setup: BenchSetup) -> Result:
     if prompts:
         figures.append(_sampled(setup, assembled, len(prompts[0])))
     del peer  # free its weights
-    compared = partial(_beside_llama_cpp, setup, assembled.engine)
-    llama, note = prompts_beside_llama_cpp(setup.gguf, prompts, compared)
+    compared = partial(_beside_peer, setup, assembled.engine)
+    beside, note = prompts_beside_peers(setup, prompts, compared)
     notes = (str(bandwidth), note)
     return Result(
-        "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *llama), notes=notes
+        "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *beside), notes=notes
     )
 
 
@@ -197,9 +197,7 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
     ]
 
 
-def _beside_llama_cpp(
-    setup: BenchSetup, engine: Engine, peer: LlamaCpp, prompt: Sequence[int]
-) -> Figure:
+def _beside_peer(setup: BenchSetup, engine: Engine, peer: Peer, prompt: Sequence[int]) -> Figure:
     mine, theirs = alternated(
         partial(decode_rate, engine, prompt),
         partial(peer.decode_rate, prompt, NUM_TOKENS),
@@ -210,7 +208,7 @@ def _beside_llama_cpp(
         mine.median,
         "tokens/s",
         theirs.median,
-        "llama.cpp",
+        peer.name,
         mine.median / theirs.median,
         "times the peer",
         "1.0",

@@ -1,4 +1,4 @@
-"""The peers that benchmarks compare with: transformers' generation, and llama.cpp.
+"""The peers that benchmarks compare with: transformers' generation, llama.cpp, and a llama-bench.
 
 Each is used as its documentation recommends. When a restart is measured, a peer's weights are
 already loaded and its cache is already saved: transformers' in a file, llama.cpp's in memory.
@@ -6,7 +6,10 @@ already loaded and its cache is already saved: transformers' in a file, llama.cp
 
 import importlib
 import importlib.util
+import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +23,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import wait_for_device
 from kvchat.bench.report import Figure
+from kvchat.bench.setup import BenchSetup
+from kvchat.core.errors import UsageError
 from kvchat.core.text import format_bytes
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.loader import LoadedModel, read_plain_module
@@ -28,6 +33,8 @@ from kvchat.model.self_test import compare_with_own
 
 class LlamaCpp:
     """llama.cpp on a GGUF file, through the package llama_cpp, which must be installed."""
+
+    name = "llama.cpp"
 
     def __init__(self, path: Path, num_threads: int, num_logits: int = 0) -> None:
         """`num_logits`: of so many tokens the logits stay, for `perplexity`."""
@@ -98,6 +105,39 @@ class LlamaCpp:
         self._prompt_ids = prompt_ids
 
 
+class LlamaBench:
+    """llama.cpp's program llama-bench on a GGUF file, or that of a program made from it.
+
+    It reads tokens of its own: only their number counts. Each measurement is a process, and loading
+    is not in its figures. Raises UsageError if it does not run.
+    """
+
+    def __init__(self, program: Path, path: Path, num_threads: int) -> None:
+        self._command = [str(program), "-m", str(path), "-t", str(num_threads), "-r", "1"]
+        self.name = program.name
+        self.vocab_size = sys.maxsize
+
+    def decode_rate(self, prompt_ids: Sequence[int], max_tokens: int) -> float:
+        """Return tokens a second behind a prompt."""
+        return self._rate("-p", "0", "-n", "0", "-gp", f"{len(prompt_ids)},{max_tokens - 1}")
+
+    def prefill_s(self, prompt_ids: Sequence[int]) -> float:
+        """Return the seconds to read a prompt."""
+        return len(prompt_ids) / self._rate("-p", str(len(prompt_ids)), "-n", "0")
+
+    def _rate(self, *arguments: str) -> float:
+        command = [*self._command, "-o", "json", *arguments]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, check=True)
+            [result] = json.loads(ran.stdout[ran.stdout.index("[") :])
+            return float(result["avg_ts"])
+        except (OSError, subprocess.CalledProcessError, ValueError, KeyError) as error:
+            raise UsageError(f"{self._command[0]} measured nothing: {error}") from error
+
+
+Peer = LlamaCpp | LlamaBench
+
+
 def without_llama_cpp(gguf: Path | None) -> str:
     """Return why llama.cpp cannot run on this file; empty if it can."""
     if gguf is None:
@@ -107,26 +147,32 @@ def without_llama_cpp(gguf: Path | None) -> str:
     return ""
 
 
-def on_same_model(gguf: Path) -> str:
+def on_same_model(gguf: Path | None) -> str:
     """Return the note on a file that llama.cpp ran on."""
+    assert gguf is not None
     return f"llama.cpp: {gguf.name}, not checked to be the same model"
 
 
-def prompts_beside_llama_cpp(
-    gguf: Path | None,
-    prompts: Iterable[Sequence[int]],
-    compared: Callable[[LlamaCpp, Sequence[int]], Figure],
+def prompts_beside_peers(
+    setup: BenchSetup,
+    prompts: Sequence[Sequence[int]],
+    compared: Callable[[Peer, Sequence[int]], Figure],
 ) -> tuple[list[Figure], str]:
-    """Return what `compared` finds of each prompt, and a note on the file or why there is none.
+    """Return what `compared` finds of each prompt beside llama.cpp and the setup's own peer, and a
+    note on the file or why llama.cpp is missing.
 
     Token ids that the file does not know become others: a checkpoint may be padded.
     """
-    missing = without_llama_cpp(gguf)
-    if gguf is None or missing:
-        return [], missing
-    peer = LlamaCpp(gguf, torch.get_num_threads())
-    known = ([token_id % peer.vocab_size for token_id in prompt] for prompt in prompts)
-    return [compared(peer, prompt) for prompt in known], on_same_model(gguf)
+    missing, peers = without_llama_cpp(setup.gguf), list[Peer]()
+    if setup.gguf is not None and not missing:
+        peers.append(LlamaCpp(setup.gguf, torch.get_num_threads()))
+    if setup.gguf is not None and setup.peer is not None:
+        peers.append(LlamaBench(setup.peer, setup.gguf, torch.get_num_threads()))
+    figures = []
+    for peer in peers:
+        known = ([token_id % peer.vocab_size for token_id in prompt] for prompt in prompts)
+        figures += [compared(peer, prompt) for prompt in known]
+    return figures, missing or on_same_model(setup.gguf)
 
 
 def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:

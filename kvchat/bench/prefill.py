@@ -1,8 +1,8 @@
 """Scenario `prefill`: tokens a second of reading a prompt, by its length, nothing cached.
 
 Beside transformers' forward pass over the same prompt in the same run, and llama.cpp where it is
-installed and given the model as GGUF; its products beside the rate of one large product, and its
-bytes beside what memory allows.
+installed and given the model as GGUF, and a llama-bench; its products beside the rate of one large
+product, and its bytes beside what memory allows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from kvchat.bench.measure import (
     measure_bandwidth,
     measure_products,
 )
-from kvchat.bench.peers import LlamaCpp, Transformers, prompts_beside_llama_cpp
+from kvchat.bench.peers import Peer, Transformers, prompts_beside_peers
 from kvchat.bench.report import Figure, Result
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
@@ -57,10 +57,10 @@ def run(setup: BenchSetup) -> Result:
             beside_peer = _measure(setup, assembled, peer, prompts[-1])
             figures += [beside_peer, *_beside_ceilings(assembled, ceilings, length, beside_peer)]
     del peer  # free its weights
-    compared = partial(_beside_llama_cpp, setup, assembled)
-    llama, note = prompts_beside_llama_cpp(setup.gguf, prompts, compared)
+    compared = partial(_beside_peer, setup, assembled)
+    beside, note = prompts_beside_peers(setup, prompts, compared)
     notes = (str(ceilings.bandwidth), note)
-    return Result("prefill", settings, (*figures, *llama), notes=notes)
+    return Result("prefill", settings, (*figures, *beside), notes=notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +108,15 @@ def _beside(name: str, length: int, mine: Sample, theirs: Sample) -> Figure:
     )
 
 
-def _beside_llama_cpp(
-    setup: BenchSetup, assembled: AssembledEngine, peer: LlamaCpp, prompt: Sequence[int]
+def _beside_peer(
+    setup: BenchSetup, assembled: AssembledEngine, peer: Peer, prompt: Sequence[int]
 ) -> Figure:
     samples = alternated(
         _rate_of(assembled, prompt),
         lambda: rate(len(prompt), peer.prefill_s(prompt)),
         setup.repeats,
     )
-    return _beside("llama.cpp", len(prompt), *samples)
+    return _beside(peer.name, len(prompt), *samples)
 
 
 def _beside_ceilings(

@@ -25,7 +25,7 @@ class BenchSetup:
     """The settings of every scenario. `is_quick` shrinks the work to a check that it runs.
 
     `sessions` is a directory of recorded conversations, for scenarios that replay them; `gguf` is
-    the same model as GGUF, for llama.cpp.
+    the same model as GGUF, for llama.cpp and for `peer`, a program llama-bench.
     """
 
     source: ModelSource
@@ -35,6 +35,7 @@ class BenchSetup:
     is_quick: bool
     sessions: Path | None = None
     gguf: Path | None = None
+    peer: Path | None = None
 
     def scaled(self, length: int) -> int:
         """Return `length` in tokens; in a quick run 1/32 of it, at least 32."""

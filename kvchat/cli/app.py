@@ -164,7 +164,7 @@ def bench(
     from kvchat.cli.bench import BenchRequest, run_bench
 
     given = values_of(OF_BENCH, flags)
-    for name in ("sessions", "gguf", "record"):
+    for name in ("sessions", "gguf", "peer", "record"):
         given[name] = given[name] and Path(given[name])
     model, quick = flags["model"], given.pop("quick")
     run_bench(BenchRequest(tuple(scenario or ()), **{**given, "model": model, "is_quick": quick}))

@@ -35,6 +35,7 @@ class BenchRequest:
     is_quick: bool
     sessions: Path | None
     gguf: Path | None
+    peer: Path | None = None
     record: Path | None = None
     endpoint: str | None = None
     kv_dtype: str = "auto"
@@ -79,7 +80,8 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     progress.begin("preparing the model")
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
-            source, model, cache, request.repeats, request.is_quick, request.sessions, request.gguf
+            *(source, model, cache, request.repeats, request.is_quick),
+            *(request.sessions, request.gguf, request.peer),
         )
         for number, (name, function) in enumerate(zip(names, functions, strict=True), start=1):
             progress.begin(f"{name} ({number} of {len(names)})")

@@ -370,6 +370,8 @@ class OtherPeer:
 
     vocab_size: int
 
+    name = "llama.cpp"
+
     def __init__(self, path: Path, num_threads: int) -> None:
         pass
 
@@ -400,6 +402,25 @@ def test_a_peer_of_more_or_fewer_tokens_is_asked_what_both_know(
     result = measured.run(replace(quick(checkpoint), gguf=Path("model.gguf")))
 
     assert [figure.beside for figure in result.figures if figure.beside_name == "llama.cpp"]
+
+
+@pytest.mark.parametrize("measured", [decode, prefill])
+def test_a_llama_bench_runs_beside(measured: Any, checkpoint: Path, tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    program.write_text("#!/bin/sh\necho 'loading'\necho '[{\"avg_ts\": 200.0}]'\n")
+    program.chmod(0o700)
+    setup = replace(quick(checkpoint), gguf=Path("model.gguf"), peer=program)
+
+    result = measured.run(setup)
+
+    rates = [figure.beside for figure in result.figures if figure.beside_name == "llama-bench"]
+    assert rates
+    assert rates == pytest.approx([200.0] * len(rates))
+
+
+def test_a_peer_that_does_not_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="measured nothing"):
+        peers.LlamaBench(tmp_path / "missing", Path("model.gguf"), 2).prefill_s([1, 2])
 
 
 def test_a_peers_perplexity_is_of_every_token_but_the_first(
