@@ -69,8 +69,10 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     import torch
 
     from kvchat.engine.kv_storage import kv_geometry
+    from kvchat.model.checkpoint.tensors import stays_packed
     from kvchat.model.device import choose_device, dtype_name
     from kvchat.model.files.checkpoint_files import read_json
+    from kvchat.model.gpu.memory import runs_fused
     from kvchat.model.packed.formats import packing_of
     from kvchat.model.spec import attention_in_words
 
@@ -78,7 +80,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     geometry = kv_geometry(spec, CacheConfig(), dtype)
     weights = sum(path.stat().st_size for path in source.weight_files)
-    packing = None
+    packed = {}
     spans = sorted({str(s.window or s.chunk or "full") for s in (x.span for x in spec.layers)})
     blocks = {}
     if source.gguf is not None:
@@ -87,15 +89,18 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
 
         needed = format_bytes(memory_of_weights(source, config, spec, where))
         blocks = {"blocks": bits_of_formats(source.gguf), "memory": f"{needed} for the weights"}
-    else:
-        packing = packing_of(read_json(source.config_file) or {}, source.name)
+    elif packing := packing_of(read_json(source.config_file) or {}, source.name):
+        is_cpu = where.type == "cpu"
+        stays = (is_cpu or runs_fused(spec)) and stays_packed(source, dtype, is_cpu)
+        how = "read in its own bits" if stays else "unpacked when loaded"
+        packed = {"packed": f"{packing.title}, {how}"}
     return {
         "supported": "yes",
         "architecture": spec.architecture,
         "parameters": f"{spec.num_parameters / 1e6:,.1f} M",
         "weights": format_bytes(weights),
         **blocks,
-        **({} if packing is None else {"packed": f"{packing.title}, unpacked when loaded"}),
+        **packed,
         **_rounding_facts(source, dtype),
         "dtype": dtype_name(dtype),
         "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.checkpoint.tensors import stays_packed
 from kvchat.model.packed.experts import ExpertPacksByTurns, expert_packs_of
 from matrix.test_gguf_experts import assert_same, in_float32, load, logits_of
 from support.checkpoints import save_checkpoint, tiny_model
@@ -82,3 +84,15 @@ def test_experts_of_floats_are_held_once(tmp_path: Path) -> None:
     assert gate_up.weights.data_ptr() == experts.gate_up_proj.data_ptr()
     assert down.weights.data_ptr() == experts.down_proj.data_ptr()
     assert experts.gate_up_proj.shape == (6, 256, 512)
+
+
+def test_a_checkpoint_tells_whether_it_stays_packed(tmp_path: Path) -> None:
+    """`models info` said of gpt-oss that it is unpacked, and it stays as it is on a CPU."""
+    packed, plain = in_mxfp4(tmp_path), tmp_path / "plain"
+
+    found = [
+        stays_packed(find_model(str(path)), torch.bfloat16, for_cpu)
+        for path, for_cpu in ((packed, True), (packed, False), (plain, True))
+    ]
+
+    assert found == [True, False, False]

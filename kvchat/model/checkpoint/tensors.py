@@ -249,6 +249,21 @@ def stored_tensors(
     return tensors if packing is None else unpacked(tensors, packing, dtype, source.name)
 
 
+def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
+    """Return whether packed weights of a safetensors checkpoint are read in their own bits.
+
+    False too where those are floats of 8 bits, and torch multiplies faster in 16.
+    """
+    packing = packing_of(read_json(source.config_file) or {}, source.name)
+    if packing is None:
+        return False
+    tensors = stored_tensors(source, dtype).values()
+    packed = [tensor for tensor in tensors if isinstance(tensor, PackedTensor)]
+    if packing.method != "mxfp4" and is_fast_by_torch(torch.bfloat16):
+        packed = [tensor for tensor in packed if tensor.make_blocks is None]
+    return any(tensor.may_fit_blocks(for_cpu) for tensor in packed)
+
+
 def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
     """Return every tensor of the weight files, memory-mapped: data is read at first use.
 

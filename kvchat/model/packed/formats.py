@@ -86,6 +86,12 @@ class PackedTensor:
             weight = found.weight() if isinstance(found, unpacking.Grouped) else found
             return weight.to(self.dtype).reshape(self.shape).contiguous()
 
+    def may_fit_blocks(self, for_cpu: bool) -> bool:
+        """Whether `blocks` may return any, told without unpacking."""
+        if self.make_blocks is not None:
+            return for_cpu
+        return len(self.shape) == 2 and self.stored is not None and self.stored.fits_blocks()
+
     def blocks(self, for_cpu: bool) -> BlockWeights | None:
         """Return the weight in blocks that hold it exactly; None for a format without.
 
