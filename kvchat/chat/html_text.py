@@ -151,7 +151,8 @@ def _fence(
     env: MutableMapping[str, Any],
 ) -> str:
     page: PageText = env[_PAGE]
-    return page.from_code(marks[place].content, marks[place].info.strip().partition(" ")[0])
+    language, *_ = marks[place].info.split() or [""]
+    return page.from_code(marks[place].content, language)
 
 
 def _span(name: str, text: str) -> str:

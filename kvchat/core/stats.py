@@ -139,12 +139,12 @@ class EngineStatus:
         return next((tier for tier in self.tiers if tier.name == name), None)
 
 
-def status_of(told: Mapping[str, Any]) -> EngineStatus:
+def status_of(values: Mapping[str, Any]) -> EngineStatus:
     """Return the status whose `asdict` was sent as JSON.
 
     Raises KeyError, TypeError or ValueError for what has another form.
     """
-    drafts, graphs, threads = told["speculation"], told["graphs"], told["step_threads"]
+    drafts, graphs, threads = values["speculation"], values["graphs"], values["step_threads"]
     speculation = None
     if drafts is not None:
         names, failed = tuple(map(str, drafts["drafters"])), tuple(map(str, drafts["failed"]))
@@ -152,8 +152,8 @@ def status_of(told: Mapping[str, Any]) -> EngineStatus:
         speculation = SpeculationStatus(str(drafts["mode"]), names, total, failed)
     return EngineStatus(
         **{
-            **told,
-            "tiers": tuple(TierStatus(**tier) for tier in told["tiers"]),
+            **values,
+            "tiers": tuple(TierStatus(**tier) for tier in values["tiers"]),
             "speculation": speculation,
             "graphs": GraphStatus(**graphs) if graphs is not None else None,
             "step_threads": (int(threads[0]), int(threads[1])) if threads is not None else None,

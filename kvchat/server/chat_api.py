@@ -75,7 +75,7 @@ class ChatApi:
 
     async def status(self, request: Request) -> Response:
         """Tell the engine's figures, as `core.stats.status_of` reads them."""
-        return await _told(self._host.status(), lambda status: asdict(status))
+        return await _answer(self._host.status(), lambda status: asdict(status))
 
     async def speculate(self, request: Request) -> Response:
         """Switch drafts to the `mode`."""
@@ -83,7 +83,7 @@ class ChatApi:
         mode = fields.text("mode")
         if mode is None:
             raise fields.fault("mode", "is missing")
-        return await _told(self._host.speculate(mode), lambda _: {})
+        return await _answer(self._host.speculate(mode), lambda _: {})
 
     async def repeat_scores(self, request: Request) -> Response:
         """Tell how much the text `part` attends to each token of the context `token_ids`."""
@@ -96,7 +96,7 @@ class ChatApi:
                 raise fields.fault(name, f"must have 1 to {limit} token ids")
             if vocab_size is not None and max(some) >= vocab_size:
                 raise fields.fault(name, "must be token ids of the model")
-        return await _told(self._host.repeat_scores(ids, part), lambda found: {"scores": found})
+        return await _answer(self._host.repeat_scores(ids, part), lambda scores: {"scores": scores})
 
     async def thin_beginnings(self, request: Request) -> Response:
         """Let contexts that begin as `kept` says go on over the KV of these positions alone."""
@@ -113,10 +113,10 @@ async def _of(asked: "Future[T]") -> T:
     return await asyncio.wrap_future(asked)
 
 
-async def _told(asked: "Future[T]", told: Callable[[T], dict[str, Any]]) -> Response:
-    """Answer with what `told` makes of a result; of a UsageError with its sentence and hint."""
+async def _answer(asked: "Future[T]", form: Callable[[T], dict[str, Any]]) -> Response:
+    """Answer with the `form` of a result; with the sentence and the hint of a UsageError."""
     try:
-        return JSONResponse(told(await _of(asked)))
+        return JSONResponse(form(await _of(asked)))
     except UsageError as error:
         return JSONResponse({"failed": error.message, "hint": error.hint})
 

@@ -73,11 +73,11 @@ class Function:
         """Waits until the function is compiled. Raises RuntimeError."""
         with self._lock:
             if self._engine is None:
-                self._engine = self._linked()
+                self._engine = self._link()
             address: int = self._engine.get_function_address("run")
             return address
 
-    def _linked(self) -> Any:
+    def _link(self) -> Any:
         code = self._code
         if not isinstance(code, bytes):
             code = code.result()
@@ -162,7 +162,7 @@ class Processes:
                 break
             try:
                 process = process or _Process(self._target)
-                code.set_result(process.compiled(text))
+                code.set_result(process.compile(text))
             except Exception as error:  # the process may be no Python, and say anything
                 _log.info("a process that compiles failed: %r", error)
                 _compile_here(code, text, self._target)
@@ -186,7 +186,7 @@ class _Process:
             start_new_session=True,  # so that Ctrl-C reaches its parent only
         )
 
-    def compiled(self, text: str) -> bytes:
+    def compile(self, text: str) -> bytes:
         """Return the object code of LLVM's text.
 
         Raises OSError if the process has ended, anything if it does not do what it should.
@@ -194,7 +194,7 @@ class _Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         _send(self._process.stdin, text.encode())
-        return _received(self._process.stdout)
+        return _receive(self._process.stdout)
 
     def end(self) -> None:
         self._process.kill()
@@ -205,7 +205,7 @@ def serve(processor: str, flags: str) -> None:
     """Compile what comes, as a process of its own: lengths, each with a text or object code."""
     with suppress(BrokenPipeError):
         while True:
-            text = _received(sys.stdin.buffer).decode()
+            text = _receive(sys.stdin.buffer).decode()
             _send(sys.stdout.buffer, machine_code(text, Target(processor, flags)))
 
 
@@ -215,7 +215,7 @@ def _send(pipe: IO[bytes], content: bytes) -> None:
     pipe.flush()
 
 
-def _received(pipe: IO[bytes]) -> bytes:
+def _receive(pipe: IO[bytes]) -> bytes:
     """Return what `_send` sent; raises BrokenPipeError at the pipe's end."""
     length = int.from_bytes(_read(pipe, _LENGTH_BYTES), "little")
     return _read(pipe, length)
