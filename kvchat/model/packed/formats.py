@@ -88,9 +88,8 @@ class PackedTensor:
 
     def may_fit_blocks(self, for_cpu: bool) -> bool:
         """Whether `blocks` may return any, told without unpacking."""
-        if self.make_blocks is not None:
-            return for_cpu
-        return len(self.shape) == 2 and self.stored is not None and self.stored.fits_blocks()
+        is_even = len(self.shape) == 2 and self.stored is not None and self.stored.fits_blocks()
+        return for_cpu if self.make_blocks is not None else is_even
 
     def blocks(self, for_cpu: bool) -> BlockWeights | None:
         """Return the weight in blocks that hold it exactly; None for a format without.
