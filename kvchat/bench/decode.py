@@ -3,9 +3,9 @@
 Beside transformers' `generate` in the same run, and llama.cpp where it is installed and given the
 model as GGUF, and a llama-bench; the bytes a token moves, the weights and its KV once, beside what
 memory allows. One row is sampled, with top-k and top-p, beside greedy: all others are greedy. `kv`
-measures KV of 8 bits. A token's time is also fitted as a + b * context: a is the weights, b the KV. No figure where
-ours and transformers do not generate the same; with fewer bits, which change what is generated,
-where the two passes over the very same weights do not agree.
+measures KV of 8 bits. A token's time is also fitted as a + b * context: a is the weights, b the KV.
+No figure where ours and transformers do not generate the same; with fewer bits, which change what
+is generated, where the two passes over the very same weights do not agree.
 """
 
 import statistics

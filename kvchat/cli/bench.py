@@ -1,5 +1,6 @@
 """`kvchat bench`: runs scenarios and prints their tables, then one JSON document."""
 
+import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -65,6 +66,8 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     extra = ("replay",) if request.sessions is not None else ()
     names = request.scenarios or (*DEFAULT_NAMES, *extra)
     functions = [scenario(name) for name in names]
+    if request.peer is not None and not os.access(request.peer, os.X_OK):
+        raise UsageError(f"--peer: {request.peer} is no program that can be run.")
     size = parse_size(request.device_cache, "--device-cache") if request.device_cache else None
     model = ModelConfig(
         request.model or "demo", request.device, "auto", request.threads, request.weights

@@ -52,6 +52,7 @@ class Room:
     def each_run(self, start: Value, end: Value) -> Iterator[tuple[Value, Value]]:
         """Write a loop over runs of the rows [`start`, `end`) that fit; each is read first."""
         code = self._code
+        # Four rows fit: `has_many` asks for no more than MOST_BLOCKS.
         most = code.whole(_BLOCKS_READ) // (code.task.num_blocks * WEIGHT_ROWS) * WEIGHT_ROWS
         with code.loop(0, (end - start + (most - 1)) // most) as run:
             first = start + run * most
