@@ -87,7 +87,7 @@ def run_server(flags: dict[str, Any], request: ServeRequest) -> int:
     host = open_host(settings, _tell, attaches=False)  # it would take itself for the next one
     service = _new_service(settings, host, request)
     try:
-        app = _new_app(service, api_key, prompt_key, request.has_chat_page)
+        app = _new_app(service, api_key, prompt_key, request)
         minutes = settings["keep_alive"]
         watch = IdleWatch(app, minutes * 60, lambda: host.ready is not None) if minutes else None
         is_for_chats = prompt_key is None
@@ -203,14 +203,17 @@ def _for_prefilling(settings: Settings) -> "tuple[Settings, PromptKey]":
 
 
 def _new_app(
-    service: "Service", api_key: str | None, prompt_key: "PromptKey | None", has_chat_page: bool
+    service: "Service",
+    api_key: str | None,
+    prompt_key: "PromptKey | None",
+    request: ServeRequest,
 ) -> "App":
     from kvchat.server.app import new_app, new_prefill_app
     from kvchat.server.guard import Limits
     from kvchat.server.prefill_api import PrefillApi
 
     if prompt_key is None:
-        return new_app(service, api_key, Limits(), has_chat_page)
+        return new_app(service, api_key, Limits(), request.has_chat_page, bool(request.socket))
     prefills = PrefillApi(service, prompt_key.opened)
     return new_prefill_app(service, prefills, prompt_key.bearer, Limits())
 

@@ -41,9 +41,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def new_app(
-    service: Service, api_key: str | None, limits: Limits, has_chat_page: bool = False
+    service: Service,
+    api_key: str | None,
+    limits: Limits,
+    has_chat_page: bool = False,
+    is_private: bool = False,
 ) -> App:
-    """Return the ASGI application that serves one model, with `has_chat_page` to browsers too."""
+    """Return the ASGI application that serves one model, with `has_chat_page` to browsers too.
+
+    `is_private`: one user's chats alone reach it, and may change drafts and pins for all requests.
+    """
     openai, anthropic = OpenAiApi(service), AnthropicApi(service)
     ollama, embeddings = OllamaApi(service), EmbeddingsApi(service)
     responses, chat, text = ResponsesApi(service), ChatApi(service), TextApi(service)
@@ -82,11 +89,12 @@ def new_app(
         "/kvchat/prefetch": chat.prefetch,
         "/kvchat/read_ahead": chat.read_ahead,
         "/kvchat/status": chat.status,
-        "/kvchat/speculate": chat.speculate,
         "/kvchat/repeat_scores": chat.repeat_scores,
-        "/kvchat/thin_beginnings": chat.thin_beginnings,
         "/kvchat/text": text.answer,
     }
+    if is_private:
+        posts["/kvchat/speculate"] = chat.speculate
+        posts["/kvchat/thin_beginnings"] = chat.thin_beginnings
     if has_chat_page:
         posts["/kvchat/render"] = pages.render
     deletes: dict[str, Handler] = {"/v1/responses/{name}": responses.stored.delete}

@@ -62,8 +62,9 @@ def served(
     author: Author = author,
     max_context: int = 32768,
     stabiliser: Stabiliser | None = None,
+    is_private: bool = True,
 ) -> Iterator[str]:
-    """Yield the address of a real server above a scripted engine."""
+    """Yield the address of a real server above a scripted engine, for one user's chats alone."""
     host = ChatHost(model, scripted_build(model, author, max_context=max_context), None)
     host.wait_until_ready()
     metrics = Metrics()
@@ -73,7 +74,7 @@ def served(
     service = Service(host, answering, metrics, OPTIONS, names, responses, "/models/scripted")
     bound = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        new_app(service, None, Limits()),  # type: ignore[arg-type]
+        new_app(service, None, Limits(), is_private=is_private),  # type: ignore[arg-type]
         log_config=None,
         lifespan="off",
     )
@@ -275,6 +276,18 @@ def test_a_server_that_the_user_named_is_changed_in_nothing(host: ChatHost) -> N
     for asked in (host.speculate("ngram"), host.repeat_scores([1], [2])):
         with pytest.raises(UsageError, match="server"):
             asked.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("path", ["speculate", "thin_beginnings"])
+def test_a_server_for_many_lets_no_client_change_others_requests(
+    model: ChatModel, path: str
+) -> None:
+    import httpx2
+
+    with served(model, is_private=False) as url:
+        answer = httpx2.post(f"{url}/kvchat/{path}", json={"mode": "off", "kept": []})
+
+    assert answer.status_code == 404
 
 
 def test_ids_that_the_model_does_not_have_are_refused(model: ChatModel) -> None:
