@@ -23,7 +23,7 @@ BUDGETS_S = {
     "unit/cli": 160,
     "unit/core": 10,
     "unit/engine": 200,
-    "unit/kernels": 150,
+    "unit/kernels": 250,
     "unit/model": 200,
     "unit/remote": 50,
     "unit/server": 80,
