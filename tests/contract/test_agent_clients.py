@@ -42,7 +42,7 @@ MAKE = "echo made > made.txt && echo finished"
 
 @dataclass(frozen=True)
 class Agent:
-    """The tool that runs a command, its arguments, and flags by which it asks nobody."""
+    """The tool that runs a command, its arguments, and the flags that let it run unasked."""
 
     tool: str
     arguments: dict[str, Any]

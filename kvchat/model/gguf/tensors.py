@@ -443,7 +443,7 @@ class _Reader:
     def _let_go(self, tensor: GgufTensor) -> None:
         """Let the system take back the pages that hold nothing else than a tensor that was read.
 
-        Otherwise the file counts beside its copy. Whoever reads a page again gets the file's.
+        Else the process holds the file and its copy. A later read loads the page again.
         """
         first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (tensor.start + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
