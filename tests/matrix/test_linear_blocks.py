@@ -11,6 +11,7 @@ from kvchat_kernels.cpu.block_rounding import weight_rounding_kernel
 from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
 from kvchat_kernels.cpu.object_cache import ObjectCache, object_cache
 from kvchat_kernels.cpu.products import product_kernel
+from kvchat_kernels.cpu.step import MANY_ROWS
 from kvchat_kernels.linear import cpu
 from kvchat_kernels.linear.blocks import (
     CENTRE,
@@ -160,7 +161,7 @@ def test_products_are_those_of_the_unpacked_weights(kind: Kind, num_rows: int, w
 def test_levels_are_the_same_numbers_as_bytes_and_as_16_bits(kind: Kind) -> None:
     """A processor with instructions for bytes answers as one without; so do few rows and many."""
     for shape in STEPPED if is_stepped(kind) else SHAPES:
-        weights, x = random_blocks(shape, *kind), outlying(7, shape[1])
+        weights, x = random_blocks(shape, *kind), outlying(MANY_ROWS + 1, shape[1])
         own = weights.layout.rounding
         product, other = (BlockProduct(interleaved(weights, as_)) for as_ in (own, _other(own)))
 

@@ -190,7 +190,7 @@ def _write_few(
             write_part(rows[at : at + step], x_rows)
 
     def write_part(rows: Sequence[Value], x_rows: Sequence[Value]) -> None:
-        has_two = len(rows) > 1
+        has_two = len(rows) > 1 and (len(x_rows) > 1 or layout.has_planes)
         single = [WeightRow(code, layout, row) for row in rows]
         weights: Sequence[_Weights] = single
         if is_wide and has_two:

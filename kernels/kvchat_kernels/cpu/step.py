@@ -44,7 +44,7 @@ MAX_ROWS = 128
 FEW_ROWS = 16
 # So many rows are many for block weights, whose levels are read once for all of them if a row has
 # no more blocks than this: four rows of levels of 16 bits are 256 KB then.
-MANY_ROWS, MOST_BLOCKS = 6, 1024
+MANY_ROWS, MOST_BLOCKS = 12, 1024
 
 
 def set_num_rows(header: Any, num_rows: int, num_matrices: int = 1) -> None:
