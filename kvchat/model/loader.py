@@ -26,7 +26,12 @@ from kvchat.core.types import NO_MEMORY, Memory
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
-from kvchat.model.checkpoint.tensors import CheckpointTensors, memory_of_gguf, read_tensors
+from kvchat.model.checkpoint.tensors import (
+    CheckpointTensors,
+    Names,
+    memory_of_gguf,
+    read_tensors,
+)
 from kvchat.model.cpu.compiled_step import CompiledModel, compiled_model
 from kvchat.model.decoder.matrices import keep_precise
 from kvchat.model.device import choose_device, dtype_name, dtype_of, limit_kept_shapes, set_threads
@@ -310,39 +315,37 @@ def _load(
 def load_part(
     target: LoadedModel,
     config: Any,
-    tensors: Mapping[str, Any],
-    join: Callable[[Any], None],
+    names_in: Names,
+    joined: Collection[str],
+    join: Callable[[Any, Mapping[str, Any]], None],
 ) -> LoadedModel:
     """Return a further module of a loaded model's checkpoint, on its device, in its dtype and bits.
 
-    `config` is that of the module, `tensors` are its own by the names of its class. `join` gives it
-    parts of the model before it is compiled. Raises ModelError if tensors are missing, and what
-    `load_model` raises for a module that is not known.
+    `config` is that of the module, and `names_in` is as of `read_tensors`. `join` gives the module
+    parts of the model, whose tensors it calls `joined`, and others of the tensors that were read,
+    before it is compiled. Raises ModelError if tensors are missing, and what `load_model` raises
+    for a module that is not known.
     """
     source, device = target.source, target.device
     with _LOADING:
         meta = MetaModel(config)
         spec = probe_meta(meta, None)
-        model_class, class_config = class_and_config(config)
-        with operators_on_meta():
-            module, report = model_class.from_pretrained(
-                None,
-                config=class_config,
-                state_dict=dict(tensors),
-                dtype=target.dtype,
-                attn_implementation=_attention_name(config, spec),
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        refuse_gaps(source, report)
+        join(meta.module, {})
+        attention, kept = _attention_name(config, spec), spec.read_elsewhere
+        blocks_on = device if target.weights == _IN_BLOCKS else None
+        module, report, found = _built(
+            source, meta, target.dtype, attention, lambda event: None, blocks_on, kept, names_in
+        )
+        refuse_gaps(source, {**report, "missing_keys": {*report["missing_keys"]} - {*joined}})
     module.eval().requires_grad_(False)
     frozen_rope = freeze_rope(module, target.max_context)
     if target.asked_weights != "auto" and _can_pack(spec, device):
         module.set_output_embeddings(nn.Identity())  # the model's, which is packed already
         quantise(module, spec, target.asked_weights, device, lambda share: None, NOWHERE)
+    join(module, found.tensors)
+    keep_precise(module, found.precise)
+    use_blocks(module, found.blocks, device)
     _move(module, device, lambda event: None)
-    join(module)
     use_cpu_products(module)
     _, step, fusing, compiled = _ways_to_run(module, spec, device, target.weights)
     return replace(
@@ -525,12 +528,13 @@ def _built(
     progress: Progress,
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str] = (),
+    names_in: Names | None = None,
 ) -> tuple[Any, dict[str, Any], CheckpointTensors]:
     """Return the module with its weights, transformers' report, and the tensors that were read."""
     try:
         # With tensors and no directory, transformers opens no files: no pickles that an index
         # names, no adapters and no other checkpoints beside the weights.
-        found = read_tensors(source, meta, dtype, progress, blocks_on, read_elsewhere)
+        found = read_tensors(source, meta, dtype, progress, blocks_on, read_elsewhere, names_in)
         model_class, class_config = class_and_config(meta.config)
         with operators_on_meta():  # where transformers builds it first
             module, report = model_class.from_pretrained(

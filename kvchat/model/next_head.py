@@ -17,44 +17,53 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.checkpoint.tensors import stored_names, stored_tensors
+from kvchat.model.checkpoint.tensors import stored_names
 from kvchat.model.loader import LoadedModel, load_part
 from kvchat.model.paged_model import KvLayers, PagedModel
 
+# What the model of one layer has of the model.
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+# What is before the layer, in the embedding of the model of one layer.
+_BEFORE = ("token_norm", "hidden_norm", "projection")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """The names of a head's tensors: its layer's begin with `layer`, the others are whole."""
+    """The names of a head's tensors: its layer's begin with `layer`, the others are whole.
+
+    `one` is what the layer's begin with in the same files of a model of one layer.
+    """
 
     layer: str
     token_norm: str
     hidden_norm: str
     projection: str
     norm: str
+    one: str = "model.layers.0."
 
     @property
     def own(self) -> tuple[str, ...]:
         return self.token_norm, self.hidden_norm, self.projection, self.norm
 
-    def layer_tensors(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the layer's tensors: their names in a model of one layer, and in the files."""
+    def names_in(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names of the head's tensors in the files by those in a model of one layer."""
         start = len(self.layer)
-        return {
-            f"model.layers.0.{name[start:]}": name
+        of_layer = {
+            f"{self.one}{name[start:]}": name
             for name in names
             if name.startswith(self.layer) and name not in self.own and not self._is_copy(name)
         }
+        ours = (*(f"model.embed_tokens.{part}.weight" for part in _BEFORE), "model.norm.weight")
+        return of_layer | dict(zip(ours, self.own, strict=True))
 
     def _is_copy(self, name: str) -> bool:
         """Whether a tensor is the model's embedding or head once more."""
-        return name[len(self.layer) :].startswith(("embed_tokens.", "shared_head."))
+        return name[len(self.layer) :].startswith(("embed_tokens.", "shared_head.", "nextn."))
 
 
 def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
     """Return the layout of a checkpoint's head for the next token; None if there is none."""
-    behind = f"model.layers.{num_layers}."
+    behind, in_gguf = f"model.layers.{num_layers}.", f"blk.{num_layers}."
     layouts = (
         HeadLayout(
             "mtp.layers.0.",
@@ -70,6 +79,14 @@ def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
             f"{behind}eh_proj.weight",
             f"{behind}shared_head.norm.weight",
         ),
+        HeadLayout(
+            in_gguf,
+            f"{in_gguf}nextn.enorm.weight",
+            f"{in_gguf}nextn.hnorm.weight",
+            f"{in_gguf}nextn.eh_proj.weight",
+            f"{in_gguf}nextn.shared_head_norm.weight",
+            "blk.0.",
+        ),
     )
     there = set(names)
     return next((layout for layout in layouts if there.issuperset(layout.own)), None)
@@ -78,23 +95,23 @@ def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
 class _JoinedEmbedding(nn.Module):
     """The embedding of the model of one layer; `hidden` are the rows of its next step."""
 
-    def __init__(self, embedding: Any, norms: tuple[Any, Any], projection: torch.Tensor) -> None:
+    def __init__(self, embedding: Any, norm: Any) -> None:
+        """`norm` is of the kind of those before the layer."""
         super().__init__()
         self._embedding = embedding
         self.weight = embedding.weight  # its dtype is asked for
-        self._token_norm, self._hidden_norm = norms
-        num_out, num_in = projection.shape
-        self._projection = nn.Linear(num_in, num_out, bias=False, device="meta")
-        self._projection.weight = nn.Parameter(projection, requires_grad=False)
+        self.token_norm, self.hidden_norm = deepcopy(norm), deepcopy(norm)
+        width = norm.weight.shape[0]
+        self.projection = nn.Linear(2 * width, width, bias=False, device="meta")
         self.hidden: torch.Tensor | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         assert self.hidden is not None
-        dtype = self._projection.weight.dtype
-        tokens = self._token_norm(self._embedding(token_ids).to(dtype))
-        hidden = self._hidden_norm(self.hidden.to(dtype))
+        dtype = self.projection.weight.dtype
+        tokens = self.token_norm(self._embedding(token_ids).to(dtype))
+        hidden = self.hidden_norm(self.hidden.to(dtype))
         joined = torch.cat([tokens, hidden.view_as(tokens)], dim=-1)
-        out: torch.Tensor = self._projection(joined)
+        out: torch.Tensor = self.projection(joined)
         return out
 
 
@@ -119,26 +136,17 @@ def load_head(target: LoadedModel) -> LoadedModel | None:
     layout = find_layout(stored_names(target.source), config.num_hidden_layers)
     if layout is None:
         return None
-    tensors = stored_tensors(target.source, target.dtype)
-    config = _one_layer(config)
-    hidden = config.hidden_size
-    of_module: dict[str, Any] = {
-        name: tensors[stored] for name, stored in layout.layer_tensors(tensors).items()
-    }
-    of_module["model.norm.weight"] = tensors[layout.norm]
-    of_module |= {name: torch.zeros(1, hidden, dtype=target.dtype) for name in _TABLES}
-    own = {name: _plain(tensors, name, target) for name in layout.own}
 
-    def join(module: Any) -> None:
+    def join(module: Any, tensors: Mapping[str, Any]) -> None:
         """Give the module the model's tables, and what is before its layer."""
-        like = module.get_decoder().norm
-        norms = _norm_like(like, own[layout.token_norm]), _norm_like(like, own[layout.hidden_norm])
-        embedding = target.module.get_input_embeddings()
-        joined = _JoinedEmbedding(embedding, norms, own[layout.projection])
+        joined = _JoinedEmbedding(target.module.get_input_embeddings(), module.get_decoder().norm)
+        for part in _BEFORE if tensors else ():
+            weight = tensors[f"model.embed_tokens.{part}.weight"][...].to(target.dtype)
+            joined.get_submodule(part).weight = nn.Parameter(weight, requires_grad=False)
         module.set_input_embeddings(joined)
         module.set_output_embeddings(target.module.get_output_embeddings())
 
-    loaded = load_part(target, config, of_module, join)
+    loaded = load_part(target, _one_layer(config), layout.names_in, _TABLES, join)
     return replace(loaded, spec=replace(loaded.spec, vocab_size=target.spec.vocab_size))
 
 
@@ -158,16 +166,3 @@ def _one_layer(config: Any) -> Any:
         if hasattr(one, name):
             setattr(one, name, 0 if name == "first_k_dense_replace" else [])
     return one
-
-
-def _plain(tensors: Mapping[str, Any], name: str, target: LoadedModel) -> torch.Tensor:
-    tensor: torch.Tensor = tensors[name][...]
-    return tensor.to(target.device, target.dtype)
-
-
-def _norm_like(norm: Any, weight: torch.Tensor) -> Any:
-    """Return a norm of the same kind with other weights."""
-    copy = deepcopy(norm)
-    copy._forward_hooks.clear()
-    copy.weight = nn.Parameter(weight, requires_grad=False)
-    return copy

@@ -1,6 +1,6 @@
 """Writes tiny models as GGUF files, as llama.cpp's converter does, with the package gguf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +164,15 @@ def write_gguf(
     template: str | None = CHAT_TEMPLATE,
     merges: tuple[str, ...] = (),
     write_tokenizer: Callable[[Any], None] | None = None,
+    further: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a model, and put what its blocks hold into the model's own weights.
 
     So the model is the file's exact twin afterwards. Matrices are in the block format `kind`, or
     each in what `kind` returns for its name in the file.
     `metadata` is added under the architecture's name, None leaves a key out; `ARCHITECTURE` names
-    another architecture than that of the model's type. `extra` are further float32 tensors.
+    another architecture than that of the model's type. `extra` are further float32 tensors;
+    `further` are written as the model's own are.
     `merges` are pairs of letters that one token has, such as "h e"; llama.cpp itself reads no
     file without. `write_tokenizer` writes another tokenizer than the tiny models' to the writer.
     """
@@ -183,25 +185,32 @@ def write_gguf(
         write_tokenizer(writer)
     else:
         write_vocabulary(writer, config.vocab_size, template, merges)
-    names = gguf.get_tensor_name_map(
-        {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
-        config.num_hidden_layers,
-    )
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     generator = np.random.default_rng(5)
     kind_of = kind if callable(kind) else lambda stored: kind
-    buffers = [(n, b) for n, b in model.named_buffers() if n in model.state_dict()]
-    for name, parameter in (*model.named_parameters(), *buffers):
-        for stored, part in _parts(name, parameter, names, config):
-            _write_tensor(writer, stored, part, config, kind_of(stored), generator)
-    for stored, part in stacked_projections(model):
+    for stored, part in (*file_tensors(model, architecture), *(further or {}).items()):
         _write_tensor(writer, stored, part, config, kind_of(stored), generator)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def file_tensors(
+    model: PreTrainedModel, architecture: str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model's file by their names there, as views of the model's if they
+    can be."""
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    config = model.config
+    arch = known[architecture or ARCHITECTURES[config.model_type]]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    buffers = [(n, b) for n, b in model.named_buffers() if n in model.state_dict()]
+    for name, parameter in (*model.named_parameters(), *buffers):
+        yield from _parts(name, parameter, names, config)
+    yield from stacked_projections(model)
 
 
 def _parts(name: str, parameter: Any, names: Any, config: Any) -> list[tuple[str, torch.Tensor]]:

@@ -107,18 +107,23 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "attention.layer_norm_rms_epsilon": 1e-5},
     ),
 }  # fmt: skip
-_SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
-_FLOATS = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp", "ssm_a", "ssm_d", "ssm_norm")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+_FLOATS = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp", "ssm_norm")
 
 
 def write_hybrid(path: Path, name: str, kind: str | Callable[[str], str]) -> Path:
     """Write a model whose matrices are in a block format, or each in what `kind` returns for it."""
     model_type, settings, metadata = HYBRIDS[name]
-    model = tiny_model(model_type, **{**_SIZES, **settings})
+    model = tiny_model(model_type, **{**SIZES, **settings})
+    return write_gguf(path, model, formats_of(kind), metadata)
 
-    def kind_of(stored: str) -> str:
-        if any(part in stored for part in _FLOATS):
+
+def formats_of(kind: str | Callable[[str], str]) -> Callable[[str], str]:
+    """Return what returns the block format of each tensor of a hybrid by its name in the file."""
+
+    def format_of(stored: str) -> str:
+        if any(part in stored for part in _FLOATS) or stored.endswith((".ssm_a", ".ssm_d")):
             return "F32"
         return kind(stored) if callable(kind) else kind
 
-    return write_gguf(path, model, kind_of, metadata)
+    return format_of

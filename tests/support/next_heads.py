@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 
 from support.architectures import SUPPORTED
 from support.checkpoints import save_checkpoint, tiny_model
+from support.gguf_families import FAMILIES
+from support.gguf_files import file_tensors, write_gguf
+from support.hybrid_files import HYBRIDS, SIZES, formats_of
 from support.stateful_models import STATEFUL
 
 # The names of the norms of tokens and hidden states, of the projection and of the last norm.
@@ -58,12 +61,10 @@ class NextHead:
         return self.model.lm_head(last)[0]
 
 
-def write_with_head(directory: Path, name: str, seed: int = 0) -> NextHead:
-    """Write a checkpoint with a head: as Qwen's have it, or as a layer behind the last."""
-    (model_type, settings), is_qwen = _known(name), name in STATEFUL
+def _new_head(model_type: str, settings: dict[str, Any], seed: int = 0) -> NextHead:
     model = tiny_model(model_type, seed, **settings)
     one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    if is_qwen:
+    if "layer_types" in settings:
         one_layer["layer_types"] = ["full_attention"]
     one = tiny_model(model_type, seed + 1, **{**settings, **one_layer})
     hidden = model.config.hidden_size
@@ -75,18 +76,53 @@ def write_with_head(directory: Path, name: str, seed: int = 0) -> NextHead:
     norms = [type(one.model.norm)(hidden) for _ in range(2)]
     for norm in (*norms, one.model.norm, model.model.norm):
         norm.weight = nn.Parameter(random(hidden), requires_grad=False)
-    head = NextHead(model, one, norms[0], norms[1], random(hidden, 2 * hidden))
+    return NextHead(model, one, norms[0], norms[1], random(hidden, 2 * hidden))
+
+
+def write_with_head(directory: Path, name: str) -> NextHead:
+    """Write a checkpoint with a head: as Qwen's have it, or as a layer behind the last."""
+    is_qwen = name in STATEFUL
+    head = _new_head(*_known(name))
+    model, one = head.model, head.one
     save_checkpoint(directory, model)
     tensors = load_file(directory / "model.safetensors")
     behind = f"model.layers.{model.config.num_hidden_layers}."
     layer, names = ("mtp.layers.0.", _QWEN) if is_qwen else (behind, [behind + n for n in _BEHIND])
     tensors |= _stored(one, "model.layers.0.", layer, directory / "one")
-    own = norms[0].weight, norms[1].weight, head.projection, one.model.norm.weight
+    own = head.token_norm.weight, head.hidden_norm.weight, head.projection, one.model.norm.weight
     tensors |= dict(zip(names, own, strict=True))
     if not is_qwen:  # as these checkpoints have them, once more
         tensors[f"{behind}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{behind}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return head
+
+
+def write_gguf_with_head(path: Path, name: str, kind: str = "F32") -> NextHead:
+    """Write a GGUF file with a head, its matrices in the block format `kind`.
+
+    `name` is of HYBRIDS or FAMILIES.
+    """
+    model_type, settings, metadata = HYBRIDS.get(name) or FAMILIES[name]
+    head = _new_head(model_type, {**SIZES, **settings} if name in HYBRIDS else settings)
+    num_layers = head.model.config.num_hidden_layers
+    behind = f"blk.{num_layers}."
+    further = {
+        behind + stored.removeprefix("blk.0."): part
+        for stored, part in file_tensors(head.one)
+        if stored.startswith("blk.0.")
+    }
+    further |= {
+        f"{behind}nextn.enorm.weight": head.token_norm.weight,
+        f"{behind}nextn.hnorm.weight": head.hidden_norm.weight,
+        f"{behind}nextn.eh_proj.weight": head.projection,
+        f"{behind}nextn.shared_head_norm.weight": head.one.model.norm.weight,
+    }
+    if name in FAMILIES:  # as these files have them, once more
+        further[f"{behind}nextn.embed_tokens.weight"] = head.model.model.embed_tokens.weight.data
+        further[f"{behind}nextn.shared_head_head.weight"] = head.model.lm_head.weight.data
+    counts = {"block_count": num_layers + 1, "nextn_predict_layers": 1}
+    write_gguf(path, head.model, formats_of(kind), metadata | counts, further=further)
     return head
 
 

@@ -3,8 +3,8 @@
 Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from kvchat.model.packed.formats import PackedTensor, Packing, packing_of, unpac
 from kvchat_kernels.cpu_products import is_fast_by_torch
 from kvchat_kernels.linear.blocks import BlockWeights
 
+# Returns the names in the files of a part's tensors, by those in the part; given those of all.
+Names = Callable[[Iterable[str]], Mapping[str, str]]
 # A row that is looked up in blocks costs 0.15 ms more: a small model's step should not pay that.
 _LARGE_TABLE_BYTES = 64 << 20
 
@@ -49,8 +51,11 @@ def read_tensors(
     progress: Callable[[LoadProgress], None],
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str] = (),
+    names_in: Names | None = None,
 ) -> CheckpointTensors:
     """Return a checkpoint's tensors for the model `meta`; `dtype` is the one asked for, if any.
+
+    `names_in`: `meta` is a part of the checkpoint's model, whose tensors have these names there.
 
     What is to multiply on the device `blocks_on` stays in blocks, where these hold exactly what is
     in the file: linear layers but those of `read_elsewhere`, and experts of GGUF files and of
@@ -60,8 +65,9 @@ def read_tensors(
     """
     if source.gguf is not None:
         wanted = dtype or meta.config.dtype
-        return _read_gguf(source, source.gguf, meta, wanted, progress, blocks_on, read_elsewhere)
-    found = _read_safetensors(source, meta, dtype, blocks_on, read_elsewhere)
+        gguf = replace(source.gguf, tensors=_renamed(source.gguf.tensors, names_in))
+        return _read_gguf(source, gguf, meta, wanted, progress, blocks_on, read_elsewhere)
+    found = _read_safetensors(source, meta, dtype, blocks_on, read_elsewhere, names_in)
     progress(LoadProgress(found.stage, 0.0))
     return found
 
@@ -177,15 +183,16 @@ def _read_safetensors(
     dtype: torch.dtype | None,
     blocks_on: torch.device | None,
     read_elsewhere: Collection[str],
+    names_in: Names | None,
 ) -> CheckpointTensors:
     tensors = _mapped(source)
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
-        return CheckpointTensors(tensors, dtype, "loading weights")
+        return CheckpointTensors(_renamed(tensors, names_in), dtype, "loading weights")
     if dtype is None:
         own = getattr(meta.config, "dtype", None)
         dtype = own if isinstance(own, torch.dtype) else torch.bfloat16
-    loose = unpacked(tensors, packing, dtype, source.name)
+    loose = _renamed(unpacked(tensors, packing, dtype, source.name), names_in)
     blocks: dict[str, tuple[BlockWeights, ...]] = {}
     if blocks_on is not None:
         blocks = _in_blocks(loose, meta, blocks_on, read_elsewhere)
@@ -228,25 +235,22 @@ def _in_blocks(
     return found
 
 
+def _renamed(tensors: Mapping[str, Any], names_in: Names | None) -> dict[str, Any]:
+    """Return the tensors of a part by their names there; those of a whole model as they are."""
+    if names_in is None:
+        return dict(tensors)
+    return {name: tensors[stored] for name, stored in names_in(tensors).items()}
+
+
 def stored_names(source: ModelSource) -> list[str]:
-    """Return the names of all tensors of a safetensors checkpoint; none of GGUF's."""
+    """Return the names of all tensors in a checkpoint's files."""
+    if source.gguf is not None:
+        return list(source.gguf.tensors)
     names: list[str] = []
-    for path in source.weight_files if source.gguf is None else ():
+    for path in source.weight_files:
         with safe_open(path, framework="pt") as file:
             names += file.keys()
     return names
-
-
-def stored_tensors(
-    source: ModelSource, dtype: torch.dtype
-) -> Mapping[str, torch.Tensor | PackedTensor]:
-    """Return every tensor of a safetensors checkpoint by its name in the files.
-
-    Packed ones are to be unpacked to `dtype`.
-    """
-    tensors = _mapped(source)
-    packing = packing_of(read_json(source.config_file) or {}, source.name)
-    return tensors if packing is None else unpacked(tensors, packing, dtype, source.name)
 
 
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
@@ -257,7 +261,7 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
         return False
-    tensors = stored_tensors(source, dtype).values()
+    tensors = unpacked(_mapped(source), packing, dtype, source.name).values()
     packed = [tensor for tensor in tensors if isinstance(tensor, PackedTensor)]
     if packing.method != "mxfp4" and is_fast_by_torch(torch.bfloat16):
         packed = [tensor for tensor in packed if tensor.make_blocks is None]

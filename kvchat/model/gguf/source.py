@@ -24,7 +24,7 @@ _LABEL = re.compile(
 )
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
-_SIDE_FILE = re.compile(r"mmproj|imatrix", re.I)
+_SIDE_FILE = re.compile(r"mmproj|imatrix|^mtp-", re.I)
 _NAME_PART = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 _DIGEST = re.compile(r"^sha256:[0-9a-f]{64}$")
 _LAYER = "application/vnd.ollama.image."

@@ -290,10 +290,10 @@ def _sources(
         known = names.get_name(
             re.sub("^model[.]", architecture.prefix, name), try_suffixes=(".weight", ".bias")
         )
-        # Parameters without ".weight" in their name have it in files.
-        tensor = gguf.tensors.get(known or "") or gguf.tensors.get(f"{known}.weight")
-        if tensor is not None:
-            found[name] = _Source([tensor])
+        # Parameters without ".weight" in their name have it in files. Others may have their own.
+        stored = (each for each in (known, f"{known}.weight", name) if each in gguf.tensors)
+        if (first := next(stored, None)) is not None:
+            found[name] = _Source([gguf.tensors[first]])
     return found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from kvchat.core.events import TokensGenerated
@@ -21,18 +22,21 @@ from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import SamplingRow
 from kvchat.engine.speculation import Mode
 from kvchat.model.checkpoint.source import find_model
+from kvchat.model.packed.experts import expert_packs_of
+from kvchat.model.packed.quantise import pack_of
 from support.fixed_drafts import FixedDraftPolicy
-from support.next_heads import NextHead, write_with_head
+from support.next_heads import NextHead, write_gguf_with_head, write_with_head
 from support.stateful_models import words
 
 NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
+IN_GGUF = ("qwen35", "qwen3next", "glm4_moe", "deepseek_v3, yarn")
 
 
-def open_with_head(directory: Path, num_bytes: int = 32 << 20) -> Engine:
+def open_with_head(directory: Path, num_bytes: int = 32 << 20, dtype: str = "float32") -> Engine:
     assembled = build_speculating_engine(
         find_model(str(directory)),
         None,
-        ModelConfig(dtype="float32"),
+        ModelConfig(dtype=dtype),
         CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=None),
         EngineConfig(max_context=400, max_step_tokens=32),
         SpeculationConfig("auto"),
@@ -84,11 +88,14 @@ def answer(engine: Engine, prompt: Sequence[int], num_tokens: int, **settings: i
     return ids[0]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, *(f"{name}.gguf" for name in IN_GGUF)])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[NextHead, Path]:
     directory = tmp_path_factory.mktemp("with head")
+    name = request.param.removesuffix(".gguf")
+    if name != request.param:
+        return write_gguf_with_head(directory / "m.gguf", name), directory / "m.gguf"
     return write_with_head(directory, request.param), directory
 
 
@@ -133,6 +140,28 @@ def test_answers_are_those_without_drafts(checkpoint: tuple[NextHead, Path]) -> 
     assert engine.speculation.status().total.num_verified > 20
     assert not engine.speculation.failures
     engine.close()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen35", "Q4_K"), ("glm4_moe", "Q8_0")])
+def test_its_matrices_stay_in_the_blocks_of_a_gguf_file(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its steps are compiled."""
+    head = write_gguf_with_head(tmp_path / "m.gguf", name, kind)
+    engine = open_with_head(tmp_path / "m.gguf", dtype="auto")
+    engine.speculation.switch(Mode.MTP)
+    spy = Spy(engine, monkeypatch)
+    answer(engine, words(40, seed=1), 12)
+    engine.close()
+    loaded = spy.drafter._model.loaded
+    layers = [part for part in loaded.module.modules() if type(part) is nn.Linear]
+    experts = [p for p in loaded.module.modules() if type(p).__name__.endswith("Experts")]
+    assert len(layers) > 5
+    assert None not in [*map(pack_of, layers), *map(expert_packs_of, experts)]
+    assert loaded.compiled is not None
+    assert not loaded.compiled.is_off
+    pairs = [(row, head.logits(ids)[-1]) for ids, row in spy.seen]
+    assert min(torch.cosine_similarity(*pair, dim=0) for pair in pairs) > 0.99
 
 
 def test_a_checkpoint_without_a_head_has_no_such_drafts(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def directory(tmp_path: Path, content: bytes) -> Path:
     """Two models in a directory, one of them below it, and a projector."""
     directory = tmp_path / "models"
     (directory / "Q8_0").mkdir(parents=True)
-    for name in ("m-Q4_K_M.gguf", "Q8_0/m-Q8_0.gguf", "mmproj-m-F16.gguf"):
+    for name in ("m-Q4_K_M.gguf", "Q8_0/m-Q8_0.gguf", "mmproj-m-F16.gguf", "mtp-m-Q8_0.gguf"):
         (directory / name).write_bytes(content)
     return directory
 
