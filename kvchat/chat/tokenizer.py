@@ -218,8 +218,9 @@ class ChatTokenizer:
 
     def __init__(self, files: TextFiles) -> None:
         with faults_as_model_errors("The checkpoint's tokenizer.json cannot be read"):
-            check_merges(files.tokenizer_json)
-            self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
+            if files.built is None:
+                check_merges(files.tokenizer_json)
+            self._tokenizer = files.tokenizer()
             self._check_text = check_limits(self._tokenizer)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()

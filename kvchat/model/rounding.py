@@ -200,7 +200,7 @@ def sample_ids(source: ModelSource, count: int) -> list[int]:
 def new_encoder(source: ModelSource) -> Callable[[str], list[int]]:
     """Return what makes the ids of a text, after the token that begins the model's contexts."""
     files = read_text_files(source)
-    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    tokenizer = files.tokenizer()
     tokenizer.no_truncation()
     bos = tokenizer.token_to_id(files.special_tokens.get("bos_token", ""))
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.parameters import SAMPLING
 from kvchat.core.paths import read_bounded
@@ -55,9 +57,11 @@ def read_text_files(source: ModelSource) -> TextFiles:
     generation = read_json(directory / "generation_config.json") or {}
     config = read_json(source.config_file) or {}
     tokenizer_json = read_text(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
+    built: Tokenizer | None = None
     named: dict[str, str] = {}
     if tokenizer_json is None and (directory / _PIECES).exists():
-        tokenizer_json, named = _tokenizer_of_pieces(source, tokenizer_config)
+        built, named = _tokenizer_of_pieces(source, tokenizer_config)
+        tokenizer_json = str(built.to_str())
         tokenizer_config.setdefault("add_bos_token", "bos_token" in named)
     return TextFiles(
         tokenizer_json=tokenizer_json or _converted_tokenizer(source),
@@ -68,13 +72,14 @@ def read_text_files(source: ModelSource) -> TextFiles:
         adds_bos=tokenizer_config.get("add_bos_token") is True,
         max_context=_largest(config, *_CONTEXT_NAMES),
         vocab_size=_largest(config, "vocab_size"),
+        built=built,
     )
 
 
 def _tokenizer_of_pieces(
     source: ModelSource, tokenizer_config: dict[str, Any]
-) -> tuple[str, dict[str, str]]:
-    """Return tokenizer.json made of a tokenizer.model, and the special tokens that it names."""
+) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer of a tokenizer.model, and the special tokens that it names."""
     path = source.directory / _PIECES
     try:
         content = read_bounded(path, MAX_TOKENIZER_BYTES)

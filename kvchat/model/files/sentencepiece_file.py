@@ -139,8 +139,8 @@ def _signed(value: int) -> int:
 
 def tokenizer_of_file(
     content: bytes, added_tokens: Mapping[str, Any], tokenizer_config: Mapping[str, Any]
-) -> tuple[str, dict[str, str]]:
-    """Return tokenizer.json made of a tokenizer.model, and the special tokens that it names.
+) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer of a tokenizer.model, and the special tokens that it names.
 
     `added_tokens` and `tokenizer_config` are the checkpoint's files of these names. Raises what a
     vocabulary or a setting that does not fit leads to, mostly ValueError.
@@ -156,7 +156,7 @@ def tokenizer_of_file(
     # transformers' classes for such files call this legacy, and do it unless told otherwise.
     is_legacy = tokenizer_config.get("legacy") is not False
     tokenizer = sentencepiece_tokenizer(pieces, added, is_legacy)
-    return tokenizer.to_str(), {name: pieces.tokens[index] for name, index in pieces.ids.items()}
+    return tokenizer, {name: pieces.tokens[index] for name, index in pieces.ids.items()}
 
 
 def sentencepiece_tokenizer(
@@ -233,17 +233,20 @@ def implied_merges(
 ) -> list[tuple[str, str]]:
     """Return the merges that a vocabulary of pieces implies, the first to be made first.
 
-    A piece of a higher score is made first. Only mergeable pieces are made and merged.
+    A piece of a higher score is made first, of equal scores that whose first part is longer. Only
+    mergeable pieces are made and merged.
     """
-    merged = {token: index for index, token in enumerate(tokens) if is_mergeable[index]}
-    found: list[tuple[float, int, int]] = []
-    for token, index in merged.items():
-        pairs = [
-            (merged[token[:at]], merged[token[at:]])
-            for at in range(1, len(token))
-            if token[:at] in merged and token[at:] in merged
-        ]
-        found.extend((scores[index], *pair) for pair in sorted(pairs))
-    lengths = [len(token) for token in tokens]
-    found.sort(key=lambda entry: (entry[0], lengths[entry[1]], lengths[entry[2]]), reverse=True)
-    return [(tokens[left], tokens[right]) for _, left, right in found]
+    known = {token: index for index, token in enumerate(tokens) if is_mergeable[index]}
+    order = sorted(known.items(), key=lambda entry: scores[entry[1]], reverse=True)
+    merges = [
+        (left, right)
+        for token, _ in order
+        for at in range(len(token) - 1, 0, -1)
+        if (left := token[:at]) in known and (right := token[at:]) in known
+    ]
+    if len({scores[index] for _, index in order}) < len(order):  # slow, and rarely needed
+        merges.sort(
+            key=lambda pair: (scores[known["".join(pair)]], *map(len, pair)),
+            reverse=True,
+        )
+    return merges

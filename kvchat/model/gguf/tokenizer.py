@@ -176,8 +176,9 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     template = metadata.get("tokenizer.chat_template")
     roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
     embedding, length = gguf.tensors.get("token_embd.weight"), gguf.get("context_length")
+    tokenizer = _tokenizer(gguf, name, tokens, kinds)
     return TextFiles(
-        tokenizer_json=_tokenizer(gguf, name, tokens, kinds).to_str(),
+        tokenizer_json=tokenizer.to_str(),
         chat_template=template if isinstance(template, str) else None,
         special_tokens={r: tokens[i] for r, i in roles.items() if _is_id(i, tokens)},
         stop_token_ids=_stop_ids(metadata, tokens, kinds),
@@ -185,6 +186,7 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
         adds_bos=_adds_bos(metadata),
         max_context=length if type(length) is int and length > 0 else None,
         vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else None,
+        built=tokenizer,
     )
 
 
