@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def held_bytes(num_bytes: int, name: str, is_wide: bool = False) -> int:
     return num_bytes // FILE_FORMATS[name].num_bytes * _one_block(name, is_wide).num_bytes
 
 
+@cache
 def _one_block(name: str, is_wide: bool) -> BlockWeights:
+    """Return the weights of one stored block. A model asks for a few forms, once a tensor."""
     return _read(torch.zeros(1, FILE_FORMATS[name].num_bytes, dtype=torch.uint8), name, is_wide)
 
 
