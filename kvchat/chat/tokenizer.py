@@ -1,7 +1,6 @@
 """ChatTokenizer: text to token ids and back. Only a template's text may give control tokens."""
 
 import base64
-import hashlib
 import json
 import re
 import secrets
@@ -218,13 +217,13 @@ class ChatTokenizer:
 
     def __init__(self, files: TextFiles) -> None:
         with faults_as_model_errors("The checkpoint's tokenizer.json cannot be read"):
-            if files.built is None:
-                check_merges(files.tokenizer_json)
+            if isinstance(files.vocabulary, str):
+                check_merges(files.vocabulary)
             self._tokenizer = files.tokenizer()
             self._check_text = check_limits(self._tokenizer)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            self._json = files.tokenizer_json
+            self._files = files
             self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
             self._bos = files.special_tokens.get("bos_token") if files.adds_bos else None
             self.stop_token_ids = self._stop_ids(files)
@@ -243,7 +242,7 @@ class ChatTokenizer:
     @cached_property
     def digest(self) -> str:
         """Identifies the tokenizer: equal digests mean that ids stand for the same text."""
-        return f"t1-{hashlib.sha256(self._json.encode()).hexdigest()[:16]}"
+        return f"t1-{self._files.digest[:16]}"
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact text."""
@@ -420,7 +419,7 @@ class ChatTokenizer:
     def _plain(self) -> Tokenizer:
         """The same tokenizer, but no text is encoded as a reserved token."""
         with faults_as_model_errors("The checkpoint's tokenizer has no plain twin"):
-            return plain_tokenizer(self._json, self._reserved)
+            return plain_tokenizer(self._files.tokenizer_json, self._reserved)
 
 
 def _among(token_ids: Iterable[int], wanted: Set[int]) -> list[int]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
 
 from kvchat.core.config import ROUNDING_VARIABLE
 from kvchat.core.errors import ModelError

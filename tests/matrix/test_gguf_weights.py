@@ -19,7 +19,9 @@ from kvchat.model.loader import LoadedModel, inspect_model, load_model
 from kvchat.model.packed.experts import ExpertPacksByTurns, expert_packs_of
 from kvchat.model.packed.quantise import is_packed, num_packed_bytes, pack_of, packed_table
 from kvchat.model.self_test import compare_with_own
+from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear.blocks import dequantised
+from kvchat_kernels.linear.cpu import read_blocks
 from support.checkpoints import tiny_model
 from support.gguf_families import EXTRA, FAMILIES
 from support.gguf_files import QUANTISED, RANDOM_BLOCKS, write_gguf
@@ -238,6 +240,10 @@ def test_a_large_table_of_embeddings_stays_in_its_blocks(
     table = loaded.module.get_input_embeddings()
     assert packed_table(table) is not None
     assert table.weight.numel() == 0
+    # Gemma's own class of tables, run on the rows found, was a copy with the table's whole weight.
+    inner = [part for part in vars(table.forward).values() if isinstance(part, torch.nn.Module)]
+    assert len(inner) == (family == "gemma3_text")
+    assert all(weight.numel() == 0 for part in inner for weight in part.parameters())
     ids = torch.tensor([[3, 1, 3, 250, 0]])
     assert torch.equal(table(ids), unpacked.module.get_input_embeddings()(ids))
     assert table(ids[:, :0]).shape == (1, 0, 256)
@@ -246,6 +252,24 @@ def test_a_large_table_of_embeddings_stays_in_its_blocks(
         assert head.levels.data_ptr() == packed_table(table).levels.data_ptr()
     # Compiled steps take its rows in float32, and those of the other one in bfloat16.
     assert compare_with_own(loaded) == pytest.approx(compare_with_own(unpacked), abs=1e-3)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3_000])
+def test_rows_are_let_go_of_while_a_matrix_is_read(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process held the file of the largest matrix beside its copy."""
+    data = torch.randint(0, 256, (37, 144 * 2), dtype=torch.uint8)
+    whole = read_blocks(data, "Q4_K", is_interleaved=True)
+    monkeypatch.setattr(linear_cpu, "_BYTES_AT_ONCE", num_bytes)
+    ends: list[int] = []
+
+    read = read_blocks(data, "Q4_K", is_interleaved=True, on_read=ends.append)
+
+    assert ends == [*range(max(1, num_bytes // 288), 37, max(1, num_bytes // 288)), 37]
+    parts = read.parts()
+    for name, part in whole.parts().items():
+        assert torch.equal(part.view(torch.uint8), parts[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("token_id", [-1, -300, 512])

@@ -99,7 +99,7 @@ def text_files(
 ) -> TextFiles:
     """Return the text side of a checkpoint with this tokenizer."""
     return TextFiles(
-        tokenizer_json=tokenizer.to_str(),
+        vocabulary=tokenizer.to_str(),
         chat_template=chat_template,
         special_tokens={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
         adds_bos=adds_bos,

@@ -5,7 +5,7 @@ rows with floats where it has instructions for them, and all rows where nothing 
 then blocks are unpacked tile by tile.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from kvchat_kernels.linear.rows import Rows, empty_rows, rounded_plainly
 FEW_ROWS = 16
 # A tile of unpacked blocks that stays in a core's second cache.
 _TILE_BYTES = 1 << 20
+# Stored bytes of a matrix that are read before `on_read` is told.
+_BYTES_AT_ONCE = 1 << 24
 # Elements of a matrix that are copied at once to be rounded.
 _ROUNDED_AT_ONCE = 1 << 22
 
@@ -98,18 +100,28 @@ def unpack(weights: BlockWeights, out: torch.Tensor) -> None:
 
 
 def read_blocks(
-    data: torch.Tensor, name: str, is_interleaved: bool = False, is_wide: bool = False
+    data: torch.Tensor,
+    name: str,
+    is_interleaved: bool = False,
+    is_wide: bool = False,
+    on_read: Callable[[int], None] | None = None,
 ) -> BlockWeights:
     """Return `block_weights(data, name)` of rows as a file stores them, of a format that it has.
 
     Compiled code reads them once, by torch's threads. `data` is uint8 [out, bytes of a row].
+    `on_read` is called with the number of the first rows that are not read any more, several times.
     """
     kernels = compiled_calls()
     if kernels is not None and data.is_contiguous():
         out = empty_weights(len(data), data.shape[1], name, is_wide)
         if is_interleaved:
             out = replace(out, is_interleaved=True, rounding=rounding_beside(out))
-        kernels.read_blocks(data, name, out, is_wide)
+        step = max(1, _BYTES_AT_ONCE // data.shape[1])
+        for start in range(0, len(data), step):
+            end = min(start + step, len(data))
+            kernels.read_blocks(data[start:end], name, out.rows(start, end), is_wide)
+            if on_read is not None:
+                on_read(end)
         return out
     plain = block_weights(data, name, is_wide)
     assert plain is not None, "the format has a layout"

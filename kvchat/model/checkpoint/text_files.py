@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from kvchat.core.errors import ModelError, ModelUnsupported, UsageError
 from kvchat.core.parameters import SAMPLING
 from kvchat.core.paths import read_bounded
@@ -24,7 +22,7 @@ from kvchat.model.files.checkpoint_files import (
     unreadable,
 )
 from kvchat.model.files.sentencepiece_file import tokenizer_of_file
-from kvchat.model.files.text_settings import TextFiles
+from kvchat.model.files.text_settings import BuiltTokenizer, TextFiles
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 # The files, besides tokenizer.json, in which transformers looks for a vocabulary.
@@ -56,15 +54,14 @@ def read_text_files(source: ModelSource) -> TextFiles:
     tokenizer_config = read_json(directory / "tokenizer_config.json") or {}
     generation = read_json(directory / "generation_config.json") or {}
     config = read_json(source.config_file) or {}
-    tokenizer_json = read_text(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
-    built: Tokenizer | None = None
+    vocabulary: str | BuiltTokenizer | None
+    vocabulary = read_text(directory / "tokenizer.json", MAX_TOKENIZER_BYTES)
     named: dict[str, str] = {}
-    if tokenizer_json is None and (directory / _PIECES).exists():
-        built, named = _tokenizer_of_pieces(source, tokenizer_config)
-        tokenizer_json = str(built.to_str())
+    if vocabulary is None and (directory / _PIECES).exists():
+        vocabulary, named = _tokenizer_of_pieces(source, tokenizer_config)
         tokenizer_config.setdefault("add_bos_token", "bos_token" in named)
     return TextFiles(
-        tokenizer_json=tokenizer_json or _converted_tokenizer(source),
+        vocabulary=vocabulary or _converted_tokenizer(source),
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=named | _special_tokens(directory, tokenizer_config),
         stop_token_ids=_stop_ids(generation, config),
@@ -72,13 +69,12 @@ def read_text_files(source: ModelSource) -> TextFiles:
         adds_bos=tokenizer_config.get("add_bos_token") is True,
         max_context=_largest(config, *_CONTEXT_NAMES),
         vocab_size=_largest(config, "vocab_size"),
-        built=built,
     )
 
 
 def _tokenizer_of_pieces(
     source: ModelSource, tokenizer_config: dict[str, Any]
-) -> tuple[Tokenizer, dict[str, str]]:
+) -> tuple[BuiltTokenizer, dict[str, str]]:
     """Return the tokenizer of a tokenizer.model, and the special tokens that it names."""
     path = source.directory / _PIECES
     try:

@@ -5,6 +5,7 @@ needed. The file is untrusted; what does not fit raises ValueError. GGUF files h
 in their metadata, and share the merges.
 """
 
+import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
 )
+
+from kvchat.model.files.text_settings import BuiltTokenizer, built_tokenizer
 
 SPACE = "▁"  # sentencepiece's space
 # The kinds of pieces, as the format numbers them. GGUF files use the same numbers.
@@ -139,7 +142,7 @@ def _signed(value: int) -> int:
 
 def tokenizer_of_file(
     content: bytes, added_tokens: Mapping[str, Any], tokenizer_config: Mapping[str, Any]
-) -> tuple[Tokenizer, dict[str, str]]:
+) -> tuple[BuiltTokenizer, dict[str, str]]:
     """Return the tokenizer of a tokenizer.model, and the special tokens that it names.
 
     `added_tokens` and `tokenizer_config` are the checkpoint's files of these names. Raises what a
@@ -156,7 +159,9 @@ def tokenizer_of_file(
     # transformers' classes for such files call this legacy, and do it unless told otherwise.
     is_legacy = tokenizer_config.get("legacy") is not False
     tokenizer = sentencepiece_tokenizer(pieces, added, is_legacy)
-    return tokenizer, {name: pieces.tokens[index] for name, index in pieces.ids.items()}
+    settings = json.dumps([dict(added_tokens), dict(tokenizer_config)], sort_keys=True)
+    built = built_tokenizer(tokenizer, (content, settings.encode()))
+    return built, {name: pieces.tokens[index] for name, index in pieces.ids.items()}
 
 
 def sentencepiece_tokenizer(

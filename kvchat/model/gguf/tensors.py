@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -404,7 +405,8 @@ class _Reader:
         if name in GRID_FORMATS:
             read = read_grids(rows, name, self._pool, is_interleaved)
         else:
-            read = read_blocks(rows, name, is_interleaved, is_wide=not self._for_cpu)
+            let_go = partial(self._let_go, tensor)
+            read = read_blocks(rows, name, is_interleaved, not self._for_cpu, let_go)
         self._let_go(tensor)
         return read
 
@@ -425,7 +427,7 @@ class _Reader:
             for span in spans:
                 read = read_blocks(torch.from_numpy(rows[span]), kind_name(tensor))
                 unpack(read, targets[span])
-            self._let_go(tensor)
+                self._let_go(tensor, min(span.stop, len(rows)))
             return out
         for _ in self._pool.map(lambda span: _unpack(rows[span], tensor, targets[span]), spans):
             pass
@@ -440,13 +442,15 @@ class _Reader:
             self._maps[path] = np.frombuffer(content, np.uint8)
         return self._maps[path]
 
-    def _let_go(self, tensor: GgufTensor) -> None:
-        """Let the system take back the pages that hold nothing else than a tensor that was read.
+    def _let_go(self, tensor: GgufTensor, num_rows: int | None = None) -> None:
+        """Let the system take back the pages that hold nothing else than the first rows, or all.
 
         Else the process holds the file and its copy. A later read loads the page again.
         """
+        all_rows = prod(tensor.shape[:-1])
+        num_bytes = tensor.num_bytes * (all_rows if num_rows is None else num_rows) // all_rows
         first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (tensor.start + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (tensor.start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             self._files[tensor.path].madvise(mmap.MADV_DONTNEED, first, last - first)
 

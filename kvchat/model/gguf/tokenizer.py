@@ -5,7 +5,9 @@ into words. The rules here are those of the models' own tokenizer.json; a rule o
 refused, because a near one gives other tokens than the model was trained on.
 """
 
-from collections.abc import Sequence
+import json
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard
 
@@ -22,7 +24,7 @@ from kvchat.model.files.sentencepiece_file import (
     implied_merges,
     space_decoder,
 )
-from kvchat.model.files.text_settings import TextFiles
+from kvchat.model.files.text_settings import TextFiles, built_tokenizer
 from kvchat.model.gguf.file import GgufModel
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -176,9 +178,9 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     template = metadata.get("tokenizer.chat_template")
     roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
     embedding, length = gguf.tensors.get("token_embd.weight"), gguf.get("context_length")
-    tokenizer = _tokenizer(gguf, name, tokens, kinds)
+    built = built_tokenizer(_tokenizer(gguf, name, tokens, kinds), _parts(metadata))
     return TextFiles(
-        tokenizer_json=tokenizer.to_str(),
+        vocabulary=built,
         chat_template=template if isinstance(template, str) else None,
         special_tokens={r: tokens[i] for r, i in roles.items() if _is_id(i, tokens)},
         stop_token_ids=_stop_ids(metadata, tokens, kinds),
@@ -186,8 +188,16 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
         adds_bos=_adds_bos(metadata),
         max_context=length if type(length) is int and length > 0 else None,
         vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else None,
-        built=tokenizer,
     )
+
+
+def _parts(metadata: dict[str, Any]) -> Iterator[bytes]:
+    """Return all of the file's metadata that a tokenizer is built of, and its ids of roles."""
+    for key in sorted(metadata):
+        if key.startswith("tokenizer.ggml."):
+            value = metadata[key]
+            yield key.encode()
+            yield value.tobytes() if isinstance(value, array) else json.dumps(value).encode()
 
 
 def _is_id(value: Any, tokens: Sequence[str]) -> TypeGuard[int]:

@@ -96,7 +96,9 @@ class TableForward:
         self._dtype = table.weight.dtype
         self._on_rows = None
         if type(table) is not nn.Embedding:
-            self._on_rows = copy.deepcopy(table)
+            # Its weight, the largest of a small model, is not copied: the rows take its place.
+            no_rows = nn.Parameter(table.weight.new_empty(0, table.embedding_dim), False)
+            self._on_rows = copy.deepcopy(table, {id(table.weight): no_rows})
             self._on_rows.padding_idx = None  # no place in the rows found
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ pieces of the user's own and no space before a text, and a unigram with a map of
 """
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tokenizers import AddedToken, Tokenizer
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.checkpoint.text_files import TextFiles, read_text_files
-from kvchat.model.files.sentencepiece_file import read_pieces, sentencepiece_tokenizer
+from kvchat.model.files.sentencepiece_file import (
+    implied_merges,
+    read_pieces,
+    sentencepiece_tokenizer,
+)
 from support.checkpoints import save_checkpoint, tiny_model
 
 _HERE = Path(__file__).parent / "sentencepiece"
@@ -99,3 +104,47 @@ def test_a_gap_between_ids_is_no_tokenizer() -> None:
     pieces = read_pieces((_HERE / "bpe.model").read_bytes())
     with pytest.raises(ValueError, match="leave a gap"):
         sentencepiece_tokenizer(pieces, {705: AddedToken("<far>")}, has_prefix_everywhere=True)
+
+
+def merges_by_entries(
+    tokens: list[str], scores: list[int], is_mergeable: list[bool]
+) -> list[tuple[str, str]]:
+    """The plain twin of `implied_merges`: every pair with its score and lengths, sorted."""
+    known = {token: index for index, token in enumerate(tokens) if is_mergeable[index]}
+    pairs = [
+        (scores[index], at, len(token) - at, token)
+        for token, index in known.items()
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
+    ]
+    pairs.sort(key=lambda pair: pair[:3], reverse=True)
+    return [(token[:at], token[at:]) for _, at, _, token in pairs]
+
+
+@pytest.mark.parametrize("num_scores", [5, 10_000])
+def test_merges_are_made_by_score_and_of_equal_scores_the_longer_beginning_first(
+    num_scores: int,
+) -> None:
+    rng = random.Random(num_scores)
+    tokens = list(dict.fromkeys("".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(99)))
+    scores = [rng.randrange(num_scores) for _ in tokens]
+    is_mergeable = [rng.random() < 0.9 for _ in tokens]
+
+    merges = implied_merges(tokens, scores, is_mergeable)
+
+    assert len(merges) > 50
+    assert merges == merges_by_entries(tokens, scores, is_mergeable)
+
+
+def test_a_tokenizer_that_was_built_is_known_by_all_that_it_was_built_of(tmp_path: Path) -> None:
+    files = text_files(tmp_path, "bpe")
+    again = text_files(tmp_path / "again", "bpe")
+    others = [
+        text_files(tmp_path / "vocabulary", "bpe_own"),
+        text_files(tmp_path / "setting", "bpe", tokenizer_config={"legacy": False}),
+        text_files(tmp_path / "added", "bpe", added_tokens={"<|more|>": 700}),
+    ]
+
+    assert files.digest == again.digest
+    assert len({files.digest, *(other.digest for other in others)}) == 4
+    assert files.tokenizer().to_str() == Tokenizer.from_str(files.tokenizer_json).to_str()
