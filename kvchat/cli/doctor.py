@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvchat import __version__
 from kvchat.cache.disk.quota import nearest_existing
-from kvchat.cli.build import session_store, settings_of, state_memory, store_admin, user_paths
+from kvchat.cli.build import session_store, settings_of, store_admin, user_paths
 from kvchat.cli.log_file import LOG_NAME
 from kvchat.cli.shared_cache import shared_config, without_password
 from kvchat.core.config import SharedConfig
@@ -29,7 +29,7 @@ from kvchat.terminal.cache_lines import used_of_limit
 from kvchat_kernels.cpu.level import CPU_VARIABLE
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _LOW_SPACE_BYTES = 1 << 30
 
@@ -139,7 +139,6 @@ def _devices() -> Iterator[Finding]:
     device = torch.device("cuda", 0)
     name = torch.cuda.get_device_name(device)
     yield Finding("GPU", f"{name}, {format_bytes(free_bytes(device))} free")
-    yield from _attention(device)
 
 
 def _compiled_kernels() -> Finding:
@@ -153,24 +152,6 @@ def _compiled_kernels() -> Finding:
         return Finding("CPU kernels", "llvmlite is missing", "Install kvchat again.")
     except RuntimeError as error:
         return Finding("CPU kernels", f"{error}", f"Unset {CPU_VARIABLE}." if origin else "")
-
-
-def _attention(device: "torch.device") -> Iterator[Finding]:
-    """Report which attention kernels won on this GPU, where FlashInfer is installed."""
-    from kvchat_kernels.paged_attention.flashinfer_gpu import installed_version
-
-    version = installed_version()
-    if version is None:
-        return
-    from kvchat.model.device import machine_name
-    from kvchat.model.gpu.attention_race import RaceMemory, rival_machine
-
-    machine = rival_machine(machine_name(device), version)
-    times = RaceMemory(state_memory(), machine).read()
-    if not times:
-        yield Finding("attention", f"FlashInfer {version}: not raced before a model is loaded")
-    for contest, found in times.items():
-        yield Finding("attention", f"{contest}: {found}")
 
 
 def _directories() -> Iterator[Finding]:

@@ -362,10 +362,6 @@ class Memory(Protocol):
     lost.
     """
 
-    @property
-    def outlasts_process(self) -> bool:
-        """Whether facts are meant to be there for the next process."""
-
     def get(self, kind: str, key: str) -> Fact:
         """Return a fact, None if there is none."""
 
@@ -378,8 +374,6 @@ class Memory(Protocol):
 
 class NoMemory:
     """Remembers nothing: for incognito chats, and where nothing may be written."""
-
-    outlasts_process = False
 
     def get(self, kind: str, key: str) -> Fact:
         return None

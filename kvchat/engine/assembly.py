@@ -53,7 +53,6 @@ from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import same_vocabulary
 from kvchat.model.device import can_change_threads, dtype_name
-from kvchat.model.gpu.attention_race import race_attention
 from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.key_rotations import possible_rotations
@@ -135,7 +134,7 @@ def load_trusted(
     """
     cache = cache_config or CacheConfig()
     loaded = _loaded(source, config, max_context, memory, progress, cache)
-    return _with_trusted_kv(loaded, KvChoice(cache), memory, progress)
+    return _with_trusted_kv(loaded, KvChoice(cache), memory)
 
 
 def _loaded(
@@ -172,12 +171,10 @@ def _load_with_kv(
     most = engine_config.max_context
     loaded = _loaded(source, model_config, most, memory, progress, cache_config)
     choice = chosen_kv(loaded, cache_config, most, memory)
-    return _with_trusted_kv(loaded, choice, memory, progress), choice.config
+    return _with_trusted_kv(loaded, choice, memory), choice.config
 
 
-def _with_trusted_kv(
-    loaded: LoadedModel, choice: KvChoice, memory: Memory, progress: Progress
-) -> LoadedModel:
+def _with_trusted_kv(loaded: LoadedModel, choice: KvChoice, memory: Memory) -> LoadedModel:
     """Return a loaded model that is checked over its KV, with notes on that."""
     geometry = kv_geometry(loaded.spec, choice.config, loaded.dtype)
     if isinstance(geometry.format, CodedFormat):
@@ -186,8 +183,6 @@ def _with_trusted_kv(
         slow = slow_attention(loaded.spec, loaded.device, geometry.dtype, code=geometry.format.code)
         notes = (*loaded.notes, *slow, *kv_notes(loaded, geometry, memory, choice.reason))
         loaded = replace(loaded, notes=tuple(dict.fromkeys(notes)))
-    elif loaded.device.type == "cuda":
-        race_attention(loaded, geometry.dtype, geometry.block_size, memory, progress)
     return loaded
 
 

@@ -60,7 +60,6 @@ OWNERS = {
     "torch": {"kvchat_kernels", "cache", "model", "engine", "bench", "cli/doctor.py"}
     | {"cli/models.py"},
     "triton": {"kvchat_kernels"},
-    "flashinfer": {"kvchat_kernels"},
     "llvmlite": {"kvchat_kernels"},
     "transformers": {"model", "bench"},
     "huggingface_hub": {"model"},
@@ -240,7 +239,6 @@ def names_of(requirements: Iterable[str]) -> set[str]:
 def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
     """Return the imports of other packages that no declaration has."""
     package_of = packages_distributions() | {
-        "flashinfer": ["flashinfer-python"],
         "mooncake": ["mooncake-transfer-engine-non-cuda"],
     }
     known = sys.stdlib_module_names | OURS
@@ -255,7 +253,7 @@ def undeclared(files: Iterable[Path], declared: set[str]) -> list[str]:
 
 def test_every_imported_package_is_declared() -> None:
     """A package that only another one brings is gone when that one drops it."""
-    optional = [*EXTRAS["flashinfer"], *EXTRAS["shared"], *EXTRAS["mooncake"]]
+    optional = [*EXTRAS["shared"], *EXTRAS["mooncake"]]
     declared = names_of([*PROJECT["dependencies"], *optional])
     assert undeclared(SOURCES, declared) == []
     assert undeclared(TESTS, declared | names_of(EXTRAS["dev"])) == []

@@ -9,8 +9,6 @@ from kvchat.core.types import Fact
 class FactMemory:
     """Keeps facts as JSON text in `texts`, by kind and key, as a disk would."""
 
-    outlasts_process = True
-
     def __init__(self) -> None:
         self.texts: dict[tuple[str, str], str] = {}
 

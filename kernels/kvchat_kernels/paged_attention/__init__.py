@@ -5,7 +5,6 @@ choice.py selects the implementation; README.md has the derivation.
 
 import torch
 
-from kvchat_kernels.paged_attention.adopted import ADOPTED, attend_adopted
 from kvchat_kernels.paged_attention.choice import (
     READS_LENGTHS_ON_DEVICE,
     Implementation,
@@ -65,10 +64,6 @@ def paged_attention(
         heads, dims = key_pool.shape[2], (key_pool.shape[3], value_pool.shape[3])
         shape = LayerShape(query.shape[1], heads, *dims, query.dtype)
         impl = implementation_for(query.device, shape).name
-        if ADOPTED and impl == "triton":
-            out = attend_adopted(query, key_pool, value_pool, sequences, shape, scoring)
-            if out is not None:
-                return out
     if isinstance(sequences, DeviceSequences) and impl not in READS_LENGTHS_ON_DEVICE:
         sequences = sequences.read()
     return implementation(impl)(query, key_pool, value_pool, sequences, scoring)

@@ -47,8 +47,6 @@ class DiskMemory:
     a directory that others have filled, is left alone.
     """
 
-    outlasts_process = True
-
     def __init__(self, state_directory: Path, patience_s: float = _PATIENCE_S) -> None:
         self._directory = state_directory.absolute() / "memory"
         self._path = self._directory / model_dirs.DATABASE

@@ -1,1 +1,1 @@
-"""A model on a GPU: fused layers, captured graphs, and the races that choose kernels."""
+"""A model on a GPU: fused layers and captured graphs."""

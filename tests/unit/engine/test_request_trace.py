@@ -14,8 +14,6 @@ USAGE = Usage(prompt_tokens=600, cached=CachedTokens(device=256, disk=256), comp
 class OneMemory(NoMemory):
     """A memory of one process."""
 
-    outlasts_process = True
-
     def __init__(self) -> None:
         self.facts: dict[tuple[str, str], Fact] = {}
 

@@ -234,18 +234,3 @@ import transformers
 print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils.__name__)
 """
     assert run_python(program).split() == ["module", "transformers.modeling_utils"]
-
-
-def test_off_cuda_no_package_of_attention_is_imported(plain: Forks, tmp_path: Path) -> None:
-    """Where it is installed too: the import takes seconds, and is for a GPU."""
-    (tmp_path / "flashinfer.py").write_text("raise SystemExit('imported')")
-    program = f"""
-import sys, torch
-from types import SimpleNamespace
-sys.path.insert(0, {str(tmp_path)!r})
-from kvchat.core.types import NO_MEMORY
-from kvchat.model.gpu.attention_race import race_attention
-loaded = SimpleNamespace(device=torch.device("cpu"), spec=None)
-print(race_attention(loaded, torch.bfloat16, 16, NO_MEMORY, print))
-"""
-    assert plain.printed(program) == ["()"]
