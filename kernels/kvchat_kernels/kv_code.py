@@ -223,15 +223,13 @@ def turned_queries(query: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True)
 class KvCode:
     """How the KV of a layer is stored. `name` is that of the setting, `stored_name` is part of the
-    identity of stored KV: other bytes need another one. Under `earlier_names` earlier versions
-    stored other bytes, which nothing reads any more.
+    identity of stored KV: other bytes need another one.
     """
 
     name: str
     stored_name: str
     keys: NumberCode
     values: NumberCode
-    earlier_names: tuple[str, ...] = ()
 
     def takes(self, key_dim: int, value_dim: int) -> bool:
         """Whether heads of these dims can be stored."""
@@ -242,24 +240,11 @@ class KvCode:
         return self.keys.num_bytes(key_dim) + self.values.num_bytes(value_dim)
 
 
-INT8 = KvCode(
-    "int8",
-    "int8, turned keys",
-    NumberCode(Form.INT8, turned=True),
-    NumberCode(Form.INT8),
-    earlier_names=("int8, a bfloat16 scale for 32",),
-)
+_EIGHT = NumberCode(Form.INT8, turned=True)
+INT8 = KvCode("int8", "int8, turned keys", _EIGHT, NumberCode(Form.INT8))
 _FLOATS = NumberCode(Form.E4M3)
 FP8 = KvCode("fp8", "e4m3, a bfloat16 scale for 32", _FLOATS, _FLOATS)
 _FOUR = NumberCode(Form.INT4, turned=True)
-K8V4 = KvCode(
-    "k8v4",
-    "k8v4, turned, searched scales",
-    NumberCode(Form.INT8, turned=True),
-    _FOUR,
-    earlier_names=("k8v4, turned keys",),
-)
-INT4 = KvCode(
-    "int4", "int4, turned, searched scales", _FOUR, _FOUR, earlier_names=("int4, turned keys",)
-)
+K8V4 = KvCode("k8v4", "k8v4, turned, searched scales", _EIGHT, _FOUR)
+INT4 = KvCode("int4", "int4, turned, searched scales", _FOUR, _FOUR)
 CODES = {code.name: code for code in (INT8, FP8, K8V4, INT4)}

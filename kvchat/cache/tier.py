@@ -33,15 +33,13 @@ class BusyRecord(DamagedRecord):
 class Layout:
     """What all packs of one identity share: the identity (16 bytes) and the shape of a block.
 
-    `block_size` counts tokens; `block_bytes` is the size of a block's image. Under the identities
-    `earlier` other versions stored the same KV in a form that nothing reads any more. `finer` are
-    the layouts of the same KV in more bits.
+    `block_size` counts tokens; `block_bytes` is the size of a block's image. `finer` are the
+    layouts of the same KV in more bits.
     """
 
     identity: bytes
     block_size: int
     block_bytes: int
-    earlier: tuple[bytes, ...] = field(default=(), compare=False)
     finer: tuple["Layout", ...] = field(default=(), compare=False)
 
     @property

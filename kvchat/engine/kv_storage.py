@@ -93,17 +93,6 @@ def kv_identity(
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 
-def earlier_identities(
-    loaded: LoadedModel, geometry: KvGeometry, content_digest: str
-) -> tuple[bytes, ...]:
-    """Return the identities under which earlier versions stored this KV in other bytes."""
-    if not isinstance(geometry.format, CodedFormat):
-        return ()
-    code = geometry.format.code
-    formats = [CodedFormat(replace(code, stored_name=name)) for name in code.earlier_names]
-    return tuple(kv_identity(loaded, replace(geometry, format=x), content_digest) for x in formats)
-
-
 def finer_geometries(geometry: KvGeometry) -> dict[str, KvGeometry]:
     """Return the geometries of the same KV in more bits, the finest first, by their names."""
     if not isinstance(geometry.format, CodedFormat):

@@ -28,7 +28,6 @@ from kvchat.core.stats import kv_form
 from kvchat.core.text import format_bytes
 from kvchat.core.types import CONVERTED_FROM, ELSEWHERE, Memory
 from kvchat.engine.kv_storage import (
-    earlier_identities,
     finer_geometries,
     host_budget,
     kv_identity,
@@ -80,12 +79,11 @@ def new_chain(
                 loaded.asked_weights,
             ),
         )
-        earlier = earlier_identities(loaded, geometry, digest)
         finer = tuple(
             Layout(kv_identity(loaded, each, digest, windows), each.block_size, each.block_bytes)
             for each in finer_geometries(geometry).values()
         )
-        return Layout(identity, geometry.block_size, geometry.block_bytes, earlier, finer)
+        return Layout(identity, geometry.block_size, geometry.block_bytes, finer)
 
     rate = PrefillRate(rate_memory(loaded, memory), half_context(loaded.spec))
     planner = Planner(rate, rate_memory(loaded, memory))
@@ -146,10 +144,7 @@ def _disk_opener(config: CacheConfig, block_bytes: int, is_draft: bool) -> TierO
                 f"--disk-cache allows only {format_bytes(limit)}, too little for KV.",
                 f"Raise it to {format_bytes(least)} at least.",
             )
-        tier = DiskTier(directory, layout(), limit, is_draft=is_draft)
-        if not is_draft:  # a draft's tier is not asked for its status
-            tier.drop_earlier()
-        return tier
+        return DiskTier(directory, layout(), limit, is_draft=is_draft)
 
     return TierOpener("disk", open_disk)
 

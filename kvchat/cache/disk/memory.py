@@ -7,7 +7,6 @@ as empty until the process ends: its facts are found out again.
 import logging
 import os
 import sqlite3
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,17 +26,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S = 2.0
-# The files that earlier versions kept facts in.
-_REPLACED_FILES = (
-    "attention_race.json",
-    "linear_race.json",
-    "models.json",
-    "rates.json",
-    "rounding.json",
-    "self_test.json",
-    "specs.json",
-    "weights.json",
-)
 
 
 class DiskMemory:
@@ -130,8 +118,6 @@ class DiskMemory:
 
     def _prepare(self) -> None:
         model_dirs.clear_the_way(self._directory)
-        if not self._path.exists():
-            self._delete_replaced_files()
         private_database(self._path)
         self._file = model_dirs.file_number(self._path)
 
@@ -139,13 +125,6 @@ class DiskMemory:
         """Delete the table, unless another process has replaced it."""
         if model_dirs.file_number(self._path) == self._file:
             model_dirs.empty(self._directory)
-
-    def _delete_replaced_files(self) -> None:
-        for name in _REPLACED_FILES:
-            path = self._directory.parent / name
-            with suppress(OSError):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    path.unlink()
 
 
 def _is_damage(error: Exception) -> bool:

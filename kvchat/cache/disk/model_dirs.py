@@ -226,8 +226,6 @@ def clear_the_way(path: Path) -> None:
 
 # A file's tail fills a page of the disk, and its name some of a directory.
 FILE_OVERHEAD_BYTES = 4096 + 256
-# Where SQLite's file format has the number of a table's version.
-_SQLITE_MAGIC, _VERSION_START, _VERSION_END = b"SQLite format 3\0", 60, 64
 # No file system's times are coarser.
 _CLOCK_STEP_S = 2.0
 
@@ -247,9 +245,7 @@ def list_model_dirs(directory: Path) -> list[Path]:
 
 
 def strangers(directory: Path) -> list[Path]:
-    """Return what looks like a model directory and is not ours, as those of an earlier kvchat
-    do.
-    """
+    """Return what looks like a model directory and is not ours."""
     with suppress(OSError):
         return [
             path
@@ -321,20 +317,6 @@ def last_used(model_dir: Path) -> float:
     """Return when a model directory's table last changed, in seconds; 0 where it has none."""
     found = (_info(model_dir / f"{DATABASE}{end}") for end in ("", "-wal"))
     return max((info.st_mtime for info in found if info is not None), default=0.0)
-
-
-def table_version(model_dir: Path) -> int:
-    """Return SQLite's `user_version` in the file of a model directory's table; 0 without one.
-
-    A version that stands only in the table's log does not count.
-    """
-    with suppress(OSError, StoreError), hold(model_dir) as descriptor:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(DATABASE, flags, dir_fd=descriptor), "rb") as file:
-            header = file.read(_VERSION_END)
-            if header.startswith(_SQLITE_MAGIC) and len(header) == _VERSION_END:
-                return int.from_bytes(header[_VERSION_START:])
-    return 0
 
 
 def set_last_used(model_dir: Path, used_s: float) -> None:

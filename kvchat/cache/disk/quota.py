@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +27,9 @@ from kvchat.cache.disk.model_dirs import (
     last_used,
     list_model_dirs,
     set_last_used,
-    table_version,
     tree_bytes,
 )
-from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, SCHEMA_VERSION, PackTable
+from kvchat.cache.disk.table import LOG_PAGES, PAGE_BYTES, PackTable
 from kvchat.core.text import Size, format_bytes
 from kvchat.core.types import MissReason
 
@@ -197,21 +196,6 @@ class DiskQuota:
             f"what is pinned was more than --disk-cache, {format_bytes(self.limit_bytes)}; "
             "some of it had to go."
         )
-
-    def drop_earlier(self, identities: Sequence[bytes]) -> bool:
-        """Drop what earlier versions of kvchat have left of other models and under `identities`,
-        pinned or not: no version reads it any more. Return whether there was any.
-        """
-        names = {identity.hex() for identity in identities}
-        earlier = [
-            path
-            for path in self._others()
-            if path.name in names or 0 < table_version(path) < SCHEMA_VERSION
-        ]
-        for path in earlier:
-            drop(path)
-        self._sizes.forget()
-        return bool(earlier)
 
     def _follow_clock(self, table: PackTable, now_s: float) -> None:
         """Move all uses, if the clock seems to have jumped since the last one."""

@@ -495,20 +495,6 @@ class DiskTier(Tier):
 
         return self._attempt(code, False)
 
-    def drop_earlier(self) -> None:
-        """Remove what earlier versions of kvchat have left, of other models or of this one under
-        an earlier identity, and say so.
-        """
-
-        def drop() -> None:
-            with self._db.changing():
-                if self._quota.drop_earlier(self._layout.earlier):
-                    self._stats.say(
-                        "KV of an earlier version of kvchat, now unreadable, was removed."
-                    )
-
-        self._attempt(drop, None)
-
     def _collect(self, table: PackTable) -> None:
         self._note_uses(table)
         table.sweep()

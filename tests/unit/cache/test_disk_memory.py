@@ -75,15 +75,6 @@ def test_who_only_asks_makes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_files_of_earlier_versions_go_when_a_memory_is_made(tmp_path: Path) -> None:
-    for name in ("rates.json", "self_test.json", "pins.json"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "specs.json").symlink_to(tmp_path / "pins.json")
-    DiskMemory(tmp_path).set("kind", "key", 1)
-
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "pins.json", "specs.json"]
-
-
 # What stands in the place of a memory and cannot be used, and what is then left of it.
 
 
