@@ -210,4 +210,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     sentence = (
         f"There is no such path; see {_VERSION}/models." if is_missing else f"{error.detail}."
     )
-    return response_to(ApiError(error.status_code, sentence), request.url.path)
+    response = response_to(ApiError(error.status_code, sentence), request.url.path)
+    response.headers.update(error.headers or {})  # Allow, of a method that there is not
+    return response

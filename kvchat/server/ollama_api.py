@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvchat.server.ollama_fields import (
     text_body,
 )
 from kvchat.server.openai_api import with_suffix
-from kvchat.server.service import Service, facts, until_gone
+from kvchat.server.service import Service, facts, moment, until_gone
 from kvchat.server.streaming import stream_response
 
 # Clients ask for a version before they use what a later one brought: tools, thinking, schemas.
@@ -63,7 +63,7 @@ class OllamaApi:
         if self._service.host.ready is None:
             return JSONResponse({"models": []})
         listed = self._listed(self._service.name)
-        until = _moment(time.time() + _STAYS.total_seconds())
+        until = moment(time.time() + _STAYS.total_seconds())
         limit = self._service.host.context_limit
         loaded = {"expires_at": until, "size_vram": 0, "context_length": limit}
         return JSONResponse({"models": [{**listed, **loaded}]})
@@ -143,7 +143,7 @@ class OllamaApi:
         return {
             "name": served_name(name),
             "model": served_name(name),
-            "modified_at": _moment(changed_s or self._began_s),
+            "modified_at": moment(changed_s or self._began_s),
             "size": num_bytes,
             "digest": hashlib.sha256(identity.encode()).hexdigest(),
             "details": {
@@ -173,10 +173,6 @@ def _files(path: Path) -> Iterator[Path]:
         yield path
 
 
-def _moment(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
-
-
 # Answers
 
 
@@ -191,7 +187,7 @@ class _Form:
         self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()
     ) -> dict[str, Any]:
         """Return a part as an object, without whether it is the last."""
-        head = {"model": self.model, "created_at": _moment(time.time())}
+        head = {"model": self.model, "created_at": moment(time.time())}
         thought = {"thinking": thinking} if thinking else {}
         if not self.is_chat:
             return {**head, "response": text, **thought}

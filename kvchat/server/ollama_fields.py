@@ -18,8 +18,8 @@ _OPTIONS = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty"),
 )
 _PASSED = ("tools", "think")
-# The ids of an earlier context, and a template in the place of the model's.
-_UNKNOWN = ("context", "template")
+# The ids of an earlier context, a template in the place of the model's, and logprobs.
+_UNKNOWN = ("context", "template", "logprobs", "top_logprobs")
 
 
 def served_name(name: str) -> str:

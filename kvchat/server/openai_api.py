@@ -41,7 +41,7 @@ from kvchat.server.generation_fields import (
 from kvchat.server.guard import client_of
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
-from kvchat.server.service import Service, facts, finish_word, until_gone
+from kvchat.server.service import Service, facts, finish_word, moment, until_gone
 from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
 
 Prompt = str | tuple[int, ...]
@@ -65,8 +65,11 @@ class OpenAiApi:
         self._left_out = LeftOutNotes()
 
     async def models(self, request: Request) -> Response:
+        """List the model by its names, in OpenAI's form and Anthropic's: no field is in both."""
         names = self._service.listed_names
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        listed = [self._model(name) for name in names]
+        return JSONResponse({"object": "list", "data": listed, **pages})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -75,6 +78,7 @@ class OpenAiApi:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": self._began_s, "owned_by": "kvchat"}
+        model |= {"type": "model", "display_name": name, "created_at": moment(self._began_s)}
         model |= {"root": self._service.files, "tokenizer": self._service.tokenizer_digest}
         ready = self._service.host.ready
         return {**model, "context_length": ready.context_limit} if ready is not None else model

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -130,6 +131,11 @@ def finish_word(ended: AnswerEnded) -> str:
     if not ended.is_whole:
         return "length"
     return "tool_calls" if ended.calls else "stop"
+
+
+def moment(at_s: float) -> str:
+    """Return a time in seconds since the epoch as clients read it, such as 2026-01-31T00:00:00Z."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def facts(ended: AnswerEnded, asked: Asked | None = None) -> dict[str, Any]:

@@ -115,6 +115,11 @@ def test_openai_raises_its_own_errors(openai: Any, of_openai: Any) -> None:
         of_openai.with_options(api_key="wrong").chat.completions.create(messages=USER, **SHORT)
 
 
+def test_anthropic_lists_models(of_anthropic: Any) -> None:
+    assert "demo" in [model.display_name for model in of_anthropic.models.list()]
+    assert of_anthropic.models.retrieve("demo").type == "model"
+
+
 def test_anthropic_chats_streamed_and_not(of_anthropic: Any) -> None:
     messages = of_anthropic.messages
     whole = messages.create(messages=USER, max_tokens=40, system="Be brief.", **PLAIN)

@@ -186,4 +186,6 @@ def test_unknown_paths_and_methods_get_the_interfaces_error(serve: Serve) -> Non
     app = serve()
 
     assert get(app, "/nowhere").json["error"]["type"] == "invalid_request_error"
-    assert get(app, CHAT).status == 405
+    refused = get(app, CHAT)
+    assert refused.status == 405
+    assert refused.headers["allow"] == "POST"

@@ -101,6 +101,7 @@ def test_options_and_a_format_reach_the_engine(app: App, asked: list[Any]) -> No
         ({"format": "xml"}, "format"),
         ({"format": {"type": "no such"}}, "response_format"),
         ({"template": "{{ .Prompt }}"}, "template"),
+        ({"logprobs": True, "top_logprobs": 2}, "logprobs"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
     ],
 )

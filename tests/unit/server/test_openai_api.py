@@ -1,5 +1,6 @@
 """OpenAI's interface: what requests may hold, and what responses and streams hold."""
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -127,6 +128,18 @@ def test_models_are_listed_and_found(serve: Serve) -> None:
     assert [model["id"] for model in get(app, "/v1/models").json["data"]] == ["scripted", "other"]
     assert get(app, "/v1/models/other").json["context_length"] == 32768
     assert get(app, "/v1/models/none").status == 404
+
+
+def test_models_are_listed_as_anthropics_clients_read_them(serve: Serve) -> None:
+    """Claude Code offers those whose `display_name` it reads; the list had OpenAI's fields only."""
+    listed = get(serve(), "/v1/models", **{"anthropic-version": "2023-06-01"}).json
+    first, last = listed["data"]
+
+    assert {first["type"], last["type"]} == {"model"}
+    assert (first["display_name"], last["display_name"]) == ("scripted", "other")
+    assert datetime.fromisoformat(first["created_at"]).timestamp() == first["created"]
+    assert listed["has_more"] is False
+    assert (listed["first_id"], listed["last_id"]) == (first["id"], last["id"])
 
 
 BAD: dict[str, tuple[Any, int, str | None]] = {
