@@ -344,7 +344,7 @@ def load_part(
         quantise(module, spec, target.asked_weights, device, lambda share: None, NOWHERE)
     join(module, found.tensors)
     keep_precise(module, found.precise)
-    use_blocks(module, found.blocks, device)
+    use_blocks(module, found.blocks, device, found.orders)
     _move(module, device, lambda event: None)
     use_cpu_products(module)
     _, step, fusing, compiled = _ways_to_run(module, spec, device, target.weights)
@@ -503,7 +503,7 @@ def _read_weights(
     refuse_gaps(source, report)
     keep_precise(module, found.precise)
     if blocks_on is not None:
-        use_blocks(module, found.blocks, blocks_on)
+        use_blocks(module, found.blocks, blocks_on, found.orders)
     return module.eval().requires_grad_(False), leftovers(
         source, _unexpected(source, meta.config, report)
     )

@@ -13,7 +13,7 @@ from kvchat.model.hf.probe import probe
 from kvchat.model.hf.weight_reads import watching_reads
 from kvchat.model.loader import LoadedModel, load_model
 from kvchat.model.packed.experts import expert_packs_of
-from kvchat.model.packed.quantise import pack_of
+from kvchat.model.packed.quantise import RowsApart, pack_of
 from kvchat.model.self_test import compare_with_own
 from kvchat_kernels.linear.blocks import dequantised
 from support.checkpoints import save_checkpoint, tiny_config, tiny_model
@@ -187,15 +187,21 @@ def test_recurrent_layers_multiply_with_the_blocks_of_the_file(
     assert compare_with_own(loaded) > 0.99
 
 
-def test_parts_of_a_matrix_in_unequal_formats_are_unpacked(tmp_path: Path) -> None:
-    """Qwen3-Next has in one matrix what its files have in two."""
-    mixed = lambda stored: "Q4_0" if "attn_gate" in stored else "Q8_0"  # noqa: E731
-    loaded = load(write_hybrid(tmp_path / "m.gguf", "qwen3next", mixed), device="cpu")
+def test_parts_of_a_matrix_in_unequal_formats_stay_in_them(tmp_path: Path) -> None:
+    """Qwen3-Next has in one matrix what its files have in two. Q4_K_M has 5 bits and 4 there, and
+    the layer that holds a third of what a token reads took 16."""
+    mixed = lambda stored: "Q5_K" if "attn_qkv" in stored else "Q4_K"  # noqa: E731
+    path = write_hybrid(tmp_path / "m.gguf", "qwen3next", mixed)
 
-    mixer = loaded.module.model.layers[0].linear_attn
-    assert pack_of(mixer.in_proj_qkvz) is None
-    assert mixer.in_proj_qkvz.weight.numel() > 0
-    assert pack_of(mixer.out_proj) is not None
+    loaded = load(path, device="cpu")
+
+    layer = loaded.module.model.layers[0].linear_attn.in_proj_qkvz
+    assert isinstance(layer, RowsApart)
+    matrices = [pack_of(part).weights for part in layer.parts]
+    assert [weights.bits for weights in matrices] == [5, 4]
+    plain = load(path, device="cpu", dtype="float32").module.model.layers[0].linear_attn
+    whole = torch.cat([dequantised(weights) for weights in matrices])[layer.order]
+    assert torch.allclose(whole, plain.in_proj_qkvz.weight, rtol=1e-5)
     assert compare_with_own(loaded) > 0.99
 
 

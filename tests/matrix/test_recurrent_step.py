@@ -293,11 +293,17 @@ def test_low_bits_take_the_compiled_step_too(
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen35", "qwen3next", "lfm2", "granitehybrid", "falcon-h1", "nemotron_h"]
+    ("name", "of_gates"),
+    [
+        *((name, "Q8_0") for name in ("qwen35", "qwen3next", "lfm2", "granitehybrid")),
+        *((name, "Q8_0") for name in ("falcon-h1", "nemotron_h")),
+        ("qwen3next", "Q4_0"),
+    ],
 )
-def test_blocks_of_a_file_take_it_too(name: str, tmp_path: Path) -> None:
+def test_blocks_of_a_file_take_it_too(name: str, of_gates: str, tmp_path: Path) -> None:
     """Of Qwen's, value heads and columns of the output are in another order in the file."""
-    loaded = load(write_hybrid(tmp_path / "m.gguf", name, "Q8_0"))
+    kind = lambda stored: of_gates if "attn_gate" in stored else "Q8_0"  # noqa: E731
+    loaded = load(write_hybrid(tmp_path / "m.gguf", name, kind))
 
     ours, _, num_taken = decoded(loaded, is_compiled=True)
     theirs, _, _ = decoded(loaded, is_compiled=False)

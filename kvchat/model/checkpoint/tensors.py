@@ -34,7 +34,8 @@ class CheckpointTensors:
     """Tensors by name; the dtype to load them in, None for their own; and what to say meanwhile.
 
     `blocks` are weights of linear layers and experts that stay in their blocks, matrices by the
-    tensor's name as GgufTensors has them; `tensors` has zeros for them. `precise` is as there.
+    tensor's name as GgufTensors has them; `tensors` has zeros for them. `precise` and `orders` are
+    as there.
     """
 
     tensors: Mapping[str, torch.Tensor | PackedTensor]
@@ -42,6 +43,7 @@ class CheckpointTensors:
     stage: str
     blocks: dict[str, tuple[BlockWeights, ...]] = field(default_factory=dict)
     precise: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    orders: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_tensors(
@@ -102,7 +104,7 @@ def _read_gguf(
     found = read_gguf_tensors(
         gguf, architecture, config, shapes, dtype, tick, wanted, head, for_cpu
     )
-    return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise)
+    return CheckpointTensors(found.tensors, dtype, stage, found.blocks, found.precise, found.orders)
 
 
 def memory_of_gguf(

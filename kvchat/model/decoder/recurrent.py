@@ -20,6 +20,7 @@ from kvchat.model.decoder.matrices import (
     float_values,
     matrix_of,
 )
+from kvchat.model.packed.quantise import RowsApart
 from kvchat_kernels.cpu.delta import DeltaForm
 from kvchat_kernels.cpu.mamba import MambaForm
 
@@ -217,11 +218,18 @@ def read_delta_net(mixer: Any, index: int) -> DeltaNet:
     form = DeltaForm(mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim)
     is_grouped = hasattr(mixer, "in_proj_qkvz")
     names = ("qkvz", "ba") if is_grouped else ("qkv", "z", "b", "a")
+    layers = [getattr(mixer, f"in_proj_{name}") for name in names]
+    order = _order(form) if is_grouped else None
+    if isinstance(first := layers[0], RowsApart) and order is not None:
+        layers[:1] = first.parts
+        places = torch.arange(len(order), dtype=torch.int32)
+        places[: len(first.order)] = first.order
+        order = places[order]
     norm = mixer.norm
     return DeltaNet(
         form,
-        tuple(matrix_of(getattr(mixer, f"in_proj_{name}")) for name in names),
-        _order(form) if is_grouped else None,
+        tuple(map(matrix_of, layers)),
+        order,
         matrix_of(mixer.out_proj),
         read_convolution(mixer.conv1d, mixer.activation),
         -float_values(mixer.A_log).exp(),

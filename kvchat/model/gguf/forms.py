@@ -30,6 +30,7 @@ class Form:
     `columns`   returns the same for each column, of a form of one matrix
     `places`    returns, for each of the file's tensors, the view of the new tensor it fills
     `make`      returns the tensor from the file's in float32; the last argument is the match
+    `may_differ`    whether rows of `order` may be in several matrices, in formats of their own
     `is_turned` whether the file has the matrix transposed, or those of experts
     `are_experts`  whether the file's tensors are matrices of all experts, each of their rows a run
                 of the new tensor's
@@ -41,6 +42,7 @@ class Form:
     columns: Callable[[int, Any], torch.Tensor] | None = None
     places: Callable[[torch.Tensor, Any], Parts] | None = None
     make: Callable[[Parts, Any, re.Match[str]], torch.Tensor] | None = None
+    may_differ: bool = False
     is_turned: bool = False
     are_experts: bool = False
 
@@ -310,6 +312,7 @@ QWEN3_NEXT = (
         "blk.{0}.attn_qkv.weight",
         "blk.{0}.attn_gate.weight",
         order=_next_groups,
+        may_differ=True,
     ),
 )
 _LINEAR = _LAYER + r"linear_attn\."

@@ -112,14 +112,16 @@ class GgufTensors:
     """A module's tensors by name, and those that stay in blocks.
 
     A tensor that stays in blocks is in `tensors` too, as zeros that take no memory. `blocks` are
-    the matrices of each: one, or those of experts, [experts * rows, in], gate before up. `precise`
-    are norms, biases, filters of convolutions and other small tensors in float32, where `tensors`
-    has fewer bits.
+    the matrices of each: one, or those of experts, [experts * rows, in], gate before up, or some,
+    one below the other, and `orders` has where each row of the tensor is in them. `precise` are
+    norms, biases, filters of convolutions and other small tensors in float32, where `tensors` has
+    fewer bits.
     """
 
     tensors: dict[str, torch.Tensor]
     blocks: dict[str, tuple[BlockWeights, ...]]
     precise: dict[str, torch.Tensor] = field(default_factory=dict)
+    orders: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class _Source:
     def fits_blocks(self, shape: torch.Size, config: Any, for_cpu: bool) -> bool:
         """Whether the file's rows are those of a tensor of this shape, in blocks we have.
 
-        Where they are those of several tensors, all have one format: one matrix is made of them.
+        Where they are those of several tensors, one matrix is made of them if all have one format.
         """
         form, parts = self.form, self.parts
         known = BLOCK_FORMATS | GRID_FORMATS if for_cpu else WIDE_FORMATS
@@ -152,7 +154,8 @@ class _Source:
         if form is None or form.order is None:
             are_rows = len(parts) == 1 and parts[0].shape == own
         else:
-            are_rows = len({(part.kind, part.shape[1:]) for part in parts}) == 1
+            are_rows = len({part.kind for part in parts}) == 1 or (form.may_differ and for_cpu)
+            are_rows = are_rows and len({part.shape[1:] for part in parts}) == 1
             are_rows = are_rows and sum(part.shape[0] for part in parts) == own[0]
         if form is not None and form.columns is not None:
             are_rows = are_rows and can_move_columns(form.columns(own[-1], config))
@@ -208,10 +211,10 @@ def read_gguf_tensors(
             tick(done / total)
     table = gguf.tensors.get("token_embd.weight")
     if tied_head is None or (tied_head,) not in wanted or tied_head in sources or table is None:
-        return GgufTensors(state, reader.blocks, precise)
+        return GgufTensors(state, reader.blocks, precise, reader.orders)
     if _Source([table]).fits_blocks(shapes[tied_head], config, for_cpu):
         reader.keep_again(tied_head, table)
-    return GgufTensors(state, reader.blocks, precise)
+    return GgufTensors(state, reader.blocks, precise, reader.orders)
 
 
 def memory_bytes(
@@ -326,6 +329,7 @@ class _Reader:
         for_cpu: bool,
     ) -> None:
         self.blocks: dict[str, tuple[BlockWeights, ...]] = {}
+        self.orders: dict[str, torch.Tensor] = {}
         self._kept_as: dict[str, str] = {}
         self._dtype = dtype
         self._kept = kept
@@ -365,8 +369,11 @@ class _Reader:
         is_interleaved = self._for_cpu and not moves_columns
         matrices = tuple(self._in_blocks(part, is_interleaved) for part in parts)
         if form is not None and form.order is not None:
-            whole = joined(matrices)
-            matrices = (reordered(whole, form.order(whole.num_out, self._config)),)
+            order = form.order(sum(matrix.num_out for matrix in matrices), self._config)
+            if len({part.kind for part in parts}) == 1:
+                matrices = (reordered(joined(matrices), order),)
+            else:
+                self.orders[name] = order
         if form is not None and form.columns is not None:
             order = form.columns(matrices[0].num_in, self._config)
             matrices = (with_columns(matrices[0], order),)

@@ -73,6 +73,27 @@ class PackedForward:
         return out.to(x.dtype).view(*x.shape[:-1], self.pack.weights.num_out)
 
 
+class RowsApart(nn.Module):
+    """Stands for a linear layer on a CPU whose rows are in several matrices, a layer of each.
+
+    `order`: where each of its rows is in these, one below the other, int64 [out].
+    """
+
+    def __init__(self, layer: nn.Linear, matrices: Sequence[BlockWeights], order: torch.Tensor):
+        super().__init__()
+        self.order = order
+        self.parts = nn.ModuleList()
+        for weights in matrices:
+            dtype, num_in = layer.weight.dtype, layer.in_features
+            part = nn.Linear(num_in, weights.num_out, bias=False, device="meta", dtype=dtype)
+            use_instead(part, PackedForward(part, BlockProduct(weights)))
+            self.parts.append(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x [..., in_features]."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)[..., self.order]
+
+
 class DeviceForward:
     """The same on a GPU. The bias is the layer's, which goes to the GPU after the weight."""
 
@@ -472,12 +493,16 @@ def _replace(
 
 
 def use_blocks(
-    module: Any, blocks: dict[str, tuple[BlockWeights, ...]], device: torch.device
+    module: Any,
+    blocks: dict[str, tuple[BlockWeights, ...]],
+    device: torch.device,
+    orders: Mapping[str, torch.Tensor],
 ) -> None:
     """Let the parts of a model on a CPU multiply with block weights on `device`.
 
-    `blocks` has matrices by the names of the module's tensors, as GgufTensors has them. They are
-    taken out one by one: what a part makes of them takes the place of these.
+    `blocks` has matrices by the names of the module's tensors, and `orders` those of rows, as
+    GgufTensors has them. They are taken out one by one: what a part makes of them takes the place
+    of these.
     """
     for gate_up, down in expert_tensors(module, device):
         if gate_up in blocks:
@@ -488,9 +513,13 @@ def use_blocks(
             *gate_and_up, last = (part.to(device) for part in (*matrices, *blocks.pop(down)))
             use_packs(experts, packs(experts, gate_and_up, last))
     while blocks:
-        name, (weights,) = blocks.popitem()
+        name, matrices = blocks.popitem()
         layer = module.get_submodule(name.removesuffix(".weight"))
-        if isinstance(layer, nn.Embedding):
+        weights = matrices[0]
+        if name in orders:
+            apart = RowsApart(layer, matrices, orders[name])
+            module.set_submodule(name.removesuffix(".weight"), apart)
+        elif isinstance(layer, nn.Embedding):
             use_instead(layer, TableForward(layer, weights))
         elif device.type == "cpu":
             use_instead(layer, PackedForward(layer, BlockProduct(weights)))
