@@ -140,9 +140,9 @@ class Need:
         return max_summary_tokens(self.limit)
 
     @property
-    def is_refused(self) -> bool:
-        """Whether the prompt leaves no room for one token."""
-        return self.num_before + self.num_next >= self.limit
+    def is_full(self) -> bool:
+        """Whether there is no room for such an answer."""
+        return self.num_before + self.num_next + self.num_answer > self.limit
 
     def num_left(self, num_opening: int) -> int:
         """Return how many tokens may stay between an opening and what is next; below 0: none."""

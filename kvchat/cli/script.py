@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvchat.chat.answer_settings import ContextPolicy
@@ -39,6 +40,7 @@ from kvchat.tools.toolbox import Toolbox, call_in_words, refused
 
 if TYPE_CHECKING:
     from kvchat.terminal.commands import Invocation
+    from kvchat.terminal.room import RoomMaker
     from kvchat.terminal.script_commands import ScriptCommands
 
 
@@ -420,17 +422,21 @@ class Script:
         controller = self._controller
         if controller.options.context_policy is ContextPolicy.STOP or not controller.context_ids:
             return True
+        with suppress(TimedOut):  # the answer tells it
+            controller.host.wait_until_loaded(self._setup.timeout_s)
+        is_made = asyncio.run(self._room.make(text, results))
+        if not is_made:
+            self._output.note_interruption()
+        return is_made
+
+    @cached_property
+    def _room(self) -> "RoomMaker":
         from kvchat.terminal.room import RoomMaker  # and all that draws: not for one -p
 
         def say(text: str) -> None:
             self._setup.notices.tell(text[:1].lower() + text[1:])
 
-        with suppress(TimedOut):  # the answer tells it
-            controller.host.wait_until_loaded(self._setup.timeout_s)
-        is_made = asyncio.run(RoomMaker(controller, self._summary, say).make(text, results))
-        if not is_made:
-            self._output.note_interruption()
-        return is_made
+        return RoomMaker(self._controller, self._summary, say)
 
     async def _summary(self, plan: CompactionPlan) -> AnswerEnded:
         """Let the model write a summary, which is not printed; raises what prevented it."""

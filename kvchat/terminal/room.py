@@ -10,6 +10,7 @@ from kvchat.chat import making_room
 from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import Change, Need
 from kvchat.chat.tools import ToolResult
@@ -38,6 +39,7 @@ class RoomMaker:
         self._controller = controller
         self._summarise = summarise
         self._say = say
+        self._without_summary: Turn | None = None  # the context that begins so got none
 
     async def make(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> bool:
         """Make room for the answer to a message, if it is needed; arguments as `need` takes them.
@@ -69,9 +71,9 @@ class RoomMaker:
             return False
         return num_tokens > 0
 
-    async def _drop_if_refused(self, needed: Need) -> None:
+    async def _drop_if_full(self, needed: Need) -> None:
         """Go on without a summary, which small models often fail to write, where it must be."""
-        if needed.is_refused:
+        if needed.is_full:
             await self._drop(needed)
 
     async def make_early(self) -> None:
@@ -92,9 +94,11 @@ class RoomMaker:
         self._tell(change, _left_out(change), "what stays is read again while you type")
 
     async def _compact(self, needed: Need) -> bool:
-        plan = making_room.plan_summary(self._controller, needed)
+        first = self._controller.require_conversation().path()[0]
+        is_asked = first is not self._without_summary
+        plan = making_room.plan_summary(self._controller, needed) if is_asked else None
         if plan is None:
-            await self._drop_if_refused(needed)
+            await self._drop_if_full(needed)
             return True
         try:
             ended = await self._summarise(plan)
@@ -104,7 +108,8 @@ class RoomMaker:
             change = making_room.take_summary(self._controller, plan, ended)
         except (UsageError, ContextTooLong) as error:
             self._say(error.message)
-            await self._drop_if_refused(needed)
+            self._without_summary = first
+            await self._drop_if_full(needed)
             return True
         usage, count = ended.usage, plural(change.num_messages, "message")
         cached = f"{usage.cached.total:,} of {usage.prompt_tokens:,} tokens cached"

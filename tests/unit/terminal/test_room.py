@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvchat.chat import making_room
 from kvchat.chat.answer_settings import AskOptions, ContextPolicy, changed
 from kvchat.chat.attachment import PinFiles, read_attachment
 from kvchat.chat.chat_model import ChatModel
@@ -260,24 +259,20 @@ def test_the_request_for_a_summary_finds_the_whole_history_cached(open_chat: Ope
     assert f"{usage.cached.total:,} of {usage.prompt_tokens:,} tokens cached" in chat.said[0]
 
 
-def test_a_summary_that_fails_leaves_the_chat_as_it_was(
+def test_where_no_summary_is_written_messages_are_left_out_in_time(
     open_chat: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each message asked for a summary again, and answers were cut off at the context's end."""
     chat = open_chat("compact")
-    while making_room.need(chat.controller, "fog " * 40) is None:
-        chat.say("fog " * 20)
-    before = chat.controller.context_ids
     monkeypatch.setattr("kvchat.chat.compaction._REQUEST", "Summarise badly, in {} words.")
 
-    assert asyncio.run(chat.room.make("fog " * 40))
+    ended = [chat.say(f"{number} {'fog ' * 20}") for number in range(40)]
 
-    assert chat.controller.context_ids == before
-    assert "too short" in chat.said[0]
-    chat.say("Hello")
-    assert chat.messages[-1] == "Hello", "there was still room for a short one"
-    while len(chat.said) < 3 or "left out" not in chat.said[-1]:
-        chat.say("fog " * 20)
-    assert chat.path[0] == LEFT_OUT, "without room and without a summary it goes on all the same"
+    assert all(each.reason is FinishReason.STOP for each in ended)
+    assert chat.path[0] == LEFT_OUT
+    changes = [sentence for sentence in chat.said if "left out" in sentence]
+    assert len(changes) > 4
+    assert len(chat.usages) <= len(changes) + 1, "a summary is asked for once each time"
 
 
 def test_a_summary_that_is_stopped_sends_nothing(open_chat: Open) -> None:
