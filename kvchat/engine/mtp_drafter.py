@@ -27,6 +27,10 @@ from kvchat.model.next_head import HeadModel
 _MOST_DRAFTED = 4
 # At most this many pairs are computed with the first guess; more wait for no offer.
 _MOST_ALONG = 17
+# The product with a large vocabulary is most of what a guess takes, and ids are in the order of
+# how frequent their tokens were: a quarter of Qwen2.5's has 0.94 of English and code. Ids above
+# those of this share of a request's newest tokens are not guessed.
+_SHARE_OF_IDS, _NEWEST = 0.95, 256
 
 
 @dataclass(slots=True)
@@ -119,6 +123,7 @@ class MtpDrafter:
             if self.cache.reserve(state.table, state.num_computed, end):
                 drafts[want.request] = []
         due = [want.request for want in wanted if want.request in drafts]
+        self._model.guess_below(max(map(self._most_ids, due), default=0))
         hidden = self._draft_first(due, drafts) if due else {}
         for length in range(1, max(want.num_tokens for want in wanted)):
             due = [w.request for w in wanted if w.num_tokens > length and w.request in drafts]
@@ -127,6 +132,12 @@ class MtpDrafter:
             state = self._states[request]
             self.cache.rewind(state.table, state.num_computed)
         return [drafts.get(want.request, []) for want in wanted]
+
+    def _most_ids(self, request: Request) -> int:
+        """Return the id below which all of the request's next tokens are guessed."""
+        newest = sorted(request.ids[-_NEWEST:])
+        vocab_size = self._model.loaded.spec.vocab_size
+        return max(vocab_size // 4, newest[int(_SHARE_OF_IDS * (len(newest) - 1))] + 1)
 
     def _draft_first(
         self, due: Sequence[Request], drafts: dict[Request, list[int]]

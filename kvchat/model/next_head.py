@@ -126,6 +126,11 @@ class HeadModel(PagedModel):
         """Set the hidden states that the rows of the next step follow, [rows, hidden]."""
         self.loaded.module.get_input_embeddings().hidden = hidden
 
+    def guess_below(self, most_ids: int) -> None:
+        """Compute no logits of token ids far above this in compiled steps: they are -inf."""
+        if self.compiled is not None:
+            self.compiled.most_ids = most_ids
+
 
 def load_head(target: LoadedModel) -> LoadedModel | None:
     """Return the head of a loaded model's checkpoint as a model of one layer; None without one.

@@ -98,13 +98,14 @@ def write_with_head(directory: Path, name: str) -> NextHead:
     return head
 
 
-def write_gguf_with_head(path: Path, name: str, kind: str = "F32") -> NextHead:
+def write_gguf_with_head(path: Path, name: str, kind: str = "F32", **more: Any) -> NextHead:
     """Write a GGUF file with a head, its matrices in the block format `kind`.
 
-    `name` is of HYBRIDS or FAMILIES.
+    `name` is of HYBRIDS or FAMILIES, `more` are settings.
     """
     model_type, settings, metadata = HYBRIDS.get(name) or FAMILIES[name]
-    head = _new_head(model_type, {**SIZES, **settings} if name in HYBRIDS else settings)
+    sizes = SIZES if name in HYBRIDS else {}
+    head = _new_head(model_type, {**sizes, **settings, **more})
     num_layers = head.model.config.num_hidden_layers
     behind = f"blk.{num_layers}."
     further = {

@@ -73,6 +73,8 @@ class CompiledStep:
         self._parts.program.prepare()
         self._vocab_size = decoder.head.num_out
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
+        # Of ids from here on logits need not be computed: they are -inf then.
+        self.most_ids = self._vocab_size
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         # Called with the stream before the last norm, which the next step overwrites.
         self.watch: Callable[[torch.Tensor], None] | None = None
@@ -146,7 +148,16 @@ class CompiledStep:
         self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
         if self.watch is not None:
             self.watch(self._parts.stream[: batch.token_ids.shape[0]])
-        return self._finished(logits)
+        logits = self._finished(logits)
+        if self.most_ids < self._vocab_size:
+            num_ids = self._vocab_size * self._head_units() // self._parts.head_units
+            logits[:, int(num_ids.min()) :] = -torch.inf
+        return logits
+
+    def _head_units(self) -> Any:
+        """Return how many units of the head's product are computed: each is a run of its rows."""
+        units = self._parts.head_units
+        return -(-units * min(self.most_ids, self._vocab_size) // self._vocab_size)
 
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
@@ -186,7 +197,7 @@ class CompiledStep:
             for kind, of_kind in parts.parts.items()
         ]
         num_sequences = len(sequences.query_lens)
-        prepared = (num_rows, num_logits, num_sequences, *num_jobs)
+        prepared = (num_rows, num_logits, num_sequences, self.most_ids, *num_jobs)
         if self._prepared != prepared:
             self._prepare(num_rows, num_logits, num_sequences, num_jobs)
             self._prepared = prepared
@@ -202,7 +213,7 @@ class CompiledStep:
         units[parts.of_rows] = num_rows
         units[parts.of_picked] = num_logits
         units[parts.of_sequences] = parts.sequence_units * num_sequences
-        units[parts.of_head] = parts.head_units if num_logits else 0
+        units[parts.of_head] = self._head_units() if num_logits else 0
         if parts.has_pairs:
             parts.set_pairs(num_rows)
         parts.program.prepare()

@@ -164,6 +164,30 @@ def test_its_matrices_stay_in_the_blocks_of_a_gguf_file(
     assert min(torch.cosine_similarity(*pair, dim=0) for pair in pairs) > 0.99
 
 
+def test_ids_far_above_those_of_the_newest_tokens_are_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product with a vocabulary of 250,000 took 8 of the 11 ms of a guess for a 0.8 B model."""
+    head = write_gguf_with_head(tmp_path / "m.gguf", "qwen35", vocab_size=2048)
+    engine = open_with_head(tmp_path / "m.gguf")
+    engine.speculation._policy = FixedDraftPolicy(2)
+    engine.speculation.switch(Mode.MTP)
+    spy = Spy(engine, monkeypatch)
+    low, high = words(200, seed=1), [2000 - id for id in words(200, seed=1)]
+    answer(engine, low, 6)
+    few = spy.seen
+    spy.seen = []
+    answer(engine, high, 6)
+    engine.close()
+    assert few
+    assert spy.seen
+    for ids, row in few:
+        torch.testing.assert_close(row[:512], head.logits(ids)[-1, :512], rtol=1e-3, atol=1e-3)
+        assert row[1024:].isinf().all()
+    for ids, row in spy.seen:
+        torch.testing.assert_close(row, head.logits(ids)[-1], rtol=1e-3, atol=1e-3)
+
+
 def test_a_checkpoint_without_a_head_has_no_such_drafts(tmp_path: Path) -> None:
     from support.checkpoints import save_checkpoint, tiny_model
 
