@@ -106,6 +106,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
         "layers": f"{len(spec.layers)} with attention" if spec.state else len(spec.layers),
         "attention": attention_in_words(spec, where, dtype) if spec.layers else "none",
         "path": _path(spec),
+        **_head_facts(source, config),
         "windows": _windows(spec, spans),
         "reads": _inputs(config),
         "context": f"{spec.max_context:,} tokens",
@@ -158,6 +159,15 @@ def _path(spec: Any) -> str:
     if spec.state:
         return "recurrent state, one sequence at a time"
     return "paged" if spec.gathered is None else "gathered, one sequence at a time"
+
+
+def _head_facts(source: ModelSource, config: Any) -> dict[str, str]:
+    from kvchat.model.checkpoint.tensors import stored_names
+    from kvchat.model.next_head import find_layout
+
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    has_head = find_layout(stored_names(source), num_layers) is not None
+    return {"drafts": "its own head for the next token, by --spec"} if has_head else {}
 
 
 def _windows(spec: Any, spans: list[str]) -> str:

@@ -66,7 +66,7 @@ OWNERS = {
     "safetensors": {"model", "bench/peers.py"},
     # A GGUF file has a vocabulary in place of tokenizer.json, which the chat floor reads.
     "tokenizers": {"chat", "model/gguf/tokenizer.py", "model/files/sentencepiece_file.py"}
-    | {"model/rounding.py"},
+    | {"model/rounding.py", "model/files/text_settings.py"},
     "gguf": {"model"},
     "regex": {"model/files/adapter.py"},
     "jinja2": {"chat"},

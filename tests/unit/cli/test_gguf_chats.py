@@ -8,6 +8,7 @@ import pytest
 from support.checkpoints import never_stopping, save_checkpoint, tiny_model
 from support.commands import Shell
 from support.gguf_files import write_gguf
+from support.next_heads import write_gguf_with_head
 
 FLAGS = ("--temperature", "0", "--max-tokens", "8", "--block-size", "4", "--dtype", "float32")
 SAID = b"I like ships.\nDo you?\nWhich ones?\n"
@@ -51,6 +52,24 @@ def test_models_info_describes_a_gguf_file(shell: Shell, twins: tuple[str, str])
     assert facts["memory"].endswith("for the weights")
     assert facts["dtype"] == "bfloat16"
     assert facts["chat_template"].startswith("append-safe")
+    assert "drafts" not in facts
+
+
+def test_a_file_with_a_head_for_the_next_token_answers_with_and_without_it(
+    shell: Shell, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf_with_head(path, "glm4_moe", "Q8_0")
+
+    facts = json.loads(shell.run("models", "info", str(path), "--json").stdout)
+    asked = ("-m", str(path), *FLAGS, "-p", "I like ships.", "--json")
+    with_head, without = (
+        json.loads(shell.patient.run(*asked, flag).stdout) for flag in ("--spec", "--no-spec")
+    )
+
+    assert facts["drafts"] == "its own head for the next token, by --spec"
+    assert facts["layers"] == 2
+    assert with_head["text"] == without["text"] != ""
 
 
 def test_a_damaged_file_gives_one_sentence_and_exit_code_3(shell: Shell, tmp_path: Path) -> None:
