@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,7 @@ from kvchat_kernels.linear.blocks import (
     quantised,
 )
 from kvchat_kernels.linear.cpu import FEW_ROWS, BlockProduct, FloatProduct, rounded, rows_of
+from kvchat_kernels.linear.table_rows import TableRows, can_read
 from support.matrix import spread
 
 SHAPES = [(16, 64), (48, 96), (1, 256), (80, 160), (33, 4864), (17, 2080)]
@@ -185,6 +187,30 @@ def test_weights_are_unpacked_as_they_are(kind: Kind, way: str) -> None:
         cpu.unpack(weights, out)
 
         assert torch.allclose(out, dequantised(weights), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounding", [Rounding.SHORT, Rounding.HALVES])
+@pytest.mark.parametrize("kind", spread(_EACH, _DIFFERENT))
+def test_rows_of_a_table_are_the_same_numbers_by_numpy(kind: Kind, rounding: Rounding) -> None:
+    for shape in STEPPED if is_stepped(kind) else SHAPES:
+        plain = random_blocks(shape, *kind)
+        bytes_alternate = plain.layout.rounding is not Rounding.SHORT
+        for weights in (plain, interleaved(plain, None if bytes_alternate else rounding)):
+            rows = np.array([0, shape[0] - 1, shape[0] // 2])
+            if weights.scales.dtype in FLOATS_OF_8_BITS:
+                assert not can_read(weights)
+                continue
+            out = np.empty((3, shape[1]), np.float32)
+
+            TableRows(weights).write(rows, out)
+
+            assert np.array_equal(out, dequantised(weights)[rows].numpy())
+
+
+def test_a_table_has_no_row_behind_its_last() -> None:
+    weights = random_blocks((48, 96), *KINDS[0])
+    with pytest.raises(IndexError):
+        TableRows(weights).write(np.array([3, 48]), np.empty((2, 96), np.float32))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
