@@ -181,8 +181,8 @@ class Batch:
         self._running.append(current)
         if asked.num_left_out:
             count = plural(asked.num_left_out, "message")
-            where = " ".join(f"{name} {value}" for name, value in request.label.items())
-            self._setup.notices.tell(f"{where}: left out the oldest {count}: the context is full")
+            told = f"{current.exchange.where}left out the oldest {count}: the context is full"
+            self._setup.notices.tell(told)
         self._begin_timers()
 
     def _begin_timers(self) -> None:

@@ -34,6 +34,11 @@ class Exchange:
     has_started: bool = False
     told: set[str] = field(default_factory=set)  # notices already printed about its answers
 
+    @property
+    def where(self) -> str:
+        """What a notice begins with: the request of a batch that it is about, as `line 3: `."""
+        return "".join(f"{name} {value}: " for name, value in self.label.items())
+
     def fields(self, sample: int | None = None) -> dict[str, object]:
         fields: dict[str, object] = {"session": self.session_id, **self.label}
         if sample is not None and self.num_samples > 1:

@@ -281,11 +281,12 @@ class ScriptOutput:
         for each in (notice, dropped_in_words(ended.usage.dropped)):
             if each and each not in exchange.told:  # once for many samples
                 exchange.told.add(each)
-                self._setup.notices.tell(each)
+                self._setup.notices.tell(f"{exchange.where}{each}")
         if (missing := missing_answer(ended)) is not None:
             self.fail(missing)
         if ended.reason is FinishReason.TIMEOUT:
-            self._setup.notices.tell(f"the answer took longer than {self._setup.timeout_s} s.")
+            late = f"{exchange.where}the answer took longer than {self._setup.timeout_s} s."
+            self._setup.notices.tell(late)
             self.note(ExitCode.TIMEOUT)
         self.note_interruption()
 

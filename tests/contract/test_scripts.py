@@ -176,7 +176,7 @@ def test_a_request_with_a_limit_of_its_own_is_not_at_the_end_of_the_context(
 
     done = shell.run("-m", tiny, *GREEDY, "--input-format", "jsonl", stdin=request)
 
-    assert b"cut off after 2 tokens" in done.stderr
+    assert b"kvchat: line 1: the answer was cut off after 2 tokens" in done.stderr
 
 
 def test_an_answer_that_fills_the_context_says_so(shell: Shell, tiny: str) -> None:
