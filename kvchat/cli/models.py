@@ -157,7 +157,7 @@ def _rounding_facts(source: ModelSource, dtype: Any) -> dict[str, Any]:
 
 def _path(spec: Any) -> str:
     if spec.state:
-        return "recurrent state, one sequence at a time"
+        return "recurrent state"
     return "paged" if spec.gathered is None else "gathered, one sequence at a time"
 
 
