@@ -68,6 +68,7 @@ KINDS: list[Kind] = [
     (2, 256, torch.float16, False, False, 1),
     (4, 32, torch.float8_e8m0fnu, False, False, 0, CODES),
     (4, 16, torch.float8_e4m3fn, False, False, 0, CODES),
+    (4, 16, torch.float32, False, False, 0, CODES),
 ]
 _EACH = [(kind,) for kind in KINDS]
 # In these the bits, blocks, kinds of scales, minimums and roundings all occur.

@@ -295,6 +295,29 @@ def test_floats_of_8_bits_stay_so(
     assert any(pack_of(layer) for layer in load(packed, "auto").module.modules())
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors, nvfp4", "modelopt, nvfp4"])
+def test_nvfp4_takes_six_bits_a_weight(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It became 16 bits, on every processor."""
+    monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: True)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    model = tiny_model("llama", hidden_size=128, **heads, intermediate_size=320)
+    packed, plain = pair(save_checkpoint(tmp_path / "original", model), tmp_path, name)
+
+    ours, theirs = load(packed, "auto"), load(plain)
+
+    twins = dict(theirs.module.named_modules())
+    packs = {n: pack_of(layer) for n, layer in ours.module.named_modules() if pack_of(layer)}
+    assert len(packs) == 7 * ours.module.config.num_hidden_layers
+    for module_name, pack in packs.items():
+        weight = twins[module_name].weight
+        assert torch.allclose(dequantised(pack.weights), weight, rtol=1e-6), module_name
+        assert pack.weights.num_bytes == weight.numel() * 6 // 8
+    assert ours.compiled is not None
+    assert compare_with_own(ours) > 0.999
+
+
 def test_symmetric_groups_take_the_fewest_bytes(original: Path, tmp_path: Path) -> None:
     """4 bits, and half a bit of scale for 32 columns; a zero that differs takes 32 bits more."""
     sizes = {}

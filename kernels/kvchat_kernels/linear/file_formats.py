@@ -175,6 +175,17 @@ FILE_FORMATS = {
             block=16,
             unit=0.5,
         ),
+        # Of safetensors files, whose scales are a tensor of their own.
+        FileFormat(
+            "NVFP4 by neighbours",
+            64,
+            36,
+            (Plane(4, 4, 1),),
+            Bytes((Plane(8, 0, 4),), torch.float8_e4m3fn),
+            codes=_FLOATS,
+            block=16,
+            unit=0.5,
+        ),
         FileFormat("IQ4_NL", 32, 18, _half(2), Halves(0), codes=_UNEVEN),
         FileFormat(
             "IQ4_XS",

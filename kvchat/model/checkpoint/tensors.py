@@ -265,8 +265,8 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
         return False
     tensors = unpacked(_mapped(source), packing, dtype, source.name).values()
     packed = [tensor for tensor in tensors if isinstance(tensor, PackedTensor)]
-    if packing.method != "mxfp4" and is_fast_by_torch(torch.bfloat16):
-        packed = [tensor for tensor in packed if tensor.make_blocks is None]
+    if is_fast_by_torch(torch.bfloat16):
+        packed = [tensor for tensor in packed if not tensor.are_bytes]
     return any(tensor.may_fit_blocks(for_cpu) for tensor in packed)
 
 

@@ -58,7 +58,7 @@ class PackedTensor:
 
     `lock` is shared by a checkpoint's weights: one is unpacked at a time, for memory. `stored` is
     what compiled code reads, of a format that it knows; `make_blocks` returns what
-    products on a CPU read.
+    products on a CPU read, `are_bytes` that these have 8 bits.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +67,7 @@ class PackedTensor:
     lock: Lock
     stored: StoredGroups | None = None
     make_blocks: Callable[[], BlockWeights] | None = None
+    are_bytes: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -213,12 +214,14 @@ class _Table:
         unpack: Callable[[], torch.Tensor | unpacking.Grouped],
         stored: StoredGroups | None = None,
         make_blocks: Callable[[], BlockWeights] | None = None,
+        are_bytes: bool = False,
     ) -> None:
         if name in self.tensors or name in self.found:
             raise self.fault(f"{name} is there twice, packed and not")
         if stored is not None and (stored.num_out, stored.num_in) != shape:
             stored = None  # the last word of a row has columns that the matrix has not
-        self.found[name] = PackedTensor(shape, self.dtype, unpack, self._lock, stored, make_blocks)
+        reading = (unpack, self._lock, stored, make_blocks, are_bytes)
+        self.found[name] = PackedTensor(shape, self.dtype, *reading)
 
     def check(self, is_right: bool, name: str) -> None:
         """Raise ModelError if the parts of the weight `name` do not fit each other."""
@@ -354,7 +357,7 @@ def _read_scaled(table: _Table, block: tuple[int, int] | None) -> None:
             in_blocks = None
             if zeros is None and unpacking.are_float_blocks(values, sizes):
                 in_blocks = partial(unpacking.float_blocks, values, scales, sizes)
-            table.add(stem, tuple(values.shape), unpack, make_blocks=in_blocks)
+            table.add(stem, tuple(values.shape), unpack, make_blocks=in_blocks, are_bytes=True)
     # These serve kernels that round activations or keys and values too.
     for name in [n for n in table.tensors if n.rpartition(".")[2] in _SCALES_OF_OTHERS]:
         del table.tensors[name]
@@ -461,11 +464,8 @@ def _add_fp4(
     num_out, num_in = len(packed), 2 * packed.shape[1]
     table.check(len(scales) == num_out and num_in % scales.shape[1] == 0, stem)
     table.check(factor is None or factor.numel() == 1, stem)
-    is_exponent, in_blocks = scales.dtype is torch.uint8, None
-    if is_exponent and factor is None and num_in == COLUMNS * scales.shape[1]:
-        by_groups = packed.view(1, num_out, scales.shape[1], COLUMNS // 2)
-        in_blocks = partial(unpacking.mxfp4_blocks, by_groups, scales.unsqueeze(0))
-    scales = unpacking.powers_of_two(scales) if is_exponent else scales.float()
+    in_blocks = unpacking.fp4_blocks(packed, scales, factor)
+    scales = unpacking.powers_of_two(scales) if scales.dtype is torch.uint8 else scales.float()
     if factor is not None:
         scales = scales * factor.float().reshape(1, 1)
     unpack = partial(unpacking.fp4, packed, scales)

@@ -5,7 +5,9 @@ of whole numbers in groups give them as `Grouped`, which a layer can also multip
 Callers have checked shapes and dtypes. `formats.py` knows the formats' names.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -250,6 +252,36 @@ def mxfp4_blocks(blocks: torch.Tensor, exponents: torch.Tensor) -> BlockWeights:
     rows = torch.cat((exponents.unsqueeze(-1), blocks), dim=-1)
     rows = rows.view(rows.shape[0] * rows.shape[1], -1)
     return read_blocks(rows, "MXFP4 by neighbours", is_interleaved=True)
+
+
+def fp4_blocks(
+    packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None
+) -> Callable[[], BlockWeights] | None:
+    """Return what reads a matrix of `fp4` as a CPU multiplies it; None for no such form.
+
+    MXFP4 has exponents for 32 columns, and takes as many bytes as its file. NVFP4 has floats of 8
+    bits for 16 columns, and `factor` for the whole: both in one are float32, 6 bits a weight.
+    """
+    num_out, num_groups = scales.shape
+    columns = 2 * packed.shape[1] // num_groups
+    if scales.dtype is torch.uint8 and factor is None and columns == COLUMNS:
+        by_groups = packed.view(1, num_out, num_groups, COLUMNS // 2)
+        return partial(mxfp4_blocks, by_groups, scales.unsqueeze(0))
+    if scales.dtype is torch.float8_e4m3fn and columns == 16 and num_groups % 4 == 0:
+        return partial(nvfp4_blocks, packed, scales, factor)
+    return None
+
+
+def nvfp4_blocks(
+    packed: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | None
+) -> BlockWeights:
+    """Return NVFP4 [out, in / 2] and its scales [out, in / 16] as a CPU reads it."""
+    num_out = len(packed)
+    parts = (scales.view(torch.uint8).view(num_out, -1, 4), packed.view(num_out, -1, 32))
+    rows = torch.cat(parts, dim=-1).view(num_out, -1)
+    blocks = read_blocks(rows, "NVFP4 by neighbours", is_interleaved=True)
+    whole = scales.float() if factor is None else scales.float() * factor.float().reshape(1, 1)
+    return replace(blocks, scales=whole)
 
 
 def are_float_blocks(values: torch.Tensor, block: tuple[int, int]) -> bool:
