@@ -212,12 +212,16 @@ class CacheManager:
         blocks for that. If it returns false, the table is unchanged.
         """
         size = self.block_size
+        end_slot = table.slot_of(end)  # slots that are to be written follow each other
+        first = (end_slot - (end - start)) // size
         shared = [
             index
-            for index in range(table.slot_of(start) // size, len(table.blocks))
+            for index in range(first, len(table.blocks))
             if self._is_shared(table.blocks[index])
         ]
-        num_new = max(0, -(-table.slot_of(end) // size) - len(table.blocks))
+        num_new = max(0, -(-end_slot // size) - len(table.blocks))
+        if not (num_new or shared):
+            return True
         if not self._make_room(num_new + len(shared)):
             return False
         for index in shared:
@@ -249,7 +253,7 @@ class CacheManager:
         spare = self._spare_block
         if spare is None:
             return False
-        assert self._pool.references(spare) == 1, "it is in use already"
+        assert self._pool.references[spare] == 1, "it is in use already"
         source = table.blocks.pop()
         self.kv_pool.copy_block(source, spare)
         self._pool.release([source])
@@ -276,8 +280,9 @@ class CacheManager:
         """
         num_blocks = -(-table.slot_of(num_tokens) // self.block_size)
         assert num_blocks >= table.num_committed
-        self._pool.release(table.blocks[num_blocks:])
-        del table.blocks[num_blocks:]
+        if num_blocks < len(table.blocks):
+            self._pool.release(table.blocks[num_blocks:])
+            del table.blocks[num_blocks:]
 
     def _make_room(self, num_blocks: int) -> bool:
         missing = num_blocks - self._pool.num_free
@@ -307,7 +312,7 @@ class CacheManager:
         assert num_freed == len(evicted)
 
     def _is_shared(self, block: int) -> bool:
-        return self._pool.references(block) > 1
+        return self._pool.references[block] > 1
 
     def _copy_on_write(self, table: BlockTable, index: int) -> None:
         source = table.blocks[index]
@@ -321,11 +326,9 @@ class CacheManager:
         releases its own. Of a private table nothing is entered: it is not the KV of the ids alone.
         A thinned one has a root of its own.
         """
-        if not (self._reuse and table.is_entered and num_computed):
-            return
         size = self.block_size
-        num_full = table.slot_of(num_computed) // size
-        if num_full <= table.num_committed:
+        num_full = table.slot_of(num_computed) // size if num_computed else 0
+        if num_full <= table.num_committed or not (self._reuse and table.is_entered):
             return
         offered = table.blocks[table.num_committed : num_full]
         slot_ids = table.ids_of_slots(token_ids[:num_computed])
@@ -484,7 +487,7 @@ class CacheManager:
         """
         end = table.slot_of(num_tokens)
         for index in range(end // self.block_size, len(table.blocks)):
-            if self._pool.references(table.blocks[index]) == 1:
+            if self._pool.references[table.blocks[index]] == 1:
                 first_slot = max(0, end - index * self.block_size)
                 self.kv_pool.zero(table.blocks[index], first_slot)
 
@@ -521,7 +524,7 @@ class CacheManager:
         for node in self._tree.nodes():
             for block in node.blocks:
                 expected[block] += 1
-                assert self._pool.references(block) > 0, f"the tree holds free block {block}"
+                assert self._pool.references[block] > 0, f"the tree holds free block {block}"
         if self._spare_block is not None:
             expected[self._spare_block] += 1
         if tables is None:
@@ -531,7 +534,7 @@ class CacheManager:
             assert table.num_committed * self.block_size <= table.capacity
         for block in self._holders(tables):
             expected[block] += 1
-        actual = [self._pool.references(block) for block in range(1, self._pool.num_blocks)]
+        actual = [self._pool.references[block] for block in range(1, self._pool.num_blocks)]
         assert actual == expected[1:], "reference counts differ from the users found"
         assert self._tree.num_locks == len(tables), "locks differ from the live tables"
 

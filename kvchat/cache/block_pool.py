@@ -14,13 +14,14 @@ class OutOfBlocks(GenerationError):
 class BlockPool:
     """Reference counts of blocks 1 to `num_blocks - 1`; block 0 is scratch, never allocated.
 
+    `references[block]` is the count of a block, which only the pool changes; 0 if it is free.
     Padding rows write to the scratch block. One thread owns a pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the scratch block and one more"
-        self._references = [0] * num_blocks
-        self._references[SCRATCH_BLOCK] = 1
+        self.references = [0] * num_blocks
+        self.references[SCRATCH_BLOCK] = 1
         # One byte per block, 1 if it is free: bytearray.find finds a free block.
         self._free = bytearray(b"\x00" + b"\x01" * (num_blocks - 1))
         self._num_free = num_blocks - 1
@@ -29,15 +30,11 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """All blocks, the scratch block included."""
-        return len(self._references)
+        return len(self.references)
 
     @property
     def num_free(self) -> int:
         return self._num_free
-
-    def references(self, block: int) -> int:
-        """Return the reference count of `block`; 0 for a free block."""
-        return self._references[block]
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` free blocks with one reference each.
@@ -58,24 +55,24 @@ class BlockPool:
         if block < 0:
             block = self._free.find(1)
         self._free[block] = 0
-        self._references[block] = 1
+        self.references[block] = 1
         self._cursor = block + 1
         return block
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of `blocks`, all of which are in use."""
         for block in blocks:
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] += 1
+            assert self.references[block] > 0, f"block {block} is free"
+            self.references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> int:
         """Drop one reference from each of `blocks`; return how many became free."""
         num_freed = 0
         for block in blocks:
             assert block != SCRATCH_BLOCK
-            assert self._references[block] > 0, f"block {block} is free"
-            self._references[block] -= 1
-            if self._references[block] == 0:
+            assert self.references[block] > 0, f"block {block} is free"
+            self.references[block] -= 1
+            if self.references[block] == 0:
                 self._free[block] = 1
                 num_freed += 1
         self._num_free += num_freed
@@ -83,9 +80,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Check every invariant; raises AssertionError with the values that disagree."""
-        assert self._references[SCRATCH_BLOCK] == 1
-        assert len(self._free) == len(self._references)
-        for block, references in enumerate(self._references):
+        assert self.references[SCRATCH_BLOCK] == 1
+        assert len(self._free) == len(self.references)
+        for block, references in enumerate(self.references):
             assert references >= 0
             assert (references == 0) == (self._free[block] == 1), (block, references)
         assert self._num_free == sum(self._free)

@@ -54,6 +54,9 @@ class KvChain:
         self.slow = [link for link in self.links if not link.is_quick]
         self.shared = [link for link in self.slow if link.is_shared]
         self._written = [link for link in self.slow if link.takes_all]
+        # Whether contexts can be kept beyond this process, or were meant to be.
+        self.has_slow = bool(self._written)
+        self.pack_tokens = self._written[0].writer.pack_tokens if self._written else 0
         self.arrivals = Arrivals(manager, self.links, self.planner, self._memo, clock)
         self.demoter = self._new_demoter(clock)
 
@@ -64,11 +67,6 @@ class KvChain:
                     link.name, self._manager, host, link.thread, self.planner, self._memo, clock
                 )
         return None
-
-    @property
-    def has_slow(self) -> bool:
-        """Whether contexts can be kept beyond this process, or were meant to be."""
-        return bool(self._written)
 
     def status(self) -> tuple[TierStatus, ...]:
         """Return the status of each tier that is open or could not be opened."""
@@ -129,11 +127,6 @@ class KvChain:
         )
 
     # Saving
-
-    @property
-    def pack_tokens(self) -> int:
-        """Tokens of a whole pack."""
-        return self._written[0].writer.pack_tokens
 
     def lacks(self, ids: TokenIds) -> bool:
         """Whether a tier lacks full blocks of a context, and may be offered them now."""

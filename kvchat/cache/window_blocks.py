@@ -179,6 +179,6 @@ class WindowedBlockPool(BlockPool):
     def release(self, blocks: Sequence[int]) -> int:
         num_freed = super().release(blocks)
         for block in blocks:
-            if not self.references(block):
+            if not self.references[block]:
                 self._windows.drop(block)
         return num_freed

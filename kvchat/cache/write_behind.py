@@ -72,6 +72,7 @@ class WriteBehind:
         self._image_bytes = manager.kv_pool.geometry.block_bytes
         self._block_bytes = manager.block_size * TOKEN_BYTES
         self._blocks_a_pack = max(1, PACK_BYTES // self._image_bytes)
+        self.pack_tokens = self._blocks_a_pack * manager.block_size
         self._memo = memo
         self._stored: set[bytes] = set()
         self._outcomes: SimpleQueue[_Outcome] = SimpleQueue()
@@ -94,11 +95,6 @@ class WriteBehind:
         """Whether the result of a queued write is still unknown."""
         self._take_outcomes()
         return self._num_writing > 0 and not self._transfer.is_without_tier
-
-    @property
-    def pack_tokens(self) -> int:
-        """Tokens of a whole pack."""
-        return self._blocks_a_pack * self._manager.block_size
 
     def note_stored(self, ids: TokenIds, num_blocks: int) -> None:
         """Note that the tier has the first `num_blocks` blocks of a context."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from kvchat.bench.plan import Plan, run_small
 from kvchat.bench.probe import known_speed, machine_speed
 from kvchat.cache.disk.lookup import KnownModels
-from kvchat.cache.planner import from_tier
-from kvchat.cache.rates import RateMemory, known_prefill_rate
+from kvchat.cache.planner import RateMemory, from_tier, known_prefill_rate
 from kvchat.cli.build import settings_of, state_memory
 from kvchat.cli.lines import print_line
 from kvchat.cli.model_names import model_directories, whole_name

@@ -17,7 +17,7 @@ import torch
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
 from kvchat.cache.moved_kv import Moving
-from kvchat.cache.rates import LEAST_TELLING_TOKENS
+from kvchat.cache.planner import LEAST_TELLING_TOKENS
 from kvchat.cache.thinned_kv import has_thinned
 from kvchat.core.errors import ContextTooLong, GenerationError, UsageError
 from kvchat.core.events import RequestEvent
@@ -32,7 +32,6 @@ from kvchat.engine.locator import Locator
 from kvchat.engine.next_step import NextStep
 from kvchat.engine.output_processor import OutputProcessor
 from kvchat.engine.request import Request, RequestSpec, State, Thinning
-from kvchat.engine.request_saver import RequestSaver
 from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Drawn, Runner, draw, draw_apart, draws_of, explained, tokens_of
 from kvchat.engine.scheduler import ScheduledRequest, Scheduler
@@ -67,6 +66,8 @@ class Engine:
     KV needs. `queues_next` lets a runner with graphs queue a decode step before the tokens of the
     step before are read.
     """
+
+    idle_s: float | None = None  # without work there is nothing to look after
 
     def __init__(
         self,
@@ -111,14 +112,13 @@ class Engine:
         self._output = OutputProcessor(
             self._scheduler,
             cache,
+            self.chain,
             self._kv_verifier,
             self.max_context,
             clock,
-            self._prefill_rate,
             self._kv_mover,
             trace,
         )
-        self._saver = RequestSaver(cache, self.chain, self._kv_verifier)
         self._locator = Locator(cache, self.chain, self._fetcher, self._kv_thinner)
         self._limits = Limits(vocab_size, self.max_context, max_step_tokens)
         self.speculation = speculation or Speculation(mode=Mode.OFF)
@@ -130,10 +130,6 @@ class Engine:
         self._last_step_s = 0.0
         self._is_unwanted: Callable[[frozenset[int]], bool] = lambda request_ids: False
         self._is_awaited: Callable[[], bool] = lambda: False
-
-    @property
-    def idle_s(self) -> None:
-        """None: without work there is nothing to look after."""
 
     @property
     def has_work(self) -> bool:
@@ -412,26 +408,30 @@ class Engine:
 
     def _step(self) -> list[RequestEvent]:
         self._keep_backlog()
-        if self._kv_mover.has_inexact and not self._scheduler.has_work:
-            self._read_exactly()
         requests = self._scheduler.requests()
-        if events := self._output.end_cancelled(requests):
-            return events  # at once: what is to be kept of them takes a forward pass
+        if not requests and self._kv_mover.has_inexact:
+            self._read_exactly()
+            requests = self._scheduler.requests()
+        if any(request.cancelled_for is not None for request in requests):
+            # At once: what is to be kept of them takes a forward pass.
+            return self._output.end_cancelled(requests)
         is_fetching = self._fetcher.settle(requests)
-        if requests and all(request.is_decoding for request in requests):
+        are_decoding = bool(requests) and all(request.is_decoding for request in requests)
+        if are_decoding and (self._runner.has_graphs or self.speculation.is_on):
             self.prepare()  # no request waits for its first token, so this delays none
         if queued := self._queued_plan():
             return self._compute(queued)  # a request that has come since waits for this step anyway
         self._begin_checks(requests)
         try:
-            plan = self._plan()
+            plan = self._plan(requests, are_decoding)
         except Exception as error:  # it must not stop the engine for later requests
             _log.exception("no step could be planned")
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return self._output.fail_all(explained(error))
         if plan:
             # What is told first ends this step; the next one plans anew.
-            return self._output.mark_started(plan) or self._compute(plan)
+            is_new = any(each.request.clock.started_s is None for each in plan)
+            return (self._output.mark_started(plan) if is_new else []) or self._compute(plan)
         if self._kv_verifier.pieces:
             self._invalidate(self._kv_verifier.end_alone(self._run_alone))
             return []
@@ -454,17 +454,19 @@ class Engine:
 
     def _begin_checks(self, requests: Sequence[Request]) -> None:
         """Add rows to the next step that verify restored KV and fingerprint contexts to keep."""
-        is_shared = any(not request.is_fetching for request in requests)
-        self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_shared))
+        if self._kv_verifier.has_due:
+            is_shared = any(not request.is_fetching for request in requests)
+            self._invalidate(self._kv_verifier.begin(self._run_alone, of_all=is_shared))
 
-    def _plan(self) -> list[ScheduledRequest]:
+    def _plan(self, requests: Sequence[Request], are_decoding: bool) -> list[ScheduledRequest]:
         """Choose the requests of the next step, with drafts where speculation is on."""
-        # A read-ahead is ended when a request comes, which must not wait for a long step.
-        requests = self._scheduler.requests()
-        start = max((r.num_computed for r in requests if not r.is_decoding), default=0)
-        most_beside = self._prefill_rate.tokens_within(_BESIDE_S, start)
+        most_beside = None
+        if not are_decoding:
+            start = max((r.num_computed for r in requests if not r.is_decoding), default=0)
+            most_beside = self._prefill_rate.tokens_within(_BESIDE_S, start)
         if most_beside is not None:
             most_beside = max(1, most_beside // MOST_ROWS) * MOST_ROWS
+        # A read-ahead is ended when a request comes, which must not wait for a long step.
         plan = self._scheduler.schedule(self._ahead_id is not None, most_beside or 0)
         if self.speculation.is_on:
             plan = self.speculation.draft(plan, self.cache, self._limits)
@@ -512,7 +514,7 @@ class Engine:
         else:
             if settled := [scheduled for scheduled in plan if scheduled not in drawn.failed]:
                 self._note_step(settled, drawn.tokens, self._clock() - began_s)
-            return self._advance(plan, drawn)
+            return self._output.advance(plan, drawn)
         # Outside the handler: the error object keeps the failed step's tensors alive.
         if is_alone:
             return self._output.fail(plan[0].request, explanation)
@@ -564,11 +566,6 @@ class Engine:
         """Whether the next step is one for the same requests, as far as is known before it."""
         return not self._kv_verifier.has_work and len(plan) == len(self._scheduler.requests())
 
-    def _advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
-        events = self._output.advance(plan, drawn)
-        self._saver.save(plan)
-        return events
-
     def _run_alone(self, pieces: "Sequence[SequencePiece]") -> torch.Tensor:
         return self._runner.run((), pieces)
 
@@ -592,7 +589,7 @@ class Engine:
         self._last_step_s = seconds
         self._num_steps += 1
         self._num_tokens += num_rows
-        if all(scheduled.request.num_generated == 0 for scheduled in plan):
+        if all(scheduled.request.clock.first_token_s is None for scheduled in plan):
             starts = [(each.request.num_computed, each.num_tokens) for each in plan]
             self._prefill_rate.note([(start, start + n) for start, n in starts], seconds)
         if self.speculation.is_on:

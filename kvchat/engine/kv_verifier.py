@@ -131,6 +131,11 @@ class KvVerifier:
     def has_work(self) -> bool:
         return bool(self._to_keep) or self._chain.arrivals.has_unverified
 
+    @property
+    def has_due(self) -> bool:
+        """Whether `begin` has anything to take: of arrivals under way too, unlike `has_work`."""
+        return bool(self._to_keep or self._chain.arrivals.unverified)
+
     def save(self, ids: Sequence[int], is_one_shot: bool = False) -> None:
         """Queue a context: the next step computes its fingerprint, then the tiers keep it."""
         if self._cache.has_state:
@@ -146,7 +151,7 @@ class KvVerifier:
         Checks without room in the cache are computed by `run` at once, so that no request uses KV
         that is not verified.
         """
-        if not (self._to_keep or self._chain.arrivals.unverified):
+        if not self.has_due:
             return []
         if self._cache.has_state:
             self._chain.arrivals.take_unverified(of_all)  # their checksums have to do

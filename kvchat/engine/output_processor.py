@@ -1,6 +1,8 @@
 """OutputProcessor: appends drawn tokens to requests, forks and ends requests, makes the events.
 
-It also ends cancelled, stuck and failed requests.
+It also ends cancelled, stuck and failed requests, and has what they computed kept by slower tiers:
+of those that still run too, so that the KV of a long document survives if the process is killed
+during its first answer.
 """
 
 import logging
@@ -9,7 +11,7 @@ from dataclasses import replace
 
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
-from kvchat.cache.rates import PrefillRate
+from kvchat.cache.chain import KvChain
 from kvchat.core.errors import GenerationError, KvchatError
 from kvchat.core.events import (
     PrefillProgress,
@@ -33,6 +35,8 @@ _log = logging.getLogger(__name__)
 # A prompt that takes longer than this is told of before its first step, unless it has few tokens:
 # then no bar is missed.
 _SOON_S, _SOON_TOKENS = 0.3, 64
+# Copying snapshots of recurrent state takes time, which must not delay the first token.
+_TOKENS_BEFORE_SNAPSHOT = 2
 _FORMAT_FAILED = "Following the format of the answer failed."
 
 
@@ -40,18 +44,18 @@ class OutputProcessor:
     """Appends to the requests of one scheduler, and ends them.
 
     `max_context` bounds prompt and completion together; `clock` returns seconds. Finished contexts
-    go to `kv_verifier`, which has them kept, and those over moved KV to `kv_mover`. `prefill_rate`
-    tells how long a prompt takes. `trace` notes the requests that end.
+    go to `kv_verifier`, which has them kept in `chain`, and those over moved KV to `kv_mover`. The
+    chain's planner tells how long a prompt takes. `trace` notes the requests that end.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         cache: CacheManager,
+        chain: KvChain,
         kv_verifier: KvVerifier,
         max_context: int,
         clock: Callable[[], float],
-        prefill_rate: PrefillRate,
         kv_mover: KvMover,
         trace: RequestTrace | None = None,
     ) -> None:
@@ -60,7 +64,7 @@ class OutputProcessor:
         self._kv_verifier = kv_verifier
         self._max_context = max_context
         self._clock = clock
-        self._prefill_rate = prefill_rate
+        self._chain = chain
         self._kv_mover = kv_mover
         self._trace = trace
 
@@ -82,7 +86,7 @@ class OutputProcessor:
             request.cached or CachedTokens(),
             request.num_computed,
             request.num_prompt_tokens,
-            self._prefill_rate.seconds_of(request.num_computed, request.num_prompt_tokens),
+            self._chain.planner.prefill.seconds_of(request.num_computed, request.num_prompt_tokens),
         )
 
     def advance(self, plan: Sequence[ScheduledRequest], drawn: Drawn) -> list[RequestEvent]:
@@ -100,7 +104,7 @@ class OutputProcessor:
             num_right = accepted_len(scheduled.drafts, tokens) if scheduled.drafts else 0
             self._count_computed(scheduled, num_right)
             self._cache.commit(request.table, request.ids, request.num_computed)
-            if request.num_generated == 0:
+            if request.clock.first_token_s is None:
                 events.append(self._progress(request))
             if scored := drawn.scored.get(scheduled):
                 request.scored += scored
@@ -112,7 +116,45 @@ class OutputProcessor:
                 events.extend(self._append_drawn(request, tokens, logprobs))
             if request.table is not None:
                 self._cache.rewind(request.table, len(request.ids))
+        self._save([scheduled.request for scheduled in plan])
         return events
+
+    def _save(self, requests: Sequence[Request]) -> None:
+        """Have slower tiers keep what the requests of a step have filled with it."""
+        if self._chain.has_slow and self._cache.has_state:
+            self._save_prompts(requests)
+        elif self._chain.has_slow:
+            self._save_whole_packs(requests)
+        if self._chain.shared:
+            self._share_beginnings(requests)
+
+    def _save_whole_packs(self, requests: Sequence[Request]) -> None:
+        pack_tokens = self._chain.pack_tokens
+        for request in requests:
+            request.num_offered = min(request.num_offered, request.num_computed)
+            is_due = request.num_computed - request.num_offered >= pack_tokens
+            if is_due and request.is_kept and request.state is State.RUNNING:
+                request.num_offered = request.num_computed
+                computed = request.ids[: request.num_computed]
+                self._chain.save_packs(computed, request.spec.is_one_shot)
+
+    def _save_prompts(self, requests: Sequence[Request]) -> None:
+        """Save prompts with their snapshots of recurrent state, once the answer has begun.
+
+        Not before: a state that is not finite shows only in the logits.
+        """
+        for request in requests:
+            is_due = request.num_generated >= _TOKENS_BEFORE_SNAPSHOT and not request.num_offered
+            if is_due and request.spec.is_kept and request.state is State.RUNNING:
+                request.num_offered = request.num_computed
+                computed = request.ids[: request.num_computed]
+                self._kv_verifier.save(computed, request.spec.is_one_shot)
+
+    def _share_beginnings(self, requests: Sequence[Request]) -> None:
+        """Save what other machines may have of prompts that have been computed now."""
+        for request in requests:
+            if request.spec.num_shared and request.num_generated == 1 and not request.moved_under:
+                self._chain.share(request.ids[: request.spec.num_shared])
 
     def _count_computed(self, scheduled: ScheduledRequest, num_right: int) -> None:
         """Count the tokens of a step, and how many of its right drafts will not count."""

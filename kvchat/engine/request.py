@@ -20,7 +20,6 @@ from kvchat.core.types import (
     TokenLogprobs,
     Usage,
 )
-from kvchat.engine.repetition import only_repeats
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ class RequestSpec:
                        program's server is told. This engine follows `new_constraint`
     num_shared         leading tokens of the prompt whose KV other machines may have too
     repetition_limit   ends a completion that has repeated itself for so many tokens, as
-                       `repetition.py` says; 0 lets it go on
+                       `only_repeats` says; 0 lets it go on
     """
 
     prompt_ids: tuple[int, ...]
@@ -346,3 +345,32 @@ class Request:
             unread_tokens=0 if self.num_generated else max(0, self.num_prompt_tokens - num_read),
             dropped=self.dropped,
         )
+
+
+# A passage of at most so many tokens is looked for. Rules of dashes, rows of zeros and what else
+# people ask for consist of one or two tokens, or repeat less often.
+_MOST_PERIOD = 64
+_SHORT_PERIOD = 2
+# A longer passage is repeated for so many times the limit.
+_LONG_FACTOR = 2
+# Looking costs a few hundred microseconds.
+_EVERY = 32
+
+
+def only_repeats(ids: "array[int]", num_generated: int, limit: int) -> bool:
+    """Return whether the end of an answer is one passage over and over; to ask after each token.
+
+    The answer is the last `num_generated` of `ids`. A passage of one or two tokens has to fill the
+    last `limit` tokens, a longer one twice as many. A `limit` of 0 never finds one.
+    """
+    if not limit or num_generated < limit or num_generated % _EVERY:
+        return False
+    if _has_period(ids[-limit:], range(1, _SHORT_PERIOD + 1)):
+        return True
+    num_long = _LONG_FACTOR * limit
+    longer = range(_SHORT_PERIOD + 1, _MOST_PERIOD + 1)
+    return num_generated >= num_long and _has_period(ids[-num_long:], longer)
+
+
+def _has_period(tail: "array[int]", periods: range) -> bool:
+    return any(tail[period:] == tail[:-period] for period in periods if period < len(tail))

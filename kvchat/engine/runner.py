@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -203,7 +204,7 @@ class Runner:
         batch = build_batch(pieces, self._block_size, self._device, self._window_blocks)
         if self._threads is None:
             return self._model.forward(batch)
-        return self._threads.run(batch.token_ids.shape[0], lambda: self._model.forward(batch))
+        return self._threads.run(batch.token_ids.shape[0], partial(self._model.forward, batch))
 
     def observe(self, piece: SequencePiece, observer: Observer, writes: bool) -> None:
         """Compute a piece by the model's modules, with an observer of its attention: `observing`.
@@ -362,7 +363,7 @@ def _scored(
     start = 0
     for scheduled in plan:
         request = scheduled.request
-        if request.is_to_be_scored:
+        if request.spec.scores_prompt and request.is_to_be_scored:
             told, computed = len(request.scored), request.num_computed
             end = min(computed + scheduled.num_tokens, request.num_prompt_tokens - 1)
             rows = logits[start + told - computed : start + end - computed]
@@ -451,7 +452,7 @@ def sampling_row(
         seed=sample_seed(params.seed, request.sample + sibling),
         position=len(request.ids) + len(drafts),
         context_ids=context_ids,
-        num_prompt=request.num_prompt_tokens,
+        num_prompt=len(request.spec.prompt_ids),
         allowed=request.constraint.allowed() if request.constraint is not None else None,
     )
 

@@ -148,7 +148,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             change_logits(logits[index], row.params, row.context_ids, row.num_prompt)
         if row.allowed is not None:
             refuse_others(logits[index], row.allowed)
-    if uses_triton(logits.device, "auto"):
+    if logits.is_cuda and uses_triton(logits.device, "auto"):
         return _draw_on_device(logits, rows)
     chosen = _likeliest(logits)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]

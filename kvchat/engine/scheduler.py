@@ -6,8 +6,10 @@ and preempts requests when blocks run out.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 
 from kvchat.cache.block_manager import CacheManager
@@ -16,7 +18,6 @@ from kvchat.cache.keys import common_tokens, encode_ids
 from kvchat.cache.thinned_kv import start_thinned
 from kvchat.core.types import CachedTokens, MissReason, TokenIds
 from kvchat.engine.request import Request, State, Thinning
-from kvchat.engine.shares import Shares
 
 # A waiting request's cost falls by this many tokens per step, so that short or cached prompts do
 # not delay a long uncached one for ever.
@@ -34,29 +35,29 @@ _MAX_SCORED = 128
 class ScheduledRequest:
     """`num_tokens` tokens of a request to compute in this step.
 
-    `drafts` are guesses of the tokens after its newest one; the same step verifies them.
+    drafts           guesses of the tokens after its newest one; the same step verifies them
+    completes        whether the step computes the request's newest token, so that the next can be
+                     sampled
+    num_rows         rows of the forward pass: tokens to compute plus drafts to verify
+    num_logit_rows   rows of logits, after the last tokens; after each where a prompt is scored
     """
 
     request: Request
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    completes: bool = field(init=False, compare=False)
+    num_rows: int = field(init=False, compare=False)
+    num_logit_rows: int = field(init=False, compare=False)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the forward pass: tokens to compute plus drafts to verify."""
-        return self.num_tokens + len(self.drafts)
-
-    @property
-    def num_logit_rows(self) -> int:
-        """Rows of logits, after the last tokens; after each where a prompt is scored."""
-        if self.request.is_to_be_scored:
-            return self.num_tokens
-        return 1 + len(self.drafts) if self.completes else 0
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step computes the request's newest token, so that the next can be sampled."""
-        return self.num_tokens == self.request.num_uncomputed
+    def __post_init__(self) -> None:
+        request, set_field = self.request, partial(object.__setattr__, self)
+        completes = self.num_tokens == len(request.ids) - request.num_computed
+        num_logit_rows = 1 + len(self.drafts) if completes else 0
+        if request.spec.scores_prompt and request.is_to_be_scored:
+            num_logit_rows = self.num_tokens
+        set_field("completes", completes)
+        set_field("num_rows", self.num_tokens + len(self.drafts))
+        set_field("num_logit_rows", num_logit_rows)
 
 
 class Scheduler:
@@ -165,17 +166,17 @@ class Scheduler:
         if nothing can run.
         """
         most = self._max_prefill_tokens
-        num_decoding = sum(request.is_decoding for request in self._running)
-        if is_short or num_decoding or self._is_next_short:
+        decoding = {request for request in self._running if request.is_decoding}
+        if is_short or decoding or self._is_next_short:
             most = self._max_step_tokens
         self._is_next_short = False  # it had room for all of a small request
         self._num_to_score = _MAX_SCORED
-        budget = max(most - num_decoding, most // 2, 1)
-        if most_beside and (is_short or num_decoding):
+        budget = max(most - len(decoding), most // 2, 1)
+        if most_beside and (is_short or decoding):
             budget = min(budget, most_beside)
         self._share()
-        plan = list(self._continue_running(budget))
-        budget -= sum(item.num_tokens for item in plan if not item.request.is_decoding)
+        plan = list(self._continue_running(budget, decoding))
+        budget -= sum(item.num_tokens for item in plan if item.request not in decoding)
         plan.extend(self._admit(budget))
         for request in self._waiting:
             request.steps_waited += 1
@@ -218,26 +219,29 @@ class Scheduler:
         for request in (scheduled.request for scheduled in plan):
             request.kept_until = request.num_computed + _KEPT_STEPS * self._max_prefill_tokens
 
-    def _continue_running(self, prefill_budget: int) -> Iterator[ScheduledRequest]:
-        """Schedule running requests, oldest first; every decoding one gets its token."""
-        decoding = {request for request in self._running if request.is_decoding}
+    def _continue_running(
+        self, prefill_budget: int, decoding: Collection[Request]
+    ) -> Iterator[ScheduledRequest]:
+        """Schedule running requests, oldest first; every `decoding` one gets its token."""
         whole, index = prefill_budget, 0
         while index < len(self._running):
             request = self._running[index]
-            if request.is_to_join:
+            if request.arrival is not None and request.is_to_join:
                 self._join(request)
             self._thin(request)
             is_decoding = request in decoding
-            most = request.num_uncomputed if is_decoding else prefill_budget
-            if not is_decoding and request.num_due > whole:
-                most = self._left_for(prefill_budget, index)
-            num_tokens = self._num_tokens(request, most)
+            if is_decoding:
+                num_tokens = request.num_due
+            else:
+                is_long = request.num_due > whole
+                most = self._left_for(prefill_budget, index) if is_long else prefill_budget
+                num_tokens = self._num_tokens(request, most)
             if num_tokens and not self._reserve_or_preempt(index, num_tokens):
                 continue  # this request was preempted; the next one now has its index
             if num_tokens:
                 if not is_decoding:
                     prefill_budget -= num_tokens
-                self._note_scored(request, num_tokens)
+                    self._note_scored(request, num_tokens)
                 yield ScheduledRequest(request, num_tokens)
             index += 1
 
@@ -419,3 +423,50 @@ class Scheduler:
         request.state = State.RUNNING
         self._running.append(request)
         return True
+
+
+class Shares:
+    """How many places and how much KV each client has, and each request; made anew for each
+    decision.
+
+    A place is a running sample. Clients share first: a program that opens many requests has no more
+    than one that opens a few, if both want more. The requests of one client share what it has.
+    """
+
+    def __init__(self, running: Sequence[Request]) -> None:
+        self._running = running
+        self._places = Counter(owner for request in running for owner in _owners(request))
+
+    def places(self, request: Request) -> tuple[int, int]:
+        """Return the places of a request's client, and its own: the fewer, the sooner it runs."""
+        client, own = _owners(request)
+        return self._places[client], self._places[own]
+
+    def largest(self, running: Sequence[Request]) -> Request:
+        """Return the youngest sample of the request with most places of the client with most.
+
+        `running` are one or more samples, the oldest first.
+        """
+        return max(reversed(running), key=self.places)
+
+    def is_due(self, waiting: Request, running: Request, needed: int = 0) -> bool:
+        """Return whether a waiting sample should have the place of a running one.
+
+        So it is if its client, or of one client its request, has two places fewer: then both do not
+        take turns. With `needed` blocks it must also have fewer than the other has now.
+        """
+        owners = zip(_owners(waiting), _owners(running), strict=True)
+        ours, theirs = next((each for each in owners if each[0] != each[1]), (None, None))
+        if ours == theirs or self._places[theirs] <= self._places[ours] + 1:
+            return False
+        return not needed or self._num_blocks(ours) + needed < self._num_blocks(theirs)
+
+    def _num_blocks(self, owner: Hashable) -> int:
+        """Return how many blocks a client or a request has; samples share some."""
+        tables = [each.table for each in self._running if owner in _owners(each)]
+        return len({block for table in tables if table is not None for block in table.blocks})
+
+
+def _owners(request: Request) -> tuple[Hashable, Hashable]:
+    """Return what stands for a request's client, and for the request."""
+    return request.spec.client, request.request_id

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from kvchat.cache.planner import Planner
-from kvchat.cache.rates import PrefillRate
+from kvchat.cache.planner import Planner, PrefillRate
 from kvchat.core.config import CacheConfig
 from kvchat.core.stats import num_like_first
 from kvchat.engine.kv_storage import kv_windows

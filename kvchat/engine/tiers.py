@@ -17,8 +17,7 @@ from kvchat.cache.host_tier import HostTier
 from kvchat.cache.keys import root_key
 from kvchat.cache.kv_conversion import ConvertingTier
 from kvchat.cache.kv_pool import KvGeometry, KvPool
-from kvchat.cache.planner import Planner
-from kvchat.cache.rates import PrefillRate, RateMemory
+from kvchat.cache.planner import Planner, PrefillRate, RateMemory
 from kvchat.cache.tier import Layout, Tier, TierOpener
 from kvchat.cache.windowed_pool import WindowedKvPool
 from kvchat.core.config import CacheConfig

@@ -109,10 +109,16 @@ def build_batch(
     `window_blocks`, [num_blocks] int32 on the host, says which window block each block has, where
     layers with a window have window blocks; then `device` is the host too.
     """
-    positions = [position for piece in pieces for position in range(piece.start, piece.end)]
     token_ids = [token for piece in pieces for token in piece.token_ids]
-    slots = [slot for piece in pieces for slot in piece.slots(block_size)]
-    slot_mapping = on_device(slots, torch.int64, device)
+    # Each begins at a multiple of 16 bytes: other alignments would compile a GPU's kernels anew.
+    rest = [0] * (len(token_ids) % 2)
+    numbers = [
+        [*token_ids, *rest],
+        [*(position for piece in pieces for position in range(piece.start, piece.end)), *rest],
+        [*(slot for piece in pieces for slot in piece.slots(block_size)), *rest],
+    ]
+    of_tokens = on_device(numbers, torch.int64, device)[:, : len(token_ids)]
+    slot_mapping = of_tokens[2]
     sequences = PagedSequences(
         query_lens=tuple(len(piece.token_ids) for piece in pieces),
         context_lens=tuple(piece.num_slots for piece in pieces),
@@ -124,8 +130,8 @@ def build_batch(
     if window_blocks is not None:
         windowed = _window_slots(slot_mapping, sequences, window_blocks)
     return ForwardBatch(
-        token_ids=on_device(token_ids, torch.int64, device),
-        positions=on_device(positions, torch.int64, device),
+        token_ids=of_tokens[0],
+        positions=of_tokens[1],
         slot_mapping=slot_mapping,
         sequences=sequences,
         logit_rows=on_device(rows_of_logits(pieces), torch.int64, device),

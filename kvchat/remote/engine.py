@@ -36,8 +36,7 @@ from kvchat.core.types import (
     Timing,
     Usage,
 )
-from kvchat.engine.repetition import only_repeats
-from kvchat.engine.request import RequestSpec
+from kvchat.engine.request import RequestSpec, only_repeats
 from kvchat.remote.answer_ids import AnswerIds
 from kvchat.remote.exchange import ServerClient, ServerLost
 from kvchat.remote.kinds import Kind, Server

@@ -12,8 +12,7 @@ from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.block_table import BlockTable
 from kvchat.cache.chain import KvChain
 from kvchat.cache.kv_pool import KvFormat, KvGeometry, KvPool, LayerGeometry, PlainFormat
-from kvchat.cache.planner import Planner
-from kvchat.cache.rates import PrefillRate, RateMemory
+from kvchat.cache.planner import Planner, PrefillRate, RateMemory
 from kvchat.cache.tier import Tier
 from support.cached_contexts import CPU, assert_kv_is_right
 from support.chains import host_opener

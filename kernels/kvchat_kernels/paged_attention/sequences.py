@@ -7,7 +7,7 @@ every step and has its lengths on the device only. All layers of a forward pass 
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -84,6 +84,7 @@ class PagedSequences:
     block_size      slots per block
     positions       [num_sequences, max_slots] int32 on the tables' device: the position of each
                     slot as of SlotPositions. None if all tables are shared: slot s holds position s
+    num_tokens      rows of the batch
     """
 
     query_lens: tuple[int, ...]
@@ -91,8 +92,10 @@ class PagedSequences:
     block_tables: torch.Tensor
     block_size: int
     positions: torch.Tensor | None = None
+    num_tokens: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum(self.query_lens))
         assert len(self.query_lens) == len(self.context_lens) == self.block_tables.shape[0]
         assert all(0 < q <= c for q, c in zip(self.query_lens, self.context_lens, strict=True))
         assert max(self.context_lens) <= self.block_tables.shape[1] * self.block_size
@@ -100,10 +103,6 @@ class PagedSequences:
             assert self.positions.dtype == torch.int32
             assert self.positions.shape[0] == len(self.query_lens)
             assert self.positions.shape[1] >= max(self.context_lens)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
 
     @property
     def position_end(self) -> int:

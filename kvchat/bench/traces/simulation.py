@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from kvchat.bench.traces.caches import Belady, Future, Lfu, Lru, RetentionRule, SimulatedCache
 from kvchat.bench.traces.paths import PathTrace
-from kvchat.cache.planner import Planner, from_tier
-from kvchat.cache.rates import PrefillRate
+from kvchat.cache.planner import Planner, PrefillRate, from_tier
 
 SHARED, DISK = "shared", "disk"
 # A machine that has at least this share of a prompt gets it; else the least busy one.

@@ -17,8 +17,7 @@ from pathlib import Path
 from kvchat.cache.disk.inventory import num_stored_blocks, stored_model_dirs
 from kvchat.cache.disk.miss_log import MissReasonLog
 from kvchat.cache.keys import TOKEN_BYTES, chain_keys, encode_ids, root_key
-from kvchat.cache.planner import from_tier
-from kvchat.cache.rates import RateMemory, known_prefill_rate
+from kvchat.cache.planner import RateMemory, from_tier, known_prefill_rate
 from kvchat.core.config import CacheConfig
 from kvchat.core.errors import StoreError
 from kvchat.core.events import ModelReady

@@ -22,8 +22,7 @@ from kvchat.cache.disk.lookup import KnownModels
 from kvchat.cache.disk.pack_rows import Pin
 from kvchat.cache.disk.tier import DiskTier
 from kvchat.cache.keys import chain_keys, encode_ids, root_key
-from kvchat.cache.planner import from_tier
-from kvchat.cache.rates import RateMemory
+from kvchat.cache.planner import RateMemory, from_tier
 from kvchat.cache.shared.tier import SharedTier
 from kvchat.cache.tier import BlockRun, Layout, PackHead, Tier
 from kvchat.core.errors import StoreError, UsageError

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvchat.cache.breaker import Breaker
 from kvchat.cache.keys import TOKEN_BYTES
-from kvchat.cache.rates import averaged
+from kvchat.cache.planner import averaged
 from kvchat.cache.shared.prefill_box import Offer
 from kvchat.cache.shared.store import StoreTrouble
 from kvchat.cache.tier import BlockRun, Image, Tier

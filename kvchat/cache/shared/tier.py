@@ -19,7 +19,7 @@ from kvchat.cache.device_copies import PACK_BYTES
 from kvchat.cache.disk.pack_rows import checksum_of
 from kvchat.cache.keys import KEY_BYTES, root_key
 from kvchat.cache.page_memory import ReadBuffers
-from kvchat.cache.rates import averaged
+from kvchat.cache.planner import averaged
 from kvchat.cache.shared.record import RecordHead
 from kvchat.cache.shared.store import SharedStore, StoreTrouble
 from kvchat.cache.shared.team_key import SEAL_BYTES, TeamKey

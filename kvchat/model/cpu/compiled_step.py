@@ -75,6 +75,7 @@ class CompiledStep:
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         # Of ids from here on logits need not be computed: they are -inf then.
         self.most_ids = self._vocab_size
+        self._num_rows = (0, 0)  # of activations and of logits, that the headers are set for
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
         # Called with the stream before the last norm, which the next step overwrites.
         self.watch: Callable[[torch.Tensor], None] | None = None
@@ -114,7 +115,9 @@ class CompiledStep:
         lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
         if not (self._takes_prompts or all(count == 1 < end for count, end in lengths)):
             return None
-        size = self._rows_of_group(max(sequences.context_lens))
+        size = FEW_ROWS
+        if num_rows > size:
+            size = self._rows_of_group(max(sequences.context_lens))
         if num_rows <= size:
             return self._run(batch, states, check)
         rows = []
@@ -182,13 +185,15 @@ class CompiledStep:
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
         parts, num_rows, num_logits = self._parts, batch.token_ids.shape[0], logits.shape[0]
-        set_num_rows(parts.header, num_rows)
+        if self._num_rows != (num_rows, num_logits):
+            set_num_rows(parts.header, num_rows)
+            set_num_rows(parts.head_header, num_logits)
+            self._num_rows = num_rows, num_logits
         parts.header[Header.SLOTS] = batch.slot_mapping.data_ptr()
         if parts.window_header is not None:
             parts.window_header[:] = parts.header
             assert batch.windowed is not None
             parts.window_header[Header.SLOTS] = batch.windowed.slot_mapping.data_ptr()
-        set_num_rows(parts.head_header, num_logits)
         parts.head_header[Header.ROWS] = batch.logit_rows.data_ptr()
         parts.logits_address[:] = logits.data_ptr()
         windowed = batch.windowed.sequences if batch.windowed is not None else sequences

@@ -32,12 +32,14 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, None]]
 class StepContext:
     """The batch of the running forward pass; one object per model, shared by its layers.
 
-    `memo` caches values that several layers need in the same pass.
+    `memo` caches values that several layers need in the same pass. `check_if_asked` is `check`, or
+    None if the running pass cannot be abandoned.
     """
 
     def __init__(self) -> None:
         self.batch: ForwardBatch | None = None
         self.memo: dict[int, Any] = {}
+        self.check_if_asked: Callable[[], None] | None = None
         self._is_unwanted: Callable[[], bool] | None = None
 
     def ask_in(self, module: nn.Module) -> None:
@@ -52,16 +54,11 @@ class StepContext:
     @contextmanager
     def stopping(self, is_unwanted: Callable[[], bool]) -> Iterator[None]:
         """Let the parts of `ask_in` ask `is_unwanted` in the passes of the block."""
-        self._is_unwanted = is_unwanted
+        self._is_unwanted, self.check_if_asked = is_unwanted, self.check
         try:
             yield
         finally:
-            self._is_unwanted = None
-
-    @property
-    def check_if_asked(self) -> "Callable[[], None] | None":
-        """`check`, or None if the running pass cannot be abandoned."""
-        return self.check if self._is_unwanted is not None else None
+            self._is_unwanted = self.check_if_asked = None
 
     def check(self) -> None:
         """Raise StepAbandoned if the running pass is not wanted any more."""

@@ -44,7 +44,7 @@ def test_a_block_is_free_only_when_its_last_user_releases_it() -> None:
 
     assert pool.release([block]) == 0
     assert pool.release([block]) == 1
-    assert pool.references(block) == 0
+    assert pool.references[block] == 0
 
 
 @short_and_long(1, 100)
@@ -67,4 +67,4 @@ def share_a_pool(rng: random.Random) -> None:
         elif users:
             pool.release([users.pop(rng.randrange(len(users)))])
         pool.check()
-        assert all(pool.references(block) == users.count(block) for block in range(1, 17))
+        assert all(pool.references[block] == users.count(block) for block in range(1, 17))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from kvchat.cache.kv_pool import LayerGeometry
-from kvchat.cache.rates import RateMemory
+from kvchat.cache.planner import RateMemory
 from support.cached_contexts import compute
 from support.fact_memory import FactMemory
 from support.host_machine import Machine

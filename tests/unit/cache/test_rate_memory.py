@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvchat.cache.rates import PrefillRate, RateMemory, known_prefill_rate
+from kvchat.cache.planner import PrefillRate, RateMemory, known_prefill_rate
 from kvchat.core.stats import KvPlaces, ReadRates
 from kvchat.core.types import CachedTokens, Fact
 from support.fact_memory import FactMemory

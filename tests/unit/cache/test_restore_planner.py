@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvchat.cache.planner import Planner
-from kvchat.cache.rates import PrefillRate, RateMemory
+from kvchat.cache.planner import Planner, PrefillRate, RateMemory
 from support.fact_memory import FactMemory
 
 MIB = 1 << 20

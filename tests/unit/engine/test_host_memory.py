@@ -230,6 +230,7 @@ def test_a_growing_prompt_is_written_before_its_answer_is_over(
     engines.append(engine)
     chain = engine.engine.chain
     chain.slow[0].writer._blocks_a_pack = 3
+    chain.pack_tokens = 3 * engine.engine.cache.block_size
     document = tuple(i % VOCAB_SIZE for i in range(100))
     number = engine.submit(spec(document, max_tokens=15))
     while not engine.generated(number):
@@ -262,6 +263,7 @@ def test_an_engine_goes_on_writing_when_all_answers_are_given(
     engines.append(engine)
     chain = engine.engine.chain
     chain.slow[0].writer._blocks_a_pack = 2
+    chain.pack_tokens = 2 * engine.engine.cache.block_size
     chain.slow[0].thread._max_pending_bytes = 3 * tier._image_bytes
     number = engine.submit(spec(HISTORY))
 

@@ -9,8 +9,7 @@ from zlib import crc32
 import pytest
 
 from kvchat.core.types import FinishReason, SamplingParams
-from kvchat.engine.repetition import only_repeats
-from kvchat.engine.request import RequestSpec
+from kvchat.engine.request import RequestSpec, only_repeats
 from support.engine_harness import EngineHarness
 
 LIMIT = 2048
