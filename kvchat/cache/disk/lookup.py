@@ -236,8 +236,12 @@ class StoreLookup:
         encoded: bytes,
         compare: _Compare,
     ) -> list[_StoredContext]:
-        """Return what each directory of the model `name`, or of one not known, has of a context."""
+        """Return what each directory of the model `name`, or of one not known, has of a context.
+
+        Of every model where none has that name: the file's name is another one now.
+        """
         kept = []
+        name = name if any(_is_of(model, name) for model in known.values()) else ""
         for path in paths:
             model = known.get(path.name)
             if model is not None and not _is_of(model, name):

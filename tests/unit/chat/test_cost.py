@@ -2,11 +2,13 @@
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvchat.cache.disk.admin import StoreAdmin
+from kvchat.cache.disk.lookup import KnownModels
 from kvchat.chat.host import ChatHost, EngineQueries
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session import ChatSession
@@ -116,6 +118,15 @@ def test_while_no_model_is_loaded_the_disk_tells_the_same(life: Life) -> None:
     assert (unloaded.num_tokens, unloaded.cached) == (loaded.num_tokens, loaded.cached)
     assert unloaded.seconds == pytest.approx(loaded.seconds, rel=0.5)
     life.close()
+
+
+def test_under_another_name_of_its_models_file_it_is_there_too(life: Life) -> None:
+    """It was called cold once the same weights had been loaded by a link to their file."""
+    session_id = held(life)
+    [(identity, model)] = KnownModels(life.memory).read().items()
+    KnownModels(life.memory).note(identity, replace(model, name="link"))
+
+    assert kept_costs(life.store, life.admin, [session_id])[session_id].is_ready
 
 
 def test_without_a_cache_all_of_it_is_said_to_be_read(life: Life) -> None:
