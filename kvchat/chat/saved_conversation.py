@@ -355,6 +355,6 @@ class SavedConversation:
 def _other_model(name: str) -> str:
     """Return a note on a conversation whose last answers another model wrote."""
     if not name:
-        return "Another model wrote this conversation; this one reads it once."
+        return "Another tokenizer made the tokens of this conversation; it is read again once."
     shown = one_line(name, 80)
     return f"{shown} wrote the last answers here; /model {shown} goes on with it."

@@ -92,7 +92,7 @@ def _size_facts(source: ModelSource, spec: Any, config: Any, device: str) -> dic
     elif packing := packing_of(read_json(source.config_file) or {}, source.name):
         is_cpu = where.type == "cpu"
         stays = (is_cpu or runs_fused(spec)) and stays_packed(source, dtype, is_cpu)
-        how = "read in its own bits" if stays else "unpacked when loaded"
+        how = "stays packed" if stays else "unpacked when loaded"
         packed = {"packed": f"{packing.title}, {how}"}
     return {
         "supported": "yes",

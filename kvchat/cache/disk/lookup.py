@@ -196,7 +196,9 @@ class StoreLookup:
         `ready` is the loaded model; the run was of the same model. None if there was no such run.
         """
         known, block_size = KnownModels(self._memory).read(), self._settings.block_size
-        paths = [path for path in self._paths() if path.name in known]
+        paths = [
+            path for path in self._paths() if (m := known.get(path.name)) and _is_of(m, ready.name)
+        ]
         kept = self._kept(
             known,
             paths,

@@ -256,7 +256,7 @@ def stored_names(source: ModelSource) -> list[str]:
 
 
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
-    """Return whether packed weights of a safetensors checkpoint are read in their own bits.
+    """Return whether packed weights of a safetensors checkpoint are not unpacked when it is loaded.
 
     False too where those are floats of 8 bits, and torch multiplies faster in 16.
     """

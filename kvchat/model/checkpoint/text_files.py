@@ -207,9 +207,8 @@ def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
 
     Raises ModelError if either has no usable tokenizer.
     """
-    first_text = read_text_files(first).tokenizer_json
-    second_text = read_text_files(second).tokenizer_json
-    if first_text == second_text:
+    first_text, second_text = read_text_files(first), read_text_files(second)
+    if first_text.digest == second_text.digest:
         return True
     ours, theirs = _tokens_of(first, first_text), _tokens_of(second, second_text)
     shared = ours.keys() & theirs.keys()
@@ -218,9 +217,11 @@ def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
     return len(shared) >= _LEAST_SHARED * max(len(ours), len(theirs))
 
 
-def _tokens_of(source: ModelSource, tokenizer_json: str) -> dict[int, str]:
+def _tokens_of(source: ModelSource, files: TextFiles) -> dict[int, str]:
+    if isinstance(files.vocabulary, BuiltTokenizer):
+        return {token_id: token for token, token_id in files.tokenizer().get_vocab().items()}
     try:
-        return _tokens(tokenizer_json)
+        return _tokens(files.vocabulary)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"tokenizer.json of {source.name} has no vocabulary that can be compared.",

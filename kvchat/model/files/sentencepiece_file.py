@@ -159,7 +159,9 @@ def tokenizer_of_file(
     # transformers' classes for such files call this legacy, and do it unless told otherwise.
     is_legacy = tokenizer_config.get("legacy") is not False
     tokenizer = sentencepiece_tokenizer(pieces, added, is_legacy)
-    settings = json.dumps([dict(added_tokens), dict(tokenizer_config)], sort_keys=True)
+    settings = json.dumps(
+        [dict(added_tokens), {**tokenizer_config, "chat_template": None}], sort_keys=True
+    )
     built = built_tokenizer(tokenizer, (content, settings.encode()))
     return built, {name: pieces.tokens[index] for name, index in pieces.ids.items()}
 

@@ -1,6 +1,7 @@
 """TextFiles: the text settings of a checkpoint, of whichever format its files are."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,17 +12,24 @@ from tokenizers import Tokenizer
 class BuiltTokenizer:
     """A tokenizer that was built of another file than a tokenizer.json.
 
-    `digest` is that of all that it was built of.
+    `digest` is that of all that it was built of, and of the rules that it was built by.
     """
 
     tokenizer: Tokenizer
     digest: str
 
 
+# To be raised when builders spell the pieces of the same file otherwise.
+_SPELLING = b"1"
+
+
 def built_tokenizer(tokenizer: Tokenizer, parts: Iterable[bytes]) -> BuiltTokenizer:
     """Return a tokenizer that was built of `parts`, which may be any."""
+    rules = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder
+    states = (b"" if rule is None else bytes(rule.__getstate__()) for rule in rules)
+    added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     digest = hashlib.sha256()
-    for part in parts:
+    for part in (_SPELLING, *states, json.dumps(added, sort_keys=True).encode(), *parts):
         digest.update(len(part).to_bytes(8, "little") + part)
     return BuiltTokenizer(tokenizer, digest.hexdigest())
 
@@ -67,7 +75,7 @@ class TextFiles:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of what the tokenizer is made of, in hexadecimal digits."""
+        """The SHA-256 of what the tokenizer is made of, and how, in hexadecimal digits."""
         if isinstance(self.vocabulary, BuiltTokenizer):
             return self.vocabulary.digest
         return hashlib.sha256(self.vocabulary.encode()).hexdigest()

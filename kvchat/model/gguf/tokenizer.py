@@ -178,7 +178,7 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     template = metadata.get("tokenizer.chat_template")
     roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
     embedding, length = gguf.tensors.get("token_embd.weight"), gguf.get("context_length")
-    built = built_tokenizer(_tokenizer(gguf, name, tokens, kinds), _parts(metadata))
+    built = built_tokenizer(_tokenizer(gguf, name, tokens, kinds), _parts(gguf))
     return TextFiles(
         vocabulary=built,
         chat_template=template if isinstance(template, str) else None,
@@ -191,11 +191,11 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     )
 
 
-def _parts(metadata: dict[str, Any]) -> Iterator[bytes]:
+def _parts(gguf: GgufModel) -> Iterator[bytes]:
     """Return all of the file's metadata that a tokenizer is built of, and its ids of roles."""
-    for key in sorted(metadata):
+    yield gguf.architecture.encode()
+    for key, value in sorted(gguf.metadata.items()):
         if key.startswith("tokenizer.ggml."):
-            value = metadata[key]
             yield key.encode()
             yield value.tobytes() if isinstance(value, array) else json.dumps(value).encode()
 

@@ -74,6 +74,23 @@ def test_the_first_model_gets_the_answer_back_as_text(
     back.close()
 
 
+def test_of_a_tokenizer_that_changed_no_other_model_is_told(
+    host: ChatHost, store: SessionStore, session: ChatSession
+) -> None:
+    """ "Another model wrote this conversation", it said of a file's tokenizer after an update."""
+    ask(session, "Hello")
+    session.close()
+    path = store.directory / f"{session.session_id}.jsonl"
+    path.write_text(path.read_text().replace(host.model.tokenizer.digest, "t1-of-before"))
+
+    again = host.open_session(session.session_id)
+
+    assert again.notes == (
+        "Another tokenizer made the tokens of this conversation; it is read again once.",
+    )
+    again.close()
+
+
 def test_the_model_that_wrote_the_last_answers_is_named_with_what_to_type(
     host: ChatHost, store: SessionStore, session: ChatSession, other: ChatHost
 ) -> None:

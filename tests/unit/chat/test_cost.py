@@ -14,7 +14,7 @@ from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.session import ChatSession
 from kvchat.chat.store import SessionStore
 from kvchat.core.stats import Cost, KvPlaces
-from kvchat.core.types import CachedTokens
+from kvchat.core.types import CachedTokens, MissReason
 from support.fact_memory import FactMemory
 from support.patient_kvchat import be_patient
 from support.tiny_host import BLOCK_SIZE, TINY_KV, ask, tiny_host
@@ -127,6 +127,20 @@ def test_under_another_name_of_its_models_file_it_is_there_too(life: Life) -> No
     KnownModels(life.memory).note(identity, replace(model, name="link"))
 
     assert kept_costs(life.store, life.admin, [session_id])[session_id].is_ready
+
+
+def test_what_another_model_kept_is_no_earlier_run_of_one_that_is_new(life: Life) -> None:
+    """Where no model had the new one's name, the KV of all counted as its own with other weights,
+    and /cache why said that its settings had changed.
+    """
+    ids = life.store.read(held(life)).conversation.context_ids()
+    [(identity, model)] = KnownModels(life.memory).read().items()
+    ready = life.start().wait_until_ready()
+    life.close()
+    KnownModels(life.memory).note(identity, replace(model, dtype="float16"))
+    assert life.admin.why_changed(ready, ids, 0) is MissReason.OTHER_WEIGHTS
+
+    assert life.admin.why_changed(replace(ready, name="new"), ids, 0) is None
 
 
 def test_without_a_cache_all_of_it_is_said_to_be_read(life: Life) -> None:

@@ -189,6 +189,14 @@ def test_gemmas_runs_of_spaces_are_tokens() -> None:
     assert Tokenizer.from_str(text).encode("a    a").ids == [7, 5, 7]
 
 
+def test_the_digest_tells_what_kind_of_model_the_file_has() -> None:
+    """Of the same pieces Gemma's are merged in another order."""
+    _, metadata = sentencepiece(prefix=False)
+    files = [read_gguf_text(model_of(metadata, kind), "x") for kind in ("llama", "gemma3", "llama")]
+
+    assert files[0].digest == files[2].digest != files[1].digest
+
+
 def test_control_tokens_in_a_users_text_stay_text() -> None:
     for metadata in (byte_level_metadata(byte_level("gpt-2"), "gpt-2"), sentencepiece(True)[1]):
         tokenizer = ChatTokenizer(read_gguf_text(model_of(metadata), "m"))

@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.normalizers import NFD
+from tokenizers.pre_tokenizers import Whitespace
 
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.model.checkpoint.source import find_model
-from kvchat.model.checkpoint.text_files import TextFiles, read_text_files
+from kvchat.model.checkpoint.text_files import TextFiles, read_text_files, same_vocabulary
 from kvchat.model.files.sentencepiece_file import (
     implied_merges,
     read_pieces,
     sentencepiece_tokenizer,
 )
+from kvchat.model.files.text_settings import built_tokenizer
 from support.checkpoints import save_checkpoint, tiny_model
 
 _HERE = Path(__file__).parent / "sentencepiece"
@@ -144,7 +148,43 @@ def test_a_tokenizer_that_was_built_is_known_by_all_that_it_was_built_of(tmp_pat
         text_files(tmp_path / "setting", "bpe", tokenizer_config={"legacy": False}),
         text_files(tmp_path / "added", "bpe", added_tokens={"<|more|>": 700}),
     ]
+    template = {"chat_template": "{{ messages }}"}
+    beside = text_files(tmp_path / "template", "bpe", tokenizer_config=template)
 
-    assert files.digest == again.digest
+    assert files.digest == again.digest == beside.digest
     assert len({files.digest, *(other.digest for other in others)}) == 4
     assert files.tokenizer().to_str() == Tokenizer.from_str(files.tokenizer_json).to_str()
+
+
+def test_a_tokenizer_that_was_built_otherwise_of_the_same_file_is_another_one(
+    tmp_path: Path,
+) -> None:
+    """A rule that a later kvchat mends gives other texts for the ids of the same file."""
+    parts = (b"the same",)
+    digests = set()
+    for change in (None, "normalizer", "pre_tokenizer", "decoder", "added"):
+        tokenizer = text_files(tmp_path / str(change), "bpe").tokenizer()
+        if change == "added":
+            tokenizer.add_tokens(["<|more|>"])
+        elif change is not None:
+            kind = {"normalizer": NFD, "pre_tokenizer": Whitespace, "decoder": Fuse}[change]
+            setattr(tokenizer, change, kind())
+        digests.add(built_tokenizer(tokenizer, parts).digest)
+
+    assert len(digests) == 5
+
+
+def test_vocabularies_are_compared_whatever_files_they_are_from(tmp_path: Path) -> None:
+    built = text_files(tmp_path, "bpe")
+    sources = {name: find_model(str(tmp_path / name)) for name in ("bpe",)}
+    for name in ("bpe_own", "unigram"):
+        text_files(tmp_path, name)
+        sources[name] = find_model(str(tmp_path / name))
+    written = tmp_path / "written"
+    shutil.copytree(tmp_path / "bpe", written)
+    (written / "tokenizer.json").write_text(built.tokenizer_json)
+
+    assert same_vocabulary(sources["bpe"], sources["bpe"])
+    assert same_vocabulary(sources["bpe"], find_model(str(written)))
+    assert not same_vocabulary(sources["bpe"], sources["bpe_own"])
+    assert not same_vocabulary(find_model(str(written)), sources["unigram"])
