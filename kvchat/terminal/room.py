@@ -10,7 +10,6 @@ from kvchat.chat import making_room
 from kvchat.chat.answer_settings import ContextPolicy
 from kvchat.chat.compaction import CompactionPlan
 from kvchat.chat.controller import ChatController
-from kvchat.chat.conversation import Turn
 from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import Change, Need
 from kvchat.chat.tools import ToolResult
@@ -39,7 +38,8 @@ class RoomMaker:
         self._controller = controller
         self._summarise = summarise
         self._say = say
-        self._without_summary: Turn | None = None  # the context that begins so got none
+        # The conversation and the first turn of the context that got none.
+        self._without_summary: tuple[str, int] | None = None
 
     async def make(self, text: str | None, results: tuple[ToolResult, ...] = ()) -> bool:
         """Make room for the answer to a message, if it is needed; arguments as `need` takes them.
@@ -94,8 +94,9 @@ class RoomMaker:
         self._tell(change, _left_out(change), "what stays is read again while you type")
 
     async def _compact(self, needed: Need) -> bool:
-        first = self._controller.require_conversation().path()[0]
-        is_asked = first is not self._without_summary
+        conversation = self._controller.require_conversation()
+        first = conversation.session_id, conversation.path()[0].turn_id
+        is_asked = first != self._without_summary
         plan = making_room.plan_summary(self._controller, needed) if is_asked else None
         if plan is None:
             await self._drop_if_full(needed)

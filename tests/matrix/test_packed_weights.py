@@ -220,7 +220,7 @@ def test_the_experts_of_gpt_oss_are_unpacked(tmp_path: Path) -> None:
 
 
 def test_packed_experts_are_merged_as_the_model_holds_them(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 128}
     model = tiny_model("mixtral", num_local_experts=2, num_hidden_layers=1, **sizes)
     plain = save_checkpoint(tmp_path / "plain", model)
     packed = Path(shutil.copytree(plain, tmp_path / "packed"))
@@ -237,6 +237,8 @@ def test_packed_experts_are_merged_as_the_model_holds_them(tmp_path: Path) -> No
         save_file(restored, path, metadata={"format": "pt"})
 
     assert_twins(packed, plain)
+    source = find_model(str(packed))
+    assert not checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=True)
 
 
 def test_a_packed_checkpoint_may_be_held_in_fewer_bits(original: Path, tmp_path: Path) -> None:

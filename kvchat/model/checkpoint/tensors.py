@@ -3,6 +3,7 @@
 Plain tensors are memory-mapped. Packed ones are unpacked when transformers takes them.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,8 @@ from kvchat_kernels.linear.blocks import BlockWeights
 
 # Returns the names in the files of a part's tensors, by those in the part; given those of all.
 Names = Callable[[Iterable[str]], Mapping[str, str]]
+# In the name of a tensor of one expert alone.
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 # A row that is looked up in blocks costs 0.15 ms more: a small model's step should not pay that.
 _LARGE_TABLE_BYTES = 64 << 20
 
@@ -256,18 +259,24 @@ def stored_names(source: ModelSource) -> list[str]:
 
 
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
-    """Return whether packed weights of a safetensors checkpoint are not unpacked when it is loaded.
+    """Return whether most packed weights of a safetensors checkpoint are not unpacked.
 
-    False too where those are floats of 8 bits, and torch multiplies faster in 16.
+    Those are that transformers merges, experts with a tensor each; floats of 8 bits too, where
+    torch multiplies faster in 16.
     """
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
         return False
-    tensors = unpacked(_mapped(source), packing, dtype, source.name).values()
-    packed = [tensor for tensor in tensors if isinstance(tensor, PackedTensor)]
-    if is_fast_by_torch(torch.bfloat16):
-        packed = [tensor for tensor in packed if not tensor.are_bytes]
-    return any(tensor.may_fit_blocks(for_cpu) for tensor in packed)
+    tensors = unpacked(_mapped(source), packing, dtype, source.name)
+    packed = {name: part for name, part in tensors.items() if isinstance(part, PackedTensor)}
+    takes_floats = not is_fast_by_torch(torch.bfloat16)
+    staying = [
+        part.num_bytes
+        for name, part in packed.items()
+        if part.may_fit_blocks(for_cpu) and (takes_floats or not part.are_bytes)
+        if not _ONE_EXPERT.search(name)
+    ]
+    return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 
 
 def _mapped(source: ModelSource) -> dict[str, torch.Tensor]:
