@@ -47,8 +47,6 @@ _X_COUNTS, _WIDE_X_COUNTS = (5, 3, 2, 1), (8, 5, 4, 3, 2, 1)
 _FEW_X = 3
 # The same where levels in planes are read for each.
 _FEW_X_COUNTS, _WIDE_FEW_X_COUNTS = (3, 2, 1), (5, 4, 3, 2, 1)
-# Bytes ahead that levels are asked for.
-_AHEAD = 1024
 # Sums side by side that keep the multiplier busy without a second chain for each.
 _MANY = 6
 # Chains of sums that leave room for levels and activations in 32 registers.
@@ -271,7 +269,7 @@ def _add_products(code: Code, layout: Layout, pairs: _Pairs) -> None:
     """Write a group of blocks after another: a lane holds the sum of one block's products."""
     for index, size in each_group(code, code.task.num_blocks, layout):
         for of_row in pairs:
-            of_row[0].row.prefetch(index, size, _AHEAD)
+            of_row[0].row.prefetch(index, size)
         for part in range(COLUMNS // layout.part):
             sums = _sums_of_group(code, layout, pairs, index, size, part)
             _add_sums(code, layout, pairs, sums, index, size, part)

@@ -22,8 +22,6 @@ from kvchat_kernels.linear.blocks import CENTRE, COLUMNS, WORD, Layout, Rounding
 _SHORT_BYTES, _FLOAT_BYTES = 2, 4
 # Blocks that are read at once: of four rows at least.
 _BLOCKS_READ = MOST_BLOCKS * WEIGHT_ROWS
-# Bytes ahead that levels are asked for.
-_AHEAD = 1024
 
 
 def layout_read(layout: Layout) -> Layout:
@@ -115,7 +113,7 @@ class Room:
         row, as_a_whole = WeightRow(code, layout, number), replace(layout, block=COLUMNS)
         whole_row = WeightRow(code, as_a_whole, number)  # of blocks whose halves lie together
         for index, size in each_group(code, code.task.num_blocks, layout):
-            row.prefetch(index, size, _AHEAD)
+            row.prefetch(index, size)
             half = vector_bytes(self._read_layout, size) // 2
             for places in each_vector(code, as_a_whole, size, 0):
                 for place in places:
@@ -174,7 +172,7 @@ class ReadRow:
     def minimums_of_group(self, index: Value, size: int, part: int) -> Value:
         return self._room.factors(False, self._row, self._num_rows, index, size, part)
 
-    def prefetch(self, index: Value, count: int, ahead: int) -> None:
+    def prefetch(self, index: Value, count: int) -> None:
         """Do nothing: the levels are near."""
 
 
