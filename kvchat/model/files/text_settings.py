@@ -4,8 +4,10 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class BuiltTokenizer:
     `digest` is that of all that it was built of, and of the rules that it was built by.
     """
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     digest: str
 
 
@@ -23,7 +25,7 @@ class BuiltTokenizer:
 _SPELLING = b"1"
 
 
-def built_tokenizer(tokenizer: Tokenizer, parts: Iterable[bytes]) -> BuiltTokenizer:
+def built_tokenizer(tokenizer: "Tokenizer", parts: Iterable[bytes]) -> BuiltTokenizer:
     """Return a tokenizer that was built of `parts`, which may be any."""
     rules = tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder
     states = (b"" if rule is None else bytes(rule.__getstate__()) for rule in rules)
@@ -57,11 +59,14 @@ class TextFiles:
     max_context: int | None = None
     vocab_size: int | None = None
 
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> "Tokenizer":
         """Return the tokenizer. Reading a large tokenizer.json takes a second.
 
-        Raises plain Exception if it is not valid.
+        Raises plain Exception if it is not valid. A chat on a server has the settings without the
+        library.
         """
+        from tokenizers import Tokenizer
+
         if isinstance(self.vocabulary, BuiltTokenizer):
             return self.vocabulary.tokenizer
         return Tokenizer.from_str(self.vocabulary)
