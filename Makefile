@@ -22,7 +22,6 @@ GPU_BENCH ?= --repeats 3
 # there `make test-gpu PYTHON=python3 VENV=` makes no environment. What that Python lacks comes from the wheels of
 # `make gpu-wheels`, run on a machine with an index and copied along with the checkout.
 GPU_TESTS := tests/gpu tests/unit/model/test_spec.py
-TIMED := twice_the_work
 WHEELS := .gpu/wheels
 GPU_PACKAGES := platformdirs diskcache gguf httpx2 httpcore2 truststore prompt-toolkit wcwidth llguidance starlette uvicorn \
 	websockets zstandard
@@ -59,12 +58,11 @@ test: $(DEV_STAMP)  ## what needs no GPU; of families times formats, a share tha
 test-all: $(DEV_STAMP)  ## the same, with all families in all formats: before a release
 	$(TEST)
 
-# A test that times something runs alone. The figures are worth having where a test fails, too.
+# The figures are worth having where a test fails, too.
 test-gpu: $(GPU_STAMP)  ## the same kernels and engine on a CUDA device, and its figures into .gpu/figures
 	@status=0; limited="timeout -s INT -k 20"; set -x; \
-	$$limited $(GPU_LIMIT) env $(GPU_PYTHON) -m pytest -q --tb=short -m gpu -k "not $(TIMED)" \
-		-n $(GPU_JOBS) --dist worksteal $(GPU_TESTS) || status=1; \
-	$$limited 60 env $(GPU_PYTHON) -m pytest -q -m gpu -k "$(TIMED)" $(GPU_TESTS) || status=1; \
+	$$limited $(GPU_LIMIT) env $(GPU_PYTHON) -m pytest -q --tb=short -m gpu -n $(GPU_JOBS) --dist worksteal \
+		$(GPU_TESTS) || status=1; \
 	$$limited $(GPU_FIGURES_LIMIT) env $(GPU_PYTHON) -m kvchat bench kernels decode prefill --device $(GPU_DEVICE) \
 		--shape $(GPU_SHAPE) $(GPU_BENCH) --record .gpu/figures || status=1; \
 	exit $$status
