@@ -422,10 +422,7 @@ class ChatController:
         return ready.context_limit - 1
 
     def _title_for(self, session: ChatSession, text: str) -> str:
-        """Return the title of a new conversation that begins with a file: the message after it.
-
-        Returns "" for any other.
-        """
+        """Return the message after a file that begins a conversation, which is its title, or ""."""
         is_new = not len(session.conversation) and not session.conversation.title
         return one_line(text, 60) if self.attached and is_new and text.strip() else ""
 
@@ -433,12 +430,15 @@ class ChatController:
         """Let go of a conversation, and of its file, in which every message was refused.
 
         Of another one remove the last new message, which was refused as too long and would keep its
-        number, if the user `is_given_back` its text.
+        number, if the user `is_given_back` its text. No model has read one while none is loaded.
         """
         conversation, (asked_in, asked) = self.conversation, self._asked
         self._asked = ("", ROOT)
         if conversation is None:
             return
+        is_asked = (asked_in, asked) == (conversation.session_id, conversation.tip_id)
+        if is_asked and self.host.ready is None:
+            self.require_session().move_tip(conversation.turn(asked).parent_id)
         is_empty = all(turn.is_message for turn in conversation.turns())
         if conversation.tip_id == ROOT and is_empty:
             self._discard()

@@ -191,6 +191,9 @@ def _get(server: RunningServer, path: str) -> dict[str, Any] | None:
 
 
 def _health(server: RunningServer) -> str:
+    """Return a server's word on itself, "" if it does not answer."""
+    if server.is_suspended:
+        return ""
     return str((_get(server, "/health") or {}).get("status", ""))
 
 
@@ -214,15 +217,17 @@ def show() -> None:
     if not servers:
         print_line("No server of yours runs here.")
     for server in servers:
-        told = _get(server, "/health") or {}
-        status = str(told.get("status") or "does not answer")
+        is_suspended = server.is_suspended
+        told = {} if is_suspended else _get(server, "/health") or {}
+        silent = "suspended" if is_suspended else "does not answer"
+        status = str(told.get("status") or silent)
         memory = _memory_bytes(server.pid)
         size = f"  {format_bytes(memory)}" if memory else ""
         left = told.get("ends_in_s")
         stays = f"  stays {max(1, round(left / 60))} min" if isinstance(left, int | float) else ""
         place = server.address.url or "here"
         age = format_age(time.time() - server.began_s)
-        name = told.get("model", "?")
+        name = told.get("model") or one_line(short_name(server.model), 64) or "?"
         print_line(f"{name}  {place}  {status}{size}  started {age}{stays}  pid {server.pid}")
 
 
@@ -232,6 +237,9 @@ def stop() -> None:
     if not servers:
         print_line("No server of yours runs here.")
     for server in servers:
+        if server.is_suspended:
+            sentence = f"Process {server.pid} is suspended, and cannot stop itself."
+            raise ModelError(sentence, f"kill -CONT {server.pid} lets it go on.")
         if not _health(server):  # the process of that number may be another one meanwhile
             sentence = f"Process {server.pid} does not answer as a server: it is left alone."
             raise ModelError(sentence)

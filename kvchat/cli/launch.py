@@ -5,17 +5,25 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvchat.cli.agents import CLIENTS, Client, Launch
 from kvchat.cli.background import ServerFacts, facts_of, started
-from kvchat.cli.build import settings_of, user_paths
+from kvchat.cli.build import settings_of, store_admin, user_paths
 from kvchat.cli.lines import say
 from kvchat.cli.model_names import whole_name
+from kvchat.cli.settings import Settings
 from kvchat.core.errors import ContextTooLong, KvchatError, StoreError, UsageError
-from kvchat.core.paths import private_directory, replace_private, require_working_directory
+from kvchat.core.paths import (
+    private_directory,
+    read_state,
+    replace_private,
+    require_working_directory,
+    write_state,
+)
 from kvchat.core.stats import num_like_first
 from kvchat.core.text import one_line
 from kvchat.terminal.status import format_seconds
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from kvchat.core.stats import ReadRates
 
 _MINUTES, _PATIENCE_S = 10.0, 5.0
+_READ, _VERSION = "read.json", 1  # when --warm has read a client's prompt, by model
 _GREETING = "Say hello."
 
 
@@ -53,10 +62,12 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
     if is_warmed:
         say(f"{client.title} reads its own prompt of about {client.num_fixed:,} tokens once")
         command = [client.program, *how.arguments, *client.asking, _GREETING]
-        subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
+        warming = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False)
+        if warming.returncode == 0:
+            _note_read(directory, server)
     say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
     if client.num_fixed:
-        say(_price(client, server))
+        say(_price(client, server, _has_read(settings, directory, server)))
     return _run([client.program, *how.arguments, *arguments], environment)
 
 
@@ -69,16 +80,31 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _price(client: Client, server: ServerFacts) -> str:
-    """Return what the client's own prompt costs at first and later, where this machine knows."""
-    once = f"its own prompt of about {client.num_fixed:,} tokens is read once"
+def _price(client: Client, server: ServerFacts, is_cached: bool) -> str:
+    """Return what the client's own prompt costs now and later, where this machine knows."""
+    prompt = f"its own prompt of about {client.num_fixed:,} tokens"
     rates = _rates(server)
     if rates is None or rates.computed is None:
-        return f"{once}, and comes from the cache later"
-    alike = num_like_first(0, client.num_fixed, rates.half_context)
-    cold, warm = alike / rates.computed, client.num_fixed / rates.from_disk
-    later = f"in {format_seconds(warm)}" if warm else "at once"
-    return f"{once}, in about {format_seconds(cold)}, and comes from the cache later, {later}"
+        once, later = "", ""
+    else:
+        alike = num_like_first(0, client.num_fixed, rates.half_context)
+        cold, warm = alike / rates.computed, client.num_fixed / rates.from_disk
+        once = f", in about {format_seconds(cold)}"
+        later = f", in {format_seconds(warm)}" if warm else ", at once"
+    if is_cached:
+        return f"{prompt} comes from the cache{later}"
+    return f"{prompt} is read once{once}, and comes from the cache later{later}"
+
+
+def _has_read(settings: Settings, directory: Path, server: ServerFacts) -> bool:
+    """Whether the client's own prompt was read by --warm since KV was cleared."""
+    read_s = read_state(directory / _READ, _VERSION, "models").get(server.model, 0.0)
+    return isinstance(read_s, float) and read_s > store_admin(settings).cleared_s()
+
+
+def _note_read(directory: Path, server: ServerFacts) -> None:
+    before = read_state(directory / _READ, _VERSION, "models")
+    write_state(directory / _READ, _VERSION, "models", {**before, server.model: time.time()})
 
 
 def _rates(server: ServerFacts) -> "ReadRates | None":

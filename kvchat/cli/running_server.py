@@ -85,6 +85,7 @@ def announced(settings: Settings, state: Path, place: Announcement) -> Iterator[
         "socket": place.socket,
         "key": place.key or "",
         "is_spare": place.is_spare,
+        "model": settings["model"],
         "pid": os.getpid(),
         "born": _born(os.getpid()),
         "began": time.time(),
@@ -107,6 +108,7 @@ class RunningServer:
 
     `began_s` is since when it has computed KV, in seconds since the epoch. `is_spare` tells one
     that was started in the background, and `is_stale` one whose model's files have changed since.
+    `model` is its model, as its settings name it.
     """
 
     address: "Address"
@@ -114,6 +116,12 @@ class RunningServer:
     began_s: float
     is_spare: bool = False
     is_stale: bool = False
+    model: str = ""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its process is stopped, by Ctrl-Z or a signal: it answers nothing."""
+        return _state_of(self.pid)[:1] == [b"T"]
 
     @property
     def has_port(self) -> bool:
@@ -127,7 +135,7 @@ class RunningServer:
 def running_server(settings: Settings, state: Path) -> RunningServer | None:
     """Return the server that runs here with these settings and files; None if none does."""
     server = server_of(settings, state)
-    return None if server is None or server.is_stale else server
+    return None if server is None or server.is_stale or server.is_suspended else server
 
 
 def server_of(settings: Settings, state: Path) -> RunningServer | None:
@@ -196,7 +204,8 @@ def _server_in(found: Mapping[str, object], is_stale: bool = False) -> RunningSe
     began = found.get("began")
     began_s = float(began) if isinstance(began, int | float) else time.time()
     address = Address(url, key, socket=socket)
-    return RunningServer(address, pid, began_s, found.get("is_spare") is True, is_stale)
+    is_spare, model = found.get("is_spare") is True, str(found.get("model", ""))
+    return RunningServer(address, pid, began_s, is_spare, is_stale, model)
 
 
 def _runs(settings: Settings) -> str:
@@ -233,10 +242,15 @@ def _born(pid: int) -> str:
 
     "" where it does not say, and for a process that has ended.
     """
-    with suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[19].decode() if fields[0] not in (b"Z", b"X") else ""
-    return ""
+    fields = _state_of(pid)
+    return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+
+
+def _state_of(pid: int) -> list[bytes]:
+    """Return what the system says of a process, its state first; nothing where it says nothing."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return []
 
 
 def _is_alive(pid: int) -> bool:

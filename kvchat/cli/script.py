@@ -237,11 +237,16 @@ class ScriptOutput:
             self._setup.notices.error(StoreError(event.message))
         elif isinstance(event, AnswerFailed):
             self.fail(event.error)
-            if isinstance(event.error, ContextTooLong):
-                self._controller.drop_refused()
+            self.drop_refused(event.error)
         elif isinstance(event, AnswerEnded):
             self._tell_statistics(event, read_again)
             self._tell_end(exchange, event)
+
+    def drop_refused(self, error: BaseException) -> None:
+        """Let go of a message that was too long, or that no model was there to read."""
+        is_unread = self._controller.host.ready is None
+        if is_unread or isinstance(error, ContextTooLong):
+            self._controller.drop_refused(is_given_back=is_unread)
 
     @contextmanager
     def _listening(self, reply: Reply | None) -> Iterator[None]:
@@ -497,7 +502,11 @@ class Script:
                         self._controller.note_ended(event)
                         ended.append(event)
                     self._output.take(exchange, event, reply)
+        except Interrupted as error:
+            self._output.drop_refused(error)
+            raise
         except TimedOut as error:  # loading cannot be cancelled: only an exit ends it
             self._has_given_up = True
+            self._output.drop_refused(error)
             self._output.report(error, self._session_fields)
         return ended

@@ -247,40 +247,42 @@ def new_windowed_pool(
 ) -> WindowedKvPool:
     """Allocate the blocks and window blocks that the budget allows; raises as `new_kv_pool`."""
     budget = device_budget(config, torch.device("cpu"))
-    _require_two_blocks(geometry, budget)
+    _require_two_blocks(geometry, config, budget)
     counts = block_counts(geometry, windows, budget, max_context, max_step_tokens)
     try:
         return WindowedKvPool(geometry, windows, counts.num_blocks, counts.num_window_blocks)
     except _OUT_OF_MEMORY as error:
-        raise _too_much(budget) from error
+        raise _too_much(config, budget) from error
 
 
-def _require_two_blocks(geometry: KvGeometry, budget: int) -> None:
+def _require_two_blocks(geometry: KvGeometry, config: CacheConfig, budget: int) -> None:
     if budget < 2 * geometry.block_bytes:
+        is_chosen = config.device_bytes is not None
         raise ModelError(
-            f"--device-cache allows {format_bytes(budget)}, less than the two blocks of "
-            f"{format_bytes(geometry.block_bytes)} a conversation needs.",
-            "Raise it.",
+            f"{'--device-cache' if is_chosen else 'Memory'} allows {format_bytes(budget)}, less "
+            f"than the two blocks of {format_bytes(geometry.block_bytes)} a conversation needs.",
+            "Raise it." if is_chosen else "Use a smaller model.",
         )
 
 
 _OUT_OF_MEMORY = (OSError, MemoryError, OverflowError, torch.OutOfMemoryError)
 
 
-def _too_much(budget: int) -> ModelError:
-    return ModelError(
-        f"--device-cache allows {format_bytes(budget)}, more than there is.", "Lower it."
-    )
+def _too_much(config: CacheConfig, budget: int) -> ModelError:
+    size = format_bytes(budget)
+    if config.device_bytes is None:
+        return ModelError(f"There is no room for {size} of KV.", "--device-cache takes less.")
+    return ModelError(f"--device-cache allows {size}, more than there is.", "Lower it.")
 
 
 def new_kv_pool(geometry: KvGeometry, config: CacheConfig, device: torch.device) -> KvPool:
     """Allocate the blocks the budget allows; raises ModelError if it is too small or too large."""
     budget = device_budget(config, device)
-    _require_two_blocks(geometry, budget)
+    _require_two_blocks(geometry, config, budget)
     try:
         kv_pool = KvPool(geometry, budget // geometry.block_bytes, device)
     except _OUT_OF_MEMORY as error:
-        raise _too_much(budget) from error
+        raise _too_much(config, budget) from error
     if device.type != "cpu":
         kv_pool.warm_up()
     return kv_pool

@@ -1,6 +1,8 @@
 """Chooses a model's device, dtype and number of threads, and measures free memory."""
 
 import os
+import resource
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -82,8 +84,9 @@ def limit_kept_shapes() -> None:
 def free_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated on `device` without swapping.
 
-    On the CPU: MemAvailable of /proc/meminfo, or what the cgroup's limit leaves if that is less. On
-    a GPU memory that torch keeps for reuse counts as free: it is handed back first.
+    On the CPU: MemAvailable of /proc/meminfo, or what the limits of the cgroup and of the process
+    (`ulimit -v`) leave if that is less. On a GPU memory that torch keeps for reuse counts as free:
+    it is handed back first.
     """
     if device.type == "cuda":
         # Merging the weights of layers leaves hundreds of MiB a layer that torch keeps.
@@ -95,7 +98,19 @@ def free_bytes(device: torch.device) -> int:
     used = _read_number(Path("/sys/fs/cgroup/memory.current"))
     if limit is not None and used is not None:
         available = min(available, max(0, limit - used))
-    return available
+    return min(available, _left_of_addresses())
+
+
+def _left_of_addresses() -> int:
+    """Return the bytes of addresses that the process may still take; very many without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return sys.maxsize
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return limit
+    return max(0, limit - num_pages * resource.getpagesize())
 
 
 def _meminfo_available() -> int:

@@ -4,7 +4,9 @@ Reads safetensors and GGUF only and runs no remote code. Maps the weights instea
 where dtype and device allow.
 """
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -554,9 +556,9 @@ def _built(
         ) from error
     except ModelError:
         raise
-    except MemoryError as error:
-        raise ModelError(f"{source.name} does not fit in memory.") from error
     except Exception as error:
+        if isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error):
+            raise ModelError(f"{source.name} does not fit in memory.") from error
         # safetensors, transformers and torch each raise their own errors for a damaged file.
         raise ModelError(
             f"The weights of {source.name} cannot be read: {_first_line(error)}",

@@ -9,6 +9,7 @@ are not known. KV that other settings have stored tells why there is not more.
 """
 
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -238,12 +239,9 @@ class StoreLookup:
         encoded: bytes,
         compare: _Compare,
     ) -> list[_StoredContext]:
-        """Return what each directory of the model `name`, or of one not known, has of a context.
-
-        Of every model where none has that name: the file's name is another one now.
-        """
+        """Return what each directory of the model `name`, or of one not known, has of a context."""
         kept = []
-        name = name if any(_is_of(model, name) for model in known.values()) else ""
+        name = _present_name(known, name)
         for path in paths:
             model = known.get(path.name)
             if model is not None and not _is_of(model, name):
@@ -295,6 +293,20 @@ def _why_missing(found: _StoredContext | None, encoded: bytes) -> MissReason | N
 def _is_of(model: KnownModel, name: str) -> bool:
     """Return whether KV is that of the model `name`, and not of a draft model."""
     return not model.is_draft and name in ("", model.name)
+
+
+def _present_name(known: dict[str, KnownModel], name: str) -> str:
+    """Return the name under which a model was run last, where it is known under no other.
+
+    It may be that of a link to the same file. A file that is gone may be renamed to any of them,
+    which "" stands for. What is there and was never run keeps its name, which no KV has.
+    """
+    names = {model.name for model in known.values() if not model.is_draft}
+    if name in names or not os.path.isabs(name):
+        return name
+    if not os.path.exists(name):
+        return ""
+    return next((each for each in names if os.path.realpath(each) == os.path.realpath(name)), name)
 
 
 def _newest(known: dict[str, KnownModel], name: str) -> KnownModel | None:

@@ -54,7 +54,7 @@ def local_models(
     size = sum(path.stat().st_size for path in demo_directory().iterdir() if path.is_file())
     found = [model for name, places in cached_models() for model in _of_hub(name, places)]
     found += [LocalModel(name, size, "ollama's store") for name, size in ollama_models()]
-    found += _of_files(used, directories)
+    found += _once_each(_of_files(used, directories), used)
     found.sort(key=lambda model: model.name.lower())
     weights = format_of_directory(demo_directory())
     found = [LocalModel(DEMO, size, "shipped with kvchat", weights=weights), *found]
@@ -63,6 +63,21 @@ def local_models(
         for model in found
     ]
     return sorted(found, key=lambda model: -model.used_s)
+
+
+def _once_each(models: list[LocalModel], used: Mapping[str, UsedModel]) -> list[LocalModel]:
+    """Return the models of files once each, whatever links lead to them.
+
+    Of several names that stands which was used last, else the file's own.
+    """
+
+    def rank(model: LocalModel) -> tuple[float, bool]:
+        known = used.get(model.name)
+        is_own = model.name == os.path.realpath(model.name)
+        return known.used_s if known is not None else 0.0, is_own
+
+    by_file = {os.path.realpath(model.name): model for model in sorted(models, key=rank)}
+    return list(by_file.values())
 
 
 def _of_files(

@@ -207,17 +207,19 @@ def same_vocabulary(first: ModelSource, second: ModelSource) -> bool:
 
     Raises ModelError if either has no usable tokenizer.
     """
-    first_text, second_text = read_text_files(first), read_text_files(second)
-    if first_text.digest == second_text.digest:
-        return True
-    ours, theirs = _tokens_of(first, first_text), _tokens_of(second, second_text)
+    ours, theirs = _tokens_of(first), _tokens_of(second)
     shared = ours.keys() & theirs.keys()
     if any(ours[token_id] != theirs[token_id] for token_id in shared):
         return False
     return len(shared) >= _LEAST_SHARED * max(len(ours), len(theirs))
 
 
-def _tokens_of(source: ModelSource, files: TextFiles) -> dict[int, str]:
+def _tokens_of(source: ModelSource) -> dict[int, str]:
+    if source.gguf is not None:
+        from kvchat.model.gguf.tokenizer import gguf_tokens
+
+        return gguf_tokens(source.gguf, source.name)
+    files = read_text_files(source)
     if isinstance(files.vocabulary, BuiltTokenizer):
         return {token_id: token for token, token_id in files.tokenizer().get_vocab().items()}
     try:

@@ -20,6 +20,7 @@ from kvchat.model.files.sentencepiece_file import (
     CONTROL,
     NORMAL,
     SPACE,
+    UNUSED,
     USER_DEFINED,
     implied_merges,
     space_decoder,
@@ -138,6 +139,8 @@ _ENDS_OF_TURN = (
     *("<|endoftext|>", "<|end_of_text|>"),
 )
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Kinds of tokenizers; the second has its merges in the file.
+_OF_PIECES = ("llama", "gemma4")
 _ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -169,12 +172,7 @@ def read_gguf_text(gguf: GgufModel, name: str) -> TextFiles:
 
 def _text_files(gguf: GgufModel, name: str) -> TextFiles:
     metadata = gguf.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise ModelError(f"{name} has no vocabulary.", "Give a GGUF file with a tokenizer in it.")
-    kinds = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
-    if len(kinds) != len(tokens):
-        raise ModelError(f"{name} has a damaged vocabulary.", "Is the file complete?")
+    tokens, kinds = _stored_tokens(gguf, name)
     template = metadata.get("tokenizer.chat_template")
     roles = {role: metadata.get(f"tokenizer.ggml.{key}") for role, key in _ROLES.items()}
     embedding, length = gguf.tensors.get("token_embd.weight"), gguf.get("context_length")
@@ -189,6 +187,28 @@ def _text_files(gguf: GgufModel, name: str) -> TextFiles:
         max_context=length if type(length) is int and length > 0 else None,
         vocab_size=embedding.shape[0] if embedding is not None and embedding.shape else None,
     )
+
+
+def _stored_tokens(gguf: GgufModel, name: str) -> tuple[list[str], list[int]]:
+    """Return the tokens in order, and the kind of each."""
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{name} has no vocabulary.", "Give a GGUF file with a tokenizer in it.")
+    kinds = list(gguf.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ModelError(f"{name} has a damaged vocabulary.", "Is the file complete?")
+    return tokens, kinds
+
+
+def gguf_tokens(gguf: GgufModel, name: str) -> dict[int, str]:
+    """Return the tokens of a GGUF file that are in use, by id, as a tokenizer.json spells them.
+
+    No tokenizer is built. Raises ModelError if the file has none.
+    """
+    tokens, kinds = _stored_tokens(gguf, name)
+    if gguf.metadata.get("tokenizer.ggml.model") in _OF_PIECES:
+        tokens = _respelt(tokens, kinds)
+    return {i: t for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
 
 
 def _parts(gguf: GgufModel) -> Iterator[bytes]:
@@ -233,7 +253,7 @@ def _tokenizer(gguf: GgufModel, name: str, tokens: list[str], kinds: list[int]) 
     model = gguf.metadata.get("tokenizer.ggml.model")
     if model == "gpt2":
         tokenizer = _byte_level(gguf.metadata, name, tokens, kinds)
-    elif model in ("llama", "gemma4"):  # the second has its merges in the file
+    elif model in _OF_PIECES:
         tokens = _respelt(tokens, kinds)
         tokenizer = _pieces(gguf, name, tokens, kinds)
     else:

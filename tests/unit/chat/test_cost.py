@@ -120,13 +120,28 @@ def test_while_no_model_is_loaded_the_disk_tells_the_same(life: Life) -> None:
     life.close()
 
 
-def test_under_another_name_of_its_models_file_it_is_there_too(life: Life) -> None:
+def test_under_another_name_of_its_models_file_it_is_there_too(life: Life, tmp_path: Path) -> None:
     """It was called cold once the same weights had been loaded by a link to their file."""
     session_id = held(life)
     [(identity, model)] = KnownModels(life.memory).read().items()
-    KnownModels(life.memory).note(identity, replace(model, name="link"))
+    (tmp_path / "link").symlink_to(model.name)
+    KnownModels(life.memory).note(identity, replace(model, name=str(tmp_path / "link")))
 
     assert kept_costs(life.store, life.admin, [session_id])[session_id].is_ready
+
+
+def test_what_another_model_that_is_there_kept_does_not_make_it_warm(
+    life: Life, tmp_path: Path
+) -> None:
+    """Where no model had its name the KV of all counted, though their weights are others."""
+    session_id = held(life)
+    [(identity, model)] = KnownModels(life.memory).read().items()
+    KnownModels(life.memory).note(identity, replace(model, name=str(tmp_path)))
+    assert kept_costs(life.store, life.admin, [session_id])[session_id].is_cold
+    KnownModels(life.memory).note(identity, replace(model, name=str(tmp_path / "renamed")))
+    ids = life.store.read(session_id).conversation.context_ids()
+
+    assert life.admin.locate([(str(tmp_path / "gone"), ids)])[0].cached.total
 
 
 def test_what_another_model_kept_is_no_earlier_run_of_one_that_is_new(life: Life) -> None:

@@ -3,14 +3,17 @@
 import asyncio
 import json
 import os
+import signal
 import stat
+import subprocess
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvchat.cli import background, chat
+from kvchat.cli import background, chat, launch
 from kvchat.cli.agents import CLIENTS
 from kvchat.cli.background import ServerFacts, _arguments
 from kvchat.cli.output import Notices
@@ -24,8 +27,9 @@ from kvchat.cli.running_server import (
     server_of,
 )
 from kvchat.cli.settings import resolve
-from kvchat.core.errors import StoreError, UsageError
+from kvchat.core.errors import ModelError, StoreError, UsageError
 from kvchat.core.paths import write_state
+from kvchat.core.stats import ReadRates
 from kvchat.remote.address import Address
 from kvchat.remote.questions import require_own_socket
 from kvchat.server.idle import IdleWatch
@@ -101,6 +105,52 @@ def test_a_number_of_another_process_is_not_the_servers(tmp_path: Path) -> None:
         content |= {"pid": os.getpid(), "born": born}
         write_state(tmp_path / "servers" / "x.json", 1, "server", content)
         assert bool(all_servers(tmp_path)) is is_there
+
+
+def test_a_server_that_is_suspended_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`ps` waited 5 s for it and showed "?", `stop` took it for another process, and a prompt
+    waited for it too."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    settings = resolve({"model": "/models/coder.gguf"}, {}, tmp_path / "none")
+    state = tmp_path / "kvchat"
+    with subprocess.Popen(["sleep", "60"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        monkeypatch.setattr(os, "getpid", lambda: process.pid)
+        with announced(settings, state, Announcement("http://127.0.0.1:5", None)):
+            monkeypatch.undo()
+            monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+            background.show()
+            shown = capsys.readouterr().out
+            with pytest.raises(ModelError, match="is suspended") as refused:
+                background.stop()
+            assert running_server(settings, state) is None
+        process.kill()
+
+    assert shown.startswith("/models/coder.gguf  http://127.0.0.1:5  suspended")
+    assert refused.value.hint == f"kill -CONT {process.pid} lets it go on."
+
+
+def test_a_clients_own_prompt_is_cached_once_warm_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading time of minutes was told behind --warm, which had just taken it."""
+    monkeypatch.setattr(launch, "_rates", lambda server: ReadRates(100.0, 10_000.0))
+    settings = resolve({"cache_dir": str(tmp_path / "kv")}, {}, tmp_path / "none")
+    client = CLIENTS["codex"]
+
+    assert not launch._has_read(settings, tmp_path, SERVER)
+    launch._note_read(tmp_path, SERVER)
+    assert launch._has_read(settings, tmp_path, SERVER)
+    assert not launch._has_read(settings, tmp_path, replace(SERVER, model="another"))
+    cold, warm = (launch._price(client, SERVER, is_cached) for is_cached in (False, True))
+    assert cold.endswith("is read once, in about 60 s, and comes from the cache later, in 600 ms")
+    assert warm == "its own prompt of about 6,000 tokens comes from the cache, in 600 ms"
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "kvchat.cleared").touch()  # as `kvchat cache clear` leaves it
+    assert not launch._has_read(settings, tmp_path, SERVER)
 
 
 def test_a_servers_socket_is_the_users_alone(

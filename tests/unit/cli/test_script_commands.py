@@ -104,6 +104,9 @@ def run_lines(model: ChatModel, tmp_path: Path, interrupted_s: list[float]) -> I
         def new_host(name: str, hear: Any, saved: Any = None) -> ChatHost:
             if name == "missing":
                 raise ModelError("There is no model missing.")
+            if name == "broken":
+                failure = ModelError("It is broken.")
+                return ChatHost(model, scripted_build(model, _author, failure=failure), store, hear)
             if name == "endless":
                 return ChatHost(model, interrupted_while_loading, store, hear)
             named = model if name == "scripted" else replace(model, name=name)
@@ -464,3 +467,11 @@ def test_a_model_that_a_flag_named_stays(run_lines: RunLines) -> None:
 
     assert "Now with" not in ran.stderr
     assert ran.store.read(session_id).model == "/models/coder.gguf"
+
+
+def test_what_no_model_was_there_to_read_is_not_saved(run_lines: RunLines) -> None:
+    """A conversation with a question alone stayed for each try."""
+    ran = run_lines("Hello", "And now?", here="broken")
+
+    assert ran.code == 3
+    assert ran.store.ids() == []

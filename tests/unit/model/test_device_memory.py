@@ -1,5 +1,6 @@
 """What fits in a GPU's memory, tested on a machine without one."""
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", driver.mem_get_info)
 
     assert free_bytes(GPU) == 15 << 30
+
+
+def test_a_limit_of_the_process_leaves_what_it_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under `ulimit -v` a share of all memory was asked for, and --device-cache was blamed."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = num_pages * resource.getpagesize() + (64 << 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
+
+    assert 0 < free_bytes(CPU) <= 64 << 20
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Damaged checkpoints: every fault gives one clear sentence, and none is loaded in part."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig
 from kvchat.core.errors import ExitCode, ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY
+from kvchat.engine import kv_storage
 from kvchat.engine.assembly import build_engine
 from kvchat.model.checkpoint.source import find_model
 from kvchat.model.files.checkpoint_files import read_header
@@ -290,3 +293,35 @@ def test_a_cache_larger_than_any_memory_is_told(checkpoint: Path, num_bytes: int
             NO_MEMORY,
             lambda _: None,
         )
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "sentence"),
+    [(1 << 52, "There is no room for .* of KV"), (1000, "Memory allows 1000 B, less than the two")],
+)
+def test_a_cache_that_nobody_asked_for_blames_no_flag(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, sentence: str
+) -> None:
+    monkeypatch.setattr(kv_storage, "device_budget", lambda config, device: num_bytes)
+    with pytest.raises(ModelError, match=sentence):
+        build_engine(
+            find_model(str(checkpoint)),
+            ModelConfig(),
+            CacheConfig(block_size=1024 if num_bytes > 1000 else 16),
+            EngineConfig(),
+            NO_MEMORY,
+            lambda _: None,
+        )
+
+
+def test_weights_that_memory_does_not_take_are_not_called_damaged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `ulimit -v` a whole file was suspected of being no complete download."""
+
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+    with pytest.raises(ModelError, match="does not fit in memory"):
+        load(checkpoint)

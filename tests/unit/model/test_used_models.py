@@ -84,6 +84,23 @@ def test_a_short_name_is_that_of_the_file_used_last(models: UsedModels, tmp_path
     assert short_names(models.read(), [own])["m"] == second
 
 
+def test_a_file_behind_links_is_listed_once(models: UsedModels, tmp_path: Path) -> None:
+    """Two links to one file were two models, and a directory with a link to it a third."""
+    own = tmp_path / "home" / "models"
+    real = save_checkpoint(own / "real", tiny_model("llama"))
+    (tmp_path / "elsewhere").mkdir()
+    for link in (own / "link", tmp_path / "elsewhere" / "link"):
+        link.symlink_to(real)
+
+    def listed() -> list[str]:
+        return [m.name for m in local_models(models.read(), [own]) if m.name != "demo"]
+
+    assert listed() == [str(real)]
+    assert {"real", "link"} <= short_names(models.read(), [own]).keys()
+    models.note(find_model(str(tmp_path / "elsewhere" / "link")))
+    assert listed() == [str(tmp_path / "elsewhere" / "link")]
+
+
 def test_a_foreign_fact_counts_as_none(tmp_path: Path) -> None:
     memory = FactMemory()
     memory.set("used models", "all", {"/a": {"digest": 3}, "/b": "x"})

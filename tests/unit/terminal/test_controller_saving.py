@@ -18,12 +18,13 @@ import pytest
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.chat_model import ChatModel
 from kvchat.chat.controller import ChatController
+from kvchat.chat.conversation import Role
 from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, SavingFailed
 from kvchat.chat.host import ChatHost
 from kvchat.chat.saved_chats import read_chats
 from kvchat.chat.store import SessionStore
 from kvchat.chat.turn_loop import LoadRelay
-from kvchat.core.errors import ContextTooLong, StoreError
+from kvchat.core.errors import ContextTooLong, ModelError, StoreError
 from kvchat.core.types import FinishReason, Timing, Usage
 from kvchat.terminal import repl
 from kvchat.terminal.answer_view import AnswerView
@@ -391,6 +392,22 @@ def test_a_message_that_is_found_too_long_later_takes_no_number(
     finish(controller.ask("two"))
 
     assert "2 you: two" in do(controller, "/tree")
+
+
+def test_a_message_that_no_model_was_there_to_read_is_taken_back(
+    controller: ChatController, store: SessionStore
+) -> None:
+    finish(controller.ask("one"))
+    model, session_id = controller.host.model, controller.require_session().session_id
+    build = scripted_build(model, lambda *_: Script("ok"), failure=ModelError("It is broken."))
+    controller.change_host(ChatHost(model, build, store)).close()  # type: ignore[arg-type]
+    *_, failed = controller.ask("two")
+    assert isinstance(failed, AnswerFailed)
+    controller.drop_refused(is_given_back=True)
+
+    read = store.read(session_id).conversation
+    assert [turn.text for turn in read.turns() if turn.is_message] == ["one"]
+    assert read.path()[-1].role is Role.ASSISTANT
 
 
 def test_an_earlier_message_that_is_found_too_long_now_stays(controller: ChatController) -> None:
