@@ -34,8 +34,6 @@ _SLAB = 64
 _WIDE_MANY_X, _WIDE_COUNTS, _WIDE_TILE_ROWS = 6, (6, 2, 1), 12
 _MANY_X, _COUNTS, _TILE_ROWS = 24, (3, 2, 1), 8
 _RUN = 512
-# Bytes ahead that weights are asked for.
-_AHEAD = 1024
 # A unit's weights: long enough runs of memory for the processor to read ahead in, but a matrix that
 # is small has several units too, which threads share.
 _MOST_BYTES, _LEAST_BYTES, _UNITS = 1 << 18, 1 << 15, 8
@@ -210,8 +208,6 @@ class _Product:
         sums = [[code.variable(self._zeros()) for _ in activations] for _ in weights]
         columns = 64 // self._stored.num_bytes
         with code.loop(0, self._num_in, columns) as column:
-            for address in weights:
-                code.prefetch(address, column * self._stored.num_bytes + _AHEAD)
             factors = [self._factor(row, column) for row in rows]
             for start in range(0, columns, self._lanes):
                 self._add_columns(weights, factors, activations, sums, column + start)
