@@ -60,6 +60,8 @@ class CacheManager:
 
     window_blocks = 0  # blocks whose window blocks a sequence needs to go on, where there are any
     has_state = False  # whether sequences have recurrent state beside their KV
+    # Whether a wrong draft makes the next step read again what its step has read.
+    reads_again = False
     num_state_blocks = 0
 
     def __init__(self, kv_pool: KvPool, reuse: bool = True) -> None:

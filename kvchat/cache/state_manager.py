@@ -33,10 +33,12 @@ _MOST_VERIFIED = 16
 class StateCacheManager(CacheManager):
     """`state_bytes` is the size of one sequence's state. Snapshots stand at ends of blocks.
 
-    The runner asks `cuts` where a step has to stop, and calls `take_snapshot` there.
+    The runner asks `cuts` where a step has to stop, and calls `take_snapshot` there. It says by
+    `reads_again` whether states read drafts, and by `save_state` when one is about to.
     """
 
     has_state = True
+    reads_again = True
 
     def __init__(self, kv_pool: KvPool, state_bytes: int, reuse: bool = True) -> None:
         super().__init__(kv_pool, reuse)
@@ -122,14 +124,16 @@ class StateCacheManager(CacheManager):
     def most_drafts(self, start: int, end: int) -> int:
         """Return how many drafts may follow positions `start` to `end - 1` in a step.
 
-        Its rows reach no further than the end of a block, where there may be a snapshot. A step
-        that ends there has none: its state is one that no draft has touched.
+        Its rows reach no further than the end of a block, where there may be a snapshot. Where
+        states read drafts, a step that ends there has none: no draft has touched its state.
         """
         in_block = -end % self.block_size if self._reuse else _MOST_VERIFIED
+        if not in_block and not self.reads_again:
+            in_block = self.block_size
         return max(0, min(in_block, _MOST_VERIFIED - (end - start)))
 
     def save_state(self, table: BlockTable) -> None:
-        """Copy the running state before a step with drafts; `settle_drafts` ends the step."""
+        """Copy the running state before it reads drafts; `settle_drafts` ends the step."""
         state, buffer = table.state, self.state_of(table)
         assert state is not None
         if state.before is None:
@@ -139,7 +143,7 @@ class StateCacheManager(CacheManager):
         state.is_verified = True
 
     def restore_state(self, table: BlockTable) -> None:
-        """Take back what a step with drafts has changed, if it has not been settled."""
+        """Take back that the state has read drafts, if their step has not been settled."""
         state = table.state
         if state is not None and state.is_verified:
             assert state.buffer is not None
@@ -148,16 +152,20 @@ class StateCacheManager(CacheManager):
             state.is_verified = False
 
     def settle_drafts(self, table: BlockTable, num_computed: int, num_right: int) -> int:
-        """Return how many tokens the running state has read: all of the step, or none of it.
+        """Return how many tokens the running state is of.
 
-        A wrong draft cannot be taken out of a state, so the next step reads again what was right.
+        A wrong draft cannot be taken out of a state that has read it: then it is the one before the
+        step, and the next step reads again what was right.
         """
-        state = table.state
+        state, num_tokens = table.state, num_computed + num_right
         assert state is not None
         assert state.buffer is not None
-        if state.buffer.num_tokens > num_computed + num_right:
+        if not state.is_verified:
+            state.buffer.cut(num_tokens)
+        if state.buffer.num_tokens > num_tokens:
             self.restore_state(table)
-        elif self._reuse and not state.buffer.num_tokens % self.block_size:
+        elif self._reuse and not num_tokens % self.block_size:
+            state.buffer.read_all()
             self.take_snapshot(table)
         state.is_verified = False
         return state.buffer.num_tokens
@@ -187,11 +195,11 @@ class StateCacheManager(CacheManager):
         return sorted(marks | ({last} if last > start else set()))
 
     def take_snapshot(self, table: BlockTable) -> None:
-        """Copy the running state, which stands at the end of a block."""
+        """Copy the running state, which has read as far as the end of a block."""
         state = table.state
         assert state is not None
         assert state.buffer is not None
-        position = state.buffer.num_tokens
+        position = state.buffer.num_read
         assert position % self.block_size == 0
         rolling = [p for p in state.taken if p not in state.wanted]
         memory = state.taken.pop(rolling[0]) if rolling else torch.empty_like(state.buffer.data)

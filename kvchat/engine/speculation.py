@@ -165,7 +165,7 @@ class Speculation:
                 RequestOffers(
                     scheduled.request,
                     tuple(offered[scheduled]),
-                    scheduled.num_tokens if cache.has_state else None,
+                    scheduled.num_tokens if cache.reads_again else None,
                 )
                 for scheduled in asking
             ],

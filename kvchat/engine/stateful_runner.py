@@ -39,6 +39,7 @@ class StatefulRunner(Runner):
         super().__init__(model, cache.block_size, threads=threads)
         self._stateful_model = model
         self._cache = cache
+        cache.reads_again = model.compiled is None
 
     def run(
         self,
@@ -62,7 +63,7 @@ class StatefulRunner(Runner):
         is_copied = is_unwanted is not None or len(groups) > 1
         before = [state.copy() for state in states] if is_copied else []
         for scheduled, table in zip(plan, tables, strict=True):
-            if scheduled.drafts:
+            if scheduled.drafts and self._cache.reads_again:
                 self._cache.save_state(table)
         rows: list[list[torch.Tensor]] = [[] for _ in plan]
         hidden: list[list[torch.Tensor]] = [[] for _ in plan]
@@ -100,12 +101,17 @@ class StatefulRunner(Runner):
         is_prompt_end = scheduled.completes and not request.num_generated
         parts = []
         cuts = self._cache.cuts(table, start, end, is_prompt_end)
-        assert not (scheduled.drafts and end in cuts), "a snapshot of a state that read drafts"
+        if self._cache.reads_again:
+            assert not (scheduled.drafts and end in cuts), "a snapshot of a state that read drafts"
         for stop in sorted({*cuts, end}):
             is_last, of_all = stop == end, request.is_to_be_scored
             num_rows = stop - start if of_all else scheduled.num_logit_rows * is_last
-            ids = [*request.ids[start:stop], *(scheduled.drafts if is_last else ())]
-            piece = SequencePiece(ids, start, table.blocks, num_rows, state, table.positions)
+            drafts = scheduled.drafts if is_last else ()
+            num_guesses = 0 if self._cache.reads_again else len(drafts)
+            ids = [*request.ids[start:stop], *drafts]
+            piece = SequencePiece(
+                ids, start, table.blocks, num_rows, state, table.positions, num_guesses
+            )
             parts.append(_Part(index, piece, table, stop in cuts))
             start = stop
         return parts

@@ -62,7 +62,8 @@ class SequencePiece:
     hold the KV of the tokens before `start`: of all of them if `table_positions` is None, where
     slots are positions; otherwise of those that this names. The forward pass computes logits for
     the last `num_logit_rows` new tokens. `state` is that of the recurrent layers after the `start`
-    tokens, for a model that has such layers.
+    tokens, for a model that has such layers; the last `num_guesses` tokens are guesses, which it
+    does not read.
     """
 
     token_ids: Sequence[int]
@@ -71,6 +72,7 @@ class SequencePiece:
     num_logit_rows: int
     state: StateBuffer | None = None
     table_positions: SlotPositions | None = None
+    num_guesses: int = 0
 
     @property
     def end(self) -> int:

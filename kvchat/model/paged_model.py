@@ -138,7 +138,8 @@ _ONE_BY_ONE = frozenset({"mamba", "falcon_mamba", "jamba", "zamba"})
 class StatefulModel(PagedModel):
     """A PagedModel with recurrent layers: it runs sequences with their states.
 
-    A compiled step takes rows of several sequences, the modules one sequence at a time.
+    A compiled step takes rows of several sequences, the modules one sequence at a time. It alone
+    takes guesses (`SequencePiece.num_guesses`), of small steps.
     """
 
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
@@ -159,7 +160,8 @@ class StatefulModel(PagedModel):
             states = [state_of(piece) for piece in pieces]
             batch = build_batch(pieces, block_size, self.device)
             check = self.loaded.step.check_if_asked
-            found = self.compiled.logits(batch, check, [state.data for state in states])
+            guesses = [piece.num_guesses for piece in pieces]
+            found = self.compiled.logits(batch, check, states, guesses)
             if found is not None:
                 for piece, state in zip(pieces, states, strict=True):
                     state.num_tokens = piece.end
@@ -177,6 +179,7 @@ class StatefulModel(PagedModel):
 
     def _forward_piece(self, piece: SequencePiece, block_size: int) -> torch.Tensor:
         """Run one sequence by the modules."""
+        assert not piece.num_guesses
         state = state_of(piece)
         if not self._steps_one_by_one or not piece.start:
             return self._forward_part(piece, state, block_size)

@@ -207,6 +207,7 @@ class StateIo:
         """
         if not state.views:
             state.views = self._views(state.data)
+        state.read_all()
         cache = self._cache
         cache.num_tokens = state.num_tokens
         cache.takes_kernels = takes_kernels

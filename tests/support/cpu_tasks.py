@@ -18,7 +18,7 @@ def sequences(states: list[torch.Tensor], counts: list[int]) -> Any:
     numbers = np.zeros((len(counts), NUM_OF_SEQUENCE), np.int64)
     row = 0
     for numbers_of_one, state, count in zip(numbers, states, counts, strict=True):
-        numbers_of_one[:] = row, count, state.data_ptr()
+        numbers_of_one[:4] = row, count, state.data_ptr(), count
         row += count
     return numbers
 

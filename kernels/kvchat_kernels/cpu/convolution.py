@@ -13,23 +13,23 @@ from llvmlite import ir
 
 from kvchat_kernels.cpu.code import F32, F32S, I16, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import Stored, as_floats, as_stored, sigmoid
-from kvchat_kernels.cpu.step import read_sequence
-from kvchat_kernels.cpu.task import Memory, Task
+from kvchat_kernels.cpu.step import InputsTask, StateRow, rows_of_state
+from kvchat_kernels.cpu.task import Memory
 
 # Channels of a unit.
 UNIT_CHANNELS = 512
 
 
-class ConvolutionTask(Task):
+class ConvolutionTask(InputsTask):
     """All are float32 but the state.
 
-    x         [rows, channels], the inputs; of a gated one [rows, 3, channels]: the input's factor,
+    x         [rows, channels], of `inputs`; of a gated one [rows, 3, channels]: the input's factor,
               the sum's factor, the input
     weights   [taps, channels]
     bias      [channels]
     state     bytes from the beginning of a sequence's state to [channels, taps]
-    out       [rows, channels]; it may be `x` if that is not gated
-    x_stride, out_stride   bytes from a row to the next
+    out       [rows, channels]; it may be `x` if that is not gated. Of rows that are due it is `x`
+    out_stride   bytes from a row of `out` to the next
     """
 
     x: Memory
@@ -37,7 +37,6 @@ class ConvolutionTask(Task):
     channels: int
     state: int
     out: Memory
-    x_stride: int
     out_stride: int
     bias: Memory | None = None
 
@@ -57,25 +56,24 @@ class ConvolutionForm:
 def convolution_kernel(code: Code, form: ConvolutionForm) -> None:
     channels = code.task.channels
     num_runs = (channels + (UNIT_CHANNELS - 1)) // UNIT_CHANNELS
-    first, end, state = read_sequence(code, code.unit // num_runs)
-    state = state + code.task.state
     start = (code.unit % num_runs) * UNIT_CHANNELS
-    with code.loop(first, end) as row:
-        _write_row(code, form, row, state, (start, code.least(start + UNIT_CHANNELS, channels)))
+    run = start, code.least(start + UNIT_CHANNELS, channels)
+    of_channel = form.num_taps * form.stored.num_bytes
+    room = code.room(UNIT_CHANNELS * of_channel) - start * of_channel
+    with rows_of_state(code, code.unit // num_runs, code.task.state, room) as row:
+        _write_row(code, form, row, run)
 
 
-def _write_row(
-    code: Code, form: ConvolutionForm, row: Value, state: Value, run: tuple[Value, Value]
-) -> None:
+def _write_row(code: Code, form: ConvolutionForm, row: StateRow, run: tuple[Value, Value]) -> None:
     channels = code.task.channels
-    x = code.task.x + row * code.task.x_stride
-    out = code.task.out + row * code.task.out_stride
+    x = code.task.x + row.offset
+    out = code.select(row.is_due, x, code.task.out + row.row * code.task.out_stride)
     with code.loop(*run, LANES) as channel:
         at = channel * 4
         new = code.load(x, at, F32S)
         if form.is_gated:
             new = new * code.load(x + channels * 8, at, F32S)
-        total = _summed(code, form, state, channel, new)
+        total = _summed(code, form, row, channel, new)
         if form.is_activated:
             total = total * sigmoid(code, total)
         if form.is_gated:
@@ -83,18 +81,18 @@ def _write_row(
         code.store(total, out, at)
 
 
-def _summed(code: Code, form: ConvolutionForm, state: Value, channel: Value, new: Value) -> Value:
+def _summed(code: Code, form: ConvolutionForm, row: StateRow, channel: Value, new: Value) -> Value:
     """Return the sums of 8 channels; each channel's inputs move by one, and `new` comes last."""
     num_taps, channels = form.num_taps, code.task.channels
     offset = channel * (num_taps * form.stored.num_bytes)
     number = F32 if form.stored is Stored.FLOAT else I16
-    old = code.load(state, offset, ir.VectorType(number, LANES * num_taps))
+    old = code.load(row.before, offset, ir.VectorType(number, LANES * num_taps))
     newest = code.picked(as_stored(code, new, form.stored), [*range(LANES)] * num_taps)
     lanes: list[int] = []
     for lane in range(LANES):
         first = lane * num_taps
         lanes += [*range(first + 1, first + num_taps), LANES * num_taps + lane]
-    code.store(code.shuffled(old, newest, lanes), state, offset)
+    code.store(code.shuffled(old, newest, lanes), row.after, offset)
     weights, at = code.task.weights, channel * 4
     total = new * code.load(weights + channels * (4 * (num_taps - 1)), at, F32S)
     for tap in range(num_taps - 1):

@@ -16,15 +16,15 @@ from functools import reduce
 from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import exp, reciprocal_root, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
-from kvchat_kernels.cpu.step import read_sequence
+from kvchat_kernels.cpu.step import InputsTask, StateRow, rows_of_state
 from kvchat_kernels.cpu.task import Memory, Task
 
 # What the squares of a key or a query are added to, as the models have it.
 LEAST_SQUARE = 1e-6
 
 
-class DeltaTask(Task):
-    """All are float32; the shapes are those of one row.
+class DeltaTask(InputsTask):
+    """All are float32; the shapes are those of one row. The first four are parts of `inputs`.
 
     mixed          queries, keys [key heads, key dim] and values [heads, value dim], one after
                    another
@@ -38,8 +38,6 @@ class DeltaTask(Task):
     epsilon        of the norm
     out            [heads, value dim]
     state          bytes from the beginning of a sequence's state to [heads, key dim, value dim]
-    stride         bytes from a row of `mixed`, `gates`, `betas` and `steps` to the next; `out` has
-                   no gaps
     """
 
     mixed: Memory
@@ -52,7 +50,6 @@ class DeltaTask(Task):
     epsilon: float
     out: Memory
     state: int
-    stride: int
 
 
 class OrderingTask(Task):
@@ -84,29 +81,31 @@ class DeltaForm:
 
 @kernel("delta", DeltaTask)
 def delta_kernel(code: Code, form: DeltaForm) -> None:
-    first, end, state = read_sequence(code, code.unit // form.num_heads)
-    head = code.unit % form.num_heads
-    state = state + code.task.state + head * (form.key_dim * form.value_dim * 4)
-    with code.loop(first, end) as row:
-        _write_row(code, form, row, head, state)
+    number, head = code.unit // form.num_heads, code.unit % form.num_heads
+    size = form.key_dim * form.value_dim * 4
+    room, unread = code.room(size), code.room(form.value_dim * 4)
+    with rows_of_state(code, number, code.task.state + head * size, room) as row:
+        _write_row(code, form, row, head, unread)
 
 
-def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Value) -> None:
-    row_bytes, offset = form.value_dim * 4, row * code.task.stride
+def _write_row(code: Code, form: DeltaForm, row: StateRow, head: Value, unread: Value) -> None:
+    """Write a row's step; what is read of one that is due goes to `unread`."""
+    row_bytes, offset = form.value_dim * 4, row.offset
     key_head = head // (form.num_heads // form.num_key_heads)
     width = form.num_key_heads * form.key_dim * 4
     mixed = code.task.mixed + offset
     query = mixed + key_head * (form.key_dim * 4)
     key = query + width
     value = mixed + 2 * width + head * row_bytes
-    out = code.task.out + (row * form.num_heads + head) * row_bytes
+    out = code.task.out + (row.row * form.num_heads + head) * row_bytes
+    out = code.select(row.is_due, unread, out)
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
     decays = _decays(code, form, offset, head)
     beta = code.spread(code.load(code.task.betas + offset, head * 4, F32))
     beta = sigmoid(code, beta) * code.floats(form.most_beta)
     for columns in _strips(form.value_dim):
-        predictions = _sums(code, form, key, state, columns, decays)
+        predictions = _sums(code, form, key, row.before, columns, decays)
         changes = [
             (code.load(value, column * 4, F32S) - total * of_key) * beta * of_key
             for total, column in zip(predictions, columns, strict=True)
@@ -117,8 +116,8 @@ def _write_row(code: Code, form: DeltaForm, row: Value, head: Value, state: Valu
             decay = decays(index)
             for column, change, total in zip(columns, changes, read, strict=True):
                 at = index * row_bytes + column * 4
-                new = code.load(state, at, F32S) * decay + k * change
-                code.store(new, state, at)
+                new = code.load(row.before, at, F32S) * decay + k * change
+                code.store(new, row.after, at)
                 total.set(total.get() + q * new)
         for column, total in zip(columns, read, strict=True):
             code.store(total.get() * of_query, out, column * 4)

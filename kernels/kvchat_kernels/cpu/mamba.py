@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from kvchat_kernels.cpu.code import F32, F32S, LANES, Code, Value, kernel
 from kvchat_kernels.cpu.maths import exp, sigmoid, softplus
 from kvchat_kernels.cpu.norms import inverse_rms
-from kvchat_kernels.cpu.step import read_sequence
+from kvchat_kernels.cpu.step import InputsTask, StateRow, rows_of_state
 from kvchat_kernels.cpu.task import Memory, Task
 
 # Rows of a state that are computed at once, and share what is loaded of B and C.
 _ROWS = 4
 
 
-class MambaTask(Task):
-    """The state's step. All are float32; the shapes are those of one row.
+class MambaTask(InputsTask):
+    """The state's step. All are float32; the shapes are those of one row. The first three are parts
+    of `inputs`.
 
     mixed       x [heads, head dim], B and C [groups, state size], one after another
     gates       [heads, head dim]
@@ -33,7 +34,6 @@ class MambaTask(Task):
     skips       [heads], D
     out         [heads, head dim]
     state       bytes from the beginning of a sequence's state to [heads, head dim, state size]
-    stride      bytes from a row of `mixed`, `gates` and `steps` to the next; `out` has no gaps
     """
 
     mixed: Memory
@@ -44,7 +44,6 @@ class MambaTask(Task):
     skips: Memory
     out: Memory
     state: int
-    stride: int
 
 
 class GroupNormTask(Task):
@@ -69,21 +68,23 @@ class MambaForm:
 
 @kernel("mamba", MambaTask)
 def mamba_kernel(code: Code, form: MambaForm) -> None:
-    first, end, state = read_sequence(code, code.unit // form.num_heads)
-    head = code.unit % form.num_heads
-    state = state + code.task.state + head * (form.head_dim * form.state_size * 4)
-    with code.loop(first, end) as row:
-        _write_step(code, form, row, head, state)
+    number, head = code.unit // form.num_heads, code.unit % form.num_heads
+    size = form.head_dim * form.state_size * 4
+    room, unread = code.room(size), code.room(form.head_dim * 4)
+    with rows_of_state(code, number, code.task.state + head * size, room) as row:
+        _write_step(code, form, row, head, unread)
 
 
-def _write_step(code: Code, form: MambaForm, row_of_step: Value, head: Value, state: Value) -> None:
-    width, offset = form.head_dim * 4, row_of_step * code.task.stride
+def _write_step(code: Code, form: MambaForm, of_step: StateRow, head: Value, unread: Value) -> None:
+    """Write a row's step; what is read of one that is due goes to `unread`."""
+    width, offset = form.head_dim * 4, of_step.offset
     mixed = code.task.mixed + offset
     x = mixed + head * width
     group = head // (form.num_heads // form.num_groups)
     b = mixed + form.num_heads * width + group * (form.state_size * 4)
     c = b + form.num_groups * (form.state_size * 4)
-    out = code.task.out + (row_of_step * form.num_heads + head) * width
+    out = code.task.out + (of_step.row * form.num_heads + head) * width
+    out = code.select(of_step.is_due, unread, out)
     step = code.spread(code.load(code.task.steps + offset, head * 4, F32))
     bias, rate, skip = (
         code.spread(code.load(of_heads, head * 4, F32))
@@ -95,7 +96,9 @@ def _write_step(code: Code, form: MambaForm, row_of_step: Value, head: Value, st
         added = [
             code.spread(code.load(x, (row + number) * 4, F32)) * step for number in range(_ROWS)
         ]
-        _write_rows(code, form, state + row * (form.state_size * 4), (b, c), decay, added, out, row)
+        at_row = row * (form.state_size * 4)
+        states = of_step.before + at_row, of_step.after + at_row
+        _write_rows(code, form, states, (b, c), decay, added, out, row)
     gates = code.task.gates + offset + head * width
     with code.loop(0, form.head_dim, LANES) as column:
         at = column * 4
@@ -107,23 +110,26 @@ def _write_step(code: Code, form: MambaForm, row_of_step: Value, head: Value, st
 def _write_rows(
     code: Code,
     form: MambaForm,
-    state: Value,
+    states: tuple[Value, Value],
     of_group: tuple[Value, Value],
     decay: Value,
     added: list[Value],
     out: Value,
     row: Value,
 ) -> None:
-    """Write: some rows of a state take their step, and what C reads of each goes to `out`."""
-    b, c = of_group
+    """Write: some rows of a state take their step, and what C reads of each goes to `out`.
+
+    `states` are where they lie before and after it.
+    """
+    (before, after), (b, c) = states, of_group
     totals = [code.variable(code.floats(0.0)) for _ in added]
     with code.loop(0, form.state_size, LANES) as column:
         at = column * 4
         of_b, of_c = code.load(b, at, F32S), code.load(c, at, F32S)
         for number, (factor, total) in enumerate(zip(added, totals, strict=True)):
             offset = at + number * (form.state_size * 4)
-            new = code.load(state, offset, F32S) * decay + factor * of_b
-            code.store(new, state, offset)
+            new = code.load(before, offset, F32S) * decay + factor * of_b
+            code.store(new, after, offset)
             total.set(total.get() + new * of_c)
     for number, total in enumerate(totals):
         code.store(code.total(total.get()), out, (row + number) * 4)

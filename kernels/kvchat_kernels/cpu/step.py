@@ -1,10 +1,13 @@
 """The header of a step, which all kernels of a program read: what changes from step to step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import auto
 from typing import Any
 
-from kvchat_kernels.cpu.code import I64, Code, Value
-from kvchat_kernels.cpu.task import Place
+from kvchat_kernels.cpu.code import F32S, I64, LANES, Code, Value, kernel
+from kvchat_kernels.cpu.task import Memory, Place, Task
 
 
 class Header(Place):
@@ -16,6 +19,7 @@ class Header(Place):
     ROWS       address of the rows of the stream that a norm reads, int64; 0: row i is row i
     SEQUENCES  address of the sequences whose rows these are, in order, int64
                [sequences, NUM_OF_SEQUENCE]; read by recurrent layers only
+    GUESS_BYTES   what the inputs of a guess take that all recurrent layers keep
     EXPERT, FIRST_PAIR   of the pairs of one expert, which have a header of their own
     """
 
@@ -24,16 +28,29 @@ class Header(Place):
     SLOTS = auto()
     ROWS = auto()
     SEQUENCES = auto()
+    GUESS_BYTES = auto()
     EXPERT = auto()
     FIRST_PAIR = auto()
 
 
 class OfSequence(Place):
-    """The numbers of a sequence: its first row, how many it has, and the address of its state."""
+    """The numbers of a sequence.
+
+    FIRST, COUNT   its first row, and how many it has
+    STATE          address of its state
+    NUM_SURE       how many of its rows change the state; those after them are guesses
+    DUE, NUM_DUE   address of the inputs of earlier guesses that were right, and how many these are:
+                   the state reads them before its rows
+    KEPT           where the inputs of this step's guesses go
+    """
 
     FIRST = auto()
     COUNT = auto()
     STATE = auto()
+    NUM_SURE = auto()
+    DUE = auto()
+    NUM_DUE = auto()
+    KEPT = auto()
 
 
 NUM_HEADERS = len(Header)
@@ -58,8 +75,67 @@ def has_many(code: Code) -> Value:
     return (code.header(Header.ARE_MANY) > 0) & (code.task.num_blocks < MOST_BLOCKS + 1)
 
 
-def read_sequence(code: Code, number: Value) -> tuple[Value, Value, Value]:
-    """Read a sequence's first row, the row behind its last, and the address of its state."""
-    address = code.header(Header.SEQUENCES) + number * (8 * NUM_OF_SEQUENCE)
-    first, count, state = (code.load(address, 8 * place, I64) for place in OfSequence)
-    return first, first + count, state
+class InputsTask(Task):
+    """The inputs of a layer with a state.
+
+    inputs        float32 [rows, width], a row of which follows another after `stride` bytes
+    stride        bytes
+    kept          bytes from where a guess is kept, with a row of each layer's inputs, to this row
+    """
+
+    inputs: Memory
+    stride: int
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """A row that a state reads: `offset` leads from where `inputs` begin to its own inputs.
+
+    `row` is its number in the step; it `is_due` if it has none. The state `before` it and `after`
+    it may be the same memory.
+    """
+
+    row: Value
+    is_due: Value
+    offset: Value
+    before: Value
+    after: Value
+
+
+@contextmanager
+def rows_of_state(
+    code: Code, number: Value, state_offset: Value, room: Value
+) -> Iterator[StateRow]:
+    """Write a loop over the rows that a sequence's state reads: those that are due, and its own.
+
+    The part of the state at `state_offset` has its value after the rows that are sure; guesses
+    change a copy in the `room`.
+    """
+    task, address = code.task, code.header(Header.SEQUENCES) + number * (8 * NUM_OF_SEQUENCE)
+    first, count, state, num_sure, due, num_due, _ = (
+        code.load(address, 8 * place, I64) for place in OfSequence
+    )
+    state, num_sure = state + state_offset, num_due + num_sure
+    due, guess_bytes = due + task.kept - task.inputs, code.header(Header.GUESS_BYTES)
+    with code.loop(0, num_due + count) as index:
+        is_due, row = index < num_due, first + index - num_due
+        offset = code.select(is_due, due + index * guess_bytes, row * task.stride)
+        before = code.select(index < num_sure + 1, state, room)
+        yield StateRow(row, is_due, offset, before, code.select(index < num_sure, state, room))
+
+
+@kernel("guesses", InputsTask)
+def guesses_kernel(code: Code, width: int) -> None:
+    """Keep the inputs of guesses, of so many numbers each, in whole vectors. Units: sequences."""
+    task = code.task
+    address = code.header(Header.SEQUENCES) + code.unit * (8 * NUM_OF_SEQUENCE)
+    first, count, num_sure, kept = (
+        code.load(address, 8 * place, I64)
+        for place in (OfSequence.FIRST, OfSequence.COUNT, OfSequence.NUM_SURE, OfSequence.KEPT)
+    )
+    with code.loop(num_sure, count) as index:
+        source = task.inputs + (first + index) * task.stride
+        place = kept + task.kept + (index - num_sure) * code.header(Header.GUESS_BYTES)
+        with code.loop(0, width, LANES) as column:
+            code.store(code.load(source, column * 4, F32S), place, column * 4)

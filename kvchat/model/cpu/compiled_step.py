@@ -28,6 +28,7 @@ from kvchat_kernels.cpu_products import is_fast_by_torch
 from kvchat_kernels.kv_layer import KvLayer
 from kvchat_kernels.linear.blocks import BlockWeights
 from kvchat_kernels.paged_attention import PagedSequences
+from kvchat_kernels.state_buffer import StateBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class CompiledStep:
         self._decoder = decoder
         self._parts = StepProgram(decoder, pools, windowed)
         self._parts.program.prepare()
+        self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
         self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
         # Of ids from here on logits need not be computed: they are -inf then.
@@ -94,16 +96,18 @@ class CompiledStep:
         self,
         batch: ForwardBatch,
         check: Callable[[], None] | None = None,
-        states: Sequence[torch.Tensor] = (),
+        states: Sequence[StateBuffer] = (),
+        num_guesses: Sequence[int] = (),
     ) -> torch.Tensor | None:
         """Run a step; return the logits of `batch.logit_rows`, [rows, vocab] float32.
 
         None, and nothing was done, for a step that is too large. `check` is called between groups
         of rows, and within them where a model is large. It may raise StepAbandoned.
 
-        Of a model with recurrent layers, `states` are the bytes of each sequence's StateBuffer.
-        They are changed, and undefined if it raises, which it does only by `check` once it has
-        begun.
+        Of a model with recurrent layers, `states` are those of the sequences, which get their rows'
+        tokens but for `num_tokens`. They are undefined if it raises, which it does only by `check`
+        once it has begun. The last `num_guesses` rows of each sequence are guesses, which its state
+        does not read.
         """
         sequences = batch.sequences
         if not isinstance(sequences, PagedSequences):
@@ -112,20 +116,23 @@ class CompiledStep:
         assert len(states) == (len(sequences.query_lens) if self._decoder.state else 0)
         if num_rows > self._most_rows or max(sequences.query_lens) > self._most_of_one:
             return None
-        lengths = zip(sequences.query_lens, sequences.context_lens, strict=True)
-        if not (self._takes_prompts or all(count == 1 < end for count, end in lengths)):
-            return None
+        num_guesses = num_guesses or [0] * len(states)
+        if not self._takes_prompts:
+            lengths = zip(sequences.query_lens, num_guesses, sequences.context_lens, strict=True)
+            if not all(count - guesses == 1 < end for count, guesses, end in lengths):
+                return None
         size = FEW_ROWS
         if num_rows > size:
             size = self._rows_of_group(max(sequences.context_lens))
         if num_rows <= size:
-            return self._run(batch, states, check)
+            return self._run(batch, states, num_guesses, check)
+        assert not any(num_guesses), "guesses are of small steps"
         rows = []
         for start in range(0, num_rows, size):
             if start and check is not None:
                 check()
             part, of_part = _part(batch, states, start, min(start + size, num_rows))
-            rows.append(self._run(part, of_part, check))
+            rows.append(self._run(part, of_part, [0] * len(of_part), check))
         return torch.cat(rows)
 
     def _rows_of_group(self, context_len: int) -> int:
@@ -137,7 +144,8 @@ class CompiledStep:
     def _run(
         self,
         batch: ForwardBatch,
-        states: Sequence[torch.Tensor],
+        states: Sequence[StateBuffer],
+        num_guesses: Sequence[int],
         check: Callable[[], None] | None,
     ) -> torch.Tensor:
         sequences = batch.sequences
@@ -145,10 +153,18 @@ class CompiledStep:
         self._embed(batch, sequences.position_end)
         logits = torch.empty(batch.logit_rows.shape[0], self._vocab_size, dtype=torch.float32)
         self._set(batch, sequences, logits)
-        self._set_states(sequences, states)
+        row = 0
+        for index, count in enumerate(sequences.query_lens[: len(states)]):
+            self._set_state(index, states[index], row, count, num_guesses[index])
+            row += count
         num_threads = min(torch.get_num_threads(), self._most_threads)
         num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
         self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
+        for state, count in zip(states, num_guesses, strict=True):
+            state.num_unread = count
+            if count:
+                assert state.inputs is not None
+                state.inputs = state.inputs[1], state.inputs[0]
         if self.watch is not None:
             self.watch(self._parts.stream[: batch.token_ids.shape[0]])
         logits = self._finished(logits)
@@ -175,12 +191,22 @@ class CompiledStep:
         if self._parts.query_factors is not None:
             self._parts.query_factors.set(batch.positions)
 
-    def _set_states(self, sequences: PagedSequences, states: Sequence[torch.Tensor]) -> None:
-        """Write which rows are of which sequence, where layers keep a state of it."""
-        row = 0
-        for index, (count, state) in enumerate(zip(sequences.query_lens, states, strict=False)):
-            self._parts.sequences[index] = row, count, state.data_ptr()
-            row += count
+    def _set_state(
+        self, index: int, state: StateBuffer, row: int, count: int, num_guesses: int
+    ) -> None:
+        """Write which rows are of a sequence, and where what layers keep of it lies."""
+        if num_guesses and state.inputs is None:
+            size = FEW_ROWS, self._parts.guess_bytes
+            memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
+            state.inputs, state.reader = (memory[0], memory[1]), self._read
+        due, kept = (0, 0) if state.inputs is None else [part.data_ptr() for part in state.inputs]
+        num_sure, at = count - num_guesses, state.data.data_ptr()
+        self._parts.sequences[index] = row, count, at, num_sure, due, state.num_unread, kept
+
+    def _read(self, state: StateBuffer) -> None:
+        """Let a state read what it has not read yet."""
+        self._set_state(0, state, 0, 0, 0)
+        self._parts.reading.run(min(torch.get_num_threads(), self._most_threads))
 
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
@@ -242,8 +268,8 @@ def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[i
 
 
 def _part(
-    batch: ForwardBatch, states: Sequence[torch.Tensor], start: int, end: int
-) -> tuple[ForwardBatch, Sequence[torch.Tensor]]:
+    batch: ForwardBatch, states: Sequence[StateBuffer], start: int, end: int
+) -> tuple[ForwardBatch, Sequence[StateBuffer]]:
     """Return the rows [`start`, `end`) of a step as a step, and the states of its sequences.
 
     The KV that its rows attend to, of earlier rows of their sequences, is written by then.

@@ -123,6 +123,7 @@ class StepOperations:
     of_rows, of_picked, of_head   operations with as many units as rows, as wanted rows, and as
                                 their matrix has if any row is wanted
     of_sequences                those with so many units for each sequence
+    of_states                   those of them that change states
     """
 
     def __init__(self) -> None:
@@ -132,6 +133,7 @@ class StepOperations:
         self.of_picked: list[int] = []
         self.of_head: list[int] = []
         self.of_sequences: dict[int, int] = {}
+        self.of_states: list[int] = []
         self._of_pairs: list[_PairUnits] = []
         self._pairs: dict[tuple[int, int], Pairs] = {}
         self._inputs: dict[tuple[str, int, int], Activations] = {}
@@ -198,9 +200,13 @@ class StepOperations:
         header = self.header if header is None else header
         self.all.append(Operation(kernel, task, header, num_units, waits))
 
-    def add_of_sequences(self, kernel: Kernel[OfTask], task: OfTask, each: int) -> None:
+    def add_of_sequences(
+        self, kernel: Kernel[OfTask], task: OfTask, each: int, *, changes_state: bool = True
+    ) -> None:
         """Add an operation with `each` units for each sequence, in order of the sequences."""
         self.of_sequences[len(self.all)] = each
+        if changes_state:
+            self.of_states.append(len(self.all))
         self.all.append(Operation(kernel, task, self.header, 0))
 
     def add_of_pairs(

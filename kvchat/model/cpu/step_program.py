@@ -192,6 +192,8 @@ class StepProgram:
                          if any row is wanted, as jobs times KV heads, and as `sequence_units` times
                          sequences
     sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
+    guess_bytes          what the inputs of a guess take that layers with a state keep
+    reading              the program that lets the first sequence's state read what is due
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 
@@ -232,6 +234,9 @@ class StepProgram:
             np.array(list(part), np.int64)
             for part in (operations.of_sequences, operations.of_sequences.values())
         )
+        self.guess_bytes = int(self.header[Header.GUESS_BYTES])
+        self.reading = Program([operations.all[index] for index in operations.of_states])
+        self.reading.units[:] = [operations.of_sequences[i] for i in operations.of_states]
         self.has_pairs = operations.has_pairs
         self.of_parts = {kind: np.array(indices) for kind, indices in self._of_parts.items()}
         self.head_units = self.program.units[self.of_head].copy()

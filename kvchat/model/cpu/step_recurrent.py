@@ -1,11 +1,14 @@
 """Layers with a state in a step's program: gated delta nets, Mamba-2, short convolutions.
 
-Operations of each are: products of the inputs, the convolution, the step of the state with its gate
-and norm, where there is one, and output. Qwen3-Next has the parts of each key head side by side;
-one more puts them in order.
+Operations of each are: products of the inputs, what keeps those of guesses, the convolution, the
+step of the state with its gate and norm, where there is one, and output. Qwen3-Next has the parts
+of each key head side by side; one more puts them in order.
+
+A state never reads a guess: it reads its inputs in the next step, if the guess was right.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +22,7 @@ from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
 from kvchat_kernels.cpu.delta import DeltaTask, OrderingTask
 from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.step import Header, InputsTask, guesses_kernel
 
 
 class RecurrentLayers:
@@ -63,9 +67,11 @@ class RecurrentLayers:
             operations.add(delta.ordering_kernel(), ordering, None)
             inputs = ordered
         mixed, gates, betas, steps = inputs.split(sizes, dim=1)
-        self._convolution(part.convolution, part.layer, mixed, mixed)
+        of_inputs = self._of_inputs(inputs)
+        self._convolution(part.convolution, part.layer, of_inputs, mixed, mixed)
         read = operations.input("delta heads", width)
         task = DeltaTask(
+            **of_inputs,
             mixed=mixed,
             gates=gates,
             betas=betas,
@@ -76,7 +82,6 @@ class RecurrentLayers:
             epsilon=part.norm.epsilon,
             out=read.floats,
             state=self._state(part.layer, (form.num_heads, form.key_dim, form.value_dim)),
-            stride=inputs.stride(0) * 4,
         )
         operations.add_of_sequences(delta.delta_kernel(form), task, form.num_heads)
         return read
@@ -91,9 +96,11 @@ class RecurrentLayers:
         sizes = (width, channels, form.num_heads)
         inputs = self._inputs("mamba inputs", (part.inputs,), sum(sizes), source, values)
         gates, mixed, steps = inputs.split(sizes, dim=1)
-        self._convolution(part.convolution, part.layer, mixed, mixed)
+        of_inputs = self._of_inputs(inputs)
+        self._convolution(part.convolution, part.layer, of_inputs, mixed, mixed)
         read = operations.input("mamba heads", width)
         task = MambaTask(
+            **of_inputs,
             mixed=mixed,
             gates=gates,
             steps=steps,
@@ -102,7 +109,6 @@ class RecurrentLayers:
             skips=part.skips,
             out=read.floats,
             state=self._state(part.layer, (form.num_heads, form.head_dim, form.state_size)),
-            stride=inputs.stride(0) * 4,
         )
         operations.add_of_sequences(mamba.mamba_kernel(form), task, form.num_heads)
         if norm is not None:
@@ -124,7 +130,9 @@ class RecurrentLayers:
         channels = part.convolution.num_channels
         mixed = self._inputs("convolution inputs", (part.inputs,), 3 * channels, source, values)
         summed = self._operations.input("convolved", channels)
-        self._convolution(part.convolution, part.layer, mixed, summed.floats, is_gated=True)
+        of_inputs = self._of_inputs(mixed)
+        out = summed.floats
+        self._convolution(part.convolution, part.layer, of_inputs, mixed, out, is_gated=True)
         return summed
 
     def _inputs(
@@ -152,6 +160,15 @@ class RecurrentLayers:
                 start += matrix.num_out
         return inputs
 
+    def _of_inputs(self, inputs: torch.Tensor) -> dict[str, Any]:
+        """Return what a task says of a layer's inputs, and add what keeps those of guesses."""
+        operations, header, width = self._operations, self._operations.header, inputs.shape[1]
+        kept = int(header[Header.GUESS_BYTES])
+        header[Header.GUESS_BYTES] += -(-width // 16) * 64
+        task = InputsTask(inputs=inputs, stride=inputs.stride(0) * 4, kept=kept)
+        operations.add_of_sequences(guesses_kernel(width), task, 1, changes_state=False)
+        return dict(task.items())
+
     def _low_rank(
         self, matrix: LowRank, source: Activations, values: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -177,6 +194,7 @@ class RecurrentLayers:
         self,
         part: Convolution,
         layer: int,
+        of_inputs: dict[str, Any],
         x: torch.Tensor,
         out: torch.Tensor,
         *,
@@ -190,12 +208,12 @@ class RecurrentLayers:
         if stored is None:
             raise Unfit("has a state of another form")
         task = ConvolutionTask(
+            **of_inputs,
             x=x,
             weights=part.weights,
             channels=channels,
             state=offset,
             out=out,
-            x_stride=x.stride(0) * 4,
             out_stride=out.stride(0) * 4,
             bias=part.bias,
         )

@@ -16,8 +16,8 @@ from kvchat_kernels.cpu import (
 )
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
-from kvchat_kernels.cpu.program import Operation, run_units
-from kvchat_kernels.cpu.step import Header
+from kvchat_kernels.cpu.program import Operation, Program, run_units
+from kvchat_kernels.cpu.step import Header, OfSequence, guesses_kernel
 from kvchat_kernels.cpu.task import Task
 from support import recurrent_formulas
 from support.cpu_tasks import header, sequences
@@ -40,6 +40,11 @@ def run(
         numbers[Header.SEQUENCES] = named.ctypes.data
         num_units *= len(counts)
     run_units(Operation(kernel, task, numbers, None), num_units, 2)
+
+
+def of_inputs(inputs: torch.Tensor) -> dict[str, Any]:
+    """What a task says of its inputs."""
+    return {"inputs": inputs, "stride": inputs.stride(0) * 4, "kept": 0}
 
 
 def in_order(counts: list[int]) -> list[int]:
@@ -79,8 +84,8 @@ def test_a_convolution_is_the_sum_of_the_last_inputs(
             channels=channels,
             state=num_taps * dtype.itemsize,
             out=x,
-            x_stride=x.stride(0) * 4,
             out_stride=x.stride(0) * 4,
+            **of_inputs(x),
         )
         gap = wide[:, channels:].clone()
 
@@ -113,8 +118,8 @@ def test_a_convolution_may_have_a_bias_and_gates(
         channels=channels,
         state=0,
         out=out,
-        x_stride=x.stride(0) * 4,
         out_stride=out.stride(0) * 4,
+        **of_inputs(x),
     )
 
     run(convolution.convolution_kernel(form), task, 1, list(state), counts)
@@ -178,7 +183,7 @@ def test_a_step_of_the_state_is_the_formula(
             epsilon=epsilon,
             out=out,
             state=0,
-            stride=inputs.stride(0) * 4,
+            **of_inputs(inputs),
         )
 
         run(delta.delta_kernel(form), task, num_heads, list(state), counts)
@@ -226,7 +231,7 @@ def test_a_step_of_mamba_is_the_formula(
             skips=skips,
             out=out,
             state=0,
-            stride=inputs.stride(0) * 4,
+            **of_inputs(inputs),
         )
 
         run(mamba.mamba_kernel(form), task, num_heads, list(state), counts)
@@ -412,3 +417,85 @@ def test_rows_of_mamba_are_its_steps_one_after_another(
 
     assert torch.allclose(state, twin, rtol=1e-3, atol=1e-4)
     assert torch.allclose(out, torch.stack(expected), rtol=1e-2, atol=1e-3)
+
+
+class Guessing:
+    """A layer's kernels over one sequence, whose steps may end with guesses."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(5)
+        heads, dim = 3, 16
+        of_heads, of_dim = torch.randn(heads), torch.randn(dim)
+        self.out = torch.zeros(8, heads * dim)
+        steps: dict[str, Any] = {"step_bias": of_heads, "rates": -of_heads.abs(), "out": self.out}
+        if kind == "delta":
+            delta_form = delta.DeltaForm(heads, heads, dim, dim)
+            self.kernel: Any = delta.delta_kernel(delta_form)
+            self.sizes, self.state = (3 * heads * dim, heads * dim, 3, 3), (heads, dim, dim)
+            names, task = ("mixed", "gates", "betas", "steps"), delta.DeltaTask
+            steps |= {"norm": of_dim, "epsilon": 1e-6}
+            self.units = heads
+        elif kind == "mamba":
+            mamba_form = mamba.MambaForm(heads, 1, dim, 24)
+            self.kernel = mamba.mamba_kernel(mamba_form)
+            self.sizes, self.state = (heads * dim, heads * dim + 48, 3), (heads, dim, 24)
+            names, task = ("gates", "mixed", "steps"), mamba.MambaTask
+            steps["skips"] = of_heads
+            self.units = heads
+        else:
+            stored, is_gated = stored_as(torch.bfloat16), kind == "gated convolution"
+            assert stored is not None
+            form = ConvolutionForm(4, stored, has_bias=False, is_activated=True, is_gated=is_gated)
+            self.kernel = convolution.convolution_kernel(form)
+            width = heads * dim
+            self.sizes, self.state, self.units = (width * (3 if is_gated else 1),), (width, 2), 1
+            names, task = ("x",), convolution.ConvolutionTask
+            steps = {"out": self.out, "out_stride": width * 4, "channels": width}
+            steps["weights"] = torch.randn(4, width)
+        width = sum(self.sizes)
+        self.width, self.inputs = width, torch.zeros(8, width)
+        self.task = task(
+            **dict(zip(names, self.inputs.split(self.sizes, dim=1), strict=True)),
+            **steps,
+            state=0,
+            inputs=self.inputs,
+            stride=width * 4,
+            kept=64,
+        )
+
+    def run(self, state: torch.Tensor, rows: torch.Tensor, **of_sequence: int) -> torch.Tensor:
+        """Run rows; return what they read."""
+        self.inputs[: len(rows)] = rows
+        numbers, named = header(len(rows)), sequences([state], [len(rows)])
+        numbers[Header.SEQUENCES], numbers[Header.GUESS_BYTES] = named.ctypes.data, self.width * 8
+        for place, number in of_sequence.items():
+            named[0, OfSequence[place]] = number
+        kernels = ((guesses_kernel(self.width), 1), (self.kernel, self.units))
+        program = Program([Operation(k, self.task, numbers, units) for k, units in kernels])
+        program.prepare()
+        program.run(2)
+        return self.out[: len(rows)].clone()
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba", "convolution", "gated convolution"])
+def test_a_state_reads_guesses_once_they_are_right(kind: str) -> None:
+    """To the bit as rows that run one by one: three guesses, one, and none."""
+    layer = Guessing(kind)
+    rows, states, outs = torch.randn(5, layer.width), [torch.randn(layer.state)], []
+    for row in rows:
+        states.append(states[-1].clone())
+        outs.append(layer.run(states[-1], row[None])[0])
+    state = states[0].clone()
+    one, other = (torch.zeros(8, 2 * layer.width) for _ in range(2))
+
+    out = layer.run(state, rows[:4], NUM_SURE=1, KEPT=one.data_ptr())
+    assert torch.equal(out, torch.stack(outs[:4]))
+    assert torch.equal(state, states[1])
+
+    due = {"DUE": one.data_ptr(), "NUM_DUE": 2}  # the third guess was wrong
+    out = layer.run(state, rows[3:], NUM_SURE=1, KEPT=other.data_ptr(), **due)
+    assert torch.equal(out, torch.stack(outs[3:]))
+    assert torch.equal(state, states[4])
+
+    layer.run(state, rows[:0], DUE=other.data_ptr(), NUM_DUE=1)
+    assert torch.equal(state, states[5])
