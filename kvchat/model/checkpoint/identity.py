@@ -10,7 +10,10 @@ import errno
 import hashlib
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -73,6 +76,7 @@ def _sample_offsets(start: int, end: int) -> tuple[int, ...]:
 
 
 _KIND = "weights"
+_LOW_PRIORITY = 10
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -100,8 +104,19 @@ def content_digest(source: ModelSource, memory: Memory) -> str:
 
 
 def _file_digest(path: Path) -> str:
-    with os.fdopen(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """Read a file whole, in a thread of its own that gives way to those that compute."""
+
+    def digest() -> str:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    with ThreadPoolExecutor(1, initializer=_give_way) as pool:
+        return pool.submit(digest).result()
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 # transformers computes recurrences by the other packages where they are installed.
