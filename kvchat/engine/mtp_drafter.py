@@ -2,7 +2,8 @@
 
 The head runs one layer over pairs: a position's last hidden state of the model, and the token that
 follows it. Its KV is in a cache of its own, in memory only. A request whose hidden states are not
-all known, as its KV was restored from the disk, gets drafts from those that are.
+all known, as its KV was restored from the disk, gets drafts from those that are. While no guesses
+are wanted nothing is computed, and only the newest hidden states are kept.
 
 It draws with the target's noise, as ModelDrafter does.
 """
@@ -25,8 +26,11 @@ from kvchat.model.next_head import HeadModel
 
 # It was trained for the next token alone: further guesses, from its own hidden states, are worse.
 _MOST_DRAFTED = 4
-# At most this many pairs are computed with the first guess; more wait for no offer.
+# At most this many pairs are computed with the first guess, others before it.
 _MOST_ALONG = 17
+# Where a head guesses badly its guesses are tried again after 32 tokens, 64, and so on: computing
+# all pairs would take 0.02 of the time meanwhile. Of more than this only the newest stay.
+_MOST_WAITING = 64
 # The product with a large vocabulary is most of what a guess takes, and ids are in the order of
 # how frequent their tokens were: a quarter of Qwen2.5's has 0.94 of English and code. Ids above
 # those of this share of a request's newest tokens are not guessed.
@@ -88,8 +92,14 @@ class MtpDrafter:
             state = self._states[request] = self._begun(request, start, rows[:0])
         # A step that is run again has the same hidden states.
         new = rows[state.end - start :]
-        if len(new):
-            state.hidden = torch.cat([state.hidden, new]) if len(state.hidden) else new
+        if not len(new):
+            return
+        state.hidden = torch.cat([state.hidden, new]) if len(state.hidden) else new
+        if request.is_decoding and len(state.hidden) > _MOST_WAITING:
+            self._leave(request)
+            rows = state.hidden[-_MOST_ALONG:].clone()
+            first, table = state.end - _MOST_ALONG, self.cache.match([-1])
+            self._states[request] = _HeadState(table, first, 0, rows)
 
     def _begun(self, request: Request, start: int, none: torch.Tensor) -> _HeadState:
         """Return the state of a request whose hidden states are known from `start` on."""
@@ -106,14 +116,15 @@ class MtpDrafter:
         most = min(most, _MOST_DRAFTED, self._max_context - len(request.ids))
         if state is None or most < 1 or state.end != len(request.ids) - 1:
             return None
-        is_near = 0 < len(state.hidden) <= _MOST_ALONG
-        return Offer(self.name, most, is_free=False) if is_near else None
+        return Offer(self.name, most, is_free=False) if len(state.hidden) else None
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
 
     def catch_up(self, wanted: Sequence[DraftOrder]) -> None:
-        """An offer is made only where little is missing."""
+        for request, state in ((want.request, self._states[want.request]) for want in wanted):
+            if len(state.hidden) > _MOST_ALONG:
+                self._read(request, state, len(state.hidden) - 1)
 
     def propose(self, wanted: Sequence[DraftOrder]) -> list[Sequence[int]]:
         drafts: dict[Request, list[int]] = {}
@@ -208,13 +219,14 @@ class MtpDrafter:
         running = {request for request in requests if request.state is State.RUNNING}
         for request, state in list(self._states.items()):
             if request not in running:
-                if request.state is State.FINISHED and not state.first:
+                is_near = not state.first and len(state.hidden) <= _MOST_ALONG
+                if request.state is State.FINISHED and is_near:
                     self._read(request, state, len(state.hidden))  # for the next turn
                 self._leave(request)
                 continue
-            is_due = not request.is_decoding or len(state.hidden) > _MOST_ALONG
-            if is_due and not self._read(request, state, len(state.hidden) - 1):
-                self._leave(request)
+            if request.is_decoding or self._read(request, state, len(state.hidden) - 1):
+                continue
+            self._leave(request)
 
     def _read(self, request: Request, state: _HeadState, most: int) -> bool:
         """Compute pairs whose tokens are known, at most so many; false if there is no room."""
@@ -224,7 +236,7 @@ class MtpDrafter:
             return True
         if not self.cache.reserve(state.table, start, start + len(tokens)):
             return False
-        piece = SequencePiece(tokens, start, state.table.blocks, 1)
+        piece = SequencePiece(tokens, start, state.table.blocks, num_logit_rows=0)
         self._run([piece], [state.hidden[: len(tokens)]])
         self._note_computed(request, state, len(tokens))
         return True

@@ -93,23 +93,33 @@ def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
 
 
 class _JoinedEmbedding(nn.Module):
-    """The embedding of the model of one layer; `hidden` are the rows of its next step."""
+    """The embedding of the model of one layer; `hidden` are the rows of its next step.
+
+    A step in parts takes as many at a time as a part has tokens. Compiled steps do the same with
+    its parts (`Joined` of `model/decoder/decoder.py`).
+    """
 
     def __init__(self, embedding: Any, norm: Any) -> None:
         """`norm` is of the kind of those before the layer."""
         super().__init__()
-        self._embedding = embedding
+        self.of_tokens = embedding
         self.weight = embedding.weight  # its dtype is asked for
         self.token_norm, self.hidden_norm = deepcopy(norm), deepcopy(norm)
         width = norm.weight.shape[0]
         self.projection = nn.Linear(2 * width, width, bias=False, device="meta")
         self.hidden: torch.Tensor | None = None
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def take(self, count: int) -> torch.Tensor:
+        """Return the hidden states of the next rows, [count, hidden]."""
         assert self.hidden is not None
+        taken, self.hidden = self.hidden[:count], self.hidden[count:]
+        assert len(taken) == count
+        return taken
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         dtype = self.projection.weight.dtype
-        tokens = self.token_norm(self._embedding(token_ids).to(dtype))
-        hidden = self.hidden_norm(self.hidden.to(dtype))
+        tokens = self.token_norm(self.of_tokens(token_ids).to(dtype))
+        hidden = self.hidden_norm(self.take(token_ids.numel()).to(dtype))
         joined = torch.cat([tokens, hidden.view_as(tokens)], dim=-1)
         out: torch.Tensor = self.projection(joined)
         return out

@@ -74,7 +74,9 @@ class CompiledStep:
         self._parts.program.prepare()
         self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
-        self._embed_into = embedding_into(decoder.embedding, self._parts.stream)
+        hidden, joined = self._parts.stream.shape[1], self._parts.joined
+        self._embedded = self._parts.stream if joined is None else joined[:, :hidden]
+        self._embed_into = embedding_into(decoder.embedding, self._embedded)
         # Of ids from here on logits need not be computed: they are -inf then.
         self.most_ids = self._vocab_size
         self._num_rows = (0, 0)  # of activations and of logits, that the headers are set for
@@ -181,6 +183,9 @@ class CompiledStep:
     def _embed(self, batch: ForwardBatch, end: int) -> None:
         """Write the rows of the stream and their angles; all positions are below `end`."""
         self._embed_into(batch.token_ids)
+        if self._decoder.joined is not None and self._parts.joined is not None:
+            num_rows, hidden = batch.token_ids.shape[0], self._embedded.shape[1]
+            self._parts.joined[:num_rows, hidden:] = self._decoder.joined.take(num_rows)
         if self._decoder.side_inputs is not None and self._parts.side is not None:
             side = self._decoder.side_inputs(batch.token_ids)
             self._parts.side[: len(side)] = side.flatten(1)

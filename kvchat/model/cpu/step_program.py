@@ -29,6 +29,7 @@ from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
     DecoderLayer,
+    Joined,
     Mixture,
     Mlp,
     SideGate,
@@ -42,6 +43,7 @@ from kvchat_kernels.cpu.attention import AttentionForm, AttentionTask
 from kvchat_kernels.cpu.code import Kernel
 from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
 from kvchat_kernels.cpu.gates import HeadsTask
+from kvchat_kernels.cpu.mamba import GroupNormTask, group_norm_kernel
 from kvchat_kernels.cpu.maths import Stored, stored_as
 from kvchat_kernels.cpu.norms import NormForm, NormTask
 from kvchat_kernels.cpu.parts import Parts
@@ -182,6 +184,8 @@ class StepProgram:
     """The program of a decoder over the pools of its layers. Its parts are to be set for a step:
 
     stream               float32 [MAX_ROWS, hidden], the embedded tokens
+    joined               float32 [MAX_ROWS, 2 * hidden], of a head for the next token: the embedded
+                         tokens, which the stream does not have then, and hidden states
     side                 float32 [MAX_ROWS, layers * width], the side inputs, of a model with them
     header, head_header  of the layers, and of the rows that logits are wanted of
     window_header        as `header`, with the slots of window blocks; None without any
@@ -215,6 +219,7 @@ class StepProgram:
         self._operations = StepOperations()
         self._of_parts: dict[PartsKind, list[int]] = {}
         self.stream = floats(decoder.norm.weight.numel())
+        self.joined = None if decoder.joined is None else floats(2 * self.stream.shape[1])
         self.side = _side_memory(decoder)
         self.header, self.head_header = self._operations.header, self._operations.head_header
         self.window_header = np.zeros_like(self.header) if windowed else None
@@ -253,6 +258,8 @@ class StepProgram:
         recurrent = RecurrentLayers(self._operations, self._decoder.state, self._dtype)
         if self._decoder.first_norm is not None:
             self._norm_stream(self._decoder.first_norm)
+        if self._decoder.joined is not None:
+            self._join(self._decoder.joined)
         for index, layer in enumerate(self._decoder.layers):
             if layer.attention is not None:
                 self._add_norm(output, layer.before_attention)
@@ -293,6 +300,18 @@ class StepProgram:
         out = operations.output("side", hidden)
         operations.products((part.projection,), gated, gated.floats, out)
         return _Output(out, part.norm)
+
+    def _join(self, part: Joined) -> None:
+        """Write the stream of a head for the next token."""
+        operations, hidden = self._operations, self.stream.shape[1]
+        assert self.joined is not None
+        x, norm = self.joined, part.norm
+        task = GroupNormTask(
+            x=x, weight=norm.weight, width=hidden, epsilon=norm.epsilon, num_groups=2
+        )
+        operations.add(group_norm_kernel(), task, None)
+        source = operations.input("joined", 2 * hidden)
+        operations.products((part.projection,), source, x, self.stream)
 
     def _norm_stream(self, norm: Norm) -> None:
         if norm.bias is not None:

@@ -249,6 +249,20 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """What a head for the next token joins its tokens with: hidden states of the model before it.
+
+    norm         of both, [2 * hidden], a row's embedded token before its hidden state
+    projection   of both, normed, to the stream
+    take         returns the hidden states of the next so many rows, [rows, hidden]
+    """
+
+    norm: Norm
+    projection: Matrix
+    take: Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """A whole model. `rotary` is transformers' module for angles.
 
@@ -260,6 +274,7 @@ class Decoder:
     turns_back        heads are rotated by the angles' opposites
     has_half_angles   `rotary` gives each angle once, as gpt-oss's does, and not twice
     side_inputs       makes the side inputs [rows, layers, width] of token ids [rows]
+    joined            of a head for the next token
     """
 
     embedding: nn.Module
@@ -277,6 +292,7 @@ class Decoder:
     turns_back: bool = False
     has_half_angles: bool = False
     side_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None
+    joined: Joined | None = None
 
 
 def num_weights(decoder: Decoder) -> int:

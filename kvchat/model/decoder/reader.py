@@ -18,6 +18,7 @@ from kvchat.model.decoder.decoder import (
     Decoder,
     DecoderAttention,
     DecoderLayer,
+    Joined,
     Latents,
     Mixture,
     Mlp,
@@ -110,8 +111,9 @@ class _Reader:
         config = self._config
         head = self._module.get_output_embeddings()
         norm = self._norm(getattr(self._owner, self._family.last_norm), config.hidden_size)
+        embedding = self._module.get_input_embeddings()
         return Decoder(
-            embedding=self._module.get_input_embeddings(),
+            embedding=getattr(embedding, "of_tokens", embedding),
             layers=self._layers(),
             norm=norm,
             head=matrix_of(head),
@@ -126,7 +128,17 @@ class _Reader:
             turns_back=self._family.turns_back,
             has_half_angles=self._family.has_half_angles,
             side_inputs=self._side_inputs(),
+            joined=self._joined_pairs(embedding) if hasattr(embedding, "of_tokens") else None,
         )
+
+    def _joined_pairs(self, embedding: Any) -> Joined:
+        """Return what a head for the next token has before its layer (`model/next_head.py`)."""
+        width = self._config.hidden_size
+        one, other = (self._norm(n, width) for n in (embedding.token_norm, embedding.hidden_norm))
+        if one.bias is not None or hasattr(self._owner, "embedding_multiplier"):
+            raise Unknown("joins tokens and hidden states in another way")
+        both = Norm(torch.cat((one.weight, other.weight)), one.epsilon)
+        return Joined(both, matrix_of(embedding.projection), embedding.take)
 
     def _side_inputs(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what makes Gemma 4's inputs of layers, in its modules; None if it has none."""

@@ -32,13 +32,15 @@ NAMES = ("qwen3_5, compiled", "qwen3_next", "glm4_moe", "deepseek_v3")
 IN_GGUF = ("qwen35", "qwen3next", "glm4_moe", "deepseek_v3, yarn")
 
 
-def open_with_head(directory: Path, num_bytes: int = 32 << 20, dtype: str = "float32") -> Engine:
+def open_with_head(
+    directory: Path, num_bytes: int = 32 << 20, dtype: str = "float32", step: int = 32
+) -> Engine:
     assembled = build_speculating_engine(
         find_model(str(directory)),
         None,
         ModelConfig(dtype=dtype),
         CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=None),
-        EngineConfig(max_context=400, max_step_tokens=32),
+        EngineConfig(max_context=400, max_step_tokens=step),
         SpeculationConfig("auto"),
         NO_MEMORY,
         lambda event: None,
@@ -186,6 +188,56 @@ def test_ids_far_above_those_of_the_newest_tokens_are_not_guessed(
         assert row[1024:].isinf().all()
     for ids, row in spy.seen:
         torch.testing.assert_close(row, head.logits(ids)[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_it_reads_long_prompts_in_one_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled steps compute them in groups of rows, each with its own hidden states."""
+    head = write_gguf_with_head(tmp_path / "m.gguf", "qwen35", kind)
+    engine = open_with_head(tmp_path / "m.gguf", dtype="auto", step=400)
+    engine.speculation._policy = FixedDraftPolicy(1)
+    engine.speculation.switch(Mode.MTP)
+    spy = Spy(engine, monkeypatch)
+    answer(engine, words(300, seed=1), 6)
+    assert not engine.speculation.failures
+    engine.close()
+    assert spy.seen
+    for ids, row in spy.seen:
+        is_computed = row.isfinite()
+        pair = row[is_computed], head.logits(ids)[-1, is_computed]
+        assert torch.cosine_similarity(*pair, dim=0) > 0.99
+
+
+def test_a_head_whose_guesses_are_refused_computes_nothing(tmp_path: Path) -> None:
+    """It goes on from the newest hidden states once guesses are wanted again."""
+    write_gguf_with_head(tmp_path / "m.gguf", "qwen35")
+    engine = open_with_head(tmp_path / "m.gguf")
+    policy = FixedDraftPolicy(0)
+    engine.speculation._policy = policy
+    engine.speculation.switch(Mode.MTP)
+    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, MtpDrafter)]
+    ran = []
+    run = drafter._runner.run_pieces
+    drafter._runner.run_pieces = lambda pieces: ran.append(pieces) or run(pieces)  # type: ignore
+    engine.submit(RequestSpec(tuple(words(30, seed=1)), SamplingParams(temperature=0.0), 160))
+    plain: list[int] = []
+    num_ran = 0
+    while engine.has_work:
+        for event in engine.step():
+            plain += event.token_ids if isinstance(event, TokensGenerated) else ()
+        if len(plain) == 1:
+            num_ran = len(ran)
+        elif len(plain) == 100:
+            assert len(ran) == num_ran
+            assert all(len(state.hidden) <= 64 for state in drafter._states.values())
+            policy._num_tokens = 2
+    assert len(ran) > num_ran
+    assert engine.speculation.status().total.num_verified > 10
+    engine.speculation.switch(Mode.OFF)
+    assert answer(engine, words(30, seed=1), 160) == plain
+    engine.close()
 
 
 def test_a_checkpoint_without_a_head_has_no_such_drafts(tmp_path: Path) -> None:
