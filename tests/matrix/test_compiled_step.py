@@ -387,6 +387,42 @@ def test_a_step_of_a_large_model_can_be_abandoned_in_a_group(
     assert torch.equal(model.forward(batch), expected)
 
 
+def test_a_step_goes_on_with_the_threads_that_are_set_within_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy moment lowers the threads of a prompt, and a second later all are tried again. A step
+    ran on as many as it began with: it looked as if most of them could not run, and prompts read
+    at half of their speed until the program ended.
+    """
+    for limit in ("PIECE", "THREAD"):
+        name = f"kvchat.model.cpu.compiled_step._WEIGHTS_PER_{limit}"
+        monkeypatch.setattr(name, 1 << 10)
+    loaded = load(tmp_path, "llama", dtype="float32")
+    batch = batch_of(STEPS["a verify of five"])
+    model = PagedModel(loaded, pools_of(loaded))
+    expected = model.forward(batch)
+    assert model.compiled is not None
+    program, counts = model.compiled._parts.program, []
+    parallel = program._parallel
+    if parallel is None:
+        pytest.skip("no OpenMP of GNU in this torch: one thread runs every step")
+
+    def counted(function: int, run: int, num_threads: int, flags: int) -> None:
+        counts.append(num_threads)
+        parallel(function, run, num_threads, flags)
+
+    program._parallel = counted
+    wanted = iter((3, 2, 4))
+
+    def asked() -> bool:
+        torch.set_num_threads(next(wanted, 2))
+        return False
+
+    with threads(2), model.stopping(asked):
+        assert torch.equal(model.forward(batch), expected)
+    assert counts[:5] == [2, 3, 2, 4, 2]
+
+
 @pytest.mark.parametrize("weights", ["auto", "int4"])
 def test_another_thread_that_loads_a_model_changes_nothing(weights: str, tmp_path: Path) -> None:
     """Loading sets torch's default dtype for the whole process; kernels then wrote beyond memory

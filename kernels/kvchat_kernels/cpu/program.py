@@ -105,20 +105,21 @@ class Program:
         self._ops[:, _Op.REQUIRED] = before[self._firsts]
 
     def run(
-        self, num_threads: int, check: Callable[[], None] | None = None, num_pieces: int = 1
+        self, num_threads: int, between: Callable[[], int] | None = None, num_pieces: int = 1
     ) -> None:
         """Run all operations; `prepare` was called since `units` changed.
 
-        They run in `num_pieces` parts, one after another. `check` is called between them, and may
-        raise: then the operations after it have not run.
+        They run in `num_pieces` parts, one after another. `between` is called between them and
+        returns the number of threads from then on. It may raise: then the operations after it have
+        not run.
         """
         self._ops[:, _Op.NEXT] = 0
         self._run[_Run.DONE] = 0
         num_ops = len(self._operations)
         num_pieces = min(num_pieces, num_ops)
         for piece in range(num_pieces):
-            if piece and check is not None:
-                check()
+            if piece and between is not None:
+                num_threads = between()
             first, last = (num_ops * number // num_pieces for number in (piece, piece + 1))
             self._run[_Run.OPS] = self._ops[first:].ctypes.data
             self._run[_Run.NUM_OPS] = last - first

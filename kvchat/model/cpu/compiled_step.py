@@ -159,9 +159,7 @@ class CompiledStep:
         for index, count in enumerate(sequences.query_lens[: len(states)]):
             self._set_state(index, states[index], row, count, num_guesses[index])
             row += count
-        num_threads = min(torch.get_num_threads(), self._most_threads)
-        num_pieces = self._num_pieces * max(1, batch.token_ids.shape[0] // _ROWS_OF_PIECE)
-        self._parts.program.run(num_threads, check, num_pieces if check is not None else 1)
+        self._run_program(check, batch.token_ids.shape[0])
         for state, count in zip(states, num_guesses, strict=True):
             state.num_unread = count
             if count:
@@ -174,6 +172,22 @@ class CompiledStep:
             num_ids = self._vocab_size * self._head_units() // self._parts.head_units
             logits[:, int(num_ids.min()) :] = -torch.inf
         return logits
+
+    def _run_program(self, check: Callable[[], None] | None, num_rows: int) -> None:
+        """Run the operations; `check` may also change torch's number of threads."""
+        if check is None:
+            self._parts.program.run(self._num_threads())
+            return
+
+        def between() -> int:
+            check()
+            return self._num_threads()
+
+        num_pieces = self._num_pieces * max(1, num_rows // _ROWS_OF_PIECE)
+        self._parts.program.run(self._num_threads(), between, num_pieces)
+
+    def _num_threads(self) -> int:
+        return min(torch.get_num_threads(), self._most_threads)
 
     def _head_units(self) -> Any:
         """Return how many units of the head's product are computed: each is a run of its rows."""
@@ -211,7 +225,7 @@ class CompiledStep:
     def _read(self, state: StateBuffer) -> None:
         """Let a state read what it has not read yet."""
         self._set_state(0, state, 0, 0, 0)
-        self._parts.reading.run(min(torch.get_num_threads(), self._most_threads))
+        self._parts.reading.run(self._num_threads())
 
     def _set(self, batch: ForwardBatch, sequences: PagedSequences, logits: torch.Tensor) -> None:
         """Write the headers, and the number of units of each operation."""
