@@ -51,7 +51,8 @@ def run(setup: BenchSetup) -> Result:
     }
     texts = _texts(setup, own)
     plain: _Quality | None = None
-    for code in KV_CODES:
+    for number, code in enumerate(KV_CODES, start=1):
+        setup.tell(f"{code}, {number} of {len(KV_CODES)} codes")
         try:
             rounded = new_engine(setup.source, setup.model, replace(setup.cache, kv_dtype=code))
         except ModelError as error:
@@ -68,6 +69,7 @@ def run(setup: BenchSetup) -> Result:
             measured += quality
             notes += [note] if note else []
         figures += [replace(figure, name=f"{code}: {figure.name}") for figure in measured]
+    setup.tell("KV of some positions")
     try:
         figures += _over_less_kv(setup)
     except UsageError as error:

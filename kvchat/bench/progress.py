@@ -25,7 +25,7 @@ class Progress:
         self._is_redrawn = self._stderr.isatty()
         often = is_quick or self._is_redrawn
         self._interval_s = interval_s or (QUICK_S if often else _SLOW_S)
-        self._phase = "starting"
+        self._phase, self._part = "starting", ""
         self._began_s = time.monotonic()
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bench-progress", daemon=True)
@@ -47,7 +47,12 @@ class Progress:
 
     def begin(self, phase: str) -> None:
         """Begin another phase, and tell it."""
-        self._phase, self._began_s = phase, time.monotonic()
+        self._phase, self._part, self._began_s = phase, "", time.monotonic()
+        self._tell()
+
+    def begin_part(self, part: str) -> None:
+        """Begin another part of the phase, whose time goes on."""
+        self._part = f": {part}"
         self._tell()
 
     def erase(self) -> None:
@@ -60,7 +65,8 @@ class Progress:
             self._tell()
 
     def _tell(self) -> None:
-        line = f"kvchat bench: {self._phase}, {time.monotonic() - self._began_s:.0f} s"
+        seconds = time.monotonic() - self._began_s
+        line = f"kvchat bench: {self._phase}{self._part}, {seconds:.0f} s"
         self._write(f"{_ERASE_LINE}{line}" if self._is_redrawn else f"{line}\n")
 
     def _write(self, text: str) -> None:

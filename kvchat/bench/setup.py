@@ -5,7 +5,7 @@ Random weights in a real model's shape run as fast as trained ones, and need no 
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,17 @@ from kvchat.core.errors import UsageError
 from kvchat.model.checkpoint.source import ModelSource, find_model
 
 
+def say_nothing(part: str) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class BenchSetup:
     """The settings of every scenario. `is_quick` shrinks the work to a check that it runs.
 
     `sessions` is a directory of recorded conversations, for scenarios that replay them; `gguf` is
-    the same model as GGUF, for llama.cpp and for `peer`, a program llama-bench.
+    the same model as GGUF, for llama.cpp and for `peer`, a program llama-bench. `tell` is called
+    with what a scenario of many parts measures from now on.
     """
 
     source: ModelSource
@@ -36,6 +41,7 @@ class BenchSetup:
     sessions: Path | None = None
     gguf: Path | None = None
     peer: Path | None = None
+    tell: Callable[[str], None] = say_nothing
 
     def scaled(self, length: int) -> int:
         """Return `length` in tokens; in a quick run 1/32 of it, at least 32."""

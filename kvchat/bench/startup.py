@@ -23,7 +23,7 @@ from kvchat.bench.engines import GREEDY, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, in_a_process, private_home
 from kvchat.bench.report import Figure, Result
-from kvchat.bench.setup import BenchSetup
+from kvchat.bench.setup import BenchSetup, say_nothing
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import (
@@ -80,7 +80,7 @@ def figures(setup: BenchSetup) -> list[Figure]:
 
 
 def _in_a_process(setup: BenchSetup, state: Path) -> Prompts:
-    return in_a_process(measure, setup, state)
+    return in_a_process(measure, replace(setup, tell=say_nothing), state)
 
 
 def measure(setup: BenchSetup, state: Path) -> Prompts:

@@ -84,7 +84,7 @@ def _run(request: BenchRequest, progress: "Progress") -> None:
     with subject(request.model, request.shape, request.dtype) as source:
         setup = BenchSetup(
             *(source, model, cache, request.repeats, request.is_quick),
-            *(request.sessions, request.gguf, request.peer),
+            *(request.sessions, request.gguf, request.peer, progress.begin_part),
         )
         for number, (name, function) in enumerate(zip(names, functions, strict=True), start=1):
             progress.begin(f"{name} ({number} of {len(names)})")

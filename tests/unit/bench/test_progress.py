@@ -38,13 +38,17 @@ class _Lines(io.StringIO):
 
 
 def test_a_phase_is_told_again_and_again() -> None:
-    """`bench startup --quick` was silent for minutes."""
+    """`bench startup --quick` was silent for minutes, and `bench kv` told no more than its time."""
     stderr = _Lines()
     with Progress(True, stderr, interval_s=0.001) as progress:
         progress.begin("turns (1 of 9)")
         assert stderr.has_three.wait(30)
+        progress.begin_part("int8, 1 of 4 codes")
+        progress.begin("cold (2 of 9)")
 
     lines = stderr.getvalue().splitlines()
+    assert any(line.startswith("kvchat bench: turns (1 of 9): int8, 1 of 4 co") for line in lines)
+    assert any(line.startswith("kvchat bench: cold (2 of 9), ") for line in lines)
     assert lines[0] == "kvchat bench: starting, 0 s"
     assert "kvchat bench: turns (1 of 9), 0 s" in lines
     assert "\r" not in stderr.getvalue()
