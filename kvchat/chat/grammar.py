@@ -5,6 +5,7 @@ The library is imported when the first grammar is compiled.
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvchat.chat.text_stream import TextStream
@@ -74,15 +75,13 @@ class Grammars:
         return self._vocabularies[stop_ids]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """A compiled grammar for one model."""
 
-    def __init__(
-        self, matcher: "LLMatcher", vocabulary: "LLTokenizer", stop_ids: frozenset[int]
-    ) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._stop_ids = stop_ids
+    _matcher: "LLMatcher"
+    _vocabulary: "LLTokenizer"
+    _stop_ids: frozenset[int]
 
     def begun(self, said: str) -> "Grammar":
         """Return the grammar of what may follow a text; raises UsageError if nothing may."""
@@ -103,15 +102,13 @@ class Grammar:
         return follows if thinking is None else _ThinksFirst(follows, thinking)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Follows:
     """Follows a grammar from the first token on. Owns the matcher."""
 
-    def __init__(
-        self, matcher: "LLMatcher", vocabulary: "LLTokenizer", stop_ids: frozenset[int]
-    ) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
-        self._stop_ids = stop_ids
+    _matcher: "LLMatcher"
+    _vocabulary: "LLTokenizer"
+    _stop_ids: frozenset[int]
 
     def allowed(self) -> bytes:
         """Return the bits; the tokens that end an answer are allowed once it is complete.

@@ -460,11 +460,9 @@ def _tell_about(controller: "ChatController", notices: "Notices") -> None:
 def _writer(request: ChatRequest, controller: "ChatController") -> "Writer":
     from kvchat.cli.output import JsonWriter, StreamJsonWriter, TextWriter
 
-    if request.output_format == "json":
-        return JsonWriter(sys.stdout, lambda: controller.host.ready)
     if request.output_format == "stream-json":
         return StreamJsonWriter(sys.stdout, lambda: controller.host.ready)
-    if request.input_format == "jsonl":
+    if request.output_format == "json" or request.input_format == "jsonl":
         return JsonWriter(sys.stdout, lambda: controller.host.ready)
     return TextWriter(sys.stdout, request.is_raw)
 

@@ -21,30 +21,29 @@ _NO_BREAK, _MOST_PHRASE = "\u00a0", 28
 _MOST_COLUMNS, _MOST_NARROW, _NARROW = 28, 22, 70
 
 
-class HelpedCommand(TyperCommand):
-    """A command whose options are listed by their groups."""
+class _Helped:
+    """A command whose options are listed by their groups; texts and switches stay as they are."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments; texts and switches stay as they are."""
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> Any:
+        """Parse the arguments."""
         _leave_values(self.get_params(ctx))
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, args)  # type: ignore[misc]
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+    def format_options(self: Any, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options."""
         _write_options(self.get_params(ctx), ctx, formatter)
 
 
-class HelpedGroup(TyperGroup):
+class HelpedCommand(_Helped, TyperCommand):
+    """A command without subcommands."""
+
+
+class HelpedGroup(_Helped, TyperGroup):
     """A command with subcommands, whose help has whole sentences on all of them."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the arguments; texts and switches stay as they are."""
-        _leave_values(self.get_params(ctx))
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, and then the subcommands."""
-        _write_options(self.get_params(ctx), ctx, formatter)
+        super().format_options(ctx, formatter)
         rows = [
             (name, command.get_short_help_str(limit=1 << 10))
             for name, command in self.commands.items()

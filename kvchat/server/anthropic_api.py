@@ -33,7 +33,7 @@ from kvchat.server.generation_fields import (
 from kvchat.server.guard import client_of
 from kvchat.server.offered_tools import OfferedTools
 from kvchat.server.service import Service, facts, until_gone
-from kvchat.server.streaming import sse, stream_response
+from kvchat.server.streaming import EventStream, sse
 from kvchat.server.tool_fields import anthropic_choice, with_calls
 
 _SHORT_TTL_S = 300.0
@@ -55,7 +55,7 @@ class AnthropicApi:
         options = await with_calls(self._service, choice, chat.tools, options, _format(fields))
         answer = await self._service.answering.chat(chat, options)
         if fields.flag("stream"):
-            streamed = stream_response(answer, _MessageEvents(answer, self._service.name))
+            streamed = EventStream(answer, _MessageEvents(answer, self._service.name))
             return self._left_out.tell(streamed, offered.left_out)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         whole = JSONResponse({**_message(self._service.name), **_outcome(ended, answer)})

@@ -19,7 +19,7 @@ from kvchat.chat.fields import Fields
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import KvPlaces
 from kvchat.core.types import KeptPositions
-from kvchat.server.bodies import Body, read_request
+from kvchat.server.bodies import read_request
 from kvchat.server.service import Service
 
 T = TypeVar("T")
@@ -36,39 +36,39 @@ class ChatApi:
 
     async def locate(self, request: Request) -> Response:
         """Say where the KV of `contexts` is."""
-        fields = await _read(request)
-        places = await _of(self._host.locate(await fields.read(_contexts)))
+        fields = await read_request(request)
+        places = await asyncio.wrap_future(self._host.locate(await fields.read(_contexts)))
         return JSONResponse({"places": [_place(place) for place in places]})
 
     async def pin(self, request: Request) -> Response:
         """Pin the context `token_ids` under `label` for `ttl_s`; say how many tokens are kept."""
-        fields = await _read(request)
+        fields = await read_request(request)
         label = (fields.text("label") or "")[:_MOST_LABEL_CHARS]
         ttl_s = fields.number("ttl_s")
         ids = await fields.read(_token_ids)
         pinned = self._host.pin(ids, label, ttl_s if ttl_s is not None else math.inf)
-        num_tokens = await _of(pinned)
+        num_tokens = await asyncio.wrap_future(pinned)
         return JSONResponse({"num_tokens": num_tokens})
 
     async def forget(self, request: Request) -> Response:
         """Drop the KV of `contexts` from memory, but for as many first tokens as `kept` says."""
-        fields = await _read(request)
+        fields = await read_request(request)
         contexts, kept = await fields.read(_contexts), fields.raw("kept")
         is_good = isinstance(kept, list) and len(kept) == len(contexts)
         if not is_good or not all(type(n) is int and n >= 0 for n in kept):
             raise fields.fault("kept", "must have a whole number for each context")
-        await _of(self._host.forget(list(zip(contexts, kept, strict=True))))
+        await asyncio.wrap_future(self._host.forget(list(zip(contexts, kept, strict=True))))
         return JSONResponse({})
 
     async def prefetch(self, request: Request) -> Response:
         """Begin to bring the KV of `token_ids` to the device."""
-        fields = await _read(request)
+        fields = await read_request(request)
         self._host.prefetch(await fields.read(_token_ids))
         return JSONResponse({})
 
     async def read_ahead(self, request: Request) -> Response:
         """Prefill `token_ids` while nothing else runs; without them end that."""
-        fields = await _read(request)
+        fields = await read_request(request)
         ids = await fields.read(_token_ids)
         self._host.read_ahead(ids) if ids else self._host.end_read_ahead()
         return JSONResponse({})
@@ -79,7 +79,7 @@ class ChatApi:
 
     async def speculate(self, request: Request) -> Response:
         """Switch drafts to the `mode`."""
-        fields = await _read(request)
+        fields = await read_request(request)
         mode = fields.text("mode")
         if mode is None:
             raise fields.fault("mode", "is missing")
@@ -87,7 +87,7 @@ class ChatApi:
 
     async def repeat_scores(self, request: Request) -> Response:
         """Tell how much the text `part` attends to each token of the context `token_ids`."""
-        fields = await _read(request)
+        fields = await read_request(request)
         ids = await fields.read(_token_ids)
         part = _ids(fields, fields.raw("part"), "part")
         vocab_size, limit = self._host.model.vocab_size, self._host.context_limit
@@ -100,23 +100,15 @@ class ChatApi:
 
     async def thin_beginnings(self, request: Request) -> Response:
         """Let contexts that begin as `kept` says go on over the KV of these positions alone."""
-        fields = await _read(request)
+        fields = await read_request(request)
         self._host.thin_beginnings(await fields.read(_kept_positions))
         return JSONResponse({})
-
-
-async def _read(request: Request) -> Body:
-    return await read_request(request)
-
-
-async def _of(asked: "Future[T]") -> T:
-    return await asyncio.wrap_future(asked)
 
 
 async def _answer(asked: "Future[T]", form: Callable[[T], dict[str, Any]]) -> Response:
     """Answer with the `form` of a result; with the sentence and the hint of a UsageError."""
     try:
-        return JSONResponse(form(await _of(asked)))
+        return JSONResponse(form(await asyncio.wrap_future(asked)))
     except UsageError as error:
         return JSONResponse({"failed": error.message, "hint": error.hint})
 

@@ -16,7 +16,7 @@ from kvchat.core.errors import ContextTooLong, KvchatError
 from kvchat.core.types import Pooling
 from kvchat.server.api_errors import as_api_error
 from kvchat.server.bodies import Body, read_request
-from kvchat.server.ollama_fields import plain_name
+from kvchat.server.ollama_fields import read_fields
 from kvchat.server.service import Service, until_gone
 
 _MOST_TEXTS = 2048
@@ -82,8 +82,7 @@ class EmbeddingsApi:
         return _response({"object": "list", "model": name, "usage": usage}, "data", data)
 
     async def ollama(self, request: Request) -> Response:
-        fields = await read_request(request)
-        self._service.require_model(plain_name(fields))
+        fields = await read_fields(request, self._service)
         texts: list[str | list[int]] = []
         if fields.raw("input") not in (None, "", []):  # else it asks to load the model
             texts = await fields.read(lambda fields: _texts(fields, "input"))
@@ -95,8 +94,7 @@ class EmbeddingsApi:
 
     async def ollama_one(self, request: Request) -> Response:
         """Answer the path that ollama had before: one text, one vector."""
-        fields = await read_request(request)
-        self._service.require_model(plain_name(fields))
+        fields = await read_fields(request, self._service)
         text = fields.text("prompt")
         if not text:
             return JSONResponse({"embedding": []})

@@ -22,20 +22,20 @@ from kvchat.chat.tools import ToolCall
 from kvchat.core.types import FinishReason
 from kvchat.server.answering import Answer, whole_answers
 from kvchat.server.api_errors import ApiError, ollama_form
-from kvchat.server.bodies import Body, read_request
+from kvchat.server.bodies import Body
 from kvchat.server.chat_requests import SCHEMA_PATH, answer_options, begin_chat
 from kvchat.server.generation_fields import with_format
 from kvchat.server.guard import client_of
 from kvchat.server.ollama_fields import (
     chat_body,
-    plain_name,
     question_body,
+    read_fields,
     served_name,
     text_body,
 )
 from kvchat.server.openai_api import with_suffix
 from kvchat.server.service import Service, facts, moment, until_gone
-from kvchat.server.streaming import stream_response
+from kvchat.server.streaming import EventStream
 
 # Clients ask for a version before they use what a later one brought: tools, thinking, schemas.
 _VERSION = "0.12.0"
@@ -69,8 +69,7 @@ class OllamaApi:
         return JSONResponse({"models": [{**listed, **loaded}]})
 
     async def show(self, request: Request) -> Response:
-        fields = await read_request(request)
-        self._service.require_model(plain_name(fields))
+        await read_fields(request, self._service)
         listed, chat_format = self._listed(self._service.name), self._service.host.model.format
         capabilities = ["completion"]
         capabilities += ["tools"] if chat_format.tools is not None else []
@@ -90,8 +89,7 @@ class OllamaApi:
         )
 
     async def chat(self, request: Request) -> Response:
-        fields = await read_request(request)
-        self._service.require_model(plain_name(fields))
+        fields = await read_fields(request, self._service)
         if not fields.raw("messages"):
             return self._loaded(_Form(self._name(fields), is_chat=True))
         begun = await begin_chat(self._service, chat_body(fields), client_of(request))
@@ -100,8 +98,7 @@ class OllamaApi:
         )
 
     async def generate(self, request: Request) -> Response:
-        fields = await read_request(request)
-        self._service.require_model(plain_name(fields))
+        fields = await read_fields(request, self._service)
         form = _Form(self._name(fields), is_chat=False)
         if not fields.raw("prompt") and not fields.raw("suffix"):
             return self._loaded(form)
@@ -123,7 +120,7 @@ class OllamaApi:
         self, request: Request, fields: Body, answer: Answer, form: "_Form"
     ) -> Response:
         if fields.raw("stream") is not False:
-            return stream_response(answer, _Lines(answer, form), media_type=_LINES)
+            return EventStream(answer, _Lines(answer, form), media_type=_LINES)
         [ended] = await until_gone(request, whole_answers(answer, 1))
         whole = form.part(ended.text, ended.thinking, ended.calls)
         return JSONResponse({**whole, **_ending(ended, answer)})

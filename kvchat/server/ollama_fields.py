@@ -4,11 +4,14 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from starlette.requests import Request
+
 from kvchat.chat.fields import Fields
 from kvchat.chat.incoming import required_name
 from kvchat.chat.tools import read_arguments
-from kvchat.server.bodies import Body
+from kvchat.server.bodies import Body, read_request
 from kvchat.server.foreign_fields import own_fields
+from kvchat.server.service import Service
 
 _LATEST = ":latest"
 # What of `options` changes an answer here. The others say how a model is loaded, which the user of
@@ -27,12 +30,15 @@ def served_name(name: str) -> str:
     return name if ":" in name else f"{name}{_LATEST}"
 
 
-def plain_name(fields: Fields) -> Fields:
-    """Return the field `model`, or `name` as older clients call it, without the tag that stands for
-    none.
+async def read_fields(request: Request, service: Service) -> Body:
+    """Return the fields of a request; raises ApiError for a model that is not served.
+
+    It is named by `model`, or `name` as older clients call it, with the tag that stands for none.
     """
+    fields = await read_request(request)
     name = fields.text("model") or fields.text("name") or ""
-    return Fields({"model": name.removesuffix(_LATEST)} if name else {})
+    service.require_model(Fields({"model": name.removesuffix(_LATEST)} if name else {}))
+    return fields
 
 
 def chat_body(fields: Body) -> Body:

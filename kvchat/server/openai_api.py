@@ -42,7 +42,7 @@ from kvchat.server.guard import client_of
 from kvchat.server.logprob_forms import echoed, legacy, listed, of_prompt
 from kvchat.server.offered_tools import OfferedTools, ToolKind, custom_input
 from kvchat.server.service import Service, facts, finish_word, moment, until_gone
-from kvchat.server.streaming import Progress, TextFrame, sse, stream_response
+from kvchat.server.streaming import EventStream, Progress, TextFrame, sse
 
 Prompt = str | tuple[int, ...]
 
@@ -92,7 +92,7 @@ class OpenAiApi:
         if fields.flag("stream"):
             includes_usage = _includes_usage(fields)
             chunks = _ChatChunks(answer, head, includes_usage, options.num_samples, offered)
-            streamed = stream_response(answer, chunks, _progress_of(chunks, fields))
+            streamed = EventStream(answer, chunks, _progress_of(chunks, fields))
             return self._left_out.tell(streamed, offered.left_out)
         answers = await until_gone(request, whole_answers(answer, options.num_samples))
         choices = [_chat_choice(ended, begun.tells_logprobs, offered) for ended in answers]
@@ -136,7 +136,7 @@ class OpenAiApi:
             includes_usage, num_samples = _includes_usage(fields), options.num_samples
             texts = _TextChunks(answer, head, includes_usage, num_samples, prompts[0], form)
             scored = texts.scored if options.scores_prompt else None
-            return stream_response(answer, texts, _progress_of(texts, fields), scored)
+            return EventStream(answer, texts, _progress_of(texts, fields), scored)
         answered = await until_gone(request, self._complete_all(prompts, options))
 
         def response() -> Response:

@@ -57,7 +57,7 @@ from kvchat.server.stored_responses import (
     is_stored,
     item_token,
 )
-from kvchat.server.streaming import sse, stream_response
+from kvchat.server.streaming import EventStream, sse
 from kvchat.server.tool_fields import openai_choice, with_calls
 
 # A summary for /v1/responses/compact is asked for below the conversation, which is cached then.
@@ -398,7 +398,7 @@ def _usage(ended: AnswerEnded, answer: Answer) -> dict[str, Any]:
 
 
 def _stream(answer: Answer, response: _Response) -> Response:
-    return stream_response(answer, _ResponseEvents(answer, response), before_end=response.keep)
+    return EventStream(answer, _ResponseEvents(answer, response), before_end=response.keep)
 
 
 class _ResponseEvents:

@@ -70,24 +70,11 @@ Scored = Callable[[ContextScored], str]
 BeforeEnd = Callable[[], Awaitable[None]]
 
 
-def stream_response(
-    answer: Answer,
-    writer: StreamWriter,
-    progress: Progress | None = None,
-    scored: Scored | None = None,
-    before_end: BeforeEnd | None = None,
-    media_type: str = _EVENTS,
-) -> Response:
-    """Return a response that streams an answer; the answer is closed when the client goes.
+class EventStream(Response):
+    """Writes an answer's events while they come, and closes the answer, whatever ends it.
 
     `progress` writes how much of the prompt is read, and `scored` the logprobs of the prompt; None
     if the client does not want to know. `before_end` is awaited before `finish` tells the end.
-    """
-    return _EventStream(answer, writer, progress, scored, before_end, media_type)
-
-
-class _EventStream(Response):
-    """Writes an answer's events while they come, and closes the answer, whatever ends it.
 
     Starlette's own streams take what they send from one more generator, and watch the client in a
     task group, which costs twice as much for each request.
@@ -97,10 +84,10 @@ class _EventStream(Response):
         self,
         answer: Answer,
         writer: StreamWriter,
-        progress: Progress | None,
-        scored: Scored | None,
-        before_end: BeforeEnd | None,
-        media_type: str,
+        progress: Progress | None = None,
+        scored: Scored | None = None,
+        before_end: BeforeEnd | None = None,
+        media_type: str = _EVENTS,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)

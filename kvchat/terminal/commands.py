@@ -209,20 +209,21 @@ class CommandContext(ABC):
         """Show a text permanently; `hanging` as in `tell`."""
         tell(self.page, text, role, gap, hanging)
 
-    @abstractmethod
     def notice(self, text: str) -> None:
-        """Show a short text for a moment."""
+        """Show a short text, for a moment where that is possible."""
+        self.say(text)
 
     @abstractmethod
     def show_stage(self, stage: str) -> None:
         """Show what is being loaded; "" shows nothing."""
 
-    @abstractmethod
     async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
         """Wait for a part of a command that may take long, and show its stage meanwhile.
 
-        Esc cancels it and raises Stopped with the words `if_stopped`, which end the command.
+        Esc, where there are keys, cancels it and raises Stopped with the words `if_stopped`, which
+        end the command.
         """
+        return await work
 
     async def confirm(self, question: str, for_scripts: bool | None = None) -> bool:
         """Ask a question whose safe answer is no; a script answers `for_scripts`, or fails."""
@@ -232,11 +233,11 @@ class CommandContext(ABC):
     async def confirm_cost(
         self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
     ) -> bool:
-        """Say what an action costs unless that is low, and ask the user if it is high."""
+        """Say what an action costs unless that is low, and ask a person if it is high."""
         if cost is None or cost.is_low:
             return True
         self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
-        if not cost.is_high or await self.confirm("Do it all the same?"):
+        if not (cost.is_high and self.is_at_terminal) or await self.confirm("Do it all the same?"):
             return True
         self.say("Nothing is changed.")
         return False

@@ -5,10 +5,9 @@ ScriptPage takes their output, and refuses what needs an interactive user.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.compaction import CompactionPlan
@@ -18,15 +17,11 @@ from kvchat.chat.events import AnswerEnded
 from kvchat.chat.making_room import summarise
 from kvchat.chat.reply import Reply
 from kvchat.core.errors import UsageError
-from kvchat.core.stats import Cost
-from kvchat.terminal import warmth
 from kvchat.terminal.commands import CommandContext, Invocation, Registry
 from kvchat.terminal.paint import Painter, Row
 from kvchat.terminal.status import StatsLevel
 from kvchat.terminal.view import Choice, Page, PickerActions, PlainPage
 from kvchat.tools.toolbox import Toolbox
-
-T = TypeVar("T")
 
 
 class ScriptPage(PlainPage):
@@ -115,28 +110,13 @@ class ScriptCommands(CommandContext):
 
     # What commands use
 
-    def notice(self, text: str) -> None:
-        self.say(text)
-
     def show_stage(self, stage: str) -> None:
         """Do nothing: a script does not show loading."""
-
-    async def stoppable(self, work: Awaitable[T], stage: str, if_stopped: str) -> T:
-        """Wait: a script has no keys."""
-        return await work
 
     async def confirm(self, question: str, for_scripts: bool | None = None) -> bool:
         if for_scripts is not None:
             return for_scripts
         raise UsageError(f"{question} It has to be confirmed at a terminal.")
-
-    async def confirm_cost(
-        self, cost: Cost | None, action: str, verb: str = "re-reads", gap: bool = True
-    ) -> bool:
-        """Print the cost and return true: a script is not asked for confirmation."""
-        if cost is not None and not cost.is_low:
-            self.say(f"{warmth.price(cost, action, verb)}.", gap=gap)
-        return True
 
     def answer_again(self, options: AskOptions) -> None:
         self.controller.place.user_turn("")
