@@ -4,6 +4,7 @@ Packs, files, checksums and limits are what it does not have; what a prompt find
 tier has to find. Tests can spoil what it keeps, make it fail, or make it wait.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -35,6 +36,12 @@ class MemoryTier(Tier):
         self.max_found = 1 << 30
         self._key_bytes = block_size * 4
         self._image_bytes = image_bytes
+
+    def held(self) -> threading.Event:
+        """Let reads wait until the event that is returned is set, a minute at most."""
+        may_read = threading.Event()
+        self.before_read = lambda: may_read.wait(60.0) and None
+        return may_read
 
     @property
     def root(self) -> bytes:

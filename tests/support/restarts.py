@@ -69,6 +69,17 @@ class Processes:
         self.started.append(process)
         return process
 
+    def after(self, request: RequestSpec) -> Process:
+        """Start a process after another one has answered a request, and ended."""
+        self.end_one(request)
+        return self.start()
+
+    def end_one(self, request: RequestSpec) -> None:
+        """Let a process answer a request, and end."""
+        process = self.start()
+        process.answer(request)
+        process.end()
+
 
 @pytest.fixture
 def tier() -> MemoryTier:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -245,20 +244,6 @@ def test_a_lost_table_leaves_files_that_gc_removes(open_tier: OpenTier, tmp_path
     writer.tier.gc()
     assert payload_files(tmp_path / "kv") == []
     assert writer.write(list(range(40)))
-
-
-def test_a_directory_deleted_while_it_runs_is_made_again(
-    open_tier: OpenTier, tmp_path: Path
-) -> None:
-    writer = Writer(open_tier())
-    writer.write(list(range(40)))
-    shutil.rmtree(tmp_path / "kv")
-
-    writer.restored(list(range(40)))
-    writer.write(list(range(60)))
-    writer.write(list(range(80)))
-
-    assert Writer(open_tier()).restored(list(range(80))) == 20
 
 
 def test_a_directory_that_cannot_be_used_is_refused_in_a_sentence(tmp_path: Path) -> None:

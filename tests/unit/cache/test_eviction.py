@@ -51,37 +51,35 @@ def assert_parents_stay_until_children_go(packs: Packs, order: list[bytes]) -> N
 # The order
 
 
-def test_leaves_go_oldest_first_and_then_what_they_continued() -> None:
-    packs = {
-        b"a": encode_ids("", "ab", 1.0),
-        b"c": encode_ids("b", "c", 9.0),
-        b"d": encode_ids("a", "d", 5.0),
-        b"x": encode_ids("", "x", 7.0),
-    }
-
-    assert list(eviction_order(packs, b"")) == [b"d", b"x", b"c", b"a"]
+# By names: the key that a pack continues, its own keys, and when it was used.
+_ROW = {"a": ("", "ab", 1), "c": ("b", "c", 2), "d": ("c", "d", 3)}
+_PAIR = {"a": ("", "ab", 1), "c": ("b", "cd", 2), "e": ("d", "e", 9)}
 
 
-def test_what_a_newcomer_continues_stays_to_the_root() -> None:
-    packs = {
-        b"a": encode_ids("", "ab", 1.0),
-        b"c": encode_ids("b", "c", 2.0),
-        b"d": encode_ids("c", "d", 3.0),
-    }
+@pytest.mark.parametrize(
+    ("packs", "newcomer", "pinned", "order"),
+    [
+        (
+            {"a": ("", "ab", 1), "c": ("b", "c", 9), "d": ("a", "d", 5), "x": ("", "x", 7)},
+            "",
+            "",
+            "dxca",
+        ),
+        (_ROW, "c", "", "d"),  # what a newcomer continues stays to the root
+        (_ROW, "d", "", ""),
+        (_PAIR, "", "d", "e"),  # what is pinned stays, and what that continues
+        (_PAIR, "", "?", "eca"),
+        # A table that says that packs continue each other in a circle ends nothing.
+        ({"a": ("b", "a", 1), "b": ("a", "b", 1), "c": ("", "c", 2)}, "", "", "c"),
+    ],
+)
+def test_leaves_go_oldest_first_and_then_what_they_continued(
+    packs: dict[str, tuple[str, str, float]], newcomer: str, pinned: str, order: str
+) -> None:
+    known = {name.encode(): encode_ids(*pack) for name, pack in packs.items()}
+    kept = {pinned.encode()} if pinned else set()
 
-    assert list(eviction_order(packs, b"c")) == [b"d"]
-    assert list(eviction_order(packs, b"d")) == []
-
-
-def test_what_is_pinned_stays_and_what_that_continues() -> None:
-    packs = {
-        b"a": encode_ids("", "ab", 1.0),
-        b"c": encode_ids("b", "cd", 2.0),
-        b"e": encode_ids("d", "e", 9.0),
-    }
-
-    assert list(eviction_order(packs, b"", {b"d"})) == [b"e"]
-    assert list(eviction_order(packs, b"", {b"?"})) == [b"e", b"c", b"a"]
+    assert b"".join(eviction_order(known, newcomer.encode(), kept)).decode() == order
 
 
 def test_no_pack_ever_goes_before_one_that_continues_it() -> None:
@@ -98,16 +96,6 @@ def test_no_pack_ever_goes_before_one_that_continues_it() -> None:
         old = expired(packs, 90 * DAY_S, pinned)
         assert_parents_stay_until_children_go(packs, old)
         assert all(packs[name].use.last_s < 90 * DAY_S - TIME_TO_LIVE_S for name in old), seed
-
-
-def test_a_table_that_says_packs_continue_each_other_in_a_circle_ends_nothing() -> None:
-    packs = {
-        b"a": encode_ids("b", "a", 1.0),
-        b"b": encode_ids("a", "b", 1.0),
-        b"c": encode_ids("", "c", 2.0),
-    }
-
-    assert list(eviction_order(packs, b"")) == [b"c"]
 
 
 # What a pack is worth

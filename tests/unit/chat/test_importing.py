@@ -78,30 +78,23 @@ def test_an_imported_session_goes_on_from_the_branch_it_was_left_on(
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["[]", '[{"role": "system", "content": "Be brief."}]', header_line(Conversation("x", 1.0), "")],
-    ids=["no messages", "a system prompt alone", "a session without turns"],
+    ("content", "sentence"),
+    [
+        ("[]", "holds no messages"),
+        ('[{"role": "system", "content": "Be brief."}]', "holds no messages"),
+        (header_line(Conversation("x", 1.0), ""), "holds no messages"),  # a session without turns
+        *((content, "") for content in (None, "no JSON", '{"a": 1}', '{"kvchat": 99}')),
+    ],
 )
-def test_a_file_without_messages_says_so(content: str, store: SessionStore, tmp_path: Path) -> None:
-    """An empty conversation was made of it, or it was said to be neither a session nor JSON."""
-    path = tmp_path / "file"
-    path.write_text(content)
-
-    with pytest.raises(UsageError, match="holds no messages"):
-        import_file(store, path)
-
-    assert store.summaries() == []
-
-
-@pytest.mark.parametrize("content", [None, "no JSON", '{"a": 1}', '{"kvchat": 99}'])
 def test_what_is_no_conversation_leaves_the_store_empty(
-    content: str | None, store: SessionStore, tmp_path: Path
+    content: str | None, sentence: str, store: SessionStore, tmp_path: Path
 ) -> None:
+    """An empty conversation was made of one without messages, or it was said to be no JSON."""
     path = tmp_path / "file"
     if content is not None:
         path.write_text(content)
 
-    with pytest.raises((UsageError, StoreError)):
+    with pytest.raises((UsageError, StoreError), match=sentence or None):
         import_file(store, path)
 
     assert store.summaries() == []

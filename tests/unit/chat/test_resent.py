@@ -162,19 +162,24 @@ def test_a_continued_conversation_has_no_difference() -> None:
     assert seen.note("s", (U("something else"),)) is None
 
 
-def test_a_changed_system_prompt_is_found() -> None:
+@pytest.mark.parametrize(
+    ("system", "answer", "found"),
+    [
+        ("Today is Tuesday.", "b", ("system", 9, "Monday.", "Tuesday.")),
+        ("Today is Monday.", "b!", (1, 1, "", "!")),
+    ],
+)
+def test_a_changed_system_prompt_or_earlier_message_is_found(
+    system: str, answer: str, found: tuple[object, ...]
+) -> None:
     seen = SeenChats()
     seen.note("Today is Monday.", (U("a"), A("b"), U("c")))
 
-    found = seen.note("Today is Tuesday.", (U("a"), A("b"), U("c"), A("d"), U("e")))
+    difference = seen.note(system, (U("a"), A(answer), U("c"), A("d"), U("e")))
 
-    assert found is not None
-    assert found.as_dict() == {
-        "message": "system",
-        "character": 9,
-        "was": "Monday.",
-        "now": "Tuesday.",
-    }
+    assert difference is not None
+    names = ("message", "character", "was", "now")
+    assert difference.as_dict() == dict(zip(names, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -196,16 +201,6 @@ def test_what_changed_before_another_first_message_is_found(
     found = seen.note(system, (U("b"),), ToolSet([{"name": tools}]))
 
     assert (found.place if found is not None else None) == place
-
-
-def test_a_changed_earlier_message_is_found() -> None:
-    seen = SeenChats()
-    seen.note(None, (U("a"), A("b"), U("c"), A("d"), U("e")))
-
-    found = seen.note(None, (U("a"), A("b!"), U("c"), A("d"), U("e")))
-
-    assert found is not None
-    assert (found.place, found.character, found.now) == (1, 1, "!")
 
 
 def sent(*roles: str, change: int | None = None) -> ResentChat:

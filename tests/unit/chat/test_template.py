@@ -114,25 +114,22 @@ def test_three_turns_appended_are_the_conversation_rendered_whole(source: str) -
     assert ids == raw.encode(whole, add_special_tokens=False).ids
 
 
-def test_a_system_prompt_goes_where_the_template_puts_it() -> None:
-    expected = written(zoo.DATED, ("system", "Be brief."), ("user", "Hi"))
-
-    assert shown(template_of(zoo.DATED).opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
-
-
-def test_a_system_prompt_a_template_refuses_stands_before_the_message() -> None:
-    expected = written(zoo.NO_SYSTEM, ("user", "Be brief.\n\nHi"))
-
-    assert shown(template_of(zoo.NO_SYSTEM).opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
-
-
-def test_a_system_prompt_a_template_passes_over_is_not_lost() -> None:
+@pytest.mark.parametrize(
+    ("source", "takes_system", "messages"),
+    [
+        (zoo.DATED, True, [("system", "Be brief."), ("user", "Hi")]),
+        (zoo.NO_SYSTEM, False, [("user", "Be brief.\n\nHi")]),  # it raises
+        (zoo.IGNORES_SYSTEM, False, [("user", "Be brief.\n\nHi")]),
+    ],
+)
+def test_a_system_prompt_that_a_template_does_not_take_stands_before_the_message(
+    source: str, takes_system: bool, messages: list[tuple[str, str]]
+) -> None:
     """Whether it came through was asked of an `x`, which stood elsewhere in the text as well."""
-    template = template_of(zoo.IGNORES_SYSTEM)
-    assert not template.takes_system
-    expected = written(zoo.IGNORES_SYSTEM, ("user", "Be brief.\n\nHi"))
+    template = template_of(source)
 
-    assert shown(template.opening(NewTurn("Hi", CLOCK, "Be brief."))) == expected
+    assert template.takes_system is takes_system
+    assert shown(template.opening(NewTurn("Hi", CLOCK, "Be brief."))) == written(source, *messages)
 
 
 def test_the_clock_is_the_conversations_own() -> None:

@@ -6,6 +6,7 @@ A real engine and a real store; between two lives of the program something happe
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,25 +87,25 @@ def test_what_was_kept_costs_nothing(resumed: Resumed) -> None:
     assert cause(resumed.why()) == ""
 
 
-def test_what_had_to_make_room_for_others(resumed: Resumed) -> None:
-    found = resumed.why(limit=FEW, num_others=40)
+@pytest.mark.parametrize(
+    ("given", "few_words", "words"),
+    [
+        ({"limit": FEW, "num_others": 40}, "evicted", "evicted to make room, or out of date"),
+        ({"limit": NONE}, "over budget", "--disk-cache allows more"),
+        (
+            {"meanwhile": spoil},
+            "corrupt",
+            "what was kept on disk was corrupt, and is gone now",
+        ),
+    ],
+)
+def test_what_is_not_there_any_more_has_its_cause(
+    resumed: Resumed, given: dict[str, Any], few_words: str, words: str
+) -> None:
+    found = resumed.why(**given)
 
-    assert cause(found) == "evicted"
-    assert "evicted to make room, or out of date" in told(found)
-
-
-def test_what_was_damaged(resumed: Resumed) -> None:
-    found = resumed.why(spoil)
-
-    assert cause(found) == "corrupt"
-    assert "what was kept on disk was corrupt, and is gone now" in told(found)
-
-
-def test_what_found_no_room(resumed: Resumed) -> None:
-    found = resumed.why(limit=NONE)
-
-    assert cause(found) == "over budget"
-    assert "--disk-cache allows more" in told(found)
+    assert cause(found) == few_words
+    assert words in told(found)
 
 
 def test_what_came_while_there_was_no_room_for_another(resumed: Resumed) -> None:

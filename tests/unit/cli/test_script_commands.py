@@ -232,23 +232,27 @@ def test_drafts_are_switched_and_told_of(run_lines: RunLines) -> None:
     ]
 
 
-def test_commands_move_about_as_they_do_for_a_person(run_lines: RunLines) -> None:
-    ran = run_lines("one", "two", "/undo", "three", "/edit 1", "four", "/switch 2", "five")
-
-    conversation = ran.store.read(ran.store.latest()).conversation
-    assert ran.code == 0
-    assert [turn.text for turn in conversation.path()][::2] == ["one", "two", "five"]
-    assert {turn.text for turn in conversation.turns()} >= {"three", "four"}
-
-
-def test_a_message_is_edited_in_one_line(run_lines: RunLines) -> None:
+@pytest.mark.parametrize(
+    ("lines", "path", "others"),
+    [
+        (
+            "one|two|/undo|three|/edit 1|four|/switch 2|five",
+            ["one", "two", "five"],
+            {"three", "four"},
+        ),
+        ("one|two|/edit 1 three words|four", ["three words", "four"], {"one", "two"}),
+    ],
+)
+def test_commands_move_about_as_they_do_for_a_person(
+    run_lines: RunLines, lines: str, path: list[str], others: set[str]
+) -> None:
     """A script has no prompt to edit in: "1 three" was taken as the number of a message."""
-    ran = run_lines("one", "two", "/edit 1 three words", "four")
+    ran = run_lines(*lines.split("|"))
 
     conversation = ran.store.read(ran.store.latest()).conversation
     assert ran.code == 0
-    assert [turn.text for turn in conversation.path()][::2] == ["three words", "four"]
-    assert {turn.text for turn in conversation.turns()} >= {"one", "two"}
+    assert [turn.text for turn in conversation.path()][::2] == path
+    assert {turn.text for turn in conversation.turns()} >= others
 
 
 def test_answers_of_commands_are_objects_like_others(run_lines: RunLines) -> None:

@@ -225,28 +225,36 @@ def test_short_steps_are_never_asked() -> None:
     engine.complete(greedy(*long_prompt(16)))
 
 
-class _Waits:
-    """A model's layers that wait until the step is not wanted."""
+def waiting_thread(
+    is_asked: threading.Event, gives_way: bool = False, **limits: int
+) -> EngineThread:
+    """Start an engine whose steps wait until they are not wanted, or are to give way."""
+    harness = EngineHarness(**limits)  # type: ignore[arg-type]
+    abandon = harness.engine.abandon_steps
 
-    def __init__(self, is_asked: threading.Event) -> None:
-        self._is_asked = is_asked
-
-    def until(self, own: Callable[..., bool], *asked: frozenset[int]) -> bool:
-        self._is_asked.set()
+    def until(ended: Callable[..., bool], *asked: frozenset[int]) -> bool:
+        is_asked.set()
         end_s = time.monotonic() + WAIT_S
-        while not own(*asked):
+        while not ended(*asked):
             assert time.monotonic() < end_s, "the step was not given up"
         return True
+
+    def abandon_in_the_end(own: Callable[..., bool], is_awaited: Callable[[], bool]) -> None:
+        if gives_way:
+            abandon(lambda request_ids: False, partial(until, is_awaited))
+        else:
+            abandon(partial(until, own))
+
+    harness.engine.abandon_steps = abandon_in_the_end  # type: ignore[method-assign, assignment]
+    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
+    return EngineThread(lambda _: (harness.engine, ready), lambda _: None)
 
 
 @pytest.mark.parametrize("ending", ["cancel", "close"])
 def test_a_cancel_and_a_close_give_up_the_step_that_runs(ending: str) -> None:
     """Esc in a long step had to wait for all of its layers."""
-    harness, is_asked = EngineHarness(max_prefill_tokens=48), threading.Event()
-    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
-    harness.engine.abandon_steps = lambda own, _: abandon(partial(waits.until, own))  # type: ignore[method-assign]
-    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
-    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    is_asked = threading.Event()
+    thread = waiting_thread(is_asked, max_prefill_tokens=48)
     ended, events = threading.Event(), list[RequestEvent]()
 
     def listen(event: RequestEvent) -> None:
@@ -266,11 +274,8 @@ def test_a_cancel_and_a_close_give_up_the_step_that_runs(ending: str) -> None:
 
 def test_a_cancel_gives_up_a_step_that_reads_ahead() -> None:
     """Esc and leaving waited for its end, 0.5 to 5 s, before the request could begin and end."""
-    harness, is_asked = EngineHarness(max_step_tokens=48), threading.Event()
-    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
-    harness.engine.abandon_steps = lambda own, _: abandon(partial(waits.until, own))  # type: ignore[method-assign]
-    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
-    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    is_asked = threading.Event()
+    thread = waiting_thread(is_asked, max_step_tokens=48)
     ended, events = threading.Event(), list[RequestEvent]()
 
     def listen(event: RequestEvent) -> None:
@@ -287,15 +292,8 @@ def test_a_cancel_gives_up_a_step_that_reads_ahead() -> None:
 
 
 def test_a_new_request_gives_up_the_long_step_that_runs() -> None:
-    harness, is_asked = EngineHarness(max_prefill_tokens=48), threading.Event()
-    abandon, waits = harness.engine.abandon_steps, _Waits(is_asked)
-
-    def abandon_when_awaited(own: object, is_awaited: Callable[[], bool]) -> None:
-        abandon(lambda request_ids: False, partial(waits.until, is_awaited))
-
-    harness.engine.abandon_steps = abandon_when_awaited  # type: ignore[method-assign, assignment]
-    ready = ModelReady("fake", "s1-0", "cpu", "float32", 120, 0.0)
-    thread = EngineThread(lambda _: (harness.engine, ready), lambda _: None)
+    is_asked = threading.Event()
+    thread = waiting_thread(is_asked, gives_way=True, max_prefill_tokens=48)
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listener(name: str) -> Callable[[RequestEvent], None]:

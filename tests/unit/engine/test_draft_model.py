@@ -206,8 +206,7 @@ def test_a_draft_whose_kv_comes_too_late_is_made_up_for(tier: MemoryTier) -> Non
     yesterday.run_checked(RequestSpec(LONG, GREEDY, max_tokens=9))
     yesterday.engine.close()
 
-    may_read, now_s = threading.Event(), [0.0]
-    tier.before_read = lambda: may_read.wait(60.0) and None
+    may_read, now_s = tier.held(), [0.0]
     today = Drafting(tier=tier)
     compute_at(today.chain, 1e6)
     today.chain.arrivals._clock = lambda: now_s[0]

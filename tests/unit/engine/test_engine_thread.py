@@ -2,7 +2,9 @@
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -43,6 +45,32 @@ class Inbox:
             events.append(self.events.get(timeout=WAIT_S))
             if isinstance(events[-1], SampleFinished | RequestFailed):
                 return events
+
+
+class Gate(threading.Event):
+    """Holds who enters until it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = threading.Event()
+
+    def hold(self, *_: object) -> None:
+        self.entered.set()
+        self.wait(WAIT_S)
+
+
+def refusing(error: BaseException) -> Callable[..., tuple[Engine, ModelReady]]:
+    """Return what builds no engine, but raises the error."""
+
+    def build(_: object) -> tuple[Engine, ModelReady]:
+        raise error
+
+    return build
+
+
+def broken(_: object) -> None:
+    """Listen, and fail."""
+    raise ValueError("listener")
 
 
 @pytest.fixture
@@ -129,11 +157,8 @@ def test_what_decoding_needs_is_loading_where_an_answer_is_waited_for(  # type: 
     ids=["typed", "unforeseen"],
 )
 def test_a_model_that_does_not_load_refuses_everything(start, error, message) -> None:  # type: ignore[no-untyped-def]
-    def build(_: object) -> tuple[Engine, ModelReady]:
-        raise error
-
     heard: list[LoadEvent] = []
-    thread, inbox = start(build=build, on_load=heard.append), Inbox()
+    thread, inbox = start(build=refusing(error), on_load=heard.append), Inbox()
     for _ in range(2):
         thread.submit(spec(), inbox)
         [failed] = inbox.until_end()
@@ -144,9 +169,6 @@ def test_a_model_that_does_not_load_refuses_everything(start, error, message) ->
 
 
 def test_a_listener_that_raises_hurts_nobody(start) -> None:  # type: ignore[no-untyped-def]
-    def broken(_: object) -> None:
-        raise ValueError("listener")
-
     thread, inbox = start(on_load=broken), Inbox()
     thread.submit(spec(max_tokens=3), broken)
     thread.submit(spec(), inbox)
@@ -157,14 +179,7 @@ def test_a_listener_that_raises_hurts_nobody(start) -> None:  # type: ignore[no-
 def test_a_listener_that_raises_while_being_refused_hurts_nobody(start) -> None:  # type: ignore[no-untyped-def]
     """Listeners were only guarded in the middle of answering: one that failed on hearing of a
     failed load, or of a refused prompt, ended the thread, and later requests waited for ever."""
-
-    def broken(_: object) -> None:
-        raise ValueError("listener")
-
-    def build(_: object) -> tuple[Engine, ModelReady]:
-        raise ModelError("No such model.")
-
-    for thread in (start(build=build, on_load=broken), start()):
+    for thread in (start(build=refusing(ModelError("No such model.")), on_load=broken), start()):
         thread.submit(RequestSpec(tuple(range(30)) * 20, GREEDY), broken)
         inbox = Inbox()
         thread.submit(RequestSpec(tuple(range(30)) * 20, GREEDY), inbox)
@@ -208,12 +223,8 @@ class Panic(BaseException):
 def test_a_panic_while_loading_is_a_model_that_does_not_load(start) -> None:  # type: ignore[no-untyped-def]
     """Only Exceptions were caught: the thread ended without a word, and a caller that waited
     for the model or for an answer waited for ever."""
-
-    def build(_: object) -> tuple[Engine, ModelReady]:
-        raise Panic("header too large")
-
     heard: list[LoadEvent] = []
-    thread, inbox = start(build=build, on_load=heard.append), Inbox()
+    thread, inbox = start(build=refusing(Panic("header too large")), on_load=heard.append), Inbox()
     thread.submit(spec(), inbox)
 
     assert "header too large" in inbox.until_end()[-1].error.message  # type: ignore[union-attr]
@@ -273,15 +284,10 @@ def test_every_sample_reports_its_end_and_the_listener_is_let_go(start) -> None:
 def test_samples_cancelled_before_they_fork_let_the_listener_go(start) -> None:  # type: ignore[no-untyped-def]
     """Three samples, one ending: the two that had not forked never reported, and a reply that
     waited for them never finished."""
-    entered, gate = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        entered.set()
-        gate.wait(WAIT_S)
-
-    thread, inbox = start(fails=hold), Inbox()
+    gate = Gate()
+    thread, inbox = start(fails=gate.hold), Inbox()
     ticket = thread.submit(RequestSpec(tuple(range(40)), GREEDY, num_samples=3), inbox)
-    entered.wait(WAIT_S)
+    gate.entered.wait(WAIT_S)
     thread.cancel(ticket)
     gate.set()
 
@@ -321,12 +327,25 @@ class OneLongStep:
         """Nothing runs."""
 
 
-def test_a_query_is_answered_within_a_long_step() -> None:
-    """What a message costs, and the status, came when a prompt was read: after seconds."""
+@contextmanager
+def one_long_step(
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[OneLongStep, EngineThread]]:
+    """An engine in its step, and its thread, which is closed in the end."""
     engine = OneLongStep()
-    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
+    thread = EngineThread(lambda _: (engine, READY), lambda _: None, clock=clock)  # type: ignore[arg-type,return-value]
     try:
         assert engine.begun.wait(WAIT_S)
+        yield engine, thread
+    finally:
+        engine.may_ask.set()
+        engine.may_end.set()
+        thread.close(WAIT_S)
+
+
+def test_a_query_is_answered_within_a_long_step() -> None:
+    """What a message costs, and the status, came when a prompt was read: after seconds."""
+    with one_long_step() as (engine, thread):
         asked = thread.query(lambda engine: engine.has_work)
         failed = thread.query(lambda engine: 1 // 0)
         left = thread.query(lambda engine: pytest.fail("its caller has gone"))
@@ -335,19 +354,13 @@ def test_a_query_is_answered_within_a_long_step() -> None:
         assert asked.result(WAIT_S)
         assert isinstance(failed.exception(WAIT_S), ZeroDivisionError)
         assert not engine.may_end.is_set()
-    finally:
-        engine.may_end.set()
-        thread.close(WAIT_S)
     late = thread.query(lambda engine: engine.has_work)
     assert isinstance(late.exception(WAIT_S), GenerationError)
 
 
 def test_a_call_that_is_awaited_counts_as_a_request_that_waits() -> None:
     """KV that was to be moved waited 0.4 s for a step that only read ahead."""
-    engine = OneLongStep()
-    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
-    try:
-        assert engine.begun.wait(WAIT_S)
+    with one_long_step() as (engine, thread):
         thread.call(lambda engine: None)
         assert not engine.is_awaited()
         moved = thread.call(lambda engine: engine.has_work, is_awaited=True)
@@ -356,17 +369,11 @@ def test_a_call_that_is_awaited_counts_as_a_request_that_waits() -> None:
         engine.may_end.set()
         assert not moved.result(WAIT_S)
         assert not engine.is_awaited()
-    finally:
-        engine.may_ask.set()
-        engine.may_end.set()
-        thread.close(WAIT_S)
 
 
 def test_a_query_tells_what_the_calls_before_it_have_made() -> None:
-    engine, done = OneLongStep(), list[str]()
-    thread = EngineThread(lambda _: (engine, READY), lambda _: None)  # type: ignore[arg-type,return-value]
-    try:
-        assert engine.begun.wait(WAIT_S)
+    done: list[str] = []
+    with one_long_step() as (engine, thread):
         thread.call(lambda engine: done.append("called"))
         asked = thread.query(lambda engine: list(done))
         engine.may_ask.set()
@@ -374,20 +381,11 @@ def test_a_query_tells_what_the_calls_before_it_have_made() -> None:
         assert not asked.done()
         engine.may_end.set()
         assert asked.result(WAIT_S) == ["called"]
-    finally:
-        engine.may_end.set()
-        thread.close(WAIT_S)
 
 
 def test_a_long_step_gives_signs_of_life_and_without_work_none_is_needed() -> None:
-    now_s, engine = [100.0], OneLongStep()
-    thread = EngineThread(
-        lambda _: (engine, READY),  # type: ignore[arg-type,return-value]
-        lambda _: None,
-        clock=lambda: now_s[0],
-    )
-    try:
-        assert engine.begun.wait(WAIT_S)
+    now_s = [100.0]
+    with one_long_step(lambda: now_s[0]) as (engine, thread):
         now_s[0] += 50
         assert thread.silent_s == 50
         engine.may_ask.set()
@@ -395,9 +393,6 @@ def test_a_long_step_gives_signs_of_life_and_without_work_none_is_needed() -> No
         assert thread.silent_s == 0
         now_s[0] += 7
         assert thread.silent_s == 7
-    finally:
-        engine.may_end.set()
-        thread.close(WAIT_S)
     assert thread.silent_s == 0
 
 
@@ -435,15 +430,9 @@ def test_calls_that_make_the_next_one_leave_steps_to_the_requests(start) -> None
 def test_a_call_that_is_no_longer_wanted_is_skipped(start) -> None:  # type: ignore[no-untyped-def]
     """A future cancelled by a caller that stopped waiting once raised on the engine's thread, and
     the engine stopped."""
-    entered, gate = threading.Event(), threading.Event()
-    thread, inbox = start(), Inbox()
-
-    def hold(engine: Engine) -> None:
-        entered.set()
-        gate.wait(WAIT_S)
-
-    thread.call(hold)
-    entered.wait(WAIT_S)
+    gate, thread, inbox = Gate(), start(), Inbox()
+    thread.call(gate.hold)
+    gate.entered.wait(WAIT_S)
     ran = threading.Event()
     unwanted = thread.call(lambda engine: ran.set())
     assert unwanted.cancel()
@@ -482,15 +471,9 @@ def test_what_is_asked_of_a_closed_engine_is_refused_and_not_waited_for(start) -
 
 
 def test_what_was_asked_just_before_the_end_is_refused_too(start) -> None:  # type: ignore[no-untyped-def]
-    entered, gate = threading.Event(), threading.Event()
-    thread, inbox = start(), Inbox()
-
-    def hold(engine: Engine) -> None:
-        entered.set()
-        gate.wait(WAIT_S)
-
-    thread.call(hold)
-    entered.wait(WAIT_S)
+    gate, thread, inbox = Gate(), start(), Inbox()
+    thread.call(gate.hold)
+    gate.entered.wait(WAIT_S)
     thread.close(timeout_s=0.0)  # is on its way, and the engine's thread is busy
     thread.submit(spec(), inbox)
     late = thread.call(lambda engine: 1)

@@ -92,9 +92,7 @@ def test_what_is_wrong_is_computed_again_and_never_given_out(
 def test_what_continues_the_wrong_goes_with_it(
     context: tuple[int, ...], processes: Processes, tier: MemoryTier
 ) -> None:
-    longer = processes.start()
-    longer.answer(spec((*context, *HISTORY[:20])))
-    longer.end()
+    processes.end_one(spec((*context, *HISTORY[:20])))
     key = next(iter(tier.fingerprints))
     tier.fingerprints[key] = replace(tier.fingerprints[key], values=(9.0,) * 8)
 

@@ -47,24 +47,22 @@ def test_the_longest_match_is_found(seed: int) -> None:
         assert match.start < len(match.text.ids)
 
 
-def test_of_equal_matches_the_newest_is_taken() -> None:
-    index, text = NgramIndex(2, 4), Text()
-    index.extend(text, [1, 2, 7, 1, 2, 8, 1, 2])
-
-    match = index.longest_match(text)
-
-    assert match is not None
-    assert match.continuation(1) == [8]
-
-
-def test_a_repetition_that_runs_is_copied_on() -> None:
+@pytest.mark.parametrize(
+    ("ids", "continuation"),
+    [
+        ([1, 2, 7, 1, 2, 8, 1, 2], [8]),
+        ([5, 6, 7, 5, 6, 7, 5], [6, 7, 5, 6, 7, 5, 6]),
+    ],
+    ids=["of equal matches the newest is taken", "a repetition that runs is copied on"],
+)
+def test_a_match_is_continued(ids: list[int], continuation: list[int]) -> None:
     index, text = NgramIndex(2, 8), Text()
-    index.extend(text, [5, 6, 7, 5, 6, 7, 5])
+    index.extend(text, ids)
 
     match = index.longest_match(text)
 
     assert match is not None
-    assert match.continuation(7) == [6, 7, 5, 6, 7, 5, 6]
+    assert match.continuation(len(continuation)) == continuation
 
 
 def request(ids: Sequence[int]) -> Request:

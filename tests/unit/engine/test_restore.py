@@ -4,7 +4,6 @@ The model here answers from what it reads back from its KV, so a block restored 
 or not at all, shows in the text.
 """
 
-import threading
 from dataclasses import replace
 
 from kvchat.core.types import FinishReason
@@ -76,9 +75,7 @@ def test_what_is_on_the_device_is_not_read(processes: Processes, tier: MemoryTie
 
 
 def test_a_damaged_record_costs_time_and_no_word(processes: Processes, tier: MemoryTier) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    processes.end_one(spec(HISTORY))
 
     def fail() -> None:
         if tier.num_read:
@@ -107,11 +104,8 @@ def test_a_tier_that_cannot_be_opened_is_none(processes: Processes) -> None:
 def test_a_cancelled_request_does_not_wait_for_the_disk(
     processes: Processes, tier: MemoryTier
 ) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(60.0) and None
+    processes.end_one(spec(HISTORY))
+    may_read = tier.held()
     process = processes.start()
 
     number = process.harness.submit(spec(HISTORY))
@@ -124,11 +118,8 @@ def test_a_cancelled_request_does_not_wait_for_the_disk(
 
 
 def test_others_run_while_one_waits_for_the_disk(processes: Processes, tier: MemoryTier) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(60.0) and None
+    processes.end_one(spec(HISTORY))
+    may_read = tier.held()
     process = processes.start()
 
     waiting = process.harness.submit(spec(HISTORY))
@@ -146,11 +137,8 @@ def test_others_run_while_one_waits_for_the_disk(processes: Processes, tier: Mem
 def test_a_restore_that_takes_too_long_is_not_waited_for(
     processes: Processes, tier: MemoryTier
 ) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(60.0) and None
+    processes.end_one(spec(HISTORY))
+    may_read = tier.held()
     process = processes.start()
     compute_at(process.chain, 1e6)
 
@@ -162,9 +150,7 @@ def test_a_restore_that_takes_too_long_is_not_waited_for(
 
 
 def test_a_device_too_small_for_what_is_kept_takes_what_fits(processes: Processes) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    processes.end_one(spec(HISTORY))
 
     process = processes.start(num_blocks=16)  # fifteen blocks of four for fifty-six tokens
     resumed, finished = process.answer(spec(HISTORY))
@@ -197,10 +183,7 @@ def test_a_context_comes_up_before_anybody_asks(processes: Processes, tier: Memo
 def test_a_request_goes_on_with_the_prefetch_that_foresaw_it(
     processes: Processes, tier: MemoryTier
 ) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
+    process = processes.after(spec(HISTORY))
 
     process.harness.engine.prefetch(HISTORY)
     resumed, _ = process.answer(spec((*HISTORY, 3)))
@@ -213,12 +196,8 @@ def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(
     processes: Processes, tier: MemoryTier
 ) -> None:
     """It went on, and what had been deleted for good was in memory until the end."""
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
-    may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(60) and None
+    process = processes.after(spec(HISTORY))
+    may_read = tier.held()
 
     process.harness.engine.prefetch(HISTORY)
     process.harness.engine.forget([(HISTORY, 0)], lambda: None)
@@ -232,10 +211,7 @@ def test_a_prefetch_brings_nothing_up_that_is_forgotten_meanwhile(
 
 
 def test_a_prefetch_nobody_wanted_is_given_up(processes: Processes) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
+    process = processes.after(spec(HISTORY))
 
     process.harness.engine.prefetch(HISTORY)
     process.harness.engine.prefetch((5, 6, 7))

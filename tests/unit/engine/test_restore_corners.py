@@ -39,10 +39,7 @@ def test_what_the_device_forgot_again_is_not_said_to_come_from_the_disk(
     processes: Processes,
 ) -> None:
     """With the restored end evicted before the request began, device tokens were called disk's."""
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
+    process = processes.after(spec(HISTORY))
     process.answer(spec(HISTORY[:21]))  # restores five blocks
 
     process.harness.submit(spec(HISTORY))
@@ -195,10 +192,7 @@ def test_samples_of_one_prompt_keep_it_once(processes: Processes, tier: MemoryTi
 def test_two_prompts_that_share_what_is_being_restored_both_come_right(
     processes: Processes, tier: MemoryTier
 ) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
+    process = processes.after(spec(HISTORY))
     requests = [spec((*HISTORY[:cut], 7, 7)) for cut in (50, 41, 50, 13)]
 
     numbers = [process.harness.submit(request) for request in requests]
@@ -213,9 +207,7 @@ def test_two_prompts_that_share_what_is_being_restored_both_come_right(
 def test_a_prompt_computed_by_another_while_it_is_read_comes_right(
     processes: Processes, tier: MemoryTier
 ) -> None:
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    processes.end_one(spec(HISTORY))
     may_read = threading.Event()
     process = processes.start()
     compute_at(process.chain, 1e9)
@@ -239,11 +231,8 @@ def test_many_prompts_that_wait_for_the_disk_do_not_keep_others_from_running(
     processes: Processes, tier: MemoryTier
 ) -> None:
     """Only the oldest of those who wait are compared, and all of those were waiting for it."""
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    may_read = threading.Event()
-    tier.before_read = lambda: may_read.wait(60) and None
+    processes.end_one(spec(HISTORY))
+    may_read = tier.held()
     process = processes.start()
     for number in range(70):
         process.harness.submit(spec((*HISTORY[:20], number % 30 + 1, 5), max_tokens=1))
@@ -261,10 +250,7 @@ def test_what_cannot_be_taken_in_or_exported_costs_no_answer(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Either once stopped the engine: its thread ends with an unexpected error."""
-    first = processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
-    process = processes.start()
+    process = processes.after(spec(HISTORY))
 
     def refuse(*_: object) -> None:
         raise MemoryError

@@ -77,9 +77,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def test_what_only_the_shared_store_has_is_restored(machines: Machines) -> None:
-    first = machines.processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    machines.processes.end_one(spec(HISTORY))
     machines.next_machine()
 
     answer, finished = machines.processes.start().answer(spec(HISTORY))
@@ -98,9 +96,7 @@ def test_what_only_the_shared_store_has_is_restored(machines: Machines) -> None:
 
 
 def test_what_the_disk_has_is_not_read_from_the_shared_store(machines: Machines) -> None:
-    first = machines.processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    machines.processes.end_one(spec(HISTORY))
 
     answer, finished = machines.processes.start().answer(spec(HISTORY))
 
@@ -112,15 +108,11 @@ def test_what_the_disk_has_is_not_read_from_the_shared_store(machines: Machines)
 def test_the_end_of_a_context_comes_from_where_it_is(machines: Machines) -> None:
     """The disk has the beginning, the shared store all of it, in packs that are cut elsewhere."""
     machines.next_machine()
-    first = machines.processes.start()
-    first.answer(spec(HISTORY[:22]))
-    first.end()
+    machines.processes.end_one(spec(HISTORY[:22]))
     machines.shared.blocks.clear()  # the second machine begins with its disk alone
     machines.shared._parents.clear()
     machines._number -= 1
-    other = machines.processes.start()
-    other.answer(spec(HISTORY))
-    other.end()
+    machines.processes.end_one(spec(HISTORY))
     machines.next_machine()
 
     answer, finished = machines.processes.start().answer(spec(HISTORY))
@@ -134,9 +126,7 @@ def test_the_end_of_a_context_comes_from_where_it_is(machines: Machines) -> None
 
 @pytest.mark.parametrize("when", ["finding", "reading"])
 def test_a_shared_store_that_fails_is_a_miss(machines: Machines, when: str) -> None:
-    first = machines.processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    machines.processes.end_one(spec(HISTORY))
     machines.next_machine()
     if when == "finding":
         machines.shared.is_away = True
@@ -152,9 +142,7 @@ def test_a_shared_store_that_fails_is_a_miss(machines: Machines, when: str) -> N
 def test_the_disk_keeps_what_a_failing_store_does_not_take(machines: Machines) -> None:
     machines.shared.before_write = fail
     machines.shared.is_away = True
-    first = machines.processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    machines.processes.end_one(spec(HISTORY))
 
     answer, finished = machines.processes.start().answer(spec(HISTORY))
 
@@ -203,9 +191,7 @@ def test_statistics_name_each_tier_and_forgetting_reaches_it(machines: Machines)
 
 
 def test_what_a_context_costs_and_why_it_is_missing_counts_each_tier(machines: Machines) -> None:
-    first = machines.processes.start()
-    first.answer(spec(HISTORY[:22]))
-    first.end()
+    machines.processes.end_one(spec(HISTORY[:22]))
     machines.next_machine()
     process = machines.processes.start()
     assert process.chain.flush(60.0)
@@ -223,9 +209,7 @@ def test_what_a_context_costs_and_why_it_is_missing_counts_each_tier(machines: M
 
 
 def test_what_is_quarantined_comes_from_no_tier(machines: Machines) -> None:
-    first = machines.processes.start()
-    first.answer(spec(HISTORY))
-    first.end()
+    machines.processes.end_one(spec(HISTORY))
     for key, image in list(machines.shared.blocks.items()):
         machines.shared.blocks[key] = b"\x00\x00\x00\x3f" * 4 + image[16:]
     machines.next_machine()

@@ -239,9 +239,7 @@ def test_images_without_a_window_are_never_used_as_if_they_had_one(
     processes: Processes, tier: MemoryTier
 ) -> None:
     """A branch into the middle of a long prompt, of which only the end has windows."""
-    process = processes.start()
-    process.answer(spec(LONG))
-    process.end()
+    processes.end_one(spec(LONG))
     absent = b"\xff" * 32
     for key in list(tier.blocks)[3:-4]:
         tier.blocks[key] = tier.blocks[key][:32] + absent

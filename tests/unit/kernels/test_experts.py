@@ -100,53 +100,34 @@ def test_a_row_takes_its_best_experts_and_their_softmax(
     assert torch.allclose(scene.factors, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [Factors.SIGMOID, Factors.SHARE])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_factors_may_be_sigmoids_and_a_bias_may_choose(
-    size: tuple[int, int, int], normalises: bool, has_bias: bool
+def test_a_bias_may_choose_and_is_in_no_factor(
+    size: tuple[int, int, int], normalises: bool, has_bias: bool, kind: Factors
 ) -> None:
-    """The bias says which experts are taken, and is in no factor."""
-    torch.manual_seed(size[1])
-    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 5
-    bias = torch.randn(size[1])
-
-    choice = Choice(normalises, Factors.SIGMOID, has_bias)
-    scene.choose(scores, choice, bias=bias, scale=2.5, least_sum=1e-2)
-
-    shares = scores.sigmoid()
-    order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
-    expected = shares.gather(1, order)
-    if normalises:
-        expected = expected / (expected.sum(dim=-1, keepdim=True) + 1e-2)
-    assert torch.equal(scene.chosen, order)
-    assert torch.allclose(scene.factors, expected * 2.5, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("normalises", [False, True])
-@pytest.mark.parametrize("size", SIZES)
-def test_factors_may_be_shares_of_all_which_a_bias_chooses(
-    size: tuple[int, int, int], normalises: bool, has_bias: bool
-) -> None:
-    """ERNIE's: the bias is added to the softmax of the scores, not to the scores.
+    """ERNIE's is added to the softmax of the scores, not to the scores.
 
     The sum that shares are divided by has a lower limit, which was once added to it.
     """
+    is_share = kind is Factors.SHARE
     torch.manual_seed(size[1])
-    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * 2
-    bias = torch.randn(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1]) * (2 if is_share else 5)
+    bias, scale, least = torch.randn(size[1]), *((1.0, 0.3) if is_share else (2.5, 1e-2))
 
     for _ in range(2):  # the scores beyond the last expert must stay what they are
-        scene.choose(scores, Choice(normalises, Factors.SHARE, has_bias), bias=bias, least_sum=0.3)
+        choice = Choice(normalises, kind, has_bias)
+        scene.choose(scores, choice, bias=bias, scale=scale, least_sum=least)
 
-    shares = scores.softmax(dim=-1)
+    shares = scores.softmax(dim=-1) if is_share else scores.sigmoid()
     order = (shares + bias if has_bias else shares).topk(scene.top_k, dim=-1)[1]
     expected = shares.gather(1, order)
     if normalises:
-        expected = expected / expected.sum(dim=-1, keepdim=True).clamp(min=0.3)
+        total = expected.sum(dim=-1, keepdim=True)
+        expected = expected / (total.clamp(min=least) if is_share else total + least)
     assert torch.equal(scene.chosen, order)
-    assert torch.allclose(scene.factors, expected, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(scene.factors, expected * scale, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])

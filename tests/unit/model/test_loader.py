@@ -269,49 +269,31 @@ def test_a_checkpoint_is_inspected_by_the_headers_of_its_weights(checkpoint: Pat
     assert spec.max_context == 512
 
 
-def test_a_cache_too_small_for_two_blocks_is_told(checkpoint: Path) -> None:
-    with pytest.raises(ModelError, match="--device-cache allows 1000 B, less than the two blocks"):
-        build_engine(
-            find_model(str(checkpoint)),
-            ModelConfig(),
-            CacheConfig(device_bytes=Size(num_bytes=1000)),
-            EngineConfig(),
-            NO_MEMORY,
-            lambda _: None,
-        )
-
-
-@pytest.mark.parametrize("num_bytes", [1 << 52, 1 << 80])
-def test_a_cache_larger_than_any_memory_is_told(checkpoint: Path, num_bytes: int) -> None:
-    """Memory that the system would not give came as a bare OSError."""
-    with pytest.raises(ModelError, match="more than there is"):
-        build_engine(
-            find_model(str(checkpoint)),
-            ModelConfig(),
-            CacheConfig(block_size=1024, device_bytes=Size(num_bytes=num_bytes)),
-            EngineConfig(),
-            NO_MEMORY,
-            lambda _: None,
-        )
-
-
 @pytest.mark.parametrize(
-    ("num_bytes", "sentence"),
-    [(1 << 52, "There is no room for .* of KV"), (1000, "Memory allows 1000 B, less than the two")],
+    ("num_bytes", "is_asked_for", "sentence"),
+    [
+        (1000, True, "--device-cache allows 1000 B, less than the two blocks"),
+        (1000, False, "Memory allows 1000 B, less than the two blocks"),
+        (1 << 52, True, "--device-cache allows .*, more than there is"),
+        (1 << 80, True, "--device-cache allows .*, more than there is"),
+        (1 << 52, False, "There is no room for .* of KV"),
+    ],
 )
-def test_a_cache_that_nobody_asked_for_blames_no_flag(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, sentence: str
+def test_a_cache_that_cannot_be_is_told_and_blames_no_flag_that_was_not_given(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int,
+    is_asked_for: bool,
+    sentence: str,
 ) -> None:
-    monkeypatch.setattr(kv_storage, "device_budget", lambda config, device: num_bytes)
+    """Memory that the system would not give came as a bare OSError."""
+    if not is_asked_for:
+        monkeypatch.setattr(kv_storage, "device_budget", lambda config, device: num_bytes)
+    size = Size(num_bytes=num_bytes) if is_asked_for else None
+    cache = CacheConfig(block_size=1024 if num_bytes > 1000 else 16, device_bytes=size)
+    source = find_model(str(checkpoint))
     with pytest.raises(ModelError, match=sentence):
-        build_engine(
-            find_model(str(checkpoint)),
-            ModelConfig(),
-            CacheConfig(block_size=1024 if num_bytes > 1000 else 16),
-            EngineConfig(),
-            NO_MEMORY,
-            lambda _: None,
-        )
+        build_engine(source, ModelConfig(), cache, EngineConfig(), NO_MEMORY, lambda _: None)
 
 
 def test_weights_that_memory_does_not_take_are_not_called_damaged(

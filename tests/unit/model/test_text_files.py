@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -144,39 +145,38 @@ def test_a_bos_is_added_only_where_the_configuration_asks(directory: Path) -> No
         assert read(directory).adds_bos is expected
 
 
-@pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"]
+_SETTINGS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+_NO_OBJECTS = (
+    b"{",
+    b"[1, 2]",
+    b"[" * 100_000,
+    b"\xff",
+    b"\xff\xfe{}",
+    b"",
+    b'{"a": NaN',
+    b"9" * 5000,
 )
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b"[" * 100_000])
-def test_a_damaged_file_is_told_by_name(directory: Path, name: str, content: bytes) -> None:
-    (directory / name).write_bytes(content)
-
-    with pytest.raises(ModelError, match=f"{name} cannot be read"):
-        read(directory)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
-def test_text_that_is_not_utf_8_is_told_by_name(directory: Path, name: str) -> None:
-    """A template in another encoding ended in a UnicodeDecodeError."""
-    (directory / name).write_bytes(b"\xff\xfe{{ x }}")
-
-    with pytest.raises(ModelError, match=f"{name} cannot be read"):
-        read(directory)
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"]
+    ("names", "contents", "reason"),
+    [
+        (_SETTINGS, _NO_OBJECTS, ": it is not"),
+        (("tokenizer.json", "chat_template.jinja"), (b"\xff\xfe{{ x }}",), ""),
+    ],
 )
-@pytest.mark.parametrize(
-    "content", [b"[1, 2]", b"[" * 100_000, b"\xff", b"", b'{"a": NaN', b"9" * 5000], ids=repr
-)
-def test_settings_that_are_no_json_object_are_told(
-    name: str, content: bytes, directory: Path
+def test_a_damaged_file_is_told_by_name(
+    directory: Path, names: tuple[str, ...], contents: tuple[bytes, ...], reason: str
 ) -> None:
-    (directory / name).write_bytes(content)
+    """A template in another encoding ended in a UnicodeDecodeError."""
+    for name, content in product(names, contents):
+        path = directory / name
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes(content)
 
-    with pytest.raises(ModelError, match=f"{name} cannot be read: it is not"):
-        read(directory)
+        with pytest.raises(ModelError, match=f"{name} cannot be read{reason}"):
+            read(directory)
+        path.unlink() if before is None else path.write_bytes(before)
 
 
 @pytest.mark.parametrize(

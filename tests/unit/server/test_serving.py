@@ -41,9 +41,16 @@ def test_a_free_port_is_taken(host: str) -> None:
         assert bound.getsockname()[1] > 0
 
 
-async def answer_of(app: Any, sent: bytes, is_half_closed: bool = False) -> bytes:
-    """Return all that a server of `app` answers on one connection until it closes it."""
-    config = uvicorn.Config(app, http=HastyProtocol, lifespan="off", log_config=None)
+async def answer_of(
+    app: Any, sent: bytes, is_half_closed: bool = False, handshake: bytes = b""
+) -> bytes:
+    """Return all that a server of `app` answers on one connection until it closes it.
+
+    What answers a `handshake` before is left out.
+    """
+    config = uvicorn.Config(
+        app, http=HastyProtocol, ws=HastySockets, lifespan="off", log_config=None
+    )
     config.load()
     state, loop = ServerState(), asyncio.get_running_loop()
     server = await loop.create_server(
@@ -51,6 +58,9 @@ async def answer_of(app: Any, sent: bytes, is_half_closed: bool = False) -> byte
     )
     async with server, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        if handshake:
+            writer.write(handshake)
+            await reader.readuntil(b"\r\n\r\n")
         writer.write(sent)
         if is_half_closed:
             writer.write_eof()
@@ -105,6 +115,15 @@ def test_a_client_that_has_said_all_and_listens_is_answered(
     assert answered.count(b" 102 ") == (3 if is_answered and version == "1.1" else 0)
 
 
+def turns_of(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Let each turn of a protocol be as short as can be; return a list that grows with each."""
+    monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
+    turns: list[None] = []
+    take_turn = kind._take_turn
+    monkeypatch.setattr(kind, "_take_turn", lambda self: (turns.append(None), take_turn(self)))
+    return turns
+
+
 HEAD = (
     b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
 )
@@ -117,15 +136,7 @@ def test_many_small_chunks_are_parsed_in_turns(
     monkeypatch: pytest.MonkeyPatch, end: bytes, answer: bytes
 ) -> None:
     """200,000 chunks of one byte stopped all other connections for 2.6 s."""
-    monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
-    num_turns, take_turn = 0, HastyProtocol._take_turn
-
-    def counted(protocol: HastyProtocol) -> None:
-        nonlocal num_turns
-        num_turns += 1
-        take_turn(protocol)
-
-    monkeypatch.setattr(HastyProtocol, "_take_turn", counted)
+    turns = turns_of(HastyProtocol, monkeypatch)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body, has_more = b"", True
@@ -139,7 +150,7 @@ def test_many_small_chunks_are_parsed_in_turns(
     answered = asyncio.run(answer_of(app, HEAD + b"1\r\nx\r\n" * 30_000 + end))
 
     assert answer in answered
-    assert num_turns >= 30_000 * 6 // 4096
+    assert len(turns) >= 30_000 * 6 // 4096
 
 
 HANDSHAKE = (
@@ -152,15 +163,7 @@ MESSAGE, PONG, CLOSE = b"\x81\x81\0\0\0\0x", b"\x8a\x80\0\0\0\0", b"\x88\x80\0\0
 
 def test_many_small_frames_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client sent 40,000 pongs at once, and all other connections waited for a second."""
-    monkeypatch.setattr("kvchat.server.serving._TURN_S", 0.0)
-    num_turns, take_turn = 0, HastySockets._take_turn
-
-    def counted(protocol: HastySockets) -> None:
-        nonlocal num_turns
-        num_turns += 1
-        take_turn(protocol)
-
-    monkeypatch.setattr(HastySockets, "_take_turn", counted)
+    turns = turns_of(HastySockets, monkeypatch)
     told: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -169,27 +172,11 @@ def test_many_small_frames_are_parsed_in_turns(monkeypatch: pytest.MonkeyPatch) 
         while (message := await receive())["type"] != "websocket.disconnect":
             told.append(message["text"])
 
-    async def run() -> bytes:
-        config = uvicorn.Config(
-            app, http=HastyProtocol, ws=HastySockets, lifespan="off", log_config=None
-        )
-        config.load()
-        state, loop = ServerState(), asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: HastyProtocol(config, state, {}, loop), "127.0.0.1", 0
-        )
-        async with server, asyncio.timeout(60):
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            writer.write(HANDSHAKE)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(PONG * 10_000 + MESSAGE * 300 + PONG * 10_000 + MESSAGE + CLOSE)
-            ending = await reader.read()
-            writer.close()
-            return ending
+    sent = PONG * 10_000 + MESSAGE * 300 + PONG * 10_000 + MESSAGE + CLOSE
 
-    assert asyncio.run(run())[:1] == CLOSE[:1]
+    assert asyncio.run(answer_of(app, sent, handshake=HANDSHAKE))[:1] == CLOSE[:1]
     assert told == ["x"] * 301
-    assert num_turns >= 20_000 * len(PONG) // 4096
+    assert len(turns) >= 20_000 * len(PONG) // 4096
 
 
 def test_a_connection_is_kept_for_a_while_after_a_long_answer() -> None:

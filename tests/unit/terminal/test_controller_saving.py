@@ -143,33 +143,21 @@ def test_what_could_not_be_saved_is_said_as_the_conversation_is_let_go(
     assert controller.close_session() is None
 
 
-def test_a_new_conversation_promises_the_last_one_only_where_it_is_kept(
-    controller: ChatController,
-) -> None:
-    """/new said that the last one was kept, though the disk was full."""
-    finish(controller.ask("on disk"))
-    assert "The last one is kept" in do(controller, "/new")
-    finish(controller.ask("on disk"))
-    with full_disk():
-        finish(controller.ask("in memory"))
-        said = do(controller, "/new")
-
-    assert "is kept" not in said
-    assert "cannot be saved (No space left on device)." in said
-
-
-@pytest.mark.parametrize("command", ["/resume first", "/fork"])
+@pytest.mark.parametrize("command", ["/new", "/resume first", "/fork"])
 def test_going_on_in_another_says_what_of_the_last_is_not_saved(
     controller: ChatController, command: str
 ) -> None:
-    """/resume and /fork left a conversation behind whose end was nowhere, without a word."""
+    """/new promised that the last one was kept, though the disk was full; the others left a
+    conversation behind whose end was nowhere, without a word.
+    """
     finish(controller.ask("first"))
-    controller.begin_new()
+    assert "The last one is kept" in do(controller, "/new")
     finish(controller.ask("second"))
     with full_disk():
         finish(controller.ask("in memory"))
         said = do(controller, command)
 
+    assert "is kept" not in said
     assert "cannot be saved (No space left on device)." in said
 
 

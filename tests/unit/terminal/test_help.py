@@ -152,6 +152,12 @@ def test_completion_goes_by_use_ends_with_exit_and_knows_subcommands() -> None:
     assert _completed("/think o") == ["on", "off"]
 
 
+def line_after(line: str) -> str:
+    """Return a line with its only completion."""
+    [found] = LineCompleter(build_registry(), {}).get_completions(Document(line), CompleteEvent())
+    return line[: len(line) + found.start_position] + found.text
+
+
 def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,11 +166,6 @@ def test_a_file_that_is_completed_after_an_at_is_a_word_of_its_own(
     (tmp_path / "docs").mkdir()
     for name in ("notes.txt", "my list.txt", "docs/one.md"):
         (tmp_path / name).write_text("x")
-    completer = LineCompleter(build_registry(), {})
-
-    def line_after(line: str) -> str:
-        [found] = completer.get_completions(Document(line), CompleteEvent())
-        return line[: len(line) + found.start_position] + found.text
 
     assert line_after("see @no") == "see @notes.txt "
     assert line_after("@my") == '@"my list.txt" '
@@ -183,11 +184,6 @@ def test_a_name_with_spaces_completes_to_its_end(
     (tmp_path / "my docs").mkdir()
     for name in ("my docs/one two.md", "it's.txt"):
         (tmp_path / name).write_text("x")
-    completer = LineCompleter(build_registry(), {})
-
-    def line_after(line: str) -> str:
-        [found] = completer.get_completions(Document(line), CompleteEvent())
-        return line[: len(line) + found.start_position] + found.text
 
     assert line_after("see @my") == 'see @"my docs/'
     assert line_after('see @"my docs/') == 'see @"my docs/one two.md" '

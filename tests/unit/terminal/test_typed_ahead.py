@@ -6,6 +6,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from prompt_toolkit.input.vt100 import Vt100Input
 from prompt_toolkit.keys import Keys
 
@@ -24,24 +25,27 @@ def _terminal() -> Iterator[tuple[int, Vt100Input]]:
     os.close(terminal)
 
 
-def test_keys_that_are_no_text_are_no_text() -> None:
-    """An Esc made a message of the command behind it: the model got "␛/continue"."""
+@pytest.mark.parametrize(
+    ("typed", "lines", "rest"),
+    [
+        # An Esc made a message of the command behind it: the model got "␛/continue".
+        (
+            b"one\r\x1b/continue\r\n\x1b[A\x1bOP\x1b[1;5Ctwo\x1b[3~ three\x07",
+            ["one", "/continue"],
+            "two three",
+        ),
+        # Replies of the terminal are no text.
+        (b"a\x1b]11;rgb:1e1e/1e1e/1e1e\x07\x1b[I\x1bP>|XTerm(3)\x1b\\b\x1b[?62c", [], "ab"),
+        # Each line of a paste was sent, before the rest of it had come.
+        (b"first\r\x1b[200~one\rtwo\x1b[201~ three", ["first"], "one\ntwo three"),
+    ],
+)
+def test_keys_and_replies_are_no_text_and_a_paste_is_one_message(
+    typed: bytes, lines: list[str], rest: str
+) -> None:
     with _terminal() as (terminal, source):
-        os.write(terminal, b"one\r\x1b/continue\r\n\x1b[A\x1bOP\x1b[1;5Ctwo\x1b[3~ three\x07")
-        assert typed_ahead(source) == (["one", "/continue"], "two three")
-
-
-def test_replies_of_the_terminal_are_no_text() -> None:
-    with _terminal() as (terminal, source):
-        os.write(terminal, b"a\x1b]11;rgb:1e1e/1e1e/1e1e\x07\x1b[I\x1bP>|XTerm(3)\x1b\\b\x1b[?62c")
-        assert typed_ahead(source) == ([], "ab")
-
-
-def test_a_paste_is_one_message() -> None:
-    """Each of its lines was sent, before the rest of it had come."""
-    with _terminal() as (terminal, source):
-        os.write(terminal, b"first\r\x1b[200~one\rtwo\x1b[201~ three")
-        assert typed_ahead(source) == (["first"], "one\ntwo three")
+        os.write(terminal, typed)
+        assert typed_ahead(source) == (lines, rest)
 
 
 def test_the_rest_of_a_paste_comes_to_the_prompt() -> None:
