@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import (
+    activation_rounding,
     attention,
     block_products,
     block_reading,
     block_rounding,
-    block_rows,
     group_factors,
     group_floats,
     group_levels,
@@ -28,6 +28,7 @@ from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.task import Task
 from kvchat_kernels.kv_code import INT4, INT8
 from kvchat_kernels.linear.blocks import Layout, Rounding
+from kvchat_kernels.linear.grids import Grid, Signs
 from kvchat_kernels.linear.stored_groups import WordOrder
 from support.matrix import spread
 
@@ -36,6 +37,7 @@ CENTRED = Layout(4, 32, torch.float16, False, True, Rounding.BYTES)
 BYTES = Layout(8, 32, torch.float16, False, True)
 PLANES = Layout(5, 32, torch.float16, False, True, zero=16)
 LOOKED_UP = Layout(4, 32, torch.float16, False, True, codes=tuple(range(-8, 8)))
+POINTS = replace(BYTES, grid=Grid("points", (1, 3, 5, 7), tuple(range(256)), 8, Signs.EVEN))
 HALVES = replace(PLANES, rounding=Rounding.HALVES)
 FORM = attention.AttentionForm(6, 2, 64, 64, 16, Stored.BFLOAT)
 EIGHT, FOUR = (attention.AttentionForm(6, 2, 64, 64, 16, code) for code in (INT8, INT4))
@@ -90,9 +92,13 @@ WRITERS: dict[str, tuple[type[Task] | None, Callable[[Code], None]]] = {
         block_products.BlockProductTask,
         lambda code: block_products._write(code, LOOKED_UP, True, False),
     ),
+    "points of a grid": (
+        block_products.BlockProductTask,
+        lambda code: block_products._write(code, POINTS, True, False),
+    ),
     "rounding": (
-        block_rows.RoundingTask,
-        lambda code: block_rows.write_rounding(code, Rounding.BYTES),
+        activation_rounding.RoundingTask,
+        lambda code: activation_rounding.write_rounding(code, Rounding.BYTES),
     ),
     "rounding of weights": (
         block_rounding.WeightRoundingTask,

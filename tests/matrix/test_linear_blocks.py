@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu import block_products, code, compiler
+from kvchat_kernels.cpu.activation_rounding import rounding_kernel
 from kvchat_kernels.cpu.block_products import block_product_kernel
 from kvchat_kernels.cpu.block_rounding import weight_rounding_kernel
-from kvchat_kernels.cpu.block_rows import rounding_kernel, unpacking_kernel
+from kvchat_kernels.cpu.block_rows import unpacking_kernel
 from kvchat_kernels.cpu.object_cache import ObjectCache, object_cache
 from kvchat_kernels.cpu.products import product_kernel
 from kvchat_kernels.cpu.step import MANY_ROWS

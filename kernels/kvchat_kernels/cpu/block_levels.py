@@ -15,7 +15,7 @@ from kvchat_kernels.linear.blocks import PLANES, WORD, Layout, Rounding
 # the lowest in the highest byte.
 _HIGH_BITS = 0x1020_4080_0000_0000
 # What a byte with a sign gets to be one without.
-_SIGN = 128
+SIGN = 128
 # Groups of so many blocks are read a word of columns after another, smaller ones lane by lane.
 _LEAST_EVEN = 4
 
@@ -46,15 +46,20 @@ def vectors_of(
     if layout.rounding is Rounding.HALVES:
         if not layout.has_planes:
             (whole,) = stored
-            return (whole ^ -_SIGN,)
+            return (whole ^ -SIGN,)
         levels = levels_of(code, layout.bits, size, place, stored)
         if layout.codes is not None:
-            levels = looked_up(code, [number ^ -_SIGN for number in layout.codes], levels)
+            levels = looked_up(code, [number ^ -SIGN for number in layout.codes], levels)
         return (levels,)
     halves = stored
     if layout.has_planes:
         levels = levels_of(code, layout.bits, size, place, stored)
         halves = code.halves(signed(code, layout, levels))
+    return as_shorts(code, halves)
+
+
+def as_shorts(code: Code, halves: Sequence[Value]) -> tuple[Value, ...]:
+    """Return two vectors of bytes with signs in 16 bits."""
     first, second = (
         code.convert("sext", half, ir.VectorType(I16, half.type.count)) for half in halves
     )
@@ -65,7 +70,8 @@ def zero_of(layout: Layout) -> int:
     """Return how much too high the bytes without signs are that `vectors_of` returns."""
     if layout.rounding is not Rounding.HALVES:
         return 0
-    return layout.zero if layout.has_planes and layout.codes is None else _SIGN
+    are_whole = layout.has_planes and layout.codes is None and layout.grid is None
+    return layout.zero if are_whole else SIGN
 
 
 def levels_of(code: Code, bits: int, size: int, place: Place, stored: Sequence[Value]) -> Value:

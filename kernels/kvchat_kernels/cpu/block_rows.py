@@ -1,11 +1,4 @@
-"""Rows of weights and activations in blocks: where they lie, rounding, and unpacking.
-
-Activations are rounded to whole numbers of 16 bits with a scale for each 32 columns: 2^-16 of the
-block's largest value, which is below what bfloat16 keeps of it. Beside weights of 4 bits large
-models have 8: the weights' own rounding is some 30 times as coarse. In a model of 135 M weights in
-Q4_1 that changed 2 % of the likeliest tokens (KL 0.0028 beside float32), and 16 bits changed 0.2 %
-(KL 0.00004).
-"""
+"""Rows of weights and of rounded activations in blocks: where they lie, and unpacking."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +6,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from kvchat_kernels.cpu.block_levels import Place, levels_of, signed, vectors_of
+from kvchat_kernels.cpu.block_levels import SIGN, Place, as_shorts, levels_of, signed, vectors_of
 from kvchat_kernels.cpu.code import (
     F16,
     F32,
@@ -25,7 +18,7 @@ from kvchat_kernels.cpu.code import (
     constant,
     kernel,
 )
-from kvchat_kernels.cpu.step import has_many
+from kvchat_kernels.cpu.grid_levels import Records
 from kvchat_kernels.cpu.task import Memory, Task
 from kvchat_kernels.linear.blocks import (
     CENTRE,
@@ -38,12 +31,9 @@ from kvchat_kernels.linear.blocks import (
     Layout,
     Rounding,
 )
+from kvchat_kernels.linear.grids import Grid
 from kvchat_kernels.linear.rows import starts_columns
 
-# The least that a block's largest value counts as.
-LEAST = 1e-30
-# The bits of the low byte of a level in two.
-_LOW_BITS = 8
 _CACHE_LINE = 64
 # Bytes ahead that levels are asked for, into the second cache. On a Zen 4 a processor's own look
 # ahead is enough for whole bytes, and asking for the first cache too made products of all kinds 3
@@ -59,18 +49,6 @@ _KINDS = {torch.float16: F16, torch.float32: F32}  # others have bytes
 _LEAST_POWER, _MISSING_POWER = 0x0040_0000, 2.0**120
 _STEP_BYTES = 2
 _BYTES, _SHORTS = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
-_BLOCK_F, _BLOCK_I = ir.VectorType(F32, COLUMNS), ir.VectorType(I32, COLUMNS)
-
-
-class RoundingTask(Task):
-    """Rows to round: `floats` is float32 [rows, columns]; the others are as of `Rows`."""
-
-    floats: Memory
-    num_blocks: int
-    x: Memory
-    x_scales: Memory
-    x_sums: Memory
-    x_starts: Memory
 
 
 class UnpackingTask(Task):
@@ -92,23 +70,6 @@ class UnpackingTask(Task):
     chunk: int
 
 
-@kernel("rounding", RoundingTask)
-def rounding_kernel(code: Code, rounding: Rounding, many_are_short: bool) -> None:
-    """Write the kernel that rounds activations. Units: rows.
-
-    Blocks alternate, as those of interleaved weights do. Many rows are stored as 16 bits where
-    `many_are_short`; their scales and sums are the same.
-    """
-    if not many_are_short or rounding is Rounding.SHORT:
-        write_rounding(code, rounding)
-        return
-    are_many = has_many(code)
-    with code.when(are_many ^ 1):
-        write_rounding(code, rounding)
-    with code.when(are_many):
-        write_rounding(code, rounding, Rounding.SHORT)
-
-
 def vector_bytes(layout: Layout, size: int) -> int:
     """Return how many bytes of the levels of a group of blocks are taken at once.
 
@@ -128,7 +89,10 @@ def each_vector(code: Code, layout: Layout, size: int, part: int) -> Iterator[li
     bits = 4 if layout.are_nibbles else 8
     part_bytes = size * layout.part * bits // 8
     first, last = part * part_bytes, (part + 1) * part_bytes
-    if not layout.has_planes:
+    if layout.grid is not None:
+        words = range(first // width, last // width)
+        yield [Place(word * width, words=[word]) for word in words]
+    elif not layout.has_planes:
         with code.loop(first, last, width) as start:
             yield [Place(start)]
     elif size < GROUPS[0]:
@@ -156,12 +120,20 @@ class WeightRow:
         self._scale_bytes = layout.scales.itemsize
         self._num_steps = 1 + layout.has_minimums
         blocks = row * code.task.num_blocks
-        self.levels_at = code.task.levels + blocks * layout.block_bytes
-        offset = blocks * COLUMNS // layout.block * self._scale_bytes
+        self.levels_at = code.task.levels + self._level_bytes(blocks)
+        of_scale = layout.block if layout.grid is None else STEP_COLUMNS
+        offset = blocks * COLUMNS // of_scale * self._scale_bytes
         self._scales = code.task.scales + offset
         self._minimums = code.task.minimums + offset
         steps = blocks // (STEP_COLUMNS // COLUMNS) * self._num_steps
-        self._steps = code.task.steps + steps * _STEP_BYTES
+        self._steps = code.task.steps + (row * 4 if layout.has_row_steps else steps * _STEP_BYTES)
+        self._records: tuple[Value, Records] | None = None
+
+    def _level_bytes(self, blocks: Value) -> Value:
+        """Return the bytes of the levels of so many blocks."""
+        if self._layout.grid is not None:
+            return blocks // GROUPS[0] * self._layout.grid.num_bytes
+        return blocks * self._layout.block_bytes
 
     @property
     def layout(self) -> Layout:
@@ -185,13 +157,29 @@ class WeightRow:
         Nibbles: the low bits of bytes and the high bits, 8 bits each. Beside activations of 16 bits
         the first half of the bytes and the second, 16 bits each. Others: bytes without signs.
         """
+        if self._layout.grid is not None:
+            return _vectors_of_grid(self._code, self._layout, self.records(index), place)
         return vectors_of(self._code, self._layout, size, place, self.stored(index, size, place))
 
     def whole_bytes(self, index: Value, size: int, place: Place) -> Value:
         """Load levels in planes as bytes with signs, as levels of 8 bits lie in a group."""
+        if self._layout.grid is not None:
+            return _numbers_of_grid(self._code, self._layout, self.records(index), place)
         stored = self.stored(index, size, place)
         levels = levels_of(self._code, self._layout.bits, size, place, stored)
         return signed(self._code, self._layout, levels)
+
+    def record_at(self, index: Value) -> Value:
+        """Return the address of the record of the 8 blocks from `index` on."""
+        return self.levels_at + self._level_bytes(index)
+
+    def records(self, index: Value) -> Records:
+        """Return the reader of that record."""
+        grid = self._layout.grid
+        assert grid is not None
+        if self._records is None or self._records[0] is not index:
+            self._records = (index, Records(self._code, grid, [self.record_at(index)]))
+        return self._records[1]
 
     def bytes_of_group(self, index: Value, size: int) -> Value:
         """Load the levels of a group of fewer than 8 blocks, in the order of activations beside it.
@@ -240,8 +228,9 @@ class WeightRow:
         layout = self._layout
         if layout.bits == 8 and not layout.has_planes:
             return
-        for line in range(0, count * layout.block_bytes, _CACHE_LINE):
-            at = index * layout.block_bytes + line + _AHEAD
+        num_bytes = count * layout.block_bytes if layout.grid is None else layout.grid.num_bytes
+        for line in range(0, num_bytes, _CACHE_LINE):
+            at = self._level_bytes(index) + line + _AHEAD
             self._code.prefetch(self.levels_at, at, to_second=True)
 
     def scales(self, index: Value, count: int = 1) -> Value:
@@ -250,6 +239,9 @@ class WeightRow:
 
     def scales_of_group(self, index: Value, size: int, part: int) -> Value:
         """Load the scales of a group of blocks of 32, the first or second where each has two."""
+        if self._layout.grid is not None:
+            step = self.scales(index // size)
+            return self.records(index).scales(part) * self._code.spread(step, size)
         return self._of_group(index, size, part, self.scales)
 
     def minimums_of_group(self, index: Value, size: int, part: int) -> Value:
@@ -291,7 +283,11 @@ class WeightRow:
         if self._layout.scales == torch.float32:
             return loaded
         if self._layout.scales in FLOATS_OF_8_BITS:
-            return _floats_of_8_bits(code, loaded, self._layout.scales == torch.float8_e8m0fnu)
+            floats = _floats_of_8_bits(code, loaded, self._layout.scales == torch.float8_e8m0fnu)
+            if not self._layout.has_row_steps:
+                return floats
+            step = code.load(self._steps, 0, F32)
+            return floats * (code.spread(step, count) if count > 1 else step)
         if self._layout.scales == torch.uint8:
             loaded = loaded >> 4 if number else loaded & 15
         place = index // (STEP_COLUMNS // self._layout.block) * self._num_steps + number
@@ -307,10 +303,19 @@ class TwoWeightRows:
         self._code = code
         self._layout = layout
         self._rows = rows
+        self._records: tuple[Value, Records] | None = None
+
+    def _records_of(self, index: Value, grid: Grid) -> Records:
+        if self._records is None or self._records[0] is not index:
+            at = [row.record_at(index) for row in self._rows]
+            self._records = (index, Records(self._code, grid, at))
+        return self._records[1]
 
     def vectors(self, index: Value, size: int, place: Place) -> tuple[Value, ...]:
         """Load the vectors of both: the first of both side by side, then the second."""
         code, layout = self._code, self._layout
+        if layout.grid is not None:
+            return _vectors_of_grid(code, layout, self._records_of(index, layout.grid), place)
         one, other = (row.stored(index, size, place) for row in self._rows)
         pairs = list(zip(one, other, strict=True))
         if not layout.has_planes:
@@ -332,6 +337,29 @@ class TwoWeightRows:
     def prefetch(self, index: Value, count: int) -> None:
         for row in self._rows:
             row.prefetch(index, count)
+
+
+def _vectors_of_grid(
+    code: Code, layout: Layout, records: Records, place: Place
+) -> tuple[Value, ...]:
+    if layout.rounding is Rounding.HALVES:
+        return (records.numbers(place.words[0], SIGN),)
+    return as_shorts(code, code.halves(_numbers_of_grid(code, layout, records, place)))
+
+
+def _numbers_of_grid(code: Code, layout: Layout, records: Records, place: Place) -> Value:
+    """Return bytes with signs, whose blocks alternate by 2 columns beside 16 bits."""
+    numbers = records.numbers(place.words[0])
+    if layout.rounding is not Rounding.SHORT:
+        return numbers
+    half, count = WORD // 2, numbers.type.count
+    lanes = [
+        word + half * part + column
+        for part in range(2)
+        for word in range(0, count, WORD)
+        for column in range(half)
+    ]
+    return code.picked(numbers, lanes)
 
 
 def _beside(code: Code, one: Value, other: Value) -> Value:
@@ -433,6 +461,11 @@ class ActivationRow:
         return self._code.joined(*[loaded] * self._num_weight_rows)
 
 
+def row_bytes(num_in: int, rounding: Rounding) -> int:
+    """Return the bytes of the levels of a row."""
+    return num_in * (1 if rounding is Rounding.BYTE else 2)
+
+
 def each_group(
     code: Code, num_blocks: Value, layout: Layout | None = None
 ) -> Iterator[tuple[Value, int]]:
@@ -508,73 +541,3 @@ def _unpack_block(code: Code, layout: Layout, row: WeightRow, index: Value, out:
         if layout.has_minimums or layout.is_centred:
             values = values + code.spread(row.minimums(place), 16)
         code.store(values, out, index * (4 * COLUMNS) + 64 * half)
-
-
-# Rounding
-
-
-def write_rounding(code: Code, rounding: Rounding, stored: Rounding | None = None) -> None:
-    """Write: each block of 32 values of a row as levels, with its scale and its sum.
-
-    Levels lie as `stored` says, if not as `rounding` does.
-    """
-    count, stored = code.task.num_blocks, stored or rounding
-    for index, size in each_group(code, count):
-        for number in range(size):
-            levels = round_block(code, code.unit * count + (index + number), rounding)
-            row = code.unit * count * row_bytes(COLUMNS, stored)
-            block_bytes = row_bytes(COLUMNS, stored) // stored.num_parts
-            for part, numbers in enumerate(_parts_of(code, levels, stored)):
-                start = row + (count * part + index) * block_bytes
-                _store_alternating(code, numbers, start, number, size, stored)
-
-
-def row_bytes(num_in: int, rounding: Rounding) -> int:
-    """Return the bytes of the levels of a row."""
-    return num_in * (1 if rounding is Rounding.BYTE else 2)
-
-
-def _parts_of(code: Code, levels: Value, rounding: Rounding) -> list[Value]:
-    """Return levels as they are, or their high and low bytes, in 32 bits each."""
-    if rounding.num_parts == 1:
-        return [levels]
-    shift = constant(_LOW_BITS, levels.type)
-    high = Value(code, code.builder.ashr((levels + (1 << (_LOW_BITS - 1))).raw, shift))
-    return [high, levels - (high << _LOW_BITS)]
-
-
-def round_block(code: Code, index: Value, rounding: Rounding) -> Value:
-    """Write: store the scale and the sum of a block. Returns its levels, 32 x 32 bits."""
-    values = code.load(code.task.floats, index * (4 * COLUMNS), _BLOCK_F)
-    magnitudes = code.call("llvm.fabs.v32f32", _BLOCK_F, values)
-    # nnan: a tree of comparisons
-    name = "llvm.vector.reduce.fmax.v32f32"
-    largest = code.call(name, F32, magnitudes, fastmath=("nnan", "nsz"))
-    largest = code.greatest(largest, code.single(LEAST))
-    inverse = code.spread(code.single(rounding.most) / largest, COLUMNS)
-    rounded = code.call("llvm.rint.v32f32", _BLOCK_F, values * inverse)
-    levels = code.convert("fptosi", rounded, _BLOCK_I)
-    scale = largest / rounding.most
-    code.store(scale, code.task.x_scales, index * 4)
-    halves = [code.call("llvm.vector.reduce.add.v16i32", I32, half) for half in code.halves(levels)]
-    total = halves[0] + halves[1]
-    code.store(code.convert("sitofp", total, F32) * scale, code.task.x_sums, index * 4)
-    if rounding.has_sums_of_halves:
-        for number, half in enumerate(halves):
-            code.store(half, code.task.x_starts, index * 8 + 4 * number)
-    else:
-        code.store(total * -CENTRE, code.task.x_starts, index * 4)
-    return levels
-
-
-def _store_alternating(
-    code: Code, levels: Value, start: Value, number: int, size: int, rounding: Rounding
-) -> None:
-    """Store the block `number` of a group, which is at `start`."""
-    stored = I16 if rounding is Rounding.SHORT else I8
-    narrow = code.convert("trunc", levels, ir.VectorType(stored, COLUMNS))
-    num_words = COLUMNS // rounding.word
-    words = code.as_bits(narrow, ir.VectorType(I32, num_words))
-    for place in range(num_words):
-        offset = start + WORD * (place * size + number)
-        code.store(code.lane(words, place), code.task.x, offset)

@@ -26,7 +26,7 @@ _BLOCKS_READ = MOST_BLOCKS * WEIGHT_ROWS
 
 def layout_read(layout: Layout) -> Layout:
     """Return the layout of levels that were read: 8 bits, multiplied as 16."""
-    return replace(layout, bits=8, zero=0, codes=None, rounding=Rounding.SHORT)
+    return replace(layout, bits=8, zero=0, codes=None, grid=None, rounding=Rounding.SHORT)
 
 
 class Room:

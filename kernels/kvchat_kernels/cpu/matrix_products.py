@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kvchat_kernels.cpu.activation_rounding import RoundingTask, rounding_kernel
 from kvchat_kernels.cpu.block_products import BlockProductTask, block_product_kernel
-from kvchat_kernels.cpu.block_rows import RoundingTask, rounding_kernel
 from kvchat_kernels.cpu.code import Kernel
 from kvchat_kernels.cpu.features import has_tiles
 from kvchat_kernels.cpu.maths import Stored, stored_as
@@ -74,7 +74,7 @@ def block_product(
     is_tiled   multiplies many rows by tiles; the rows were rounded for these
     """
     num_out = weights.num_out if num_out is None else num_out
-    chunk = unit_rows(num_out, weights.num_in * weights.bits // 8)
+    chunk = unit_rows(num_out, weights.levels.shape[1])
     layout = weights.layout
     # Whole levels beside 16 bits are read as fast by each tile, and one row is faster without it.
     gains = layout.has_planes or layout.rounding is not Rounding.SHORT

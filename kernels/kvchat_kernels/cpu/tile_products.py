@@ -18,15 +18,13 @@ from typing import Any
 
 from llvmlite import ir
 
+from kvchat_kernels.cpu.activation_rounding import RoundingTask, round_block, write_rounding
 from kvchat_kernels.cpu.block_levels import bits_at, signed
 from kvchat_kernels.cpu.block_products import BlockProductTask
 from kvchat_kernels.cpu.block_rows import (
-    RoundingTask,
     WeightRow,
-    round_block,
     row_bytes,
     transposed,
-    write_rounding,
 )
 from kvchat_kernels.cpu.code import (
     F32,
@@ -69,7 +67,7 @@ _SUMS, _X, _WEIGHTS = ((0, 1), (2, 3)), (4, 5), 6
 
 def can_use_tiles(layout: Layout, num_in: int) -> bool:
     """Return whether tiles multiply rows of so many columns."""
-    if not layout.is_interleaved or not has_tiles():
+    if not layout.is_interleaved or layout.grid is not None or not has_tiles():
         return False
     num_groups, rest = divmod(num_in // COLUMNS, LANES)
     num_tiles = LANES * (num_groups + rest.bit_count())

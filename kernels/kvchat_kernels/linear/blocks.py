@@ -10,6 +10,8 @@ from enum import Enum
 
 import torch
 
+from kvchat_kernels.linear.grids import Grid, numbers_of, scales_of
+
 # Columns whose levels lie together.
 COLUMNS = 32
 # The bits of the planes of levels of so many bits; the first plane has the lowest bits. Of 32
@@ -92,6 +94,8 @@ class Layout:
     unit: float = 1.0
     are_floats: bool = False
     rest: int | None = None
+    grid: Grid | None = None
+    has_row_steps: bool = False
 
     @property
     def are_nibbles(self) -> bool:
@@ -101,7 +105,7 @@ class Layout:
     @property
     def has_planes(self) -> bool:
         """Whether levels are read from planes, or looked up, to be multiplied."""
-        return self.bits != 8 and not self.are_nibbles
+        return self.grid is not None or (self.bits != 8 and not self.are_nibbles)
 
     @property
     def part(self) -> int:
@@ -117,7 +121,7 @@ class Layout:
     @property
     def are_groups_whole(self) -> bool:
         """Whether rows are whole runs of STEP_COLUMNS columns."""
-        has_steps = self.scales in (torch.int8, torch.uint8)
+        has_steps = self.scales in (torch.int8, torch.uint8) or self.grid is not None
         return has_steps or self.block == STEP_COLUMNS or self.rest == 0
 
     @property
@@ -147,7 +151,7 @@ class BlockWeights:
     minimums   as `scales`; None: a level of 0 stands for 0, in 4 bits without codes the level 8,
                unless scales have them
     steps      None, or float16 [out, in / 256, 1 or 2]: what whole scales are multiplied with,
-               and whole minimums
+               and whole minimums; or float32 [out, 1], what a row's scales are, e4m3
     zero       what is subtracted from each level of fewer than 8 bits
     codes      None, or what each level of 3 or 4 bits stands for, -128 to 127
     unit       a power of two, what all scales are multiplied with
@@ -155,8 +159,11 @@ class BlockWeights:
     rounding   of activations on a CPU; None: BYTES beside levels of 4 bits without codes, else
                SHORT
 
+    grid       None, or what levels of 8 bits are looked up in: then `levels` are its records, and
+               `scales` what the scales in these are multiplied with, float16 [out, in / 256]
+
     Blocks have 16, 32 or 256 columns, of floats FLOAT_COLUMNS. Levels may be interleaved
-    (`interleaved`), as compiled code for a CPU reads them.
+    (`interleaved`), as compiled code for a CPU reads them. Records of a grid always lie so.
     """
 
     bits: int
@@ -170,20 +177,25 @@ class BlockWeights:
     zero: int = 0
     codes: tuple[int, ...] | None = None
     unit: float = 1.0
+    grid: Grid | None = None
 
     def __post_init__(self) -> None:
         assert self.bits in PLANES
         sizes = (FLOAT_COLUMNS,) if self.are_floats else (COLUMNS, COLUMNS // 2, STEP_COLUMNS)
         assert self.block in sizes
         assert not self.are_floats or (self.bits == 8 and self.scales.dtype == torch.float32)
-        assert self.scales.shape == (self.num_out, self.num_in // self.block)
+        of_scale = self.block if self.grid is None else STEP_COLUMNS
+        assert self.scales.shape == (self.num_out, self.num_in // of_scale)
         assert self.codes is None or (self.bits <= 4 and not self.zero)
         assert self.codes is None or len(self.codes) == 1 << self.bits
         assert not (self.zero and (self.bits == 8 or self.layout.are_nibbles))
         has_minimums, has_steps = self.has_minimums, self.steps is not None
         assert not (self.layout.are_nibbles and self.block != COLUMNS)
-        assert has_steps == (self.scales.dtype in (torch.int8, torch.uint8))
-        if self.steps is not None:
+        has_row_steps = self.layout.has_row_steps
+        assert has_steps == (self.scales.dtype in (torch.int8, torch.uint8) or has_row_steps)
+        if has_row_steps:
+            assert self.scales.dtype == torch.float8_e4m3fn
+        elif self.steps is not None:
             assert self.num_in % STEP_COLUMNS == 0
             assert self.steps.dtype == torch.float16
             shape = (self.num_out, self.num_in // STEP_COLUMNS, 1 + has_minimums)
@@ -220,6 +232,8 @@ class BlockWeights:
             self.unit,
             self.are_floats,
             self.num_in // COLUMNS % GROUPS[0] if self.is_interleaved else None,
+            self.grid,
+            self.steps is not None and self.steps.dtype == torch.float32,
         )
 
     @property
@@ -236,6 +250,8 @@ class BlockWeights:
 
     @property
     def num_in(self) -> int:
+        if self.grid is not None:
+            return self.levels.shape[1] // self.grid.num_bytes * STEP_COLUMNS
         return self.levels.shape[1] * 8 // self.bits
 
     @property
@@ -276,12 +292,14 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     assert not weights.is_interleaved
     if torch.equal(order, torch.arange(len(order))):
         return weights
+    if weights.grid is not None:
+        weights = without_grid(weights)
     if weights.block > COLUMNS:
         scales = weights.scales.repeat_interleave(weights.block // COLUMNS, dim=1)
         weights = replace(weights, scales=scales, block=COLUMNS)
     starts, of_steps = _run_starts(order, COLUMNS), _run_starts(order, STEP_COLUMNS)
     assert starts is not None
-    if weights.steps is not None and of_steps is None:
+    if weights.steps is not None and (of_steps is None or weights.layout.has_row_steps):
         weights = _without_steps(weights)
 
     def moved(name: str, part: torch.Tensor) -> torch.Tensor:
@@ -334,6 +352,8 @@ def interleaved(weights: BlockWeights, rounding: Rounding | None = None) -> Bloc
     """
     assert not weights.is_interleaved
     weights = replace(weights, rounding=rounding or weights.rounding)
+    if weights.grid is not None:
+        return replace(weights, is_interleaved=True)
     kind = torch.int16 if weights.layout.rounding is Rounding.SHORT else torch.int32
     levels = weights.levels.view(-1)
     if levels.storage_offset() % kind.itemsize:
@@ -379,8 +399,21 @@ def _groups(num_blocks: int) -> Iterator[tuple[int, int, int]]:
         start += size * count
 
 
+def without_grid(weights: BlockWeights) -> BlockWeights:
+    """Return weights whose records are looked up: levels of 8 bits, whole scales and steps."""
+    grid = weights.grid
+    assert grid is not None
+    records = weights.levels.view(-1, grid.num_bytes).numpy()
+    levels = torch.from_numpy(numbers_of(records, grid)).view(weights.num_out, -1)
+    scales = torch.from_numpy(scales_of(records, grid)).view(weights.num_out, -1)
+    steps = weights.scales[..., None]
+    return BlockWeights(8, grid.block, levels, scales, None, steps, unit=weights.unit)
+
+
 def dequantised(weights: BlockWeights) -> torch.Tensor:
     """Return the matrix [out, in] in float32."""
+    if weights.grid is not None:
+        weights = without_grid(weights)
     levels, (scales, minimums) = weights.levels, scales_and_minimums(weights)
     width = weights.layout.block_bytes
     if weights.is_interleaved:
@@ -432,7 +465,9 @@ def scales_and_minimums(weights: BlockWeights) -> tuple[torch.Tensor, torch.Tens
     minimums = None if weights.minimums is None else weights.minimums.float()
     if weights.scales.dtype == torch.uint8:
         scales, minimums = (weights.scales & 15).float(), (weights.scales >> 4).float()
-    if weights.steps is not None:
+    if weights.steps is not None and weights.layout.has_row_steps:
+        scales = scales * weights.steps
+    elif weights.steps is not None:
         steps = weights.steps.float().repeat_interleave(STEP_COLUMNS // weights.block, dim=1)
         scales = scales * steps[..., 0]
         minimums = None if minimums is None else minimums * steps[..., 1]

@@ -19,6 +19,7 @@ from kvchat_kernels.linear.blocks import (
     BlockWeights,
     in_order,
 )
+from kvchat_kernels.linear.grids import numbers_of, scales_of
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +38,7 @@ class TableRows:
     def __init__(self, weights: BlockWeights) -> None:
         self._weights = weights
         self._parts = {name: part.numpy() for name, part in weights.parts().items()}
-        self._planes = tuple(_planes(weights))
+        self._planes = () if weights.grid is not None else tuple(_planes(weights))
         self._codes = None if weights.codes is None else np.array(weights.codes, np.float32)
 
     def write(self, rows: Array, out: Array) -> None:
@@ -47,6 +48,11 @@ class TableRows:
         """
         weights = self._weights
         parts = {name: part.take(rows, 0) for name, part in self._parts.items()}
+        if weights.grid is not None:
+            records = parts["levels"].reshape(-1, weights.grid.num_bytes)
+            scales = scales_of(records, weights.grid).reshape(len(rows), -1)
+            steps = parts["scales"][..., None]
+            parts = {"levels": numbers_of(records, weights.grid), "scales": scales, "steps": steps}
         scales, minimums = self._factors(parts)
         blocks = out.reshape(len(out), -1, weights.block)
         blocks[:] = self._levels(parts["levels"]).reshape(blocks.shape)
@@ -57,6 +63,8 @@ class TableRows:
             blocks += minimums[..., None]
 
     def _levels(self, stored: Array) -> Array:
+        if not self._planes:
+            return stored
         first, *others = (plane.read(stored) for plane in self._planes)
         for other in others:
             first |= other

@@ -259,8 +259,8 @@ def fp4_blocks(
 ) -> Callable[[], BlockWeights] | None:
     """Return what reads a matrix of `fp4` as a CPU multiplies it; None for no such form.
 
-    MXFP4 has exponents for 32 columns, and takes as many bytes as its file. NVFP4 has floats of 8
-    bits for 16 columns, and `factor` for the whole: both in one are float32, 6 bits a weight.
+    MXFP4 has exponents for 32 columns, NVFP4 floats of 8 bits for 16 columns, and `factor` for the
+    whole. Both take as many bytes as their file.
     """
     num_out, num_groups = scales.shape
     columns = 2 * packed.shape[1] // num_groups
@@ -280,6 +280,9 @@ def nvfp4_blocks(
     parts = (scales.view(torch.uint8).view(num_out, -1, 4), packed.view(num_out, -1, 32))
     rows = torch.cat(parts, dim=-1).view(num_out, -1)
     blocks = read_blocks(rows, "NVFP4 by neighbours", is_interleaved=True)
+    if (scales.view(torch.uint8) < 0x7F).all():  # neither a sign nor NaN
+        steps = None if factor is None else factor.float().reshape(1, 1).repeat(num_out, 1)
+        return replace(blocks, steps=steps)
     whole = scales.float() if factor is None else scales.float() * factor.float().reshape(1, 1)
     return replace(blocks, scales=whole)
 
