@@ -4,7 +4,7 @@ Plain tensors are memory-mapped. Packed ones are unpacked when transformers take
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +22,14 @@ from kvchat.model.hf.model_class import MetaModel, class_and_config
 from kvchat.model.packed.experts import expert_tensors
 from kvchat.model.packed.formats import PackedTensor, Packing, packing_of, unpacked
 from kvchat_kernels.cpu_products import is_fast_by_torch
-from kvchat_kernels.linear.blocks import BlockWeights
+from kvchat_kernels.linear.blocks import BlockWeights, joined
 
 # Returns the names in the files of a part's tensors, by those in the part; given those of all.
 Names = Callable[[Iterable[str]], Mapping[str, str]]
 # In the name of a tensor of one expert alone.
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.(\w+)\.")
+# The parts of experts that have tensors of their own: those of a layer are merged in this order.
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 # A row that is looked up in blocks costs 0.15 ms more: a small model's step should not pay that.
 _LARGE_TABLE_BYTES = 64 << 20
 
@@ -201,8 +203,11 @@ def _read_safetensors(
     blocks: dict[str, tuple[BlockWeights, ...]] = {}
     if blocks_on is not None:
         blocks = _in_blocks(loose, meta, blocks_on, read_elsewhere)
+        blocks |= _experts_in_blocks(loose, meta, blocks_on)
+    shapes = {name: part.shape for name, part in meta.module.state_dict().items()}
     for name in blocks:
-        loose[name] = torch.zeros((), dtype=dtype).expand(loose[name].shape)
+        shape = loose[name].shape if name in loose else shapes[name]
+        loose[name] = torch.zeros((), dtype=dtype).expand(shape)
     stage = _size_said(loose, packing, dtype, source.name)
     if blocks and not any(isinstance(tensor, PackedTensor) for tensor in loose.values()):
         stage = f"loading {packing.title} weights in blocks"
@@ -216,10 +221,7 @@ def _in_blocks(
     read_elsewhere: Collection[str],
 ) -> dict[str, tuple[BlockWeights, ...]]:
     """Return the layers and experts whose packed weights blocks hold exactly."""
-    # A Xeon with AMX reads prompts four times as fast in bfloat16, by torch.
-    packed = [tensor for tensor in tensors.values() if isinstance(tensor, PackedTensor)]
-    is_short = sum(tensor.num_bytes for tensor in packed) > free_bytes(torch.device("cpu"))
-    takes_floats = is_short or not is_fast_by_torch(torch.bfloat16)
+    takes_floats = _takes_floats(tensors)
     groups: list[tuple[str, ...]] = [
         (n,) for n in sorted(_linear_names(meta.module, read_elsewhere))
     ]
@@ -238,6 +240,53 @@ def _in_blocks(
         else:
             found |= parts
     return found
+
+
+def _takes_floats(tensors: Mapping[str, torch.Tensor | PackedTensor]) -> bool:
+    """Whether floats of 8 bits stay so: a Xeon with AMX reads prompts 4 times as fast in 16."""
+    packed = [tensor for tensor in tensors.values() if isinstance(tensor, PackedTensor)]
+    is_short = sum(tensor.num_bytes for tensor in packed) > free_bytes(torch.device("cpu"))
+    return is_short or not is_fast_by_torch(torch.bfloat16)
+
+
+def _experts_in_blocks(
+    tensors: dict[str, torch.Tensor | PackedTensor], meta: MetaModel, blocks_on: torch.device
+) -> dict[str, tuple[BlockWeights, ...]]:
+    """Return the matrices of plain experts that have a tensor each, and take these out."""
+    if blocks_on.type != "cpu":
+        return {}
+    takes_floats = _takes_floats(tensors)
+    found: dict[str, tuple[BlockWeights, ...]] = {}
+    for gate_up, down in expert_tensors(meta.module, blocks_on):
+        owner = gate_up.rpartition(".")[0]
+        count, num_out, num_in = meta.module.get_parameter(down).shape
+        matrices = []
+        for part in _EXPERT_PARTS:
+            names = [f"{owner}.{number}.{part}.weight" for number in range(count)]
+            matrices.append(_joined_blocks([tensors.get(name) for name in names], takes_floats))
+        shapes = ((num_in, num_out), (num_in, num_out), (num_out, num_in))
+        wanted = [(count * rows, columns) for rows, columns in shapes]
+        if [each and (each.num_out, each.num_in) for each in matrices] != wanted:
+            continue
+        gate, up, last = (each for each in matrices if each is not None)
+        found |= {gate_up: (gate, up), down: (last,)}
+        for part in _EXPERT_PARTS:
+            for number in range(count):
+                del tensors[f"{owner}.{number}.{part}.weight"]
+    return found
+
+
+def _joined_blocks(
+    parts: Sequence[torch.Tensor | PackedTensor | None], takes_floats: bool
+) -> BlockWeights | None:
+    """Return matrices one below another in blocks; None where some have none, or others."""
+    blocks = []
+    for part in parts:
+        each = part.blocks(for_cpu=True) if isinstance(part, PackedTensor) else None
+        if each is None or (each.are_floats and not takes_floats):
+            return None
+        blocks.append(each)
+    return joined(blocks) if len({each.layout for each in blocks}) == 1 else None
 
 
 def _renamed(tensors: Mapping[str, Any], names_in: Names | None) -> dict[str, Any]:
@@ -261,8 +310,8 @@ def stored_names(source: ModelSource) -> list[str]:
 def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool:
     """Return whether most packed weights of a safetensors checkpoint are not unpacked.
 
-    Those are that transformers merges, experts with a tensor each; floats of 8 bits too, where
-    torch multiplies faster in 16.
+    Those are experts with a tensor each on a GPU or with names of their own; floats of 8 bits too,
+    where torch multiplies faster in 16.
     """
     packing = packing_of(read_json(source.config_file) or {}, source.name)
     if packing is None:
@@ -274,7 +323,7 @@ def stays_packed(source: ModelSource, dtype: torch.dtype, for_cpu: bool) -> bool
         part.num_bytes
         for name, part in packed.items()
         if part.may_fit_blocks(for_cpu) and (takes_floats or not part.are_bytes)
-        if not _ONE_EXPERT.search(name)
+        if (found := _ONE_EXPERT.search(name)) is None or (for_cpu and found[1] in _EXPERT_PARTS)
     ]
     return 2 * sum(staying) > sum(part.num_bytes for part in packed.values())
 

@@ -1,0 +1,69 @@
+"""Experts of packed checkpoints that have a tensor each: they stay at the size of their file."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvchat.core.config import ModelConfig
+from kvchat.model.checkpoint import tensors as checkpoint_tensors
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.loader import LoadedModel, load_model
+from kvchat.model.packed.experts import ExpertPacks, expert_packs_of
+from kvchat.model.self_test import compare_with_own
+from kvchat_kernels.linear.blocks import dequantised
+from support import packers
+from support.checkpoints import save_checkpoint, tiny_model
+
+# How weights are packed, the settings that say so, and the most bits of a weight in memory.
+FORMATS: dict[str, tuple[packers.Packer, dict[str, Any], float]] = {
+    "nvfp4": (
+        partial(packers.nvfp4, is_modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        4.75,
+    ),
+    "fp8": (
+        partial(packers.fp8_blocks, block=(128, 128)),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        8.25,
+    ),
+    "gptq": (packers.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32}, 6.0),
+}
+
+
+def load(directory: Path, dtype: str) -> LoadedModel:
+    config = ModelConfig(dtype=dtype)
+    return load_model(find_model(str(directory)), config, None, lambda _: None)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_with_a_tensor_each_stay_in_blocks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They became 16 bits, for transformers merges those of a layer."""
+    monkeypatch.setattr(checkpoint_tensors, "is_fast_by_torch", lambda dtype: False)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    sizes = {"hidden_size": 128, **heads, "num_hidden_layers": 1, "num_experts": 4}
+    model = tiny_model("qwen3_moe", **sizes, moe_intermediate_size=256, num_experts_per_tok=2)
+    plain = save_checkpoint(tmp_path / "plain", model)
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    packer, settings, bits = FORMATS[name]
+    packers.pack_checkpoint(plain, packed, packer, {"quantization_config": settings})
+
+    ours, theirs = load(packed, "auto"), load(plain, "float32")
+
+    packs = expert_packs_of(ours.module.model.layers[0].mlp.experts)
+    twin = theirs.module.model.layers[0].mlp.experts
+    assert isinstance(packs, ExpertPacks)
+    gate, up = (dequantised(product.weights).view(4, 256, 128) for product in packs.gate_up)
+    assert torch.allclose(torch.cat((gate, up), dim=1), twin.gate_up_proj.float(), rtol=1e-6)
+    down = dequantised(packs.down.weights).view(twin.down_proj.shape)
+    assert torch.allclose(down, twin.down_proj.float(), rtol=1e-6)
+    assert 8 * packs.num_bytes <= bits * (twin.gate_up_proj.numel() + twin.down_proj.numel())
+    assert ours.compiled is not None
+    assert compare_with_own(ours) > 0.99
+    source = find_model(str(packed))
+    assert checkpoint_tensors.stays_packed(source, torch.bfloat16, for_cpu=True)
