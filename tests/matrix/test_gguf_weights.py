@@ -426,13 +426,14 @@ def _copy_field(writer: Any, field: Any) -> None:
         writer.add_key_value(field.name, value, field.types[0], sub_type)
 
 
+@pytest.mark.parametrize(("format", "form"), [("F16", " as bfloat16"), ("Q8_0", "")])
 def test_weights_that_do_not_fit_are_refused_before_they_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), "Q8_0")
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), format)
     monkeypatch.setattr(gguf_tensors, "free_bytes", lambda device: 1000)
-    with pytest.raises(ModelError, match=r"take .* of memory as bfloat16, and 1000 B are free"):
-        load(path, dtype="auto")
+    with pytest.raises(ModelError, match=rf"take \S+ \S+ of memory{form}, and 1000 B are free"):
+        load(path, dtype="bfloat16")
 
 
 def test_an_architecture_that_is_not_mapped_is_named(tmp_path: Path) -> None:

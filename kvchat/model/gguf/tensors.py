@@ -188,8 +188,9 @@ def read_gguf_tensors(
     needed = _needed_bytes(sources, dtype, kept, for_cpu)
     free = free_bytes(torch.device("cpu"))
     if needed > free:
+        form = "" if kept else f" as {dtype_name(dtype)}"
         raise ModelError(
-            f"The weights take {format_bytes(needed)} of memory as {dtype_name(dtype)}, and "
+            f"The weights take {format_bytes(needed)} of memory{form}, and "
             f"{format_bytes(free)} are free.",
             "Use a smaller model.",
         )
