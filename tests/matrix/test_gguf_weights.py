@@ -426,14 +426,14 @@ def _copy_field(writer: Any, field: Any) -> None:
         writer.add_key_value(field.name, value, field.types[0], sub_type)
 
 
-@pytest.mark.parametrize(("format", "form"), [("F16", " as bfloat16"), ("Q8_0", "")])
+@pytest.mark.parametrize(("dtype", "form"), [("bfloat16", " as bfloat16"), ("auto", "")])
 def test_weights_that_do_not_fit_are_refused_before_they_are_unpacked(
-    format: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), format)
+    path = write_gguf(tmp_path / "m.gguf", tiny_model("llama"), "Q8_0")
     monkeypatch.setattr(gguf_tensors, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=rf"take \S+ \S+ of memory{form}, and 1000 B are free"):
-        load(path, dtype="bfloat16")
+        load(path, dtype=dtype)
 
 
 def test_an_architecture_that_is_not_mapped_is_named(tmp_path: Path) -> None:
