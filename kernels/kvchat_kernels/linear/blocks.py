@@ -287,13 +287,14 @@ def can_move_columns(order: torch.Tensor) -> bool:
 def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
     """Return the columns in an order that `can_move_columns`; not of interleaved weights.
 
-    Where columns that share a step come apart, scales and minimums become float32.
+    Where columns that share a step come apart, scales and minimums become float32. Points of a grid
+    become codes.
     """
     assert not weights.is_interleaved
     if torch.equal(order, torch.arange(len(order))):
         return weights
     if weights.grid is not None:
-        weights = without_grid(weights)
+        weights = _with_codes(without_grid(weights), weights.grid.all_numbers)
     if weights.block > COLUMNS:
         scales = weights.scales.repeat_interleave(weights.block // COLUMNS, dim=1)
         weights = replace(weights, scales=scales, block=COLUMNS)
@@ -307,6 +308,17 @@ def with_columns(weights: BlockWeights, order: torch.Tensor) -> BlockWeights:
         return part.view(len(part), len(chosen), -1)[:, chosen].view(part.shape)
 
     return weights.made_of({name: moved(name, part) for name, part in weights.parts().items()})
+
+
+def _with_codes(weights: BlockWeights, numbers: Sequence[int]) -> BlockWeights:
+    """Return levels of 8 bits, each one of `numbers`, as codes of 3 or 4 bits."""
+    bits = 3 if len(numbers) <= 8 else 4
+    codes = torch.zeros(256, dtype=torch.uint8)
+    codes[torch.tensor(numbers) + 128] = torch.arange(len(numbers), dtype=torch.uint8)
+    blocks = codes[weights.levels.int() + 128].view(weights.num_out, -1, COLUMNS)
+    levels = in_planes(blocks, bits).view(weights.num_out, -1)
+    padded = (*numbers, *[0] * ((1 << bits) - len(numbers)))
+    return replace(weights, bits=bits, levels=levels, codes=padded)
 
 
 def _without_steps(weights: BlockWeights) -> BlockWeights:

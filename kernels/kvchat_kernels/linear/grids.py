@@ -142,6 +142,13 @@ class Grid:
         start = PASS_POINTS * number + 16 * (pair // 2) + 8 * unpacked + 4 * (pair % 2)
         return start + 2 * word + side
 
+    @property
+    def all_numbers(self) -> list[int]:
+        """All numbers that weights may be, with their signs and moves."""
+        signs = (1,) if self.signs is Signs.NONE else (1, -1)
+        moves = (0,) if self.moves is Moves.NONE else (1, -1)
+        return sorted({sign * n + move for n in self.numbers for sign in signs for move in moves})
+
     @cached_property
     def places(self) -> Array:
         """The place of each point in the order of columns, [points of a record]."""

@@ -107,9 +107,13 @@ for name in ("IQ3_XXS", "IQ2_S", "IQ1_M"):
     run_python(script, KVCHAT_CPU=level)
 
 
-def test_columns_in_another_order_are_levels() -> None:
-    """A file's rows may have runs of columns in another order than transformers' modules."""
-    weights = random_weights("IQ3_S", 3, 512, is_interleaved=False)
-    order = torch.arange(512).view(-1, 32).flip(0).flatten()
+@pytest.mark.parametrize("name", ["IQ3_XXS", "IQ2_S", "IQ1_M"])
+def test_columns_in_another_order_are_codes(name: str) -> None:
+    """A file's rows may have runs of 128 columns in another order than transformers' modules."""
+    weights = random_weights(name, 3, 512, is_interleaved=False)
+    order = torch.arange(512).view(-1, 128).flip(0).flatten()
 
-    assert torch.equal(dequantised(with_columns(weights, order)), dequantised(weights)[:, order])
+    moved = with_columns(weights, order)
+
+    assert torch.equal(dequantised(moved), dequantised(weights)[:, order])
+    assert moved.bits <= 4
