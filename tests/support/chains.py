@@ -8,7 +8,6 @@ from kvchat.cache.chain import KvChain
 from kvchat.cache.host_tier import HostTier
 from kvchat.cache.planner import Planner
 from kvchat.cache.tier import Layout, Tier, TierOpener
-from kvchat.cache.transfer import TransferThread
 
 NO_LAYOUT = Layout(bytes(16), 1, 1)
 
@@ -52,8 +51,3 @@ def be_patient(chain: KvChain) -> None:
     does.
     """
     compute_at(chain, 1e-3)
-
-
-def disk_thread(chain: KvChain) -> TransferThread:
-    """Return the thread of the tier behind host memory."""
-    return chain.slow[0].thread

@@ -111,13 +111,6 @@ class Screen(ABC):
         """As `wait_for`, but on the visible screen alone; say the prompt, drawn after all else."""
         return self.wait_for(lambda _: what in self.shown)
 
-    def wait_for_raw(self, what: bytes) -> None:
-        """Read until bytes have come that the screen does not show."""
-        end_s = time.monotonic() + DEADLINE_S
-        while what not in self.raw:
-            assert time.monotonic() < end_s, f"waited for {what!r}"
-            assert self._read(), f"ended while waiting for {what!r}"
-
     def wait_until_quiet(self, silence_s: float) -> None:
         """Read until nothing has come for so long; fails at the deadline."""
         end_s = time.monotonic() + DEADLINE_S
