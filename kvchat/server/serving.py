@@ -116,7 +116,7 @@ def serve(
 
 def configured(app: App) -> uvicorn.Config:
     """Return how the application is served."""
-    logging.getLogger("uvicorn.error").addFilter(_is_no_refusal)
+    logging.getLogger("uvicorn.error").addFilter(_is_fault)
 
     async def told(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         await app(scope, receive, send)
@@ -139,12 +139,14 @@ def configured(app: App) -> uvicorn.Config:
     )
 
 
-def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """Whether a record says more than that a WebSocket was refused with a response of ours.
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Whether a record tells of more than a WebSocket that was refused with a response of ours, or
+    where an answer stood that the end of the server cut off.
 
-    uvicorn calls each of these a fault, because no handshake was completed.
+    uvicorn calls these faults: no handshake was completed, and the task was cancelled.
     """
-    return "without completing handshake" not in record.getMessage()
+    is_cut_off = record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not is_cut_off and "without completing handshake" not in record.getMessage()
 
 
 class _InTurns(ABC):
