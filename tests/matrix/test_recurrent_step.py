@@ -236,6 +236,43 @@ def test_rows_of_several_sequences_are_those_of_each_alone(name: str, tmp_path: 
     assert_same_states(loaded, our_states, their_states)
 
 
+@pytest.mark.parametrize("name", spread(_MODELS, _KINDS))
+def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) -> None:
+    """To the bit as rows that are read one by one; a copy and the modules go on from there too."""
+    loaded = load(saved(name, tmp_path), dtype="float32")
+    model = StatefulModel(loaded, self_test._small_pools(loaded, 9))
+    ids = words(_PROMPT + 5, seed=1)
+
+    def read(state: StateBuffer, end: int, num_guesses: int = 0) -> torch.Tensor:
+        start = state.num_tokens
+        count = end - start
+        piece = SequencePiece(
+            ids[start:end], start, range(1, 9), count, state, num_guesses=num_guesses
+        )
+        return model.forward_pieces([piece], _BLOCK)
+
+    plain, state = model.state_io.new_buffer(), model.state_io.new_buffer()
+    for each in (plain, state):
+        read(each, _PROMPT)
+    rows, states = [], []
+    for end in range(_PROMPT + 1, len(ids) + 1):
+        rows.append(read(plain, end))
+        states.append(plain.copy().data)
+
+    assert torch.equal(read(state, _PROMPT + 4, num_guesses=3), torch.cat(rows[:4]))
+    assert torch.equal(state.data, states[0])
+    state.cut(_PROMPT + 3)
+    copied, left = state.copy(), state.copy()
+    assert torch.equal(copied.read_all(), states[2])
+    assert copied.num_read == copied.num_tokens == _PROMPT + 3
+    assert torch.equal(read(state, len(ids), num_guesses=1), torch.cat(rows[3:]))
+    assert torch.equal(state.read_all(), states[4])
+    model.compiled = None
+    if name not in _LIMITED:  # there several rows are a prompt
+        assert torch.allclose(read(left, len(ids)), torch.cat(rows[3:]), atol=2e-4, rtol=1e-4)
+        assert_same_states(loaded, [left], [state])
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
