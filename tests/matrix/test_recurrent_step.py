@@ -258,6 +258,9 @@ def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) ->
     for end in range(_PROMPT + 1, len(ids) + 1):
         rows.append(read(plain, end))
         states.append(plain.copy().data)
+    before = state.copy()
+    read(state, _PROMPT + 2, num_guesses=1)
+    state.become(before)  # as after a step that was given up
 
     assert torch.equal(read(state, _PROMPT + 4, num_guesses=3), torch.cat(rows[:4]))
     assert torch.equal(state.data, states[0])

@@ -214,10 +214,14 @@ class CompiledStep:
         self, index: int, state: StateBuffer, row: int, count: int, num_guesses: int
     ) -> None:
         """Write which rows are of a sequence, and where what layers keep of it lies."""
+        if num_guesses:
+            state.reader = self._read
         if num_guesses and state.inputs is None:
             size = FEW_ROWS, self._parts.guess_bytes
-            memory = [torch.empty(size, dtype=torch.uint8) for _ in range(2)]
-            state.inputs, state.reader = (memory[0], memory[1]), self._read
+            state.inputs = (
+                torch.empty(size, dtype=torch.uint8),
+                torch.empty(size, dtype=torch.uint8),
+            )
         due, kept = (0, 0) if state.inputs is None else [part.data_ptr() for part in state.inputs]
         num_sure, at = count - num_guesses, state.data.data_ptr()
         self._parts.sequences[index] = row, count, at, num_sure, due, state.num_unread, kept
