@@ -20,7 +20,7 @@ class StateBuffer:
 
     A step may leave its last tokens, which are guesses, out of `data`: it has then read all but the
     last `num_unread` tokens. `inputs` are what the recurrent layers need of these, two of [tokens,
-    bytes] uint8: the first has those that are due, the other is for the next step's. `reader` lets
+    bytes] uint8: the first has theirs, the other is for the next step's guesses. `reader` lets
     `data` read them.
 
     Its owner is the sequence's block table. A step changes it in place.
@@ -58,6 +58,7 @@ class StateBuffer:
         copied.become(self)
         return copied
 
+    @torch.inference_mode()  # in which a step has allocated `inputs`
     def become(self, other: "StateBuffer") -> None:
         """Take the value of `other`; the views stay valid."""
         self.data.copy_(other.data)

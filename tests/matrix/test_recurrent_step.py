@@ -238,7 +238,10 @@ def test_rows_of_several_sequences_are_those_of_each_alone(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", spread(_MODELS, _KINDS))
 def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) -> None:
-    """To the bit as rows that are read one by one; a copy and the modules go on from there too."""
+    """To the bit as rows that are read one by one; a copy and the modules go on from there too.
+
+    A step that was given up changes nothing.
+    """
     loaded = load(saved(name, tmp_path), dtype="float32")
     model = StatefulModel(loaded, self_test._small_pools(loaded, 9))
     ids = words(_PROMPT + 5, seed=1)
@@ -258,14 +261,18 @@ def test_a_state_reads_guesses_once_they_are_right(name: str, tmp_path: Path) ->
     for end in range(_PROMPT + 1, len(ids) + 1):
         rows.append(read(plain, end))
         states.append(plain.copy().data)
-    before = state.copy()
-    read(state, _PROMPT + 2, num_guesses=1)
-    state.become(before)  # as after a step that was given up
 
+    def give_up_a_step() -> None:
+        before = state.copy()
+        read(state, state.num_tokens + 2, num_guesses=1)
+        state.become(before)
+
+    give_up_a_step()
     assert torch.equal(read(state, _PROMPT + 4, num_guesses=3), torch.cat(rows[:4]))
     assert torch.equal(state.data, states[0])
     state.cut(_PROMPT + 3)
     copied, left = state.copy(), state.copy()
+    give_up_a_step()
     assert torch.equal(copied.read_all(), states[2])
     assert copied.num_read == copied.num_tokens == _PROMPT + 3
     assert torch.equal(read(state, len(ids), num_guesses=1), torch.cat(rows[3:]))
