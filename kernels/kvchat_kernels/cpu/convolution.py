@@ -28,7 +28,7 @@ class ConvolutionTask(InputsTask):
     weights   [taps, channels]
     bias      [channels]
     state     bytes from the beginning of a sequence's state to [channels, taps]
-    out       [rows, channels]; it may be `x` if that is not gated. Of rows that are due it is `x`
+    out       [rows, channels]; it may be `x` if that is not gated. Of earlier guesses it is `x`
     out_stride   bytes from a row of `out` to the next
     """
 
@@ -67,7 +67,7 @@ def convolution_kernel(code: Code, form: ConvolutionForm) -> None:
 def _write_row(code: Code, form: ConvolutionForm, row: StateRow, run: tuple[Value, Value]) -> None:
     channels = code.task.channels
     x = code.task.x + row.offset
-    out = code.select(row.is_due, x, code.task.out + row.row * code.task.out_stride)
+    out = code.select(row.is_earlier, x, code.task.out + row.row * code.task.out_stride)
     with code.loop(*run, LANES) as channel:
         at = channel * 4
         new = code.load(x, at, F32S)

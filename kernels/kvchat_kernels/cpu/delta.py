@@ -89,7 +89,7 @@ def delta_kernel(code: Code, form: DeltaForm) -> None:
 
 
 def _write_row(code: Code, form: DeltaForm, row: StateRow, head: Value, unread: Value) -> None:
-    """Write a row's step; what is read of one that is due goes to `unread`."""
+    """Write a row's step; what is read of an earlier guess goes to `unread`."""
     row_bytes, offset = form.value_dim * 4, row.offset
     key_head = head // (form.num_heads // form.num_key_heads)
     width = form.num_key_heads * form.key_dim * 4
@@ -98,7 +98,7 @@ def _write_row(code: Code, form: DeltaForm, row: StateRow, head: Value, unread: 
     key = query + width
     value = mixed + 2 * width + head * row_bytes
     out = code.task.out + (row.row * form.num_heads + head) * row_bytes
-    out = code.select(row.is_due, unread, out)
+    out = code.select(row.is_earlier, unread, out)
     of_query = code.spread(_inverse_norm(code, query, form) * form.key_dim**-0.5)
     of_key = code.spread(_inverse_norm(code, key, form))
     decays = _decays(code, form, offset, head)

@@ -76,7 +76,7 @@ def mamba_kernel(code: Code, form: MambaForm) -> None:
 
 
 def _write_step(code: Code, form: MambaForm, of_step: StateRow, head: Value, unread: Value) -> None:
-    """Write a row's step; what is read of one that is due goes to `unread`."""
+    """Write a row's step; what is read of an earlier guess goes to `unread`."""
     width, offset = form.head_dim * 4, of_step.offset
     mixed = code.task.mixed + offset
     x = mixed + head * width
@@ -84,7 +84,7 @@ def _write_step(code: Code, form: MambaForm, of_step: StateRow, head: Value, unr
     b = mixed + form.num_heads * width + group * (form.state_size * 4)
     c = b + form.num_groups * (form.state_size * 4)
     out = code.task.out + (of_step.row * form.num_heads + head) * width
-    out = code.select(of_step.is_due, unread, out)
+    out = code.select(of_step.is_earlier, unread, out)
     step = code.spread(code.load(code.task.steps + offset, head * 4, F32))
     bias, rate, skip = (
         code.spread(code.load(of_heads, head * 4, F32))

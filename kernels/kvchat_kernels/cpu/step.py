@@ -36,21 +36,21 @@ class Header(Place):
 class OfSequence(Place):
     """The numbers of a sequence.
 
-    FIRST, COUNT   its first row, and how many it has
-    STATE          address of its state
-    NUM_SURE       how many of its rows change the state; those after them are guesses
-    DUE, NUM_DUE   address of the inputs of earlier guesses that were right, and how many these are:
-                   the state reads them before its rows
-    KEPT           where the inputs of this step's guesses go
+    FIRST, COUNT       its first row, and how many it has
+    STATE              address of its state
+    NUM_SURE           how many of its rows change the state; those after them are guesses
+    RIGHT, NUM_RIGHT   address of the inputs of earlier guesses that were right, and how many these
+                       are: the state reads them before its rows
+    GUESSES            where the inputs of this step's guesses go
     """
 
     FIRST = auto()
     COUNT = auto()
     STATE = auto()
     NUM_SURE = auto()
-    DUE = auto()
-    NUM_DUE = auto()
-    KEPT = auto()
+    RIGHT = auto()
+    NUM_RIGHT = auto()
+    GUESSES = auto()
 
 
 NUM_HEADERS = len(Header)
@@ -80,24 +80,24 @@ class InputsTask(Task):
 
     inputs        float32 [rows, width], a row of which follows another after `stride` bytes
     stride        bytes
-    kept          bytes from where a guess is kept, with a row of each layer's inputs, to this row
+    place         bytes from a guess's inputs, a row of each layer, to the row of this layer
     """
 
     inputs: Memory
     stride: int
-    kept: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
     """A row that a state reads: `offset` leads from where `inputs` begin to its own inputs.
 
-    `row` is its number in the step; it `is_due` if it has none. The state `before` it and `after`
-    it may be the same memory.
+    `row` is its number in the step; a guess of the step before, which `is_earlier`, has none. The
+    state `before` it and `after` it may be the same memory.
     """
 
     row: Value
-    is_due: Value
+    is_earlier: Value
     offset: Value
     before: Value
     after: Value
@@ -107,22 +107,22 @@ class StateRow:
 def rows_of_state(
     code: Code, number: Value, state_offset: Value, room: Value
 ) -> Iterator[StateRow]:
-    """Write a loop over the rows that a sequence's state reads: those that are due, and its own.
+    """Write a loop over the rows that a sequence's state reads: right guesses, then its own.
 
     The part of the state at `state_offset` has its value after the rows that are sure; guesses
     change a copy in the `room`.
     """
     task, address = code.task, code.header(Header.SEQUENCES) + number * (8 * NUM_OF_SEQUENCE)
-    first, count, state, num_sure, due, num_due, _ = (
+    first, count, state, num_sure, right, num_right, _ = (
         code.load(address, 8 * place, I64) for place in OfSequence
     )
-    state, num_sure = state + state_offset, num_due + num_sure
-    due, guess_bytes = due + task.kept - task.inputs, code.header(Header.GUESS_BYTES)
-    with code.loop(0, num_due + count) as index:
-        is_due, row = index < num_due, first + index - num_due
-        offset = code.select(is_due, due + index * guess_bytes, row * task.stride)
+    state, num_sure = state + state_offset, num_right + num_sure
+    right, guess_bytes = right + task.place - task.inputs, code.header(Header.GUESS_BYTES)
+    with code.loop(0, num_right + count) as index:
+        is_earlier, row = index < num_right, first + index - num_right
+        offset = code.select(is_earlier, right + index * guess_bytes, row * task.stride)
         before = code.select(index < num_sure + 1, state, room)
-        yield StateRow(row, is_due, offset, before, code.select(index < num_sure, state, room))
+        yield StateRow(row, is_earlier, offset, before, code.select(index < num_sure, state, room))
 
 
 @kernel("guesses", InputsTask)
@@ -130,12 +130,12 @@ def guesses_kernel(code: Code, width: int) -> None:
     """Keep the inputs of guesses, of so many numbers each, in whole vectors. Units: sequences."""
     task = code.task
     address = code.header(Header.SEQUENCES) + code.unit * (8 * NUM_OF_SEQUENCE)
-    first, count, num_sure, kept = (
+    first, count, num_sure, guesses = (
         code.load(address, 8 * place, I64)
-        for place in (OfSequence.FIRST, OfSequence.COUNT, OfSequence.NUM_SURE, OfSequence.KEPT)
+        for place in (OfSequence.FIRST, OfSequence.COUNT, OfSequence.NUM_SURE, OfSequence.GUESSES)
     )
     with code.loop(num_sure, count) as index:
         source = task.inputs + (first + index) * task.stride
-        place = kept + task.kept + (index - num_sure) * code.header(Header.GUESS_BYTES)
+        place = guesses + task.place + (index - num_sure) * code.header(Header.GUESS_BYTES)
         with code.loop(0, width, LANES) as column:
             code.store(code.load(source, column * 4, F32S), place, column * 4)

@@ -217,14 +217,11 @@ class CompiledStep:
         if num_guesses:
             state.reader = self._read
         if num_guesses and state.inputs is None:
-            size = FEW_ROWS, self._parts.guess_bytes
-            state.inputs = (
-                torch.empty(size, dtype=torch.uint8),
-                torch.empty(size, dtype=torch.uint8),
-            )
-        due, kept = (0, 0) if state.inputs is None else [part.data_ptr() for part in state.inputs]
+            one, other = torch.empty(2, FEW_ROWS, self._parts.guess_bytes, dtype=torch.uint8)
+            state.inputs = one, other
+        right, guesses = [part.data_ptr() for part in state.inputs] if state.inputs else (0, 0)
         num_sure, at = count - num_guesses, state.data.data_ptr()
-        self._parts.sequences[index] = row, count, at, num_sure, due, state.num_unread, kept
+        self._parts.sequences[index] = row, count, at, num_sure, right, state.num_unread, guesses
 
     def _read(self, state: StateBuffer) -> None:
         """Let a state read what it has not read yet."""

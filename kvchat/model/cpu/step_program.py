@@ -197,7 +197,7 @@ class StepProgram:
                          sequences
     sequences            int64 [MAX_ROWS, NUM_OF_SEQUENCE], what the header names
     guess_bytes          what the inputs of a guess take that layers with a state keep
-    reading              the program that lets the first sequence's state read what is due
+    reading              the program that lets the first sequence's state read right guesses
     logits_address       where the logits go, [wanted rows, vocab] float32
     """
 

@@ -163,9 +163,9 @@ class RecurrentLayers:
     def _of_inputs(self, inputs: torch.Tensor) -> dict[str, Any]:
         """Return what a task says of a layer's inputs, and add what keeps those of guesses."""
         operations, header, width = self._operations, self._operations.header, inputs.shape[1]
-        kept = int(header[Header.GUESS_BYTES])
+        place = int(header[Header.GUESS_BYTES])
         header[Header.GUESS_BYTES] += -(-width // 16) * 64
-        task = InputsTask(inputs=inputs, stride=inputs.stride(0) * 4, kept=kept)
+        task = InputsTask(inputs=inputs, stride=inputs.stride(0) * 4, place=place)
         operations.add_of_sequences(guesses_kernel(width), task, 1, changes_state=False)
         return dict(task.items())
 

@@ -44,7 +44,7 @@ def run(
 
 def of_inputs(inputs: torch.Tensor) -> dict[str, Any]:
     """What a task says of its inputs."""
-    return {"inputs": inputs, "stride": inputs.stride(0) * 4, "kept": 0}
+    return {"inputs": inputs, "stride": inputs.stride(0) * 4, "place": 0}
 
 
 def in_order(counts: list[int]) -> list[int]:
@@ -460,7 +460,7 @@ class Guessing:
             state=0,
             inputs=self.inputs,
             stride=width * 4,
-            kept=64,
+            place=64,
         )
 
     def run(self, state: torch.Tensor, rows: torch.Tensor, **of_sequence: int) -> torch.Tensor:
@@ -488,14 +488,14 @@ def test_a_state_reads_guesses_once_they_are_right(kind: str) -> None:
     state = states[0].clone()
     one, other = (torch.zeros(8, 2 * layer.width) for _ in range(2))
 
-    out = layer.run(state, rows[:4], NUM_SURE=1, KEPT=one.data_ptr())
+    out = layer.run(state, rows[:4], NUM_SURE=1, GUESSES=one.data_ptr())
     assert torch.equal(out, torch.stack(outs[:4]))
     assert torch.equal(state, states[1])
 
-    due = {"DUE": one.data_ptr(), "NUM_DUE": 2}  # the third guess was wrong
-    out = layer.run(state, rows[3:], NUM_SURE=1, KEPT=other.data_ptr(), **due)
+    right = {"RIGHT": one.data_ptr(), "NUM_RIGHT": 2}  # the third guess was wrong
+    out = layer.run(state, rows[3:], NUM_SURE=1, GUESSES=other.data_ptr(), **right)
     assert torch.equal(out, torch.stack(outs[3:]))
     assert torch.equal(state, states[4])
 
-    layer.run(state, rows[:0], DUE=other.data_ptr(), NUM_DUE=1)
+    layer.run(state, rows[:0], RIGHT=other.data_ptr(), NUM_RIGHT=1)
     assert torch.equal(state, states[5])
