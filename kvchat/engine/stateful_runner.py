@@ -50,8 +50,8 @@ class StatefulRunner(Runner):
         """Compute the plan's tokens; the result is that of `Runner.run`, without checks.
 
         If it raises, the states are those before the step, so that each request can run again
-        alone. Only the state of a request that runs alone, has no drafts and cannot be abandoned is
-        then undefined, and the request has failed.
+        alone. Only the state of a request that runs alone and cannot be abandoned is then
+        undefined, unless states read its drafts: there is no copy, and the request has failed.
         """
         assert not checks, "restored state is verified by its checksums"
         tables = [_table_of(scheduled) for scheduled in plan]
