@@ -37,9 +37,10 @@ Two paths lead there. On the *paged* path, attention reads the cache's pages whe
 sequences share a step. On the *gathered* path, the model's own attention runs on keys and values
 copied out of the pages, one sequence at a time; it is slower, and serves what cannot run on the
 paged one. `kvchat models info` says which path a model takes, and why. Types with recurrent layers
-keep snapshots of their state beside the pages. A wrong draft is no part of a state: it is taken
-back, and what was right is read again with the next step. They run one sequence after
-another, but for compiled steps on a CPU, which take several sequences at once.
+keep snapshots of their state beside the pages. They run one sequence after another, but for
+compiled steps on a CPU, which take several at once. There a state reads a draft once it is known to
+be right. Elsewhere a step with a wrong draft is taken back, and the next one reads again what was
+right.
 
 A model that also reads images or sound runs as a text model.
 """
