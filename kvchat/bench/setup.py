@@ -21,7 +21,7 @@ from kvchat.model.checkpoint.source import ModelSource, find_model
 
 
 def say_nothing(part: str) -> None:
-    """Nobody wants to know."""
+    """Ignore the part: the `tell` of a run that reports its figures alone."""
 
 
 @dataclass(frozen=True, slots=True)
