@@ -169,12 +169,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 32,
         "routed_scaling_factor": 2.5,
     },
+    "deepseek_v3, sets of experts": {**_LATENTS, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},
     "deepseek_v3, halves turn": {**_LATENTS, "q_lora_rank": None, "rope_interleave": False},
     "deepseek_v2": {
         **_LATENTS,
         "q_lora_rank": None,
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": False,
+    },
+    "deepseek_v2, sets of experts": {
+        **_LATENTS,
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
     },
     "deepseek_v2, short queries": {**_LATENTS, "q_lora_rank": 32, "attention_bias": True},
     "glm4_moe_lite": {**_LATENTS, "q_lora_rank": 32, "routed_scaling_factor": 1.8},
@@ -243,6 +251,7 @@ STRUCTURES = [
     "qwen3_moe",  # some layers have an MLP
     "glm4_moe",  # groups of experts, a bias that chooses
     "deepseek_v3",  # latents, neighbours turn and part
+    "deepseek_v3, sets of experts",
     "deepseek_v3, halves turn",
     "deepseek_v2",  # neighbours turn and stay
     "minimax_m2",

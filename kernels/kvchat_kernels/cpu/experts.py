@@ -8,6 +8,7 @@ experts a row has and how their outputs are added does not depend on the rows be
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -154,18 +155,33 @@ class Factors(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSets:
+    """Sets of experts of the same size, one after another; a row's experts are of its best sets.
+
+    number     how many there are, of which `num_best` are taken
+    of_score   of how many of its best experts a set's score is the sum, at most the size of a set
+    """
+
+    number: int
+    num_best: int
+    of_score: int
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """How experts are chosen, and what their factors are.
 
     normalises   the factors of a row have the sum 1, or nearly so; not of a sparse mixer
     has_bias     those with the largest sum of bias and sigmoid, or share, are chosen
     has_scales   factors that are a softmax are multiplied with a number of the expert
+    sets         the sets of experts; None: all are one set. Not of a sparse mixer
     """
 
     normalises: bool
     factors: Factors = Factors.SOFTMAX
     has_bias: bool = False
     has_scales: bool = False
+    sets: ExpertSets | None = None
 
 
 @kernel("choosing", ChoosingTask)
@@ -224,6 +240,8 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
         _write_shares(code, scores)
     elif choice.factors is Factors.SOFTMAX:
         largest = _write_exponentials(code, scores, total, choice)
+    if choice.sets is not None:
+        _leave_best_sets(code, scores, choice, choice.sets)
     with code.loop(0, top_k) as number:
         expert = _best(code, scores, choice)
         factor = code.load(scores, expert * 4, F32)
@@ -252,6 +270,38 @@ def _write_row(code: Code, row: Value, choice: Choice) -> None:
             expert = code.load(chosen, number * 8, I64)
             factor = factor * code.load(code.task.of_experts, expert * 4, F32)
         code.store(factor, factors, number * 4)
+
+
+def _leave_best_sets(code: Code, scores: Value, choice: Choice, sets: ExpertSets) -> None:
+    """Write: experts of all but the best sets get no score. Of equal sets the first are best."""
+    size = code.task.num_experts // sets.number
+    of_sets = code.room(4 * sets.number)
+    with code.loop(0, sets.number) as number:
+        best = [code.variable(code.single(NO_SCORE)) for _ in range(sets.of_score)]
+        with code.loop(0, size) as index:
+            score = _score(code, scores, number * size + index, choice)
+            for place in best:  # the largest is the first
+                larger = code.greatest(place.get(), score)
+                score = code.least(place.get(), score)
+                place.set(larger)
+        total = reduce(lambda one, other: one + other, [place.get() for place in best])
+        code.store(total, of_sets, number * 4)
+    with code.loop(0, sets.number) as number:
+        own, num_better = code.load(of_sets, number * 4, F32), code.variable(code.whole(0))
+        with code.loop(0, sets.number) as other:
+            score = code.load(of_sets, other * 4, F32)
+            is_better = code.select(other < number, score >= own, score > own)
+            num_better.set(num_better.get() + code.convert("zext", is_better, I64))
+        first = number * size
+        end = code.select(num_better.get() < sets.num_best, first, first + size)
+        with code.loop(first, end) as expert:
+            code.store(code.single(NO_SCORE), scores, expert * 4)
+
+
+def _score(code: Code, scores: Value, expert: Value, choice: Choice) -> Value:
+    """Load what an expert is chosen by."""
+    score = code.load(scores, expert * 4, F32)
+    return score + code.load(code.task.bias, expert * 4, F32) if choice.has_bias else score
 
 
 def _write_sigmoids(code: Code, scores: Value) -> None:
@@ -302,9 +352,7 @@ def _best(code: Code, scores: Value, choice: Choice) -> Value:
     """Return the expert with the largest score; of equal ones the first. Without a number: 0."""
     best, expert = code.variable(code.single(NO_SCORE)), code.variable(code.whole(0))
     with code.loop(0, code.task.num_experts) as index:
-        score = code.load(scores, index * 4, F32)
-        if choice.has_bias:
-            score = score + code.load(code.task.bias, index * 4, F32)
+        score = _score(code, scores, index, choice)
         is_better = score > best.get()
         expert.set(code.select(is_better, index, expert.get()))
         best.set(code.select(is_better, score, best.get()))

@@ -92,6 +92,7 @@ def add_mixture(
         routing.factors,
         routing.bias is not None,
         routing.of_experts is not None,
+        routing.sets,
     )
     operations.add(experts.choosing_kernel(choice), choosing, 1)
     gathered = operations.input("gathered", hidden, most)

@@ -13,7 +13,7 @@ from torch import nn
 from kvchat.model.decoder.matrices import Matrix, Norm
 from kvchat.model.decoder.recurrent import Recurrent
 from kvchat.model.spec import LayerSpec, StateTensor
-from kvchat_kernels.cpu.experts import Factors
+from kvchat_kernels.cpu.experts import ExpertSets, Factors
 from kvchat_kernels.cpu.gates import Activation
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -110,6 +110,7 @@ class Routing:
                 they are divided by
     tolerance   of a sparse mixer
     of_experts  what each expert's factor of a softmax is multiplied with, float32 [experts]
+    sets        of which the best are chosen before their experts are; None: all are one set
     """
 
     factors: Factors = Factors.SOFTMAX
@@ -118,6 +119,7 @@ class Routing:
     least_sum: float = 0.0
     tolerance: float = 0.0
     of_experts: torch.Tensor | None = None
+    sets: ExpertSets | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kvchat.model.decoder.recurrent import (
     read_olmo_delta_net,
     read_short_convolution,
 )
-from kvchat_kernels.cpu.experts import Factors
+from kvchat_kernels.cpu.experts import ExpertSets, Factors
 
 # Norms of a layer by their names, in the order of DecoderLayer.
 _Names = tuple[str | None, str | None, str | None, str | None]
@@ -144,20 +144,33 @@ class Family:
 # How families' mixtures make factors of their experts' scores, read from their modules.
 
 
+def _sets(router: Any, of_score: int) -> ExpertSets | None:
+    """Return the sets of experts of which a router takes the best first."""
+    number, num_best = router.num_group, router.topk_group
+    if number == num_best:
+        return None
+    size = router.num_experts // number
+    if size * number != router.num_experts or size < of_score or size * num_best < router.top_k:
+        raise Unknown("has sets of experts that are too small")
+    return ExpertSets(int(number), int(num_best), of_score)
+
+
 def _route_deepseek(mixture: Any, router: Any) -> Routing:
-    """Sigmoids, a bias that chooses, and one scale, as DeepSeek V3's."""
+    """Sigmoids, a bias that chooses, sets, and one scale, as DeepSeek V3's."""
     latent = getattr(mixture, "fc1_latent_proj", None)
-    if router.num_group != 1 or not isinstance(latent, nn.Identity | None):
+    if not isinstance(latent, nn.Identity | None):
         raise Unknown("has a mixture of another kind")
     bias = float_values(router.e_score_correction_bias).flatten()
-    return Routing(Factors.SIGMOID, bias, float(router.routed_scaling_factor), 1e-20)
+    scale = float(router.routed_scaling_factor)
+    return Routing(Factors.SIGMOID, bias, scale, 1e-20, sets=_sets(router, of_score=2))
 
 
 def _route_deepseek_v2(mixture: Any, router: Any) -> Routing:
-    """Shares of all experts, and one scale."""
-    if router.topk_method != "greedy":
+    """Shares of all experts, sets, and one scale."""
+    if router.topk_method not in ("greedy", "group_limited_greedy"):
         raise Unknown("has a mixture of another kind")
-    return Routing(Factors.SHARE, scale=float(router.routed_scaling_factor))
+    sets = None if router.topk_method == "greedy" else _sets(router, of_score=1)
+    return Routing(Factors.SHARE, scale=float(router.routed_scaling_factor), sets=sets)
 
 
 def _route_minimax(mixture: Any, router: Any) -> Routing:

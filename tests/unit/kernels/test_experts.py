@@ -11,6 +11,7 @@ from kvchat_kernels.cpu.experts import (
     AddingTask,
     Choice,
     ChoosingTask,
+    ExpertSets,
     Factors,
     GatheringTask,
     group_task,
@@ -128,6 +129,47 @@ def test_a_bias_may_choose_and_is_in_no_factor(
         expected = expected / (total.clamp(min=least) if is_share else total + least)
     assert torch.equal(scene.chosen, order)
     assert torch.allclose(scene.factors, expected * scale, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_bias", "of_score"), [(Factors.SIGMOID, True, 2), (Factors.SHARE, False, 1)]
+)
+@pytest.mark.parametrize(
+    ("size", "number", "num_best"),
+    [((1, 8, 2), 4, 1), ((MAX_ROWS, 64, 6), 8, 3), ((7, 12, 4), 2, 1), ((5, 10, 3), 5, 5)],
+)
+def test_a_row_takes_its_experts_of_its_best_sets(
+    size: tuple[int, int, int],
+    number: int,
+    num_best: int,
+    kind: Factors,
+    has_bias: bool,
+    of_score: int,
+) -> None:
+    """DeepSeek V3 adds up the two best of a set, V2 takes the best."""
+    torch.manual_seed(size[1])
+    scene, scores = Scene(*size), torch.randn(size[0], size[1])
+    bias, sets = 0.5 * torch.randn(size[1]), ExpertSets(number, num_best, of_score)
+
+    scene.choose(scores, Choice(False, kind, has_bias, sets=sets), bias=bias)
+
+    shares = scores.sigmoid() if kind is Factors.SIGMOID else scores.softmax(dim=-1)
+    by = (shares + bias if has_bias else shares).view(size[0], number, -1)
+    best = by.topk(of_score, dim=-1)[0].sum(dim=-1).topk(num_best, dim=-1)[1]
+    is_wrong = torch.ones(size[0], number, dtype=torch.bool).scatter(1, best, False)
+    order = by.masked_fill(is_wrong[..., None], -torch.inf).flatten(1).topk(scene.top_k, dim=-1)[1]
+    assert torch.equal(scene.chosen, order)
+    assert torch.allclose(scene.factors, shares.gather(1, order), rtol=1e-5, atol=1e-6)
+
+
+def test_of_equal_sets_the_first_are_taken() -> None:
+    scene = Scene(2, 8, 2)
+    scores = torch.zeros(2, 8)
+    scores[1, 4:] = 1.0
+
+    scene.choose(scores, Choice(False, Factors.SIGMOID, sets=ExpertSets(4, 1, 2)))
+
+    assert scene.chosen.tolist() == [[0, 1], [4, 5]]
 
 
 @pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
