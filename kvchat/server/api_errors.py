@@ -112,6 +112,11 @@ def failed_server() -> ApiError:
     return ApiError(500, "The server failed; its log says why.")
 
 
+def ended_server() -> ApiError:
+    """Return the error for an answer that was not complete when the server had to end."""
+    return ApiError(503, "The server was stopped before the answer was complete.", code="stopped")
+
+
 def as_api_error(error: KvchatError | ApiError) -> ApiError:
     """Return the API's error for one of ours."""
     if isinstance(error, ApiError):

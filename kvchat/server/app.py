@@ -1,5 +1,6 @@
 """The application: routes, health, metrics, and errors in each interface's form."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from kvchat.chat.fields import FieldFault
 from kvchat.core.text import one_line
 from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
-from kvchat.server.api_errors import ApiError, as_api_error, failed_server, response_to
+from kvchat.server.api_errors import ApiError, as_api_error, ended_server, failed_server, response_to
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.embeddings_api import EmbeddingsApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send
@@ -155,6 +156,8 @@ def _counted(handler: Handler, path: str, service: Service) -> Handler:
             response = await handler(request)
         except (ApiError, FieldFault) as error:
             response = response_to(as_api_error(error), path)
+        except asyncio.CancelledError:  # the server ends
+            response = response_to(ended_server(), path)
         except Exception:
             _log.exception("a request failed")
             response = response_to(failed_server(), path)

@@ -14,7 +14,7 @@ from kvchat.chat.events import AnswerCall, AnswerEnded, AnswerText, ContextScore
 from kvchat.chat.fields import FieldFault
 from kvchat.server import answering
 from kvchat.server.answering import Answer, Told
-from kvchat.server.api_errors import ApiError, as_api_error, failed_server
+from kvchat.server.api_errors import ApiError, as_api_error, ended_server, failed_server
 
 _log = logging.getLogger(__name__)
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -131,6 +131,9 @@ class EventStream(Response):
                     if written:
                         await send(_piece(written))
                         answer.note_written()
+        except asyncio.CancelledError:  # the server ends
+            await send(_piece(writer.fail(ended_server()), has_more=False))
+            raise
         except (ApiError, FieldFault) as error:
             await send(_piece(writer.fail(as_api_error(error))))
         except Exception:

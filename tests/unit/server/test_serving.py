@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvchat.server.serving import HastyProtocol, HastySockets, bound_socket, configured
+from kvchat.server.serving import HastyProtocol, HastySockets, bound_socket
 
 
 def test_a_small_piece_is_sent_at_once() -> None:
@@ -195,30 +195,3 @@ def test_a_connection_is_kept_for_a_while_after_a_long_answer() -> None:
 
     protocol._close_if_idle()
     assert closed == ["closed"]
-
-
-def test_an_answer_that_the_end_of_the_server_cuts_off_is_no_fault(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Forty lines told where it stood when Ctrl-C had been pressed."""
-    monkeypatch.setattr("kvchat.server.serving._GRACE_S", 0.01)
-    begun = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.set()
-        await asyncio.Event().wait()
-
-    async def run() -> None:
-        bound, server = bound_socket("127.0.0.1", 0), uvicorn.Server(configured(app))
-        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-        _, writer = await asyncio.open_connection(*bound.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        async with asyncio.timeout(60):
-            await begun.wait()
-            server.should_exit = True
-            await serving
-        writer.close()
-
-    asyncio.run(run())
-
-    assert ["1 running task" in record.getMessage() for record in caplog.records] == [True]
