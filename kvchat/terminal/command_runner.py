@@ -35,7 +35,7 @@ class RunnerHooks:
 
     on_error(line, error)  a command has failed; `line` is what was typed if it is not shown yet,
                            else ""
-    on_end()               a command has ended, however
+    on_end()               a command has ended, but by no `cancel_all` or end of the loop
     """
 
     on_error: Callable[[str, KvchatError], None]
@@ -107,13 +107,13 @@ class CommandRunner:
             self._context.say(str(stopped))
         except KvchatError as error:
             self._hooks.on_error(self._unshown.get(asyncio.current_task(), ""), error)
-        except Exception:
+        except Exception as error:
             self._show_line()  # what is reported of it stands below
-            raise
+            self.report(error)
         finally:
             self._unshown.pop(asyncio.current_task(), None)
             self._num_running -= 1
-            self._hooks.on_end()
+        self._hooks.on_end()
 
     async def _run_alone(self, command: Invocation, line: str) -> None:
         """Run a command once no answer and no other such command is in progress."""
