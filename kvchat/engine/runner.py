@@ -329,8 +329,9 @@ def draw_apart(plan: Sequence[ScheduledRequest], logits: torch.Tensor) -> Drawn:
 
     For a model with recurrent state, whose step cannot run again: the states have read it.
     """
-    whole = logits.clone()  # drawing changes rows in place
+    whole = logits
     with suppress(Exception):  # it is raised again below, for the request whose it is
+        whole = logits.clone()  # drawing changes rows in place
         return draw(plan, logits)
     tokens: dict[ScheduledRequest, list[int]] = {}
     logprobs: dict[ScheduledRequest, list[TokenLogprobs]] = {}

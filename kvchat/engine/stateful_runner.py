@@ -55,8 +55,6 @@ class StatefulRunner(Runner):
         """
         assert not checks, "restored state is verified by its checksums"
         tables = [_table_of(scheduled) for scheduled in plan]
-        for table in tables:
-            self._cache.restore_state(table)  # its step has run, and no token could be drawn
         states = [self._cache.state_of(table) for table in tables]
         requests = enumerate(zip(plan, states, strict=True))
         groups = _grouped([self._parts_of(index, *each) for index, each in requests])

@@ -184,3 +184,33 @@ def test_random_chats_are_those_of_plain_decoding(size: int, name: str, tmp_path
     counts = [tuple(compare(name, loaded, tmp_path, seed)) for seed in range(size)]
     assert sum(num_verified for num_verified, _ in counts) > 2 * size
     assert sum(num_states for _, num_states in counts) > size
+
+
+@pytest.mark.parametrize("name", ["qwen3_5, compiled", "minimax"])
+def test_no_memory_for_a_copy_of_logits_fails_no_request(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps ran again, over states that had read them: an AssertionError without a word."""
+    _, loaded = load_stateful(name, tmp_path / "model")
+    plain = Run(loaded, tmp_path / "plain", 0)
+    question = tuple(words(20, 1)), SamplingParams(temperature=0.0), 1
+    plain._ask([question], is_cancelled=False)
+    drafted = Run(loaded, tmp_path / "drafted", 0, plain.answers)
+    clone = torch.Tensor.clone
+    num_refused = 0
+
+    def no_memory(tensor: torch.Tensor, **others: object) -> torch.Tensor:
+        nonlocal num_refused
+        if tensor.ndim == 2 and tensor.shape[1] == loaded.spec.vocab_size:
+            num_refused += 1
+            raise MemoryError
+        return clone(tensor, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+    drafted._ask([question], is_cancelled=False)
+    monkeypatch.undo()
+
+    assert num_refused
+    for run in (plain, drafted):
+        run._close()
+    assert drafted.num_verified
