@@ -164,7 +164,7 @@ class StateCacheManager(CacheManager):
             state.buffer.cut(num_tokens)
         if state.buffer.num_tokens > num_tokens:
             self.restore_state(table)
-        elif self._reuse and not num_tokens % self.block_size:
+        elif self._reuse and not (num_tokens % self.block_size or num_tokens in state.taken):
             state.buffer.read_all()
             self.take_snapshot(table)
         state.is_verified = False

@@ -17,7 +17,13 @@ from kvchat.chat.fields import FieldFault
 from kvchat.core.text import one_line
 from kvchat.core.types import Health
 from kvchat.server.anthropic_api import AnthropicApi
-from kvchat.server.api_errors import ApiError, as_api_error, ended_server, failed_server, response_to
+from kvchat.server.api_errors import (
+    ApiError,
+    as_api_error,
+    ended_server,
+    failed_server,
+    response_to,
+)
 from kvchat.server.chat_api import ChatApi
 from kvchat.server.embeddings_api import EmbeddingsApi
 from kvchat.server.guard import App, Guard, Limits, Receive, Scope, Send

@@ -6,7 +6,7 @@ package gguf has the grids. TQ1_0, which has 5 weights in a byte, becomes levels
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -228,13 +228,14 @@ def grid_bytes(num_bytes: int, name: str) -> int:
 
 def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -> BlockWeights:
     """Return the weights of stored rows [out, bytes of a row], uint8; `pool` has the threads."""
-    num_bytes = _FIVES_BYTES if name == "TQ1_0" else _FORMS[name].num_bytes
+    num_bytes, tile_of = _FIVES_BYTES, _fives
+    if name != "TQ1_0":  # before the threads begin: each would make a grid
+        num_bytes, tile_of = _FORMS[name].num_bytes, partial(_tile, _FORMS[name], _grid(name))
     num_in = data.shape[1] // num_bytes * STEP_COLUMNS
     step = max(1, _AT_ONCE // num_in)
 
     def read(start: int) -> BlockWeights:
-        stored = data[start : start + step]
-        tile = _fives(stored) if name == "TQ1_0" else _tile(stored, name)
+        tile = tile_of(data[start : start + step])
         return interleaved(tile, rounding_beside(tile)) if is_interleaved else tile
 
     whole: BlockWeights | None = None
@@ -249,9 +250,8 @@ def read_grids(data: torch.Tensor, name: str, pool: Any, is_interleaved: bool) -
     return replace(whole, is_interleaved=is_interleaved)
 
 
-def _tile(data: torch.Tensor, name: str) -> BlockWeights:
-    form, grid, num_out = _FORMS[name], _grid(name), len(data)
-    blocks = data.reshape(-1, form.num_bytes)
+def _tile(form: _Form, grid: Grid, data: torch.Tensor) -> BlockWeights:
+    num_out, blocks = len(data), data.reshape(-1, form.num_bytes)
     order = grid.places.argsort()
     parts = [_ordered(form.points(blocks), order)]
     if form.high is not None:

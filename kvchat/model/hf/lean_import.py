@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _COMPILER = "torch._dynamo"
 _META_OPERATORS = "torch._meta_registrations"
 _NAMES = "transformers.utils.import_utils"
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 # What every model needs, and what imports the parts of torch.
 _NEEDED = ("modeling_utils", "masking_utils", "generation", "models.auto.modeling_auto")
 
@@ -110,9 +111,14 @@ def _import_torch() -> Any:
         return importlib.import_module("torch")
     sys.modules[_META_OPERATORS] = _Deferred(_META_OPERATORS)
     # torch asks for large pages where Linux gives them to who asks: of weights in pages of 4 KiB a
-    # processor read 25 to 31 GB/s, in large ones 33. It reads this once, at its first tensor.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # processor read 25 to 31 GB/s, in large ones 33. It reads this once, at its first tensor; what
+    # kvchat starts, such as tools and editors, is not to see it.
+    is_left_to_us = _LARGE_PAGES not in os.environ
+    os.environ.setdefault(_LARGE_PAGES, "1")
     torch = importlib.import_module("torch")
+    torch.empty(1)
+    if is_left_to_us:
+        del os.environ[_LARGE_PAGES]
     try:
         # In the version that has it, one of the modules left out completes torch.Generator so.
         if hasattr(torch._C, "_set_generator_metaclass"):

@@ -235,3 +235,15 @@ def live(rng: random.Random) -> None:
     model.manager.clear()
     assert model.manager.status().num_cached == 0
     model.manager.check([])
+
+
+def test_a_step_whose_drafts_were_all_wrong_at_a_block_end_copies_its_state_once() -> None:
+    model = RecurrentModel()
+    ids = list(range(BLOCK))
+    table = model.begin(ids)
+    assert model.read(table, ids, BLOCK, is_prompt_end=False)
+    assert table.state is not None
+    model.manager.state_of(table).data.fill_(7)  # what a second copy would have
+
+    assert model.manager.settle_drafts(table, BLOCK, 0) == BLOCK
+    assert model.read_back(table.state.taken[BLOCK]) == after(0, ids)

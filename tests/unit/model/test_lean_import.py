@@ -234,3 +234,15 @@ import transformers
 print(type(sys.modules["torch._dynamo"]).__name__, transformers.modeling_utils.__name__)
 """
     assert run_python(program).split() == ["module", "transformers.modeling_utils"]
+
+
+@pytest.mark.parametrize(("given", "left"), [(None, "None"), ("0", "0")])
+def test_what_torch_alone_is_to_see_is_not_left_to_other_programs(
+    given: str | None, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools, editors and clients that kvchat starts had a variable that the user had not set."""
+    name = "THP_MEM_ALLOC_ENABLE"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    assert run_python(f"{_LEAN}import os; print(os.environ.get({name!r}))").strip() == left

@@ -16,9 +16,7 @@ from support.served import Serve
 
 SENTENCE = "The server was stopped before the answer was complete."
 MESSAGES = {"messages": [{"role": "user", "content": "Go on."}]}
-OPENAI = {
-    "error": {"message": SENTENCE, "type": "server_error", "param": None, "code": "stopped"}
-}
+OPENAI = {"error": {"message": SENTENCE, "type": "server_error", "param": None, "code": "stopped"}}
 ANTHROPIC = {
     "type": "error",
     "error": {
