@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvchat.core.stats import ReadRates
 
 _MINUTES, _PATIENCE_S = 10.0, 5.0
-_READ, _VERSION = "read.json", 1  # when --warm has read a client's prompt, by model
+_READ, _VERSION = "read.json", 1  # when a client's own prompt was read, by model
 _GREETING = "Say hello."
 
 
@@ -66,9 +66,13 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
         if warming.returncode == 0:
             _note_read(directory, server)
     say(f"{client.title} on {server.model}, {server.context:,} tokens of context")
+    rates, num_before = _work(server)
     if client.num_fixed:
-        say(_price(client, server, _has_read(settings, directory, server)))
-    return _run([client.program, *how.arguments, *arguments], environment)
+        say(_price(client, rates, _has_read(settings, directory, server)))
+    code = _run([client.program, *how.arguments, *arguments], environment)
+    if _work(server)[1] - num_before >= client.num_fixed > 0:
+        _note_read(directory, server)
+    return code
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
@@ -80,10 +84,9 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _price(client: Client, server: ServerFacts, is_cached: bool) -> str:
+def _price(client: Client, rates: "ReadRates | None", is_cached: bool) -> str:
     """Return what the client's own prompt costs now and later, where this machine knows."""
     prompt = f"its own prompt of about {client.num_fixed:,} tokens"
-    rates = _rates(server)
     if rates is None or rates.computed is None:
         once, later = "", ""
     else:
@@ -97,7 +100,7 @@ def _price(client: Client, server: ServerFacts, is_cached: bool) -> str:
 
 
 def _has_read(settings: Settings, directory: Path, server: ServerFacts) -> bool:
-    """Whether the client's own prompt was read by --warm since KV was cleared."""
+    """Whether the client's own prompt was read since KV was cleared."""
     read_s = read_state(directory / _READ, _VERSION, "models").get(server.model, 0.0)
     return isinstance(read_s, float) and read_s > store_admin(settings).cleared_s()
 
@@ -107,24 +110,28 @@ def _note_read(directory: Path, server: ServerFacts) -> None:
     write_state(directory / _READ, _VERSION, "models", {**before, server.model: time.time()})
 
 
-def _rates(server: ServerFacts) -> "ReadRates | None":
-    """Return the rates at which a server reads; None if it does not say."""
+def _work(server: ServerFacts) -> "tuple[ReadRates | None, int]":
+    """Return the rates at which a server reads, and how many tokens it has computed.
+
+    None and 0 if it does not say.
+    """
     from kvchat.remote.address import address_of
     from kvchat.remote.local_client import LocalClient
     from kvchat.remote.server_kv import ServerKv
 
-    async def ask() -> "ReadRates":
+    async def ask() -> "tuple[ReadRates, int]":
         http = LocalClient(address_of(server.url, server.key))
         try:
-            [place] = await ServerKv(http, _PATIENCE_S).locate([[0]])
-            return place.rates
+            kv = ServerKv(http, _PATIENCE_S)
+            [place] = await kv.locate([[0]])
+            return place.rates, (await kv.status()).num_tokens_computed
         finally:
             await http.close()
 
     try:
         return asyncio.run(ask())
     except KvchatError:
-        return None
+        return None, 0
 
 
 def _names() -> str:

@@ -133,24 +133,44 @@ def test_a_server_that_is_suspended_is_said_to_be(
     assert refused.value.hint == f"kill -CONT {process.pid} lets it go on."
 
 
-def test_a_clients_own_prompt_is_cached_once_warm_has_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clients_own_prompt_is_cached_once_warm_has_read_it(tmp_path: Path) -> None:
     """A reading time of minutes was told behind --warm, which had just taken it."""
-    monkeypatch.setattr(launch, "_rates", lambda server: ReadRates(100.0, 10_000.0))
     settings = resolve({"cache_dir": str(tmp_path / "kv")}, {}, tmp_path / "none")
-    client = CLIENTS["codex"]
+    client, rates = CLIENTS["codex"], ReadRates(100.0, 10_000.0)
 
     assert not launch._has_read(settings, tmp_path, SERVER)
     launch._note_read(tmp_path, SERVER)
     assert launch._has_read(settings, tmp_path, SERVER)
     assert not launch._has_read(settings, tmp_path, replace(SERVER, model="another"))
-    cold, warm = (launch._price(client, SERVER, is_cached) for is_cached in (False, True))
+    cold, warm = (launch._price(client, rates, is_cached) for is_cached in (False, True))
     assert cold.endswith("is read once, in about 60 s, and comes from the cache later, in 600 ms")
     assert warm == "its own prompt of about 6,000 tokens comes from the cache, in 600 ms"
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "kvchat.cleared").touch()  # as `kvchat cache clear` leaves it
     assert not launch._has_read(settings, tmp_path, SERVER)
+
+
+def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --warm every session was told that the prompt is still to be read."""
+    program = tmp_path / CLIENTS["codex"].program
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(launch, "started", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "facts_of", lambda server: SERVER)
+    # What the server has computed before and after each session; the first one asked nothing.
+    counts = iter((0, 0, 70, 6_470, 6_470, 6_500))
+    monkeypatch.setattr(launch, "_work", lambda server: (None, next(counts)))
+
+    for _ in range(3):
+        assert launch.launch("codex", [], {"model": "demo"}, is_warmed=False) == 0
+
+    told = capsys.readouterr().err
+    assert told.count("is read once, and comes from the cache later") == 2
+    assert told.rstrip().endswith("its own prompt of about 6,000 tokens comes from the cache")
 
 
 def test_a_servers_socket_is_the_users_alone(
