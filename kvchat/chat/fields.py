@@ -83,6 +83,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fault(name, "must be a whole number")
+        if abs(value) > MOST:
+            raise self.fault(name, "must be nearer to 0")
         if not least <= value <= most:
             raise self.fault(
                 name, f"must be {least} to {most}" if most < MOST else f"must be {least} or more"

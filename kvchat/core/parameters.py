@@ -174,9 +174,11 @@ class Parameter:
 
     def _checked_number(self, value: object, place: str) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not abs(value) <= MOST:  # type: ignore[arg-type]  # NaN is not
+        if not is_number or value != value:  # NaN is no number
             raise self.refusal(value, place, self.kind.value)
         assert isinstance(value, int | float)
+        if abs(value) > MOST:
+            raise self.refusal(value, place, "nearer to 0")
         if self.kind is Kind.WHOLE and value != int(value):
             raise self.refusal(value, place, self.kind.value)
         number = int(value) if self.kind is Kind.WHOLE else float(value)

@@ -315,7 +315,9 @@ async def export(context: "CommandContext", arguments: str) -> None:
         model = model_label(context.controller.host.model.name)
         content = documents.document(session.conversation, kind, model)
     documents.write_new(path, content)
-    context.say(f"Written to {path}. (Conversations are also saved by themselves.)")
+    is_saved = context.controller.host.store and context.controller.saving_problem() is None
+    also = " (Conversations are also saved by themselves.)" if is_saved else ""
+    context.say(f"Written to {path}.{also}")
 
 
 _KINDS = {**{kind: kind for kind in documents.KINDS}, "markdown": "md"}

@@ -241,7 +241,11 @@ def _label_and_paths(
     except ValueError:
         words = [arguments]
     first = user_path(words[0])
-    has_name = len(words) > 1 and not first.exists() and not glob(str(first))
+    is_file = first.exists() or bool(glob(str(first)))
+    if not is_file and len(words) == 1:
+        sentence = f"There is no file {one_line(words[0], 64)}, and no pin of that name."
+        raise UsageError(sentence, "/pin alone pins this conversation.")
+    has_name = not is_file
     if has_name and (words[0] in _NO_LABELS or len(words[0]) > _MAX_LABEL_CHARS):
         raise UsageError(f"A pin cannot be called {one_line(words[0], 64)}.", "/pin NAME FILE...")
     paths = [path for word in words[has_name:] for path in matching_files(word).paths]

@@ -87,6 +87,16 @@ def test_every_parameter_is_a_field_of_every_interface(
 
 
 @pytest.mark.parametrize("path", BODIES)
+def test_a_number_that_is_too_large_is_refused_as_one(serve: Serve, path: str) -> None:
+    """A limit of 10 ** 30 tokens had to be "1 or more"."""
+    field = dict(fields_of(path))["max_tokens"]
+
+    got = post(serve(), path, {"model": "scripted", **BODIES[path], field: 10**30})
+
+    assert got.json["error"]["message"] == f"{field} is {10**30}, but must be nearer to 0."
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_a_bad_field_is_refused_in_the_words_of_the_flags(serve: Serve, path: str) -> None:
     app = serve()
     for name, field in fields_of(path):

@@ -60,6 +60,21 @@ def test_a_second_export_finds_a_name_of_its_own(
     assert sorted("two" in path.read_text() for path in tmp_path.glob("*.md")) == [False, True]
 
 
+@pytest.mark.parametrize(("problem", "is_said"), [(None, True), ("The disk is full.", False)])
+def test_an_export_says_that_the_conversation_is_saved_too_where_it_is(
+    controller: ChatController,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    problem: str | None,
+    is_said: bool,
+) -> None:
+    """It was said of one that a full disk had no room for, which was exported for that reason."""
+    ask(controller, "one")
+    monkeypatch.setattr(controller, "saving_problem", lambda: problem)
+
+    assert ("also saved" in do(controller, f"/export {tmp_path}/one.md")) is is_said
+
+
 def test_an_export_says_which_directory_is_missing(
     controller: ChatController, tmp_path: Path
 ) -> None:

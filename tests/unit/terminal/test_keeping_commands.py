@@ -236,7 +236,8 @@ def test_a_pinned_file_stands_behind_the_date_of_today(
     ("line", "told"),
     [
         ("/pin", "The conversation is empty."),
-        ("/pin missing.txt", "missing.txt cannot be read"),
+        ("/pin missing.txt", "There is no file missing.txt, and no pin of that name."),
+        ("/pin two missing.txt", "missing.txt cannot be read"),
         ("/unpin x", "There is no such pin."),
         ("/unpin", "The conversation is empty."),
         ("/forget", "The conversation is empty."),

@@ -205,6 +205,8 @@ def test_settings_can_be_unset() -> None:
         ("temperature", "-1", "must be 0 to 100"),
         ("top-k", "1.5", "must be a whole number"),
         ("max-tokens", "0", "1 or more"),
+        ("max-tokens", str(10**30), "nearer to 0"),
+        ("temperature", "nan", "must be a number"),
         ("stop", '""', "empty"),
     ],
 )
