@@ -35,7 +35,12 @@ from kvchat_kernels.linear.blocks import (
     with_columns,
 )
 from kvchat_kernels.linear.cpu import read_blocks, unpack
-from kvchat_kernels.linear.gguf_blocks import BLOCK_FORMATS, WIDE_FORMATS, held_bytes
+from kvchat_kernels.linear.gguf_blocks import (
+    BLOCK_FORMATS,
+    WIDE_FORMATS,
+    block_weights,
+    held_bytes,
+)
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A chunk of this many elements is unpacked at once. numpy takes about 20 bytes for each.
@@ -185,7 +190,7 @@ def read_gguf_tensors(
     """
     sources = _sources(gguf, architecture, shapes)
     kept = _staying(sources, shapes, wanted, config, for_cpu)
-    needed = _needed_bytes(sources, dtype, kept, for_cpu)
+    needed = _needed_bytes(sources, dtype, kept, config, for_cpu)
     free = free_bytes(torch.device("cpu"))
     if needed > free:
         form = "" if kept else f" as {dtype_name(dtype)}"
@@ -232,7 +237,7 @@ def memory_bytes(
     kept = _staying(sources, shapes, wanted, config, for_cpu)
     parts = [part for source in sources.values() for part in source.parts]
     mapped = sum(part.num_bytes for part in parts if _PLAIN.get(kind_name(part)) == dtype)
-    return _needed_bytes(sources, dtype, kept, for_cpu) + mapped
+    return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped
 
 
 def _is_small(shape: torch.Size) -> bool:
@@ -254,25 +259,32 @@ def _staying(
 
 
 def _needed_bytes(
-    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], for_cpu: bool
+    sources: Mapping[str, _Source], dtype: torch.dtype, kept: Set[str], config: Any, for_cpu: bool
 ) -> int:
     """Return the bytes of memory that reading takes; tensors that stay mapped take none."""
     needed = 0
     for name, source in sources.items():
         for part in source.parts:
             if name in kept:
-                needed += _held_bytes(part, for_cpu)
+                needed += _held_bytes(part, source.form, config, for_cpu)
             elif _PLAIN.get(kind_name(part)) != dtype:
                 needed += prod(part.shape) * dtype.itemsize
     return needed
 
 
-def _held_bytes(tensor: GgufTensor, for_cpu: bool) -> int:
+def _held_bytes(tensor: GgufTensor, form: Form | None, config: Any, for_cpu: bool) -> int:
     """Return the bytes of memory of a tensor that stays in blocks."""
-    name = kind_name(tensor)
-    if name in GRID_FORMATS:
-        return grid_bytes(tensor.num_bytes, name)
-    return held_bytes(tensor.num_bytes, name, is_wide=not for_cpu)
+    name, num_bytes = kind_name(tensor), tensor.num_bytes
+    if form is None or form.columns is None:
+        is_grid = name in GRID_FORMATS
+        return grid_bytes(num_bytes, name) if is_grid else held_bytes(num_bytes, name, not for_cpu)
+    num_rows = prod(tensor.shape[:-1])  # which are alike: one is read
+    row = torch.zeros(1, num_bytes // num_rows, dtype=torch.uint8)
+    read = block_weights(row, name, not for_cpu)
+    if read is None:
+        with ThreadPoolExecutor(1) as pool:
+            read = read_grids(row, name, pool, is_interleaved=False)
+    return with_columns(read, form.columns(tensor.shape[-1], config)).num_bytes * num_rows
 
 
 def _sources(
