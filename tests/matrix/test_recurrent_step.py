@@ -103,6 +103,14 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "mamba, no attention": ("mamba2, no attention", {"n_groups": 2}),
+    "selective": ("mamba, no attention", {}),
+    "selective, normed": ("falcon_mamba, no attention", {"use_bias": True, "use_conv_bias": False}),
+    "selective, wide": (
+        "mamba, no attention",
+        {"state_size": 24, "time_step_rank": 32, "hidden_size": 96, "expand": 1},
+    ),
+    "selective beside attention": ("jamba, mamba-1", {"num_experts_per_tok": 2, "num_experts": 4}),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
@@ -114,6 +122,7 @@ _KINDS = [
     "inputs apart",
     "channels decay",
     *("factors that are sigmoids", "mamba", "mamba, groups and biases", "mamba beside attention"),
+    *("selective", "selective, normed", "selective beside attention"),
 ]
 
 
@@ -324,7 +333,11 @@ _FEWER_BITS: list[tuple[dict[str, str], float]] = [
 
 @pytest.mark.parametrize(("config", "least"), _FEWER_BITS)
 @pytest.mark.parametrize(
-    "name", ["fewer key heads", "parts of key heads together", "short convolutions", "mamba"]
+    "name",
+    [
+        *("fewer key heads", "parts of key heads together", "short convolutions", "mamba"),
+        *("mamba, no attention", "selective, normed", "selective beside attention"),
+    ],
 )
 def test_low_bits_take_the_compiled_step_too(
     name: str, config: dict[str, str], least: float, tmp_path: Path
@@ -343,7 +356,7 @@ def test_low_bits_take_the_compiled_step_too(
     ("name", "of_gates"),
     [
         *((name, "Q8_0") for name in ("qwen35", "qwen3next", "lfm2", "granitehybrid")),
-        *((name, "Q8_0") for name in ("falcon-h1", "nemotron_h")),
+        *((name, "Q8_0") for name in ("falcon-h1", "nemotron_h", "mamba2", "mamba", "jamba")),
         ("qwen3next", "Q4_0"),
     ],
 )
@@ -361,7 +374,7 @@ def test_blocks_of_a_file_take_it_too(name: str, of_gates: str, tmp_path: Path) 
     assert torch.cosine_similarity(ours, theirs).median() > 0.999
 
 
-@pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid"])
+@pytest.mark.parametrize("name", ["qwen35", "lfm2", "granitehybrid", "mamba"])
 def test_small_tensors_of_a_file_are_read_with_all_their_bits(name: str, tmp_path: Path) -> None:
     """Decays, steps, norms and filters were rounded to the 16 bits of the module's parameters."""
     path = write_hybrid(tmp_path / "m.gguf", name, "Q8_0")

@@ -48,6 +48,12 @@ _MAMBA_DATA = {
     "ssm.time_step_rank": 8,
     "ssm.inner_size": 256,
 }
+_SCAN_DATA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 16,
+    "ssm.inner_size": 512,
+}
 _SHORT_DATA = {
     "attention.head_count_kv": [0, 2],
     "attention.layer_norm_rms_epsilon": 1e-5,
@@ -99,6 +105,18 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "expert_count": None,
         },
     ),
+    "mamba": (
+        "mamba",
+        {"state_size": 16, "time_step_rank": 16, "expand": 2, "head_dim": None},
+        {**_SCAN_DATA, "attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5},
+    ),
+    "jamba": (
+        "jamba",
+        {"mamba_d_state": 16, "mamba_dt_rank": 16, "num_experts": 4, "num_experts_per_tok": 2,
+         "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+         "expert_layer_offset": 1},
+        {**_SCAN_DATA, "attention.head_count_kv": [0, 2]},
+    ),
     "mamba2": (
         "mamba2",
         {"state_size": 16, "num_heads": 8, "head_dim": 32, "expand": 1, "n_groups": 2,
@@ -108,7 +126,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
-_FLOATS = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp", "ssm_norm")
+_FLOATS = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp", "ssm_norm", "ssm_dt.")
 
 
 def write_hybrid(path: Path, name: str, kind: str | Callable[[str], str]) -> Path:

@@ -84,6 +84,26 @@ def mamba_step(
     return torch.einsum("hpn,hn->hp", state, c) + x * skips[:, None]
 
 
+def selective_step(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    steps: torch.Tensor,
+    rates: torch.Tensor,
+    skips: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Return what C reads of the state of Mamba 1, and D times x, [channels]; `state` is changed.
+
+    x, steps, skips   float32 [channels]
+    b, c              float32 [state size]
+    rates, state      float32 [channels, state size]
+    """
+    state *= (rates * steps[:, None]).exp()
+    state += (x * steps)[:, None] * b
+    return state @ c + x * skips
+
+
 def group_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return x [groups, width], each group normed, times weight [groups, width]."""
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight

@@ -20,7 +20,7 @@ from kvchat.model.cpu.step_operations import Unfit
 from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
 from kvchat.model.decoder.decoder import Decoder, num_weights
 from kvchat.model.decoder.reader import read_decoder
-from kvchat.model.decoder.recurrent import Mamba
+from kvchat.model.decoder.recurrent import Mamba, SelectiveScan
 from kvchat.model.packed.experts import lay_by_rows
 from kvchat.model.spec import ModelSpec
 from kvchat_kernels.cpu.step import FEW_ROWS, MAX_ROWS, Header, set_num_rows
@@ -280,6 +280,9 @@ class CompiledStep:
 
 def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
     """Return the most rows of a step, and the most of one sequence; modules compute larger ones."""
+    parts = [part for layer in decoder.layers for part in (layer.attention, layer.beside)]
+    if any(isinstance(part, SelectiveScan) for part in parts):
+        return _ALL_ROWS, _ALL_ROWS  # modules compute their prompts row by row
     if decoder.state:
         return _MOST_ROWS_WITH_STATE, _MOST_OF_ONE_WITH_STATE
     if isinstance(weights, torch.Tensor) and is_fast_by_torch(weights.dtype):

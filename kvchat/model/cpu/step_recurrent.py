@@ -1,4 +1,4 @@
-"""Layers with a state in a step's program: gated delta nets, Mamba-2, short convolutions.
+"""Layers with a state in a step's program: gated delta nets, Mamba 1 and 2, short convolutions.
 
 Operations of each are: products of the inputs, what keeps those of guesses, the convolution, the
 step of the state with its gate and norm, where there is one, and output. Qwen3-Next has the parts
@@ -14,14 +14,22 @@ import torch
 
 from kvchat.model.cpu.step_operations import Activations, StepOperations, Unfit, check_widths
 from kvchat.model.decoder.matrices import LowRank, Matrix
-from kvchat.model.decoder.recurrent import Convolution, DeltaNet, Mamba, Recurrent, ShortConvolution
+from kvchat.model.decoder.recurrent import (
+    Convolution,
+    DeltaNet,
+    Mamba,
+    Recurrent,
+    SelectiveScan,
+    ShortConvolution,
+)
 from kvchat.model.spec import StateTensor
 from kvchat.model.state import CONV, RECURRENT, state_offsets
-from kvchat_kernels.cpu import convolution, delta, mamba
+from kvchat_kernels.cpu import convolution, delta, mamba, selective
 from kvchat_kernels.cpu.convolution import ConvolutionForm, ConvolutionTask
 from kvchat_kernels.cpu.delta import DeltaTask, OrderingTask
 from kvchat_kernels.cpu.mamba import GroupNormTask, MambaTask
 from kvchat_kernels.cpu.maths import stored_as
+from kvchat_kernels.cpu.selective import SelectiveInputsTask, SelectiveTask
 from kvchat_kernels.cpu.step import Header, InputsTask, guesses_kernel
 
 
@@ -50,6 +58,8 @@ class RecurrentLayers:
             read = self._delta_net(part, source, values)
         elif isinstance(part, Mamba):
             read = self._mamba(part, source, values)
+        elif isinstance(part, SelectiveScan):
+            read = self._selective_scan(part, source, values)
         else:
             read = self._short_convolution(part, source, values)
         self._operations.products((part.out,), read, read.floats, out)
@@ -122,6 +132,49 @@ class RecurrentLayers:
                 num_groups=form.num_groups,
             )
             operations.add(mamba.group_norm_kernel(), norming, None)
+        return read
+
+    def _selective_scan(
+        self, part: SelectiveScan, source: Activations, values: torch.Tensor
+    ) -> Activations:
+        form, norm, operations = part.form, part.norm, self._operations
+        channels, size, rank = form.num_channels, form.state_size, form.rank
+        check_widths(channels, size, rank)
+        is_other = part.steps.num_out != channels or part.parts.num_out != rank + 2 * size
+        if is_other or part.convolution.num_channels != channels:
+            raise Unfit("has recurrent layers of another form")
+        both = self._inputs("selective", (part.inputs,), 2 * channels, source, values)
+        mixed, gates = both.split(channels, dim=1)
+        x = operations.input("convolved", channels)
+        self._convolution(part.convolution, part.layer, self._of_inputs(mixed), mixed, x.floats)
+        parts = operations.output("selective parts", rank + 2 * size)
+        operations.products((part.parts,), x, x.floats, parts)
+        latents = operations.input("latents of steps", part.steps.num_in)
+        inputs = operations.output("selective inputs", 2 * (channels + size))
+        joining = SelectiveInputsTask(
+            x=x.floats,
+            parts=parts,
+            weight=None if norm is None else norm.weight,
+            epsilon=0.0 if norm is None else norm.epsilon,
+            latents=latents.floats,
+            latents_width=part.steps.num_in,
+            inputs=inputs,
+        )
+        operations.add(selective.selective_inputs_kernel(form, norm is not None), joining, None)
+        steps = inputs[:, channels:]
+        operations.products((part.steps,), latents, latents.floats, steps)
+        read = operations.input("selective heads", channels)
+        task = SelectiveTask(
+            **self._of_inputs(inputs),
+            gates=gates,
+            gates_stride=gates.stride(0) * 4,
+            rates=part.rates,
+            skips=part.skips,
+            out=read.floats,
+            state=self._state(part.layer, (channels, size)),
+        )
+        units = selective.num_units(form)
+        operations.add_of_sequences(selective.selective_kernel(form), task, units)
         return read
 
     def _short_convolution(

@@ -19,6 +19,7 @@ from kvchat.model.decoder.recurrent import (
     read_kimi_delta_net,
     read_mamba,
     read_olmo_delta_net,
+    read_selective_scan,
     read_short_convolution,
 )
 from kvchat_kernels.cpu.experts import ExpertSets, Factors
@@ -202,6 +203,15 @@ _MAMBA = ("mamba", read_mamba)
 _SHORT_CONVOLUTION = ("conv", read_short_convolution)
 _LFM2 = Family(_LFM, last_norm="embedding_norm", mlp="feed_forward", recurrent=_SHORT_CONVOLUTION)
 _BAMBAS = Family(_BAMBA, last_norm="final_layernorm", mlp="feed_forward", recurrent=_MAMBA)
+_HALVES = Family(
+    last_norm="norm_f",
+    rotary=None,
+    attention="mixer",
+    mlp="mixer",
+    recurrent=("mixer", read_mamba),
+    has_halves=True,
+    routing=_route_deepseek,
+)
 _GRANITE_FACTOR = LogitsFactor("logits_scaling", divides=True)
 _GRANITE_MIXTURE = Family(
     mlp="block_sparse_moe", router="router", normalises=True, logits_factor=_GRANITE_FACTOR
@@ -266,14 +276,17 @@ FAMILIES = {
     "falcon_h1": replace(
         _BAMBAS, has_multipliers=True, logits_factor=LogitsFactor("lm_head_multiplier")
     ),
-    "nemotron_h": Family(
-        last_norm="norm_f",
+    "nemotron_h": _HALVES,
+    "mamba2": _HALVES,
+    **dict.fromkeys(
+        ("mamba", "falcon_mamba"), replace(_HALVES, recurrent=("mixer", read_selective_scan))
+    ),
+    "jamba": replace(
+        _BAMBAS,
         rotary=None,
-        attention="mixer",
-        mlp="mixer",
-        recurrent=("mixer", read_mamba),
-        has_halves=True,
-        routing=_route_deepseek,
+        router="router",
+        normalises=False,
+        recurrent=("mamba", read_selective_scan),
     ),
     "gpt_oss": Family(router="router", normalises=True, has_half_angles=True),
     "granitemoehybrid": replace(_GRANITE_MIXTURE, recurrent=_MAMBA),

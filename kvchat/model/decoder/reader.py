@@ -58,12 +58,8 @@ def read_decoder(module: Any, spec: ModelSpec, *, in_parts: bool = False) -> Dec
 
     `in_parts`: parts of layers that are not known are None.
     """
-    if not spec.layers:
-        return "has no attention"
-    # ...layers.0.self_attn; a model of text and images has its text model inside.
-    path = spec.layers[0].module_name.split(".")[:-3]
     try:
-        owner = module.get_submodule(".".join(path))
+        owner = _owner_of_layers(module, spec)
         family = FAMILIES.get(owner.config.model_type)
         if family is None:
             return f"is of the type {owner.config.model_type}"
@@ -74,6 +70,14 @@ def read_decoder(module: Any, spec: ModelSpec, *, in_parts: bool = False) -> Dec
         return str(reason)
     except _UNREADABLE as error:
         return f"lacks a part: {error}"
+
+
+def _owner_of_layers(module: Any, spec: ModelSpec) -> Any:
+    """Return the module that has the list of layers."""
+    if not spec.layers:  # without attention, as Mamba
+        return module.base_model
+    # ...layers.0.self_attn; a model of text and images has its text model inside.
+    return module.get_submodule(".".join(spec.layers[0].module_name.split(".")[:-3]))
 
 
 def _require_all_known(owner: Any, family: Family) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from kvchat.model.decoder.matrices import (
     LowRank,
@@ -23,6 +24,8 @@ from kvchat.model.decoder.matrices import (
 from kvchat.model.packed.quantise import RowsApart
 from kvchat_kernels.cpu.delta import DeltaForm
 from kvchat_kernels.cpu.mamba import MambaForm
+from kvchat_kernels.cpu.products import COLUMNS
+from kvchat_kernels.cpu.selective import SelectiveForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,70 @@ def _read_norm(norm: Any, form: MambaForm) -> Norm | None:
     if num_groups != form.num_groups or getattr(norm, "norm_before_gate", False):
         raise Unknown("norms the heads of Mamba layers otherwise")
     return Norm(weight, float(norm.variance_epsilon))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveScan:
+    """A Mamba-1 layer (`kvchat_kernels.cpu.selective`).
+
+    inputs       the matrix of what is convolved, and of the gates
+    parts        the matrix of what steps are made of, of B and of C, whose input is convolved
+    norm         of each of these three by itself, [rank + 2 * state size]; None: there is none
+    steps        the matrix of the steps, whose columns may be padded
+    rates        float32 [channels, state size]
+    skips        float32 [channels]
+    layer        its number in the cache object of transformers
+    """
+
+    form: SelectiveForm
+    inputs: Matrix
+    convolution: Convolution
+    parts: Matrix
+    norm: Norm | None
+    steps: Matrix
+    rates: torch.Tensor
+    skips: torch.Tensor
+    out: Matrix
+    layer: int
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inputs, self.parts, self.steps, self.out
+
+
+def read_selective_scan(mixer: Any, index: int) -> SelectiveScan:
+    """Return the Mamba-1 layer of a mixer; raises Unknown for what it does not know."""
+    rank, size = mixer.time_step_rank, mixer.ssm_state_size
+    norm = None
+    if hasattr(mixer, "dt_layernorm"):
+        norms = (mixer.dt_layernorm, mixer.b_layernorm, mixer.c_layernorm)
+        if hasattr(norms[0], "variance_epsilon"):
+            weight = torch.cat([float_values(each.weight) for each in norms])
+            norm = Norm(weight, float(norms[0].variance_epsilon))
+        else:  # Falcon Mamba's have weights that their code does not read
+            weight = torch.ones(rank + 2 * size, dtype=torch.float32)
+            norm = Norm(weight, float(norms[0].eps))
+    return SelectiveScan(
+        SelectiveForm(mixer.intermediate_size, size, rank),
+        matrix_of(mixer.in_proj),
+        read_convolution(mixer.conv1d, mixer.activation),
+        matrix_of(mixer.x_proj),
+        norm,
+        _padded(matrix_of(mixer.dt_proj)),
+        (-float_values(mixer.A_log).exp()).contiguous(),
+        float_values(mixer.D),
+        matrix_of(mixer.out_proj),
+        index,
+    )
+
+
+def _padded(matrix: Matrix) -> Matrix:
+    """Return a matrix with as many columns as kernels take, the last of them zeros."""
+    missing = -matrix.num_in % COLUMNS
+    weights = matrix.weights
+    if not missing or not isinstance(weights, torch.Tensor):
+        return matrix
+    return Matrix(functional.pad(weights, (0, missing)), matrix.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,4 +321,4 @@ def _order(form: DeltaForm) -> torch.Tensor:
     return torch.cat([piece.flatten() for piece in pieces])
 
 
-Recurrent = Mamba | DeltaNet | ShortConvolution
+Recurrent = Mamba | SelectiveScan | DeltaNet | ShortConvolution

@@ -206,7 +206,7 @@ def read_gguf_tensors(
         reader = _Reader(dtype, kept, architecture.norm_offset, config, pool, for_cpu)
         in_full = _Reader(torch.float32, kept, architecture.norm_offset, config, pool, for_cpu)
         for name, source in sources.items():
-            is_small = _is_small(shapes[name]) and dtype != torch.float32
+            is_small = _is_small(name, shapes[name]) and dtype != torch.float32
             tensor = (in_full if is_small else reader).read(name, source, shapes[name])
             if tensor.shape != shapes[name] and tensor.numel() == prod(shapes[name]):
                 tensor = tensor.reshape(shapes[name])
@@ -240,9 +240,10 @@ def memory_bytes(
     return _needed_bytes(sources, dtype, kept, config, for_cpu) + mapped
 
 
-def _is_small(shape: torch.Size) -> bool:
-    """Whether a tensor is one row, such as a norm, or the filters of a convolution by channels."""
-    return len(shape) == 1 or (len(shape) == 3 and shape[1] == 1)
+def _is_small(name: str, shape: torch.Size) -> bool:
+    """Whether a tensor is one row, such as a norm, a convolution by channels, or Mamba's decays."""
+    is_by_channels = len(shape) == 3 and shape[1] == 1
+    return len(shape) == 1 or is_by_channels or name.endswith(".A_log")
 
 
 def _staying(

@@ -29,8 +29,8 @@ from support.stateful_models import load_stateful, open_engine, words
 from support.trial_drafters import OracleDrafter
 
 BLOCK = 16
-# Gated delta nets and Mamba-2 in compiled steps, a short convolution, and modules alone.
-NAMES = ("qwen3_5, compiled", "falcon_h1", "lfm2", "minimax")
+# Gated delta nets, Mamba 2, a short convolution and Mamba 1 in compiled steps, and modules alone.
+NAMES = ("qwen3_5, compiled", "falcon_h1", "lfm2", "jamba, mamba-1", "minimax")
 Question = tuple[tuple[int, ...], SamplingParams, int]
 Answers = dict[tuple[Question, int], list[int]]
 

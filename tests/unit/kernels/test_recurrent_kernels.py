@@ -13,6 +13,7 @@ from kvchat_kernels.cpu import (
     gates,
     mamba,
     mamba_rows,
+    selective,
 )
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
@@ -262,6 +263,71 @@ def test_a_step_of_mamba_is_the_formula(
     run(mamba.group_norm_kernel(), task, num_rows, counts=counts)
 
     assert torch.allclose(out, normed, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", _COUNTS)
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "size", "rank", "width"),
+    [(8, 8, 8, 32), (200, 24, 40, 64), (1536, 16, 48, 64), (64, 128, 32, 32)],
+)
+def test_a_step_of_mamba_1_is_the_formula(
+    channels: int, size: int, rank: int, width: int, is_normed: bool, counts: list[int]
+) -> None:
+    torch.manual_seed(5)
+    form = selective.SelectiveForm(channels, size, rank)
+    num_rows, epsilon = sum(counts), 1e-5
+    state, out = torch.randn(len(counts), channels, size), torch.zeros(num_rows, channels)
+    twin, weight = state.clone(), torch.randn(rank + 2 * size)
+    # Steps far below and above zero, decays from nearly 1 to nearly 0.
+    rates, skips = -torch.rand(channels, size) * 16, torch.randn(channels)
+    for _ in range(2):
+        x, both = torch.randn(num_rows, channels), torch.randn(num_rows, 2 * channels)
+        parts, latents = torch.randn(num_rows, rank + 2 * size), torch.zeros(num_rows, width)
+        inputs = torch.full((num_rows, 2 * (channels + size)), 7.0)
+        joining = selective.SelectiveInputsTask(
+            x=x,
+            parts=parts,
+            weight=weight,
+            epsilon=epsilon,
+            latents=latents,
+            latents_width=width,
+            inputs=inputs,
+        )
+
+        run(selective.selective_inputs_kernel(form, is_normed), joining, num_rows, counts=counts)
+
+        pieces = parts.split((rank, size, size), dim=1)
+        if is_normed:
+            pieces = [
+                recurrent_formulas.group_norm(piece, of_piece, epsilon)
+                for piece, of_piece in zip(pieces, weight.split((rank, size, size)), strict=True)
+            ]
+        assert torch.allclose(latents[:, :rank], pieces[0], rtol=1e-5, atol=1e-6)
+        assert not latents[:, rank:].any()
+        assert bool((inputs[:, channels : 2 * channels] == 7.0).all()), "of the steps' product"
+        inputs[:, channels : 2 * channels] = 6 * torch.randn(num_rows, channels)
+        task = selective.SelectiveTask(
+            gates=both[:, channels:],
+            gates_stride=both.stride(0) * 4,
+            rates=rates,
+            skips=skips,
+            out=out,
+            state=0,
+            **of_inputs(inputs),
+        )
+
+        units = selective.num_units(form)
+        run(selective.selective_kernel(form), task, units, list(state), counts)
+
+        for row, index in enumerate(in_order(counts)):
+            steps = torch.nn.functional.softplus(inputs[row, channels : 2 * channels])
+            read = recurrent_formulas.selective_step(
+                x[row], pieces[1][row], pieces[2][row], steps, rates, skips, twin[index]
+            )
+            expected = read * torch.nn.functional.silu(both[row, channels:])
+            assert torch.allclose(out[row], expected, rtol=1e-3, atol=1e-3)
+        assert torch.allclose(state, twin, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("num_heads", "dim"), [(1, 8), (3, 24), (8, 256)])
