@@ -266,21 +266,21 @@ def _kvchat(
 @contextmanager
 def _peer(setup: BenchSetup) -> Iterator[_Peer]:
     """Yield llama.cpp's server on the same model."""
-    program = shutil.which(_LLAMA_SERVER)
-    if setup.gguf is None or program is None:
-        reason = "give the same model by --gguf" if setup.gguf is None else "is not on the PATH"
+    gguf, program = setup.peers_gguf, shutil.which(_LLAMA_SERVER)
+    if gguf is None or program is None:
+        reason = "give the same model by --gguf" if gguf is None else "is not on the PATH"
         yield _Peer(None, f"{_LLAMA_SERVER}: not run; {reason}")
         return
     slots = max(_CLIENTS)
     context = slots * 2 * (_PROMPT_TOKENS + _ANSWER_TOKENS)
     threads = str(torch.get_num_threads())
     port = str(_free_port())
-    command = [program, "-m", str(setup.gguf), "--port", port, "-np", str(slots)]
+    command = [program, "-m", str(gguf), "--port", port, "-np", str(slots)]
     command += ["-c", str(context), "-t", threads, "-tb", threads, "--no-webui"]
     with _process(command, None) as (process, said):
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(process, said, url)
-        yield _Peer(url, f"{_LLAMA_SERVER}: {setup.gguf.name}, {slots} slots")
+        yield _Peer(url, f"{_LLAMA_SERVER}: {gguf.name}, {slots} slots")
 
 
 @contextmanager

@@ -147,10 +147,11 @@ def without_llama_cpp(gguf: Path | None) -> str:
     return ""
 
 
-def on_same_model(gguf: Path | None) -> str:
-    """Return the note on a file that llama.cpp ran on."""
-    assert gguf is not None
-    return f"llama.cpp: {gguf.name}, not checked to be the same model"
+def on_same_model(setup: BenchSetup) -> str:
+    """Return the note on the file that llama.cpp ran on."""
+    assert setup.peers_gguf is not None
+    doubt = ", not checked to be the same model" if setup.gguf is not None else ""
+    return f"llama.cpp: {setup.peers_gguf.name}{doubt}"
 
 
 def prompts_beside_peers(
@@ -163,16 +164,17 @@ def prompts_beside_peers(
 
     Token ids that the file does not know become others: a checkpoint may be padded.
     """
-    missing, peers = without_llama_cpp(setup.gguf), list[Peer]()
-    if setup.gguf is not None and not missing:
-        peers.append(LlamaCpp(setup.gguf, torch.get_num_threads()))
-    if setup.gguf is not None and setup.peer is not None:
-        peers.append(LlamaBench(setup.peer, setup.gguf, torch.get_num_threads()))
+    gguf, peers = setup.peers_gguf, list[Peer]()
+    missing = without_llama_cpp(gguf)
+    if gguf is not None and not missing:
+        peers.append(LlamaCpp(gguf, torch.get_num_threads()))
+    if gguf is not None and setup.peer is not None:
+        peers.append(LlamaBench(setup.peer, gguf, torch.get_num_threads()))
     figures = []
     for peer in peers:
         known = ([token_id % peer.vocab_size for token_id in prompt] for prompt in prompts)
         figures += [compared(peer, prompt) for prompt in known]
-    return figures, missing or on_same_model(setup.gguf)
+    return figures, missing or on_same_model(setup)
 
 
 def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:
@@ -292,9 +294,10 @@ class SavedTransformers:
 
 
 def first_token_beside_llama_cpp(
-    gguf: Path | None, history_len: int, num_new: int, ours_s: float
+    setup: BenchSetup, history_len: int, num_new: int, ours_s: float
 ) -> tuple[list[Figure], str]:
     """Return our time to first token beside llama.cpp's, and a note on its model or why not."""
+    gguf = setup.peers_gguf
     missing = without_llama_cpp(gguf)
     if gguf is None or missing:
         return [], missing
@@ -303,7 +306,7 @@ def first_token_beside_llama_cpp(
     new = random_ids(num_new, peer.vocab_size, seed=2)
     theirs_s = min(peer.state_load_s(history, new) for _ in range(3))
     figure = _first_token(ours_s, theirs_s, "llama.cpp, its state loaded from memory", "1.5")
-    return [figure], on_same_model(gguf)
+    return [figure], on_same_model(setup)
 
 
 def beside_transformers(

@@ -80,7 +80,7 @@ def _measured(
     beside, note = beside_transformers(
         assembled.loaded, history, prompt, (answer, first_s), kept.directory.parent
     )
-    llama, llama_note = first_token_beside_llama_cpp(setup.gguf, len(history), _NEW_TOKENS, first_s)
+    llama, llama_note = first_token_beside_llama_cpp(setup, len(history), _NEW_TOKENS, first_s)
     return Result("resume", settings, (*figures, *beside, *llama), notes=(note, llama_note))
 
 

@@ -29,8 +29,8 @@ class BenchSetup:
     """The settings of every scenario. `is_quick` shrinks the work to a check that it runs.
 
     `sessions` is a directory of recorded conversations, for scenarios that replay them; `gguf` is
-    the same model as GGUF, for llama.cpp and for `peer`, a program llama-bench. `tell` is called
-    with what a scenario of many parts measures from now on.
+    the same model as GGUF, where it has no such file itself, for llama.cpp and for `peer`, a
+    program llama-bench. `tell` is called with what a scenario of many parts measures from now on.
     """
 
     source: ModelSource
@@ -42,6 +42,12 @@ class BenchSetup:
     gguf: Path | None = None
     peer: Path | None = None
     tell: Callable[[str], None] = say_nothing
+
+    @property
+    def peers_gguf(self) -> Path | None:
+        """The file that llama.cpp runs."""
+        own = self.source.gguf
+        return self.gguf or (own.paths[0] if own is not None else None)
 
     def scaled(self, length: int) -> int:
         """Return `length` in tokens; in a quick run 1/32 of it, at least 32."""

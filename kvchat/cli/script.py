@@ -319,6 +319,7 @@ class ScriptTools:
         self._tell = tell
         self._running: threading.Event | None = None  # stops the call that runs
         self._is_stopped = False
+        self._told: set[str] = set()  # tools that are not allowed
 
     def stop(self) -> None:
         """End the call that runs, and begin no other. Any thread may call it."""
@@ -334,7 +335,9 @@ class ScriptTools:
         toolbox = self._toolbox
         if toolbox.has(call.name) and not toolbox.permissions.of(call.name):
             name = one_line(call.name)
-            self._tell(f"{name} is not allowed; --allow-tool {name} allows it.")
+            if name not in self._told:
+                self._tell(f"{name} is not allowed; --allow-tool {name} allows it.")
+            self._told.add(name)
             return refused(call)
         self._running = stop = threading.Event()  # before the look: `stop` may be called meanwhile
         if answer_time.is_over or self._is_stopped:

@@ -176,17 +176,26 @@ def test_a_gguf_file_is_measured_beside_the_model_on_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", spread(["decode", "prefill"], ["prefill"]))
-def test_a_gguf_file_is_measured_as_the_model(name: str, tmp_path: Path) -> None:
-    """transformers, the peer, once looked for a checkpoint in the file's directory."""
+def test_a_gguf_file_is_measured_as_the_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers, the peer, once looked for a checkpoint in the file's directory, and llama.cpp
+    was not run: the same model was to be given as GGUF.
+    """
     model = tiny_model("llama", hidden_size=64, intermediate_size=64, max_position_embeddings=512)
     with torch.inference_mode():
         path = write_gguf(tmp_path / "m-Q4_0.gguf", model, "Q4_0")
     setup = BenchSetup(find_model(str(path)), ModelConfig(), SMALL, 1, True, None)
+    monkeypatch.setattr(OtherPeer, "vocab_size", 1000, raising=False)
+    monkeypatch.setattr(peers, "LlamaCpp", OtherPeer)
+    monkeypatch.setitem(sys.modules, "llama_cpp", installed("llama_cpp"))
 
     result = scenario(name)(setup)
 
     assert not result.refusal
     assert any("transformers" in figure.beside_name for figure in result.figures)
+    assert any(figure.beside_name == "llama.cpp" for figure in result.figures)
+    assert "llama.cpp: m-Q4_0.gguf" in result.notes
 
 
 def test_a_tokens_time_is_fitted_by_its_context(report_of: Reports) -> None:

@@ -49,6 +49,8 @@ class Wait:
 def _author(question: str, sample: int) -> Answer:
     if question in ("again and again", "count"):
         return Answer(READ)
+    if question == "twice":
+        return Answer(READ + READ)
     if question == "wait":
         return Answer(WAIT + WAIT)
     if question.startswith("<tool_response>"):
@@ -121,6 +123,13 @@ def test_a_tool_that_is_not_allowed_is_refused_with_the_flag_that_allows_it(
 
     assert "the user does not allow this call" in stdout
     assert "--allow-tool read_file allows it" in stderr
+
+
+def test_a_refusal_is_told_once(answered: Answered) -> None:
+    """A small model asks again and again: seventeen lines said the same."""
+    _, stderr = answered(prompt="twice")
+
+    assert stderr.count("--allow-tool read_file allows it") == 1
 
 
 def test_json_has_the_calls_of_each_answer(answered: Answered) -> None:
