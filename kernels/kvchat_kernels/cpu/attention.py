@@ -13,42 +13,22 @@ slots is all slots between two, which `parts.py` finds.
 Source: "FlashDecoding" (Dao et al. 2023) for the split over the context.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import auto
 from functools import cache
+from itertools import product
 
 from llvmlite import ir
 
-from kvchat_kernels.cpu.code import (
-    F32,
-    F32S,
-    I16,
-    I32,
-    I64,
-    LANES,
-    Code,
-    Kernel,
-    Value,
-    kernel,
-)
-from kvchat_kernels.cpu.maths import (
-    Stored,
-    as_floats,
-    exp,
-    load_floats,
-    load_group,
-    load_group_transposed,
-    load_transposed,
-    tanh,
-    write_turned,
-)
+from kvchat_kernels.cpu.attention_reading import WORD_BYTES, HeadNumbers, load_words, words_of
+from kvchat_kernels.cpu.code import F32, F32S, I32, I64, LANES, Code, Kernel, Value, kernel
+from kvchat_kernels.cpu.maths import Stored, exp, tanh, write_turned
 from kvchat_kernels.cpu.products import are_wide_floats_faster
 from kvchat_kernels.cpu.task import Memory, Place, Task
-from kvchat_kernels.kv_code import SCALE_BYTES, KvCode, NumberCode, group_size
+from kvchat_kernels.kv_code import KvCode, NumberCode, group_size
 
-# Slots of a part, and of a tile of K or V that is converted to float32 at once.
+# Slots of a part, and of a tile of K whose words are transposed at once.
 PART = 256
 _TILE = 32
 # Rows of a job, for whose scores there is room on a thread's stack.
@@ -169,12 +149,17 @@ class _Part:
         self._job = jobs + code.unit // form.num_kv_heads * (8 * len(Job))
         self._num_pairs = self._of_job(Job.NUM_ROWS) * form.group
         self._lanes = 2 * LANES if is_wide else LANES
-        self._value_lanes = 2 * LANES if is_wide and form.value_dim % (2 * LANES) == 0 else LANES
+        self._keys, self._values = (
+            HeadNumbers(side, dim)
+            for side, dim in zip(_sides(form.stored), (form.key_dim, form.value_dim), strict=True)
+        )
+        self._value_lanes = self._values.lanes(self._lanes)
         self._few = _pairs_at_once(form.group) if is_wide else _FEW
         self._start = self._of_job(Job.START)
         self._first, self._end = self._of_job(Job.FIRST), self._of_job(Job.END)
-        widest = max(form.key_dim, form.value_dim)
-        self._tile = code.room(_TILE * widest * 4)
+        self._noted = code.room(2 * _TILE * 8)
+        self._words = code.room(_TILE * self._keys.num_bytes)
+        self._factors = code.room(_TILE * self._keys.scale_bytes * 2)
         self._scores = code.room(JOB_ROWS * form.group * PART * 4)
 
     def _of_job(self, place: Job) -> Value:
@@ -184,15 +169,11 @@ class _Part:
         # Tiles begin at multiples of _TILE, which keeps every row's order of additions the same.
         tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
         with tiles as tile:
-            self._convert_keys(tile)
+            self._write_key_words(tile)
             self._each_few(lambda pairs: self._write_scores(pairs, tile))
         with self._code.loop(0, self._num_pairs) as pair:
             self._write_weights(pair)
-        self._clear_sums()
-        tiles = self._code.loop(self._first - self._first % _TILE, self._end, _TILE)
-        with tiles as tile:
-            self._convert_values(tile)
-            self._each_few(lambda pairs: self._add_values(pairs, tile))
+        self._each_few(self._write_sums)
 
     def _each_few(self, write: Callable[[Sequence[Value]], None]) -> None:
         """Write loops over the pairs of a row and a query head, a few at a time."""
@@ -222,22 +203,32 @@ class _Part:
 
     # K and V
 
-    def _tokens(self, pool: Value, head_bytes: int, first: Value) -> list[Value]:
-        """Return the addresses of what a pool has of the head of 8 slots from `first` on.
+    def _token(self, pool: Value, head_bytes: int, slot: Value) -> Value:
+        """Return the address of what a pool has of the head of a slot."""
+        form = self._form
+        return pool + (self._in_pool(slot) * form.num_kv_heads + self._head) * head_bytes
 
-        `first` is a multiple of 8. Positions that no row sees have any address within the pool.
+    def _tokens(self, pool: Value, head_bytes: int, first: Value, count: int) -> list[Value]:
+        """Return the addresses of what a pool has of the head of `count` slots from `first` on.
+
+        `first` is a multiple of 8. Slots that no row sees have any address within the pool.
         """
-        code, form = self._code, self._form
-        token_bytes = form.num_kv_heads * head_bytes
-        head = pool + self._head * head_bytes
-        if form.block_size >= LANES:  # all in one block
-            start = head + self._in_pool(first) * token_bytes
-            return [start + lane * token_bytes for lane in range(LANES)]
-        slots = [
-            code.least(code.greatest(first + lane, self._first), self._end - 1)
-            for lane in range(LANES)
-        ]
-        return [head + self._in_pool(slot) * token_bytes for slot in slots]
+        form = self._form
+        found: list[Value] = []
+        for run in range(0, count, LANES):
+            if form.block_size < LANES:
+                slots = [self._within(first + run + lane) for lane in range(LANES)]
+                found += [self._token(pool, head_bytes, slot) for slot in slots]
+            else:  # all in one block
+                slot = self._within(first + run)
+                start = self._token(pool, head_bytes, slot - slot % LANES)
+                found += [start + lane * form.num_kv_heads * head_bytes for lane in range(LANES)]
+        return found
+
+    def _within(self, slot: Value) -> Value:
+        """Return a slot, or the nearest one that a row sees."""
+        code = self._code
+        return code.least(code.greatest(slot, self._first), self._end - 1)
 
     def _in_pool(self, slot: Value) -> Value:
         """Return the pool's number of a slot of the table."""
@@ -246,114 +237,130 @@ class _Part:
         block = code.load(table, slot // size * 4, I32)
         return code.convert("sext", block, I64) * size + slot % size
 
-    def _ask_ahead(self, pool: Value, head_bytes: int, slot: Value) -> None:
-        """Ask for what the next tile has in the place of 8 slots, while this one is used."""
-        code = self._code
-        last = self._end - 1
-        ahead = code.least(slot + _TILE, last - last % LANES)
-        for token in self._tokens(pool, head_bytes, ahead):
-            for line in range(0, head_bytes, _CACHE_LINE):
-                code.prefetch(token, line)
+    def _note_tokens(self, tile: Value, slot: Value) -> None:
+        """Note where the next tile has the keys of 8 slots, and this one the values: `_ask` asks
+        for them while scores are computed. Ask for their scales.
+        """
+        code, form = self._code, self._form
+        sides = (
+            (self._keys, code.task.keys, code.task.key_scales, slot + 2 * _TILE),
+            (*(self._values, code.task.values, code.task.value_scales, slot),),
+        )
+        for index, (numbers, pool, scales, first) in enumerate(sides):
+            to = self._noted + index * (_TILE * 8) + (slot - tile) * 8
+            for lane, token in enumerate(self._tokens(pool, numbers.num_bytes, first, LANES)):
+                code.store(token, to, lane * 8)
+            if numbers.scale_bytes:
+                run = max(1, _CACHE_LINE // (form.num_kv_heads * numbers.scale_bytes))
+                for token in self._tokens(scales, numbers.scale_bytes, first, LANES)[::run]:
+                    code.prefetch(token, 0)
 
-    def _convert_keys(self, tile: Value) -> None:
-        """Write a tile of K as float32 [dim, slots]."""
-        dim, stored = self._form.key_dim, self._form.stored
-        own = stored.keys if isinstance(stored, KvCode) else stored
-        with self._eights(self._code.task.keys, _head_bytes(own, dim), tile) as slot:
-            to = self._tile + (slot - tile) * 4
-            if isinstance(own, NumberCode):
-                self._convert_groups_of_keys(own, slot, to)
-            else:
-                self._convert_plain_keys(own, slot, to)
+    def _ask(self, word: Value, slot: Value, width: int) -> None:
+        """Ask for a share of what `_note_tokens` noted of `width` slots: that of a word of a head.
 
-    def _convert_plain_keys(self, stored: Stored, slot: Value, to: Value) -> None:
-        code, dim = self._code, self._form.key_dim
-        tokens = self._tokens(code.task.keys, dim * stored.num_bytes, slot)
-        with code.loop(0, dim, LANES) as column:
-            loaded = load_transposed(code, tokens, column * stored.num_bytes, stored)
-            for index, values in enumerate(loaded):
-                code.store(values, to, (column + index) * (_TILE * 4))
+        Asked for at once, they would have to wait for each other.
+        """
+        code, num_words = self._code, self._keys.num_bytes // WORD_BYTES
+        for index, numbers in enumerate((self._keys, self._values)):
+            lines = -(-numbers.num_bytes // _CACHE_LINE)
+            count = -(-width * lines // num_words)
+            for line in range(count):
+                number = word * count + line
+                if count * num_words > width * lines:
+                    number = code.least(number, width * lines - 1)
+                noted = self._noted + index * (_TILE * 8) + slot * 8
+                token = code.load(noted, number // lines * 8, I64)
+                code.prefetch(token, number % lines * _CACHE_LINE, to_second=True)
 
-    def _convert_groups_of_keys(self, numbers: NumberCode, slot: Value, to: Value) -> None:
-        code, dim = self._code, self._form.key_dim
-        group = group_size(dim)
-        tokens = self._tokens(code.task.keys, numbers.width(dim), slot)
-        scales = self._tokens(code.task.key_scales, dim // group * SCALE_BYTES, slot)
-        with code.loop(0, dim, group) as first:
-            of_group = [code.load(at, first // group * SCALE_BYTES, I16) for at in scales]
-            factors = as_floats(code, code.gathered(of_group), Stored.BFLOAT)
-            for place, values in load_group_transposed(code, tokens, first, group, numbers.form):
-                code.store(values * factors, to, (first + place) * (_TILE * 4))
+    def _write_key_words(self, tile: Value) -> None:
+        """Write the words of a tile of K, [words, slots], and what its groups are multiplied with.
 
-    def _convert_values(self, tile: Value) -> None:
-        """Write a tile of V as float32 [slots, dim]."""
-        dim, stored = self._form.value_dim, self._form.stored
-        own = stored.values if isinstance(stored, KvCode) else stored
-        with self._eights(self._code.task.values, _head_bytes(own, dim), tile) as slot:
-            to = self._tile + (slot - tile) * (dim * 4)
-            if isinstance(own, NumberCode):
-                self._convert_groups_of_values(own, slot, to)
-            else:
-                self._convert_plain_values(own, slot, to)
-
-    def _convert_plain_values(self, stored: Stored, slot: Value, to: Value) -> None:
-        code, dim = self._code, self._form.value_dim
-        tokens = self._tokens(code.task.values, dim * stored.num_bytes, slot)
-        with code.loop(0, dim, LANES) as column:
-            for index, token in enumerate(tokens):
-                values = load_floats(code, token, column * stored.num_bytes, stored)
-                code.store(values, to + index * (dim * 4), column * 4)
-
-    def _convert_groups_of_values(self, numbers: NumberCode, slot: Value, to: Value) -> None:
-        code, dim = self._code, self._form.value_dim
-        group = group_size(dim)
-        tokens = self._tokens(code.task.values, numbers.width(dim), slot)
-        scales = self._tokens(code.task.value_scales, dim // group * SCALE_BYTES, slot)
-        with code.loop(0, dim, group) as first:
-            for index, (token, at) in enumerate(zip(tokens, scales, strict=True)):
-                scale = code.load(at, first // group * SCALE_BYTES, I16)
-                factors = as_floats(code, code.spread(scale), Stored.BFLOAT)
-                for place, values in load_group(code, token, first, group, numbers.form):
-                    code.store(values * factors, to + index * (dim * 4), (first + place) * 4)
-
-    @contextmanager
-    def _eights(self, pool: Value, head_bytes: int, tile: Value) -> Iterator[Value]:
-        """Write a loop over every 8 slots of a tile that a row may see; ask for the next tile's."""
-        code = self._code
-        start = code.greatest(tile, self._first - self._first % LANES)
-        with code.loop(start, code.least(tile + _TILE, self._end), LANES) as slot:
-            self._ask_ahead(pool, head_bytes, slot)
-            yield slot
+        Keys of the next tile and values of this one are asked for meanwhile.
+        """
+        code, keys, lanes = self._code, self._keys, self._lanes
+        start = code.greatest(tile, self._first - self._first % lanes)
+        with code.loop(start, code.least(tile + _TILE, self._end), lanes) as slot:
+            for run in range(0, lanes, LANES):
+                self._note_tokens(tile, slot + run)
+            tokens = self._tokens(code.task.keys, keys.num_bytes, slot, lanes)
+            to = self._words + (slot - tile) * WORD_BYTES
+            whole = keys.num_bytes // (WORD_BYTES * lanes) * lanes
+            with code.loop(0, whole, lanes) as first:
+                words = load_words(code, tokens, first * WORD_BYTES, lanes)
+                for index, word in enumerate(words):
+                    code.store(word, to, (first + index) * (_TILE * WORD_BYTES))
+            rest = [token + whole * WORD_BYTES for token in tokens]
+            for index, word in words_of(code, rest, keys.num_bytes - whole * WORD_BYTES):
+                code.store(word, to, (whole + index) * (_TILE * WORD_BYTES))
+            if keys.scale_bytes:
+                heads = self._tokens(code.task.key_scales, keys.scale_bytes, slot, lanes)
+                to = self._factors + (slot - tile) * 4
+                for index, scale in enumerate(keys.load_scales(code, heads)):
+                    code.store(scale, to, index * (_TILE * 4))
 
     # Scores, weights, sums
 
     def _write_scores(self, pairs: Sequence[Value], tile: Value) -> None:
         """Write the pairs' scores of a tile, also of slots that a row does not see."""
-        code, form = self._code, self._form
+        code, keys = self._code, self._keys
         queries = []
         for pair in pairs:
             row, head = self._row_of(pair)
             query = code.task.query + row * code.task.query_stride
-            queries.append(query + head * (form.key_dim * 4))
+            queries.append(query + head * (keys.dim * 4))
         width = _TILE if len(pairs) <= 2 or self._lanes > LANES else _TILE // 2
         places, kind = range(0, width, self._lanes), ir.VectorType(F32, self._lanes)
-        zeros = code.floats(0.0, self._lanes)
+        scale = code.spread(code.task.scale, self._lanes)
+        words_of_group = keys.num_bytes // WORD_BYTES * keys.group // keys.dim
         with code.loop(tile, code.least(tile + _TILE, self._end), width) as slot:
-            sums = [[code.variable(zeros) for _ in places] for _ in pairs]
-            keys = self._tile + (slot - tile) * 4
-            with code.loop(0, form.key_dim) as column:
-                loaded = [
-                    code.load(keys, column * (_TILE * 4) + place * 4, kind) for place in places
-                ]
+            scores = [self._scores_of(pair) + (slot - self._start) * 4 for pair in pairs]
+            if keys.scale_bytes:
+                for to, place in product(scores, places):
+                    code.store(code.floats(0.0, self._lanes), to, place * 4)
+            with code.loop(0, keys.dim // keys.group) as group:
+                at = self._words + (slot - tile) * WORD_BYTES
+                at = at + group * (words_of_group * _TILE * WORD_BYTES)
+                of_group = [query + group * (keys.group * 4) for query in queries]
+
+                def ask(word: Value, group: Value = group, slot: Value = slot) -> None:
+                    self._ask(group * words_of_group + word, slot - tile, width)
+
+                sums = self._products_of_group(at, of_group, places, words_of_group, ask)
+                for to, of_pair in zip(scores, sums, strict=True):
+                    for place, total in zip(places, of_pair, strict=True):
+                        if keys.scale_bytes:
+                            factors = self._factors + group * (_TILE * 4) + (slot - tile) * 4
+                            factor = code.load(factors, place * 4, kind) * scale
+                            total = code.load(to, place * 4, kind) + total * factor
+                        else:
+                            total = total * scale
+                        code.store(total, to, place * 4)
+
+    def _products_of_group(
+        self,
+        at: Value,
+        queries: Sequence[Value],
+        places: range,
+        num_words: int,
+        ask: Callable[[Value], None],
+    ) -> list[list[Value]]:
+        """Return the products of a group of K's columns, [queries][places]."""
+        code, keys = self._code, self._keys
+        sums = [[code.variable(code.floats(0.0, self._lanes)) for _ in places] for _ in queries]
+        kind = ir.VectorType(I32, self._lanes)
+        with code.loop(0, num_words) as word:
+            ask(word)
+            numbers = [
+                keys.of_words(code, code.load(at, (word * _TILE + place) * WORD_BYTES, kind))
+                for place in places
+            ]
+            for of_places in zip(*numbers, strict=True):
+                column = word * keys.columns_of_word + of_places[0][0]
                 for query, of_pair in zip(queries, sums, strict=True):
                     factor = code.spread(code.load(query, column * 4, F32), self._lanes)
-                    for key, total in zip(loaded, of_pair, strict=True):
-                        total.set(total.get() + factor * key)
-            scale = code.spread(code.task.scale, self._lanes)
-            for pair, of_pair in zip(pairs, sums, strict=True):
-                to = self._scores_of(pair) + (slot - self._start) * 4
-                for place, total in zip(places, of_pair, strict=True):
-                    code.store(total.get() * scale, to, place * 4)
+                    for (_, number), total in zip(of_places, of_pair, strict=True):
+                        total.set(total.get() + factor * number)
+        return [[total.get() for total in of_pair] for of_pair in sums]
 
     def _write_weights(self, pair: Value) -> None:
         """Turn a pair's scores into weights, and write their largest and their sum."""
@@ -399,45 +406,39 @@ class _Part:
         scores = code.select(lanes < first, hidden, scores)
         return code.select(lanes < end, scores, hidden)
 
-    def _clear_sums(self) -> None:
-        code, form = self._code, self._form
-        with code.loop(0, self._num_pairs) as pair:
-            sums = self._result(pair, Record.SUMS, form.value_dim)
-            with code.loop(0, form.value_dim, LANES) as column:
-                code.store(code.floats(0.0), sums, column * 4)
-
-    def _add_values(self, pairs: Sequence[Value], tile: Value) -> None:
-        """Add to the pairs' sums what a tile of values times their weights makes."""
-        code, form = self._code, self._form
-        sums = [self._result(pair, Record.SUMS, form.value_dim) for pair in pairs]
+    def _write_sums(self, pairs: Sequence[Value]) -> None:
+        """Write the pairs' sums of the part's values times their weights."""
+        code, values = self._code, self._values
+        results = [self._result(pair, Record.SUMS, values.dim) for pair in pairs]
         weights = [self._scores_of(pair) - self._start * 4 for pair in pairs]
-        begin = code.greatest(tile, self._first)
-        end = code.least(tile + _TILE, self._end)
         lanes = self._value_lanes
         known = _WIDE_VALUE_VECTORS if self._lanes > LANES else _VALUE_VECTORS
-        width = known.get(len(pairs), 2) * lanes
-        kind = ir.VectorType(F32, lanes)
-        for first in range(0, form.value_dim, width):
-            columns = range(first, min(first + width, form.value_dim), lanes)
-            totals = [
-                [code.variable(code.load(at, column * 4, kind)) for column in columns]
-                for at in sums
-            ]
-            with code.loop(begin, end) as slot:
-                value = self._tile + (slot - tile) * (form.value_dim * 4)
-                loaded = [code.load(value, column * 4, kind) for column in columns]
-                for at, of_pair in zip(weights, totals, strict=True):
+        count = known.get(len(pairs), 2)
+        all_columns = values.vector_columns(lanes)
+        for first in range(0, len(all_columns), count):
+            columns = all_columns[first : first + count]
+            zeros = code.floats(0.0, lanes)
+            sums = [[code.variable(zeros) for _ in columns] for _ in pairs]
+            with code.loop(self._first, self._end) as slot:
+                head = self._token(code.task.values, values.num_bytes, slot)
+                scales = (
+                    self._token(code.task.value_scales, values.scale_bytes, slot)
+                    if values.scale_bytes
+                    else None
+                )
+                vectors = values.load_vectors(code, head, scales, columns, lanes)
+                for at, of_pair in zip(weights, sums, strict=True):
                     weight = code.spread(code.load(at, slot * 4, F32), lanes)
-                    for vector, total in zip(loaded, of_pair, strict=True):
+                    for vector, total in zip(vectors, of_pair, strict=True):
                         total.set(total.get() + vector * weight)
-            for at, of_pair in zip(sums, totals, strict=True):
+            for to, of_pair in zip(results, sums, strict=True):
                 for column, total in zip(columns, of_pair, strict=True):
-                    code.store(total.get(), at, column * 4)
+                    code.store(total.get(), to, column * 4)
 
 
-def _head_bytes(stored: Stored | NumberCode, dim: int) -> int:
-    """Return the bytes of a key or a value of `dim` numbers."""
-    return stored.width(dim) if isinstance(stored, NumberCode) else dim * stored.num_bytes
+def _sides(stored: Stored | KvCode) -> tuple[Stored | NumberCode, Stored | NumberCode]:
+    """Return how keys and values lie in their pools."""
+    return (stored.keys, stored.values) if isinstance(stored, KvCode) else (stored, stored)
 
 
 def _pairs_at_once(group: int) -> tuple[int, ...]:

@@ -90,6 +90,10 @@ class Value:
     __lshift__ = _operator("shl")
     __rshift__ = _operator("lshr")  # fills with zeros
 
+    def shifted_down(self, bits: int) -> "Value":
+        """Return whole numbers shifted right; what comes in front has the sign's bit."""
+        return Value(self.code, self.code.builder.ashr(self.raw, constant(bits, self.type)))
+
     def _compare(self, sign: str, other: "Value | float") -> "Value":
         builder = self.code.builder
         write = builder.fcmp_ordered if _is_float(self.type) else builder.icmp_signed

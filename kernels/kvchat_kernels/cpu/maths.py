@@ -24,7 +24,6 @@ from kvchat_kernels.cpu.code import (
     Value,
     has_feature,
 )
-from kvchat_kernels.kv_code import Form
 
 I8S = ir.VectorType(I8, LANES)
 _I16S = ir.VectorType(I16, LANES)
@@ -68,14 +67,7 @@ _OF_FLOATS = {
     torch.bfloat16: Stored.BFLOAT,
     torch.float16: Stored.HALF,
 }
-_OF_FORMS = {Form.INT8: Stored.INT8, Form.E4M3: Stored.E4M3}
-_LOADED = {
-    Stored.FLOAT: F32S,
-    Stored.BFLOAT: _I16S,
-    Stored.HALF: _I16S,
-    Stored.INT8: I8S,
-    Stored.E4M3: I8S,
-}
+_LOADED = {Stored.FLOAT: F32, Stored.INT8: I8, Stored.E4M3: I8}
 
 
 def stored_as(dtype: torch.dtype) -> Stored | None:
@@ -83,11 +75,14 @@ def stored_as(dtype: torch.dtype) -> Stored | None:
     return _OF_FLOATS.get(dtype)
 
 
-def load_floats(code: Code, address: Value, offset: Value | int, stored: Stored) -> Value:
-    """Load 8 stored numbers as float32."""
-    if stored is Stored.BFLOAT and has_feature("avx2"):
+def load_floats(
+    code: Code, address: Value, offset: Value | int, stored: Stored, count: int = LANES
+) -> Value:
+    """Load `count` stored numbers as float32, 8 or 16."""
+    if stored is Stored.BFLOAT and count == LANES and has_feature("avx2"):
         return _load_bfloats(code, address, offset)
-    return as_floats(code, code.load(address, offset, _LOADED[stored]), stored)
+    loaded = code.load(address, offset, ir.VectorType(_LOADED.get(stored, I16), count))
+    return as_floats(code, loaded, stored)
 
 
 def load_stored(
@@ -117,71 +112,6 @@ def _load_bfloats(code: Code, address: Value, offset: Value | int) -> Value:
     order = Value(code, ir.Constant(both.type, _UPPER_HALVES))
     bits = code.call("llvm.x86.avx2.pshuf.b", both.type, both, order)
     return code.as_bits(bits, F32S)
-
-
-def load_transposed(
-    code: Code, addresses: Sequence[Value], offset: Value | int, stored: Stored
-) -> list[Value]:
-    """Load 8 stored numbers of each of 8 addresses; return the first of all as float32, and so on.
-
-    A round exchanges the halves of pairs of vectors: the vectors `step` apart, lanes alternating.
-    """
-    vectors = _transposed(code, addresses, offset, _LOADED[stored])
-    return [as_floats(code, vector, stored) for vector in vectors]
-
-
-def _transposed(
-    code: Code, addresses: Sequence[Value], offset: Value | int, kind: ir.VectorType
-) -> list[Value]:
-    vectors = [code.load(address, offset, kind) for address in addresses]
-    low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
-    high = [lane + LANES // 2 for lane in low]
-    for _ in range(3):
-        pairs = zip(vectors[: LANES // 2], vectors[LANES // 2 :], strict=True)
-        vectors = [code.shuffled(*pair, order) for pair in pairs for order in (low, high)]
-    return vectors
-
-
-def load_group(
-    code: Code, address: Value, first: Value, group: int, form: Form
-) -> list[tuple[int, Value]]:
-    """Load a group of stored numbers, as of `NumberCode`, from number `first` of a head on.
-
-    Returns the place in the group of every 8 of them, and these as float32.
-    """
-    if form is not Form.INT4:
-        parts = range(0, group, LANES)
-        stored = _OF_FORMS[form]
-        return [(part, load_floats(code, address, first + part, stored)) for part in parts]
-    found: list[tuple[int, Value]] = []
-    for part in range(0, group // 2, LANES):
-        halves = _halves(code, code.load(address, (first >> 1) + part, I8S))
-        found += zip((part, part + group // 2), halves, strict=True)
-    return found
-
-
-def load_group_transposed(
-    code: Code, addresses: Sequence[Value], first: Value, group: int, form: Form
-) -> list[tuple[int, Value]]:
-    """Load a group of each of 8 heads; return every number's place, and that number of all."""
-    found: list[tuple[int, Value]] = []
-    if form is not Form.INT4:
-        for part in range(0, group, LANES):
-            vectors = load_transposed(code, addresses, first + part, _OF_FORMS[form])
-            found += [(part + index, vector) for index, vector in enumerate(vectors)]
-        return found
-    for part in range(0, group // 2, LANES):
-        for index, vector in enumerate(_transposed(code, addresses, (first >> 1) + part, I8S)):
-            places = part + index, part + index + group // 2
-            found += zip(places, _halves(code, vector), strict=True)
-    return found
-
-
-def _halves(code: Code, loaded: Value) -> tuple[Value, Value]:
-    """Return the lower and the upper halves of 8 bytes as floats from -8 to 7."""
-    wide = code.convert("zext", loaded, I32S)
-    lower, upper = (code.convert("sitofp", half - 8, F32S) for half in (wide & 15, wide >> 4))
-    return lower, upper
 
 
 def turned(code: Code, vectors: Sequence[Value]) -> list[Value]:
@@ -219,16 +149,17 @@ def write_turned(code: Code, address: Value, width: int, group: int) -> None:
 
 
 def as_floats(code: Code, loaded: Value, stored: Stored) -> Value:
-    """Return stored numbers, floats of 16 bits given as whole numbers, as 8 float32."""
+    """Return a vector of stored numbers, floats of 16 bits given as whole numbers, as float32."""
     if stored is Stored.FLOAT:
         return loaded
+    halves, floats, ints = (ir.VectorType(kind, loaded.type.count) for kind in (F16, F32, I32))
     if stored is Stored.INT8:
-        return code.convert("sitofp", code.convert("sext", loaded, I32S), F32S)
+        return code.convert("sitofp", code.convert("sext", loaded, ints), floats)
     if stored is Stored.E4M3:
         return from_e4m3_by_256(code, loaded) * 256.0
     if stored is Stored.HALF:
-        return code.convert("fpext", code.as_bits(loaded, _F16S), F32S)
-    return code.as_bits(code.convert("zext", loaded, I32S) << 16, F32S)
+        return code.convert("fpext", code.as_bits(loaded, halves), floats)
+    return code.as_bits(code.convert("zext", loaded, ints) << 16, floats)
 
 
 def from_e4m3_by_256(code: Code, loaded: Value) -> Value:
