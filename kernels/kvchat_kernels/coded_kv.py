@@ -79,8 +79,8 @@ class CodedKv:
             slots[targets] = slots[sources]
         if change is not None:
             keys, scales = self.keys.flatten(0, 1), self.key_scales.flatten(0, 1)
-            moved = change(self.keys_of(sources))
-            keys[targets], scales[targets] = self.code.keys.quantised(moved)
+            moved = self.code.keys.changed(keys[sources], scales[sources], change)
+            keys[targets], scales[targets] = moved
 
     def _runs_kernels(self, query: torch.Tensor) -> bool:
         if query.device.type == "cpu":

@@ -37,9 +37,11 @@ class KeyRotation:
             return keys
         angles = self.frequencies * -num_back
         cos, sin = (f(angles).float().to(keys.device) for f in (torch.cos, torch.sin))
-        turned, rest = keys.split([2 * num_pairs, keys.shape[-1] - 2 * num_pairs], dim=-1)
-        pairs = turned.unflatten(-1, (-1, 2) if self.neighbours else (2, -1))
-        dim = -1 if self.neighbours else -2
-        one, other = pairs.unbind(dim)
-        moved = torch.stack((one * cos - other * sin, other * cos + one * sin), dim=dim)
-        return torch.cat((moved.flatten(-2), rest), dim=-1)
+        moved, shape = keys.clone(), (-1, 2) if self.neighbours else (2, -1)
+        (one, other), to = (
+            each[..., : 2 * num_pairs].unflatten(-1, shape).unbind(-1 if self.neighbours else -2)
+            for each in (keys, moved)
+        )
+        torch.sub(one * cos, other * sin, out=to[0])
+        torch.add(other * cos, one * sin, out=to[1])
+        return moved

@@ -27,6 +27,7 @@ keep 8 of the largest. Keys and values have few numbers so small that floats are
 of the same bytes `int8` is the better code for every model that was measured.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -110,8 +111,29 @@ class NumberCode:
         right.
         """
         groups = values.float().unflatten(-1, (-1, group_size(values.shape[-1])))
-        if self.turns(values.shape[-1]):
-            groups = turned(groups)
+        return self._rounded(turned(groups) if self.turns(values.shape[-1]) else groups)
+
+    def changed(
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return numbers and scales of what `change` returns of their float32 [..., dim].
+
+        Turned groups are turned back and again by a product of matrices: many times as fast as
+        `turned`, but for the order in which it adds up.
+        """
+        whole = self.restored(numbers, scales)
+        dim, size = whole.shape[-1], group_size(whole.shape[-1])
+        if not self.turns(dim):
+            return self.quantised(change(whole))
+        matrix = turned(torch.eye(size, device=whole.device))
+        plain = whole.unflatten(-1, (-1, size)) @ (matrix / size)
+        return self._rounded(change(plain.flatten(-2)).unflatten(-1, (-1, size)) @ matrix)
+
+    def _rounded(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 groups [..., n], turned already, as `quantised` does."""
         if self.form is Form.INT4:
             scales = _best_scales(groups).to(torch.bfloat16)
         else:

@@ -139,6 +139,23 @@ def test_the_compiled_attention_is_that_of_the_formula(seed: int, code: KvCode) 
     assert torch.allclose(found.compiled(), found.exact(), atol=2e-5)
 
 
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize(("dim", "is_turned"), [(64, True), (48, True), (64, False)])
+def test_changed_numbers_are_those_restored_changed_and_rounded(
+    form: Form, dim: int, is_turned: bool
+) -> None:
+    torch.manual_seed(3)
+    code = NumberCode(form, turned=is_turned)
+    stored = code.quantised(torch.randn(40, 2, dim))
+
+    changed = code.changed(*stored, lambda keys: keys.flip(-1) * 2.0)
+
+    expected = code.quantised(code.plain(*stored).flip(-1) * 2.0)
+    # Another order of sums may round a number to the level beside it, here and there.
+    differs = (code.plain(*changed) - code.plain(*expected)).abs() > 1e-5
+    assert differs.float().mean() < 0.01
+
+
 @pytest.mark.parametrize(("seed", "code"), CODED)
 def test_attention_by_torch_is_that_of_the_formula(seed: int, code: KvCode) -> None:
     """Head dims that no vector fills too: the compiled kernels do not take these."""
