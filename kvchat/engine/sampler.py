@@ -14,37 +14,11 @@ import torch
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import SamplingParams, TokenLogprobs
+from kvchat_kernels.host_sampler import draw_token, splitmix
 from kvchat_kernels.launch import on_device, uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 
-_MASK_32 = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
-
-
-def gumbel_noise(seeds: list[int], positions: list[int], token_ids: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise for each candidate token of each row.
-
-    seeds, positions   one per row; `positions` is the index of the token to be drawn
-    token_ids          [num_rows, num_candidates] or [num_candidates] int64
-
-    Returns [num_rows, num_candidates] float32. Adding it to log-probabilities and taking the
-    largest draws from the distribution (the Gumbel-max trick).
-    """
-    keys = torch.tensor(
-        [row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)],
-        device=token_ids.device,
-    )
-    bits = _mix(_mix(token_ids ^ keys[:, :1]) ^ keys[:, 1:])
-    # Half a step above 0, and one float32 step below 1: both logarithms stay finite.
-    uniform = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
-
-
-def row_key(seed: int, position: int) -> tuple[int, int]:
-    """Return two 32-bit keys for a seed and a position (splitmix64: Steele et al., OOPSLA 2014)."""
-    state = (seed * 0x9E3779B97F4A7C15 + position + 1) & _MASK_64
-    state = _splitmix(_splitmix(state) ^ (seed & _MASK_64))
-    return state & _MASK_32, state >> 32
 
 
 def sample_seed(seed: int, sample: int) -> int:
@@ -52,22 +26,7 @@ def sample_seed(seed: int, sample: int) -> int:
 
     The seed is mixed before the sample number is added, so that seeds s and s + 1 share no samples.
     """
-    return seed if sample == 0 else _splitmix((_splitmix(seed & _MASK_64) + sample) & _MASK_64)
-
-
-def _splitmix(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return state ^ (state >> 31)
-
-
-def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Mix 32-bit integers held in int64 (the finaliser of MurmurHash3, Appleby)."""
-    bits = bits & _MASK_32
-    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK_32
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK_32
-    return bits ^ (bits >> 16)
+    return seed if sample == 0 else splitmix((splitmix(seed & _MASK_64) + sample) & _MASK_64)
 
 
 _SMALLEST = 256
@@ -103,11 +62,7 @@ class DeviceTokenIds:
         self._ids = larger
 
 
-# Filters use this many of the most likely tokens first. The whole vocabulary is sorted only for
-# rows that need more.
-_NUM_CANDIDATES = 1024
 _NOT_NUMBERS = "the model's logits are not numbers"
-
 _MOST_INT32 = (1 << 31) - 1
 
 
@@ -150,34 +105,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
             refuse_others(logits[index], row.allowed)
     if logits.is_cuda and uses_triton(logits.device, "auto"):
         return _draw_on_device(logits, rows)
-    chosen = _likeliest(logits)
-    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-    plain = [index for index in drawn if not _filters(rows[index])]
-    filtered = [index for index in drawn if _filters(rows[index])]
-    for some, draw in ((plain, _draw), (filtered, _draw_filtered)):
-        if some:
-            tokens = draw(logits[some], [rows[i] for i in some]).tolist()
-            for index, token in zip(some, tokens, strict=True):
-                chosen[index] = token
-    return chosen
-
-
-def _likeliest(logits: torch.Tensor) -> list[int]:
-    """Return the token with the largest logit of each row; raises ValueError if one is NaN.
-
-    numpy and torch agree: the first of equal logits, and the first NaN where there is one. On a CPU
-    torch takes 27 times as long for a row of 150,000, and 100 us for 8 rows of 2,000.
-    """
-    if logits.device.type == "cpu":
-        values = logits.numpy()
-        tokens: list[int] = values.argmax(axis=-1).tolist()
-        largest = [row[token] for row, token in zip(values, tokens, strict=True)]
-    else:
-        best = logits.max(dim=-1)
-        tokens, largest = best.indices.tolist(), best.values.tolist()
-    if any(map(math.isnan, largest)):
-        raise ValueError(_NOT_NUMBERS)
-    return tokens
+    lines = zip(logits.numpy(force=True), rows, strict=True)
+    return valid_tokens([draw_token(line, _draw_of(row), row.position) for line, row in lines])
 
 
 def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -187,10 +116,11 @@ def _draw_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[i
 
 def row_draw(row: SamplingRow) -> RowDraw | None:
     """Return how a row draws in a graph; None if its logits have to be changed first."""
-    params = row.params
-    if row.changes_logits:
-        return None
-    top_k = min(params.top_k, _MOST_INT32)
+    return None if row.changes_logits else _draw_of(row)
+
+
+def _draw_of(row: SamplingRow) -> RowDraw:
+    params, top_k = row.params, min(row.params.top_k, _MOST_INT32)
     return RowDraw(params.temperature, top_k, params.top_p, params.min_p, _signed(row.seed))
 
 
@@ -232,87 +162,6 @@ def _signed(seed: int) -> int:
     """Return the seed's low 64 bits as an int64; the noise uses only those."""
     low = seed & _MASK_64
     return low - (1 << 64) if low >> 63 else low
-
-
-def _filters(row: SamplingRow) -> bool:
-    params = row.params
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw from the whole vocabulary: [num_rows] int64."""
-    token_ids = torch.arange(logits.shape[-1], device=logits.device)
-    return (_scaled(logits, rows) + _noise(rows, token_ids)).argmax(dim=-1)
-
-
-def _scaled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Shift the largest logit to 0, then divide by temperature, which can overflow only to -inf."""
-    temperature = _column([row.params.temperature for row in rows], logits.device)
-    smallest = torch.finfo(torch.float32).tiny
-    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature.clamp_(min=smallest)
-
-
-def _noise(rows: Sequence[SamplingRow], token_ids: torch.Tensor) -> torch.Tensor:
-    return gumbel_noise([row.seed for row in rows], [row.position for row in rows], token_ids)
-
-
-def _column(values: list[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-
-def _draw_filtered(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw after the filters top-k, top-p and min-p, in that order: [num_rows] int64."""
-    scaled = _scaled(logits, rows)
-    log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
-    count = min(_NUM_CANDIDATES, scaled.shape[-1])
-    values, token_ids = torch.topk(scaled, count)
-    kept, is_decided = _kept(values, log_total, rows)
-    chosen = _choose(values, token_ids, kept, rows)
-    if count == scaled.shape[-1]:
-        return chosen
-    # Only these rows: a row's token must not depend on the other rows.
-    undecided = is_decided.logical_not().nonzero().flatten().tolist()
-    if undecided:
-        some = [rows[index] for index in undecided]
-        values, token_ids = torch.sort(scaled[undecided], dim=-1, descending=True, stable=True)
-        kept, _ = _kept(values, log_total[undecided], some)
-        chosen[undecided] = _choose(values, token_ids, kept, some)
-    return chosen
-
-
-def _choose(
-    values: torch.Tensor, token_ids: torch.Tensor, kept: torch.Tensor, rows: Sequence[SamplingRow]
-) -> torch.Tensor:
-    """Draw from the kept candidates: [num_rows] int64."""
-    scores = values.masked_fill(~kept, float("-inf")) + _noise(rows, token_ids)
-    return token_ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
-
-
-def _kept(
-    values: torch.Tensor, log_total: torch.Tensor, rows: Sequence[SamplingRow]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which candidates the filters keep, and in which rows no further candidates are needed.
-
-    values      [num_rows, num_candidates], the largest scaled logits, descending
-    log_total   [num_rows, 1], log-sum-exp over the whole vocabulary
-
-    Returns [num_rows, num_candidates] bool and [num_rows] bool.
-    """
-    device, count = values.device, values.shape[-1]
-    top_k = _column([row.params.top_k or float("inf") for row in rows], device)
-    top_p = _column([row.params.top_p for row in rows], device)
-    min_p = _column([row.params.min_p for row in rows], device)
-    kept = torch.arange(count, device=device)[None] < top_k
-    limited = torch.logsumexp(values.masked_fill(~kept, float("-inf")), dim=-1, keepdim=True)
-    has_top_k = top_k <= count
-    probabilities = torch.exp(values - torch.where(has_top_k, limited, log_total))
-    kept &= probabilities.cumsum(dim=-1) - probabilities < top_p
-    kept &= probabilities >= min_p * probabilities[:, :1]
-    kept[:, 0] = True
-    # A row is decided if top-k ends within the candidates, or if there is no top-k and the last
-    # candidate is not kept. If top-k ends after them, the total that top-p applies to is unknown.
-    is_decided = has_top_k | (top_k.isinf() & ~kept[:, -1:])
-    return kept, is_decided[:, 0]
 
 
 def change_logits(

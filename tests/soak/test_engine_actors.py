@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,8 @@ from kvchat.core.events import SampleFinished
 from kvchat.core.types import FinishReason, SamplingParams
 from kvchat.engine.engine import Engine
 from kvchat.engine.request import RequestSpec
-from kvchat.engine.sampler import gumbel_noise, sample_seed
+from kvchat.engine.sampler import sample_seed
+from kvchat_kernels.host_sampler import gumbel_noise, row_key
 from support.checkpoints import byte_tokenizer
 from support.engine_harness import SteppedEngine
 from support.soak_sizes import short_and_long
@@ -179,9 +181,9 @@ def scores_of(specimen: Specimen, spec: RequestSpec, sample: int, drawn: list[in
     if spec.sampling.is_greedy:
         return logits
     positions = list(range(start, start + len(drawn)))
-    seeds = [sample_seed(spec.sampling.seed, sample)] * len(drawn)
-    noise = gumbel_noise(seeds, positions, torch.arange(logits.shape[-1])) if drawn else 0.0
-    return logits / spec.sampling.temperature + noise
+    seed, tokens = sample_seed(spec.sampling.seed, sample), np.arange(logits.shape[-1])
+    noise = [gumbel_noise(*row_key(seed, position), tokens) for position in positions]
+    return logits / spec.sampling.temperature + torch.from_numpy(np.array(noise)).view_as(logits)
 
 
 @short_and_long(Size(num_lives=2, num_acts=100), Size(num_lives=12, num_acts=1000))
