@@ -6,6 +6,7 @@ conversation and its file while they arrive. `Asking` makes the request and the 
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -319,6 +320,9 @@ class Asking:
 SAVE_INTERVAL_S = 1.0
 # So many events that wait are those of a reader slower than the engine.
 _MANY_EVENTS = 64
+# Who iterates looks for events once in so many seconds. Woken for each token, the reader took a
+# core from the step that computed the next one, at a twentieth of a small model's rate.
+_PAUSE_S = 0.02
 
 
 class Reply:
@@ -342,6 +346,7 @@ class Reply:
         self._notify = notify
         self._clock = clock
         self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self._has_ended = threading.Event()  # since the reader looked: one of the answers
         self._num_open = len(answers)
         self._scored_context = scored_context
         self._scored: list[TokenLogprobs] = []  # of the context, from its second token on
@@ -360,6 +365,8 @@ class Reply:
     def listen(self, event: RequestEvent) -> None:
         """Queue an event. Called on the engine's thread."""
         self._queue.put(event)
+        if not isinstance(event, PrefillProgress | TokensGenerated):
+            self._has_ended.set()
         if self._notify is not None:
             self._notify()
 
@@ -381,6 +388,9 @@ class Reply:
                 continue
             for each in self._with_waiting(event):
                 yield from self._take(each)
+            if not self.is_finished and self._queue.empty():
+                self._has_ended.wait(_PAUSE_S)
+                self._has_ended.clear()
 
     def wait(self) -> AnswerEnded:
         """Wait until all answers have ended; return the last, or raise the error of the request."""

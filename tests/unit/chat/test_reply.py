@@ -218,6 +218,31 @@ def test_iterating_waits_for_events_and_ends_with_the_reply() -> None:
     assert isinstance(events[-1], AnswerEnded)
 
 
+def test_a_reader_is_not_woken_for_each_token_and_hears_of_the_end_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each token once woke the reader, which took a core from the step of the next token."""
+    talk = Talk()
+    pauses: list[float] = []
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            for token in byte_level().encode("bcd", add_special_tokens=False).ids:
+                talk.reply.listen(TokensGenerated(1, 0, (token,)))
+            assert not self.is_set()
+            talk.reply.listen(SampleFinished(1, 0, STOP, Usage(), Timing()))
+            return self.is_set()
+
+    monkeypatch.setattr(talk.reply, "_has_ended", Ended())
+    for token in byte_level().encode("a", add_special_tokens=False).ids:
+        talk.reply.listen(TokensGenerated(1, 0, (token,)))
+
+    assert text_of(list(talk.reply)) == "abcd"
+    assert len(pauses) == 1
+    assert 0 < pauses[0] < 0.05
+
+
 def test_waiting_for_a_slow_model_saves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a token takes longer than a second, what came before it is saved meanwhile."""
     monkeypatch.setattr(reply_module, "SAVE_INTERVAL_S", 0.01)
