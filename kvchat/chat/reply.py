@@ -320,15 +320,16 @@ class Asking:
 SAVE_INTERVAL_S = 1.0
 # So many events that wait are those of a reader slower than the engine.
 _MANY_EVENTS = 64
-# Who iterates looks for events once in so many seconds. Woken for each token, the reader took a
+# A reader looks for events once in so many seconds. Woken for each token, the reader took a
 # core from the step that computed the next one, at a twentieth of a small model's rate.
-_PAUSE_S = 0.02
+PAUSE_S = 0.02
 
 
 class Reply:
     """Events of one request. Iterate to wait for them, or `poll` for those that have arrived.
 
-    `notify` is called on the engine's thread when there are events to poll; it must not block.
+    `notify` is called on the engine's thread at the first event after a `poll`, and at each end of
+    an answer; it must not block.
     One consumer only; `cancel` may be called from any thread. `scored_context` is the context if
     the logprobs of its tokens are told too: before the first text, and with all others at the end.
     """
@@ -346,6 +347,7 @@ class Reply:
         self._notify = notify
         self._clock = clock
         self._queue: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
+        self._is_notified = False  # of events since the last `poll`
         self._has_ended = threading.Event()  # since the reader looked: one of the answers
         self._num_open = len(answers)
         self._scored_context = scored_context
@@ -365,9 +367,11 @@ class Reply:
     def listen(self, event: RequestEvent) -> None:
         """Queue an event. Called on the engine's thread."""
         self._queue.put(event)
-        if not isinstance(event, PrefillProgress | TokensGenerated):
+        is_end = not isinstance(event, PrefillProgress | TokensGenerated)
+        if is_end:
             self._has_ended.set()
-        if self._notify is not None:
+        if self._notify is not None and (is_end or not self._is_notified):
+            self._is_notified = True
             self._notify()
 
     def on_cancel(self, cancel: Callable[[FinishReason], None]) -> None:
@@ -389,7 +393,7 @@ class Reply:
             for each in self._with_waiting(event):
                 yield from self._take(each)
             if not self.is_finished and self._queue.empty():
-                self._has_ended.wait(_PAUSE_S)
+                self._has_ended.wait(PAUSE_S)
                 self._has_ended.clear()
 
     def wait(self) -> AnswerEnded:
@@ -417,6 +421,7 @@ class Reply:
     def poll(self) -> list[ChatEvent]:
         """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
+        self._is_notified = False  # before the queue is read: what comes after it notifies again
         while not self.is_finished and not self._queue.empty():
             for each in self._with_waiting(self._queue.get_nowait()):
                 events.extend(self._take(each))

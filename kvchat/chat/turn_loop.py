@@ -67,17 +67,14 @@ class ReplyStream:
         self._pacer = FramePacer()
         self._reply: Reply | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_announced = False
         self._is_urgent = False
         self._error: Exception | None = None
         self._finished: asyncio.Future[None] = loop.create_future()
 
     def notify(self) -> None:
-        """Schedule a frame. Called on the engine's thread, for every event."""
-        if not self._is_announced:
-            self._is_announced = True
-            with suppress(RuntimeError):  # the loop has ended: nothing is shown any more
-                self._loop.call_soon_threadsafe(self._schedule)
+        """Schedule a frame. Called on the engine's thread, as `Reply` says."""
+        with suppress(RuntimeError):  # the loop has ended: nothing is shown any more
+            self._loop.call_soon_threadsafe(self._schedule)
 
     def hurry(self) -> None:
         """Show further events without delay, because the user waits for the answer to stop."""
@@ -106,7 +103,6 @@ class ReplyStream:
     def _frame(self) -> None:
         """Poll and draw; events that arrive from now on schedule another frame."""
         assert self._reply is not None
-        self._is_announced = False
         try:
             events = self._reply.poll()
             self._draw(events)
@@ -115,7 +111,7 @@ class ReplyStream:
             return
         if self._reply.is_finished:
             self._finish()
-        elif not self._is_announced:
+        else:
             self._set_timer(SAVE_INTERVAL_S)
 
     def _draw(self, events: list[ChatEvent]) -> None:

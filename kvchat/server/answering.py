@@ -6,6 +6,7 @@ thread of its own, one request after another. Grammars are compiled on another: 
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
@@ -26,6 +27,7 @@ from kvchat.chat.events import (
     SavingFailed,
 )
 from kvchat.chat.prefixes import Asked, ResentChats
+from kvchat.chat.reply import PAUSE_S
 from kvchat.chat.resent_chat import ResentChat
 from kvchat.chat.thinking import Think
 from kvchat.core.errors import KvchatError
@@ -102,6 +104,7 @@ class Answer:
         self._asked: Asked | None = None
         self._first: list[ChatEvent] = []
         self._written_s = self._loop.time()
+        self._polled_s = -math.inf
         self._is_silent = False
         self._is_left = self._is_closed = False
         self._silence: asyncio.TimerHandle | None = None
@@ -176,9 +179,20 @@ class Answer:
                 return
             if await self._is_silent_at_news():
                 yield []
+            await self._pause()
             if self._is_left:
                 return
+            self._polled_s = self._loop.time()
             events = reply.poll()
+
+    async def _pause(self) -> None:
+        """Wait until the last poll is PAUSE_S ago, or an answer ends: clients need not be told of
+        each token apart, and each time costs the next step as much as telling of several.
+        """
+        left_s = self._polled_s + PAUSE_S - self._loop.time()
+        if left_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), left_s)
 
     async def _is_silent_at_news(self) -> bool:
         """Wait for news; return whether nothing was written for too long."""

@@ -285,16 +285,21 @@ def talk_listen(talk: Talk) -> None:
     talk.reply.listen(SampleFinished(1, 0, STOP, Usage(), Timing()))
 
 
-def test_whoever_shows_the_reply_is_told_of_each_event() -> None:
+def test_whoever_shows_the_reply_is_told_once_of_what_waits_and_of_each_end() -> None:
     told: list[int] = []
     reply = Reply(
         Notebook(), [(TOKENIZER.new_stream([]), (), False)], notify=lambda: told.append(1)
     )
+    progress = PrefillProgress(1, CachedTokens(), 1, 2)
 
-    reply.listen(PrefillProgress(1, CachedTokens(), 1, 2))
-    reply.listen(RequestFailed(1, GenerationError("x")))
-
+    for _ in range(3):
+        reply.listen(progress)
+    assert len(told) == 1
+    assert len(reply.poll()) == 3
+    reply.listen(progress)
     assert len(told) == 2
+    reply.listen(RequestFailed(1, GenerationError("x")))
+    assert len(told) == 3
     assert len(reply.poll()) == 2
 
 

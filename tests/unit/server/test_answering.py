@@ -134,6 +134,36 @@ def test_what_comes_while_an_event_is_written_is_heard() -> None:
     assert isinstance(ended, AnswerEnded)
 
 
+def test_tokens_that_follow_each_other_are_told_together_and_the_end_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each token was written apart, which took a core from the step of the next one."""
+    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
+
+    async def run() -> list[Any]:
+        engine = Engine(READ)
+        answer = await started(engine)
+        events = answer.events()
+        await anext(events)
+        engine.say("a")
+        assert [event.text for event in await anext(events)] == ["a"]
+        rest = asyncio.ensure_future(anext(events))
+        for text in "bc":
+            engine.say(text)
+            await turn()
+            await turn()
+            assert not rest.done()
+        engine.tell(ENDED)
+        told = await rest
+        answer.close()
+        return told
+
+    *said, ended = asyncio.run(run())
+
+    assert "".join(event.text for event in said) == "bc"
+    assert isinstance(ended, AnswerEnded)
+
+
 def test_the_loop_is_woken_once_for_all_that_have_news() -> None:
     """Each running answer woke it at every step, by a system call on the engine's thread."""
 
