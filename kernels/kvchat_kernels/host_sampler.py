@@ -78,20 +78,13 @@ class _Draw:
         return int(tokens[best]), float(scores[best]), num_kept < len(tokens)
 
     def _likeliest(self, bound: float) -> tuple[Array, Array]:
-        """Return the tokens with a logit from `bound` on, and their scaled logits.
-
-        The most likely are first, the lower of equals, where that matters to a filter. The
-        distance to the largest is not negative, so its bits, read as an integer, grow with it.
+        """Return the tokens with a logit from `bound` on, and their scaled logits; the most likely
+        are first where that matters to a filter.
         """
-        tokens = np.flatnonzero(self._logits >= np.float32(bound))
-        distances = np.float32(self._largest) - self._logits.take(tokens)
         if self._filters:
-            keys = distances.view(np.uint32).astype(np.uint64)
-            keys <<= np.uint64(32)
-            keys |= tokens.view(np.uint64)
-            keys.sort()
-            tokens = (keys & np.uint64(_MASK_32)).view(np.int64)
-            distances = (keys >> np.uint64(32)).astype(np.uint32).view(np.float32)
+            tokens, distances = _in_order(self._logits, self._largest, bound)
+        else:
+            tokens, distances = _from(self._logits, self._largest, bound)
         return tokens, distances.astype(np.float64) / -self._temperature
 
     @property
@@ -135,6 +128,43 @@ def _reached(logits: Array, count: int) -> float:
     largest = logits[: depth * num_groups].reshape(depth, num_groups).max(axis=0)
     largest.partition(num_groups - count)
     return float(largest[num_groups - count])
+
+
+def _from(logits: Array, largest: float, bound: float) -> tuple[Array, Array]:
+    """Return the tokens with a logit from `bound` on, and their distances to the largest."""
+    tokens = np.flatnonzero(logits >= np.float32(bound))
+    return tokens, np.float32(largest) - logits.take(tokens)
+
+
+def _in_order(logits: Array, largest: float, bound: float) -> tuple[Array, Array]:
+    """Return the same with the most likely first, of equals the lower id.
+
+    A distance is not negative, so its bits, read as an integer, grow with it.
+    """
+    tokens, distances = _from(logits, largest, bound)
+    keys = distances.view(np.uint32).astype(np.uint64)
+    keys <<= np.uint64(32)
+    keys |= tokens.view(np.uint64)
+    keys.sort()
+    tokens = (keys & np.uint64(_MASK_32)).view(np.int64)
+    return tokens, (keys >> np.uint64(32)).astype(np.uint32).view(np.float32)
+
+
+def token_logprobs(
+    logits: Array, token_id: int, num_top: int
+) -> tuple[float, list[tuple[int, float]]]:
+    """Return the logprob of a token of one row, [vocab_size] float32, which stays as it is, and the
+    `num_top` likeliest tokens with theirs. All are NaN if one logit is.
+    """
+    largest = float(logits.max())
+    scaled = logits - np.float32(largest)
+    own = float(scaled[token_id])
+    log_total = float(np.log(np.exp(scaled, out=scaled).sum()))
+    if not num_top:
+        return own - log_total, []
+    tokens, distances = _in_order(logits, largest, max(_LOWEST, _reached(logits, num_top)))
+    values = -log_total - distances[:num_top].astype(np.float64)
+    return own - log_total, list(zip(tokens[:num_top].tolist(), values.tolist(), strict=True))
 
 
 def gumbel_noise(first: int, second: int, token_ids: Array) -> Array:

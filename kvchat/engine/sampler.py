@@ -14,7 +14,7 @@ import torch
 
 from kvchat.core.errors import GenerationError
 from kvchat.core.types import SamplingParams, TokenLogprobs
-from kvchat_kernels.host_sampler import draw_token, splitmix
+from kvchat_kernels.host_sampler import draw_token, splitmix, token_logprobs
 from kvchat_kernels.launch import on_device, uses_triton
 from kvchat_kernels.sampler import RowDraw, SamplerRows, sample_tokens
 
@@ -227,21 +227,16 @@ def refuse_others(logits: torch.Tensor, allowed: bytes) -> None:
         logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
 
 
-@torch.inference_mode()
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Return the logprobs of one drawn token per row, and of the `num_top` likeliest of the row.
 
     logits   [num_rows, vocab_size] float32, not changed by penalties, biases or constraints
     """
-    logprobs = logits.log_softmax(dim=-1)
-    drawn = on_device(tokens, torch.int64, logits.device)
-    own = logprobs.gather(-1, drawn[:, None])[:, 0].tolist()
-    values, token_ids = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-    tops = [
-        tuple(zip(*row, strict=True))
-        for row in zip(token_ids.tolist(), values.tolist(), strict=True)
-    ]
-    return [TokenLogprobs(*each) for each in zip(tokens, own, tops, strict=True)]
+    told = []
+    for line, token in zip(logits.numpy(force=True), tokens, strict=True):
+        logprob, top = token_logprobs(line, token, num_top)
+        told.append(TokenLogprobs(token, logprob, tuple(top)))
+    return told
 
 
 def numeric(logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:

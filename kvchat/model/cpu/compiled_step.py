@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvchat.model.batch import ForwardBatch, WindowSlots
@@ -167,7 +168,7 @@ class CompiledStep:
                 state.inputs = state.inputs[1], state.inputs[0]
         if self.watch is not None:
             self.watch(self._parts.stream[: batch.token_ids.shape[0]])
-        logits = self._finished(logits)
+        self._finish(logits)
         if self.most_ids < self._vocab_size:
             num_ids = self._vocab_size * self._head_units() // self._parts.head_units
             logits[:, int(num_ids.min()) :] = -torch.inf
@@ -269,13 +270,17 @@ class CompiledStep:
             parts.set_pairs(num_rows)
         parts.program.prepare()
 
-    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
-        decoder = self._decoder
-        if decoder.logits_divisor != 1.0:
-            logits /= decoder.logits_divisor
-        if decoder.logits_softcap is not None:
-            logits.div_(decoder.logits_softcap).tanh_().mul_(decoder.logits_softcap)
-        return logits
+    def _finish(self, logits: torch.Tensor) -> None:
+        """Divide and cap logits in place, by numpy: torch's threads wait for each other, which took
+        milliseconds beside another program.
+        """
+        numbers, cap = logits.numpy(), self._decoder.logits_softcap
+        if self._decoder.logits_divisor != 1.0:
+            numbers /= self._decoder.logits_divisor
+        if cap is not None:
+            numbers /= cap
+            np.tanh(numbers, out=numbers)
+            numbers *= cap
 
 
 def most_rows(decoder: Decoder, weights: torch.Tensor | BlockWeights) -> tuple[int, int]:
