@@ -205,7 +205,8 @@ class CompiledStep:
             side = self._decoder.side_inputs(batch.token_ids)
             self._parts.side[: len(side)] = side.flatten(1)
         if self._decoder.embedding_factor != 1.0:
-            self._parts.stream[: batch.token_ids.shape[0]] *= self._decoder.embedding_factor
+            rows = self._parts.stream.numpy()[: batch.token_ids.shape[0]]
+            rows *= self._decoder.embedding_factor
         for angles in self._parts.angles.values():
             angles.set(batch.positions, end)
         if self._parts.query_factors is not None:

@@ -97,9 +97,12 @@ def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torc
     if factor is None:
         return write
 
+    numbers = stream.numpy()
+
     def write_scaled(token_ids: torch.Tensor) -> None:
         write(token_ids)
-        stream[: token_ids.shape[0]] *= factor
+        rows = numbers[: token_ids.shape[0]]
+        rows *= factor
 
     return write_scaled
 
@@ -114,13 +117,14 @@ def _rows_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Te
     blocks = packed_table(embedding)
     if blocks is not None:
         few = TableRows(blocks) if can_read(blocks) else None
+        numbers = stream.numpy()
 
         def unpack(token_ids: torch.Tensor) -> None:
-            rows = stream[: token_ids.shape[0]]
-            if few is not None and len(rows) <= _FEW_ROWS:
-                few.write(token_ids.numpy(), rows.numpy())
+            num_rows = token_ids.shape[0]
+            if few is not None and num_rows <= _FEW_ROWS:
+                few.write(token_ids.numpy(), numbers[:num_rows])
             else:
-                rows.copy_(unpacked_rows(blocks, token_ids))
+                stream[:num_rows].copy_(unpacked_rows(blocks, token_ids))
 
         return unpack
     if table.dtype != torch.bfloat16:
