@@ -17,8 +17,8 @@ from kvchat.core.types import NO_MEMORY
 from kvchat.engine.kv_storage import kv_geometry
 from kvchat.model.batch import SequencePiece, StepAbandoned, build_batch
 from kvchat.model.checkpoint.source import find_model
+from kvchat.model.cpu.step_embedding import embedding_into
 from kvchat.model.cpu.step_operations import Activations, RoundedForm
-from kvchat.model.cpu.step_program import embedding_into
 from kvchat.model.decoder import decoder, families, reader
 from kvchat.model.loader import load_model
 from kvchat.model.paged_model import PagedModel
@@ -473,7 +473,7 @@ def test_larger_steps_are_left_to_the_modules(tmp_path: Path) -> None:
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0}),
         ("cohere", {"use_qk_norm": True}),
         ("phi", {"head_dim": None, "num_attention_heads": 2, "qk_layernorm": True}),
-        ("glm4_moe", {**ROUTED, "n_group": 2, "topk_group": 1}),
+        ("glm4_moe", {**ROUTED, "n_group": 4, "topk_group": 1}),  # 3 experts of sets of 2
         ("olmo", {"clip_qkv": 1.0}),
         ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 3}),
         ("llama", {"hidden_act": "xielu"}),

@@ -44,8 +44,6 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "channels decay": (
         "kimi_linear",
         {
-            "linear_head_dim": 32,
-            "kv_lora_rank": 32,
             "mlp_layer_types": ["dense", "sparse"],
             "num_experts_per_tok": 2,
             "n_group": 1,
@@ -111,6 +109,26 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"state_size": 24, "time_step_rank": 32, "hidden_size": 96, "expand": 1},
     ),
     "selective beside attention": ("jamba, mamba-1", {"num_experts_per_tok": 2, "num_experts": 4}),
+    "a transformer ahead": (
+        "zamba2",
+        {
+            "adapter_rank": 32,
+            "num_mem_blocks": 2,
+            "num_hidden_layers": 6,
+            "mamba_ngroups": 2,
+            "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+        },
+    ),
+    "a transformer ahead, rotated": (
+        "zamba2",
+        {
+            "adapter_rank": 32,
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+        },
+    ),
     "mamba, odd sizes": (
         "bamba",
         {**_WIDE, "mamba_d_head": 8, "mamba_n_heads": 16, "mamba_d_state": 24},
@@ -128,7 +146,11 @@ _KINDS = [
 
 # transformers limits the steps of Mamba's prompts, and not those of single rows: these prompts are
 # left to the modules.
-_LIMITED = {"mamba, prompts with limits", "halves of layers", "experts without gates", "nemotron_h"}
+_LIMITED = {
+    "mamba, prompts with limits",
+    *("halves of layers", "experts without gates", "nemotron_h"),
+    *("a transformer ahead", "a transformer ahead, rotated"),
+}
 
 
 def load(directory: Path, **config: str) -> LoadedModel:

@@ -36,6 +36,20 @@ class NormTask(Task):
     stream_factor: float = 1.0
 
 
+class JoinedNormTask(Task):
+    """The norm of rows of `one` and of `other` together, [rows, width] float32 each.
+
+    weight, out   float32 [2 * width], [rows, 2 * width]
+    """
+
+    one: Memory
+    other: Memory
+    width: int
+    weight: Memory
+    epsilon: float
+    out: Memory
+
+
 @dataclass(frozen=True, slots=True)
 class NormForm:
     """What a norm kernel does.
@@ -117,3 +131,18 @@ def inverse_rms(code: Code, address: Value, width: Value, epsilon: Value) -> Val
         total.set(total.get() + value * value)
     count = code.convert("sitofp", width, epsilon.type)
     return reciprocal_root(code, code.total(total.get()) / count + epsilon)
+
+
+@kernel("joined norm", JoinedNormTask)
+def joined_norm_kernel(code: Code) -> None:
+    """Write the kernel that norms two rows as if one lay behind the other. Units: rows."""
+    width, row_bytes = code.task.width, code.task.width * 4
+    out = code.task.out + code.unit * row_bytes * 2
+    for number, rows in enumerate((code.task.one, code.task.other)):
+        row, place = rows + code.unit * row_bytes, out + row_bytes * number
+        with code.loop(0, row_bytes, LANES * 4) as at:
+            code.store(code.load(row, at, F32S), place, at)
+    factor = code.spread(inverse_rms(code, out, width * 2, code.task.epsilon))
+    with code.loop(0, row_bytes * 2, LANES * 4) as at:
+        value = code.load(out, at, F32S) * factor * code.load(code.task.weight, at, F32S)
+        code.store(value, out, at)

@@ -17,8 +17,9 @@ import torch
 
 from kvchat.model.batch import ForwardBatch, WindowSlots
 from kvchat.model.cpu.recurrent_prefill import replace_recurrences
+from kvchat.model.cpu.step_embedding import embedding_into
 from kvchat.model.cpu.step_operations import Unfit
-from kvchat.model.cpu.step_program import CompiledKv, StepProgram, embedding_into
+from kvchat.model.cpu.step_program import CompiledKv, StepProgram
 from kvchat.model.decoder.decoder import Decoder, num_weights
 from kvchat.model.decoder.reader import read_decoder
 from kvchat.model.decoder.recurrent import Mamba, SelectiveScan

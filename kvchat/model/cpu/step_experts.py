@@ -36,6 +36,7 @@ def add_mlp(
     is_gated = mlp.is_gated
     both = operations.output("gate and up", 2 * width if is_gated else width, num_rows)
     operations.products(mlp.gate_up, source, values, both, pairs=pairs)
+    operations.add_adapters(mlp.adapters, source, values, both)
     gated = operations.input("gated", width, num_rows)
     task = gates.GateTask(both=both, out=gated.floats, width=width, **mlp.constants)
     units = -(-width // gates.UNIT_COLUMNS)

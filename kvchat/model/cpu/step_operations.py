@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvchat.model.decoder.matrices import Matrix
-from kvchat_kernels.cpu import experts, gates, products
+from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
+from kvchat_kernels.cpu import experts, gates, norms, products
 from kvchat_kernels.cpu.code import LANES, Kernel, OfTask
 from kvchat_kernels.cpu.maths import stored_as
 from kvchat_kernels.cpu.matrix_products import Product, block_product, float_product, rounding
+from kvchat_kernels.cpu.norms import NormForm, NormTask
 from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, set_num_rows
 from kvchat_kernels.cpu.task import Numbers, Task
@@ -263,6 +264,44 @@ class StepOperations:
             start += num_out
         self._multiply_factors(matrices, out, is_plain=header is None and pairs is None)
         return tasks
+
+    def low_rank(
+        self, matrix: LowRank, source: Activations, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Multiply `values` with two matrices, one after the other."""
+        short = self.input("low rank", matrix.first.num_out)
+        self.products((matrix.first,), source, values, short.floats)
+        self.products((matrix.second,), short, short.floats, out)
+
+    def add_adapters(
+        self,
+        adapters: Sequence[LowRank],
+        source: Activations,
+        values: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Add to `out` what adapters, whose outputs lie side by side, make of `values`."""
+        if not adapters:
+            return
+        addend, start = self.output("of adapters", out.shape[1]), 0
+        for adapter in adapters:
+            self.low_rank(adapter, source, values, addend[:, start:])
+            start += adapter.num_out
+        if start != out.shape[1]:
+            raise Unfit("has adapters of another form")
+        self.add_to(out, addend)
+
+    def add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
+        """Add rows to others of the same width."""
+        task = NormTask(stream=out, addend=addend, width=out.shape[1])
+        self.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
+
+    def norm_rows(self, norm: Norm, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Norm rows, not centred, into others of the same width."""
+        task = NormTask(
+            stream=x, width=x.shape[1], weight=norm.weight, out=out, epsilon=norm.epsilon
+        )
+        self.add(norms.norm_kernel(NormForm(adds=False)), task, None)
 
     def _multiply_factors(
         self, matrices: Sequence[Matrix], out: torch.Tensor, is_plain: bool

@@ -5,13 +5,12 @@ output, norm, gate and up, activation, down. Block weights are multiplied with r
 rounding is an operation more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from kvchat.model.cpu.step_angles import Angles, QueryFactors
 from kvchat.model.cpu.step_experts import add_mixture, add_mlp
@@ -25,6 +24,7 @@ from kvchat.model.cpu.step_operations import (
 )
 from kvchat.model.cpu.step_recurrent import RecurrentLayers
 from kvchat.model.decoder.decoder import (
+    Ahead,
     BesideMlp,
     Decoder,
     DecoderAttention,
@@ -35,7 +35,6 @@ from kvchat.model.decoder.decoder import (
     SideGate,
 )
 from kvchat.model.decoder.matrices import Matrix, Norm
-from kvchat.model.packed.quantise import packed_table, unpacked_rows
 from kvchat.model.spec import LayerSpec
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, gates, norms, rotation
@@ -45,7 +44,7 @@ from kvchat_kernels.cpu.delta import OrderingTask, ordering_kernel
 from kvchat_kernels.cpu.gates import HeadsTask
 from kvchat_kernels.cpu.mamba import GroupNormTask, group_norm_kernel
 from kvchat_kernels.cpu.maths import Stored, stored_as
-from kvchat_kernels.cpu.norms import NormForm, NormTask
+from kvchat_kernels.cpu.norms import JoinedNormTask, NormForm, NormTask
 from kvchat_kernels.cpu.parts import Parts
 from kvchat_kernels.cpu.program import Program
 from kvchat_kernels.cpu.rotation import Heads, RotationTask
@@ -53,11 +52,8 @@ from kvchat_kernels.cpu.step import MAX_ROWS, NUM_OF_SEQUENCE, Header
 from kvchat_kernels.cpu.task import Numbers
 from kvchat_kernels.kv_code import KvCode
 from kvchat_kernels.kv_layer import PlainKv
-from kvchat_kernels.linear.table_rows import TableRows, can_read
 from kvchat_kernels.paged_attention import AttentionSpan
 
-# Rows of a table in blocks that numpy reads faster than torch: those of a decode step.
-_FEW_ROWS = 16
 # KV that the kernels write and read.
 CompiledKv = PlainKv | CodedKv
 
@@ -79,72 +75,6 @@ def _scales(pool: CompiledKv) -> tuple[torch.Tensor | None, torch.Tensor | None]
     return (pool.key_scales, pool.value_scales) if isinstance(pool, CodedKv) else (None, None)
 
 
-def embedding_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return what writes the embedded rows of token ids to the beginning of a float32 stream.
-
-    Rows of a table in blocks, and the factor of Gemma's, are not rounded to the model's dtype.
-    """
-    factor = getattr(embedding, "scalar_embed_scale", None)
-    table: Any = embedding.weight
-    is_known = factor is not None or type(embedding) is nn.Embedding
-    if not is_known or table.dtype not in _TABLES:
-
-        def embed(token_ids: torch.Tensor) -> None:
-            stream[: token_ids.shape[0]] = embedding(token_ids[None])[0]
-
-        return embed
-    write = _rows_into(embedding, stream)
-    if factor is None:
-        return write
-
-    numbers = stream.numpy()
-
-    def write_scaled(token_ids: torch.Tensor) -> None:
-        write(token_ids)
-        rows = numbers[: token_ids.shape[0]]
-        rows *= factor
-
-    return write_scaled
-
-
-def _rows_into(embedding: nn.Module, stream: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return what writes rows of a table as they are.
-
-    A plain table is read by numpy. The operators of torch for it took a tenth of a small model's
-    step: all that they run has left the processor's caches since the step before.
-    """
-    table: Any = embedding.weight
-    blocks = packed_table(embedding)
-    if blocks is not None:
-        few = TableRows(blocks) if can_read(blocks) else None
-        numbers = stream.numpy()
-
-        def unpack(token_ids: torch.Tensor) -> None:
-            num_rows = token_ids.shape[0]
-            if few is not None and num_rows <= _FEW_ROWS:
-                few.write(token_ids.numpy(), numbers[:num_rows])
-            else:
-                stream[:num_rows].copy_(unpacked_rows(blocks, token_ids))
-
-        return unpack
-    if table.dtype != torch.bfloat16:
-        numbers, out = table.detach().numpy(), stream.numpy()
-
-        def read(token_ids: torch.Tensor) -> None:
-            out[: token_ids.shape[0]] = numbers.take(token_ids.numpy(), 0)
-
-        return read
-    # numpy has no such numbers: they are the upper halves of float32.
-    halves, words = table.detach().view(torch.uint16).numpy(), stream.numpy().view(np.uint32)
-
-    def widen(token_ids: torch.Tensor) -> None:
-        rows = words[: token_ids.shape[0]]
-        rows[:] = halves.take(token_ids.numpy(), 0)
-        rows <<= 16
-
-    return widen
-
-
 def _side_memory(decoder: Decoder) -> torch.Tensor | None:
     """Return memory for the side inputs of all layers, None for a model without them."""
     widths = [layer.side.gate.num_out for layer in decoder.layers if layer.side is not None]
@@ -153,9 +83,6 @@ def _side_memory(decoder: Decoder) -> torch.Tensor | None:
     if decoder.side_inputs is None or len(widths) < len(decoder.layers):
         raise Unfit("has layers with and without inputs of their own")
     return floats(sum(widths))
-
-
-_TABLES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +191,14 @@ class StepProgram:
             self._norm_stream(self._decoder.first_norm)
         if self._decoder.joined is not None:
             self._join(self._decoder.joined)
+        if any(layer.ahead is not None for layer in self._decoder.layers):
+            self._keep_tokens(hidden)
         for index, layer in enumerate(self._decoder.layers):
             if layer.attention is not None:
-                self._add_norm(output, layer.before_attention)
+                before = None if layer.ahead is not None else layer.before_attention
+                self._add_norm(output, before)
+                if layer.ahead is not None:
+                    self._add_ahead(layer.ahead, layer.before_attention)
                 attended = self._operations.output("attended", hidden)
                 self._attended(layer, recurrent, attended)
                 output = _Output(attended, layer.after_attention)
@@ -305,6 +237,35 @@ class StepProgram:
         operations.products((part.projection,), gated, gated.floats, out)
         return _Output(out, part.norm)
 
+    def _keep_tokens(self, hidden: int) -> None:
+        """Copy the embedded tokens, which the stream begins with."""
+        tokens, order = self._operations.output("tokens", hidden), torch.arange(hidden)
+        task = OrderingTask(x=self.stream, source=order.int(), width=hidden, out=tokens)
+        self._operations.add(ordering_kernel(), task, None)
+
+    def _add_ahead(self, part: Ahead, norm: Norm | None) -> None:
+        """Add what is ahead of a layer with a state; write that layer's input, normed by `norm`."""
+        operations, hidden = self._operations, self.stream.shape[1]
+        assert norm is not None
+        both = operations.input("stream and tokens", 2 * hidden)
+        task = JoinedNormTask(
+            one=self.stream,
+            other=operations.output("tokens", hidden),
+            width=hidden,
+            weight=part.norm.weight,
+            epsilon=part.norm.epsilon,
+            out=both.floats,
+        )
+        operations.add(norms.joined_norm_kernel(), task, None)
+        attended, source = operations.output("attended", hidden), operations.input("normed", hidden)
+        self._attention(part.attention, both, both.floats, attended)
+        operations.norm_rows(part.before_mlp, attended, source.floats)
+        of_mlp, ahead = operations.input("ahead", hidden), operations.output("ahead", hidden)
+        add_mlp(operations, part.mlp, source, source.floats, of_mlp.floats)
+        operations.products((part.out,), of_mlp, of_mlp.floats, ahead)
+        operations.add_to(ahead, self.stream)
+        operations.norm_rows(norm, ahead, source.floats)
+
     def _join(self, part: Joined) -> None:
         """Write the stream of a head for the next token."""
         operations, hidden = self._operations, self.stream.shape[1]
@@ -320,23 +281,17 @@ class StepProgram:
     def _norm_stream(self, norm: Norm) -> None:
         if norm.bias is not None:
             raise Unfit("has embedded tokens with another norm")
-        self._norm_rows(norm, self.stream, self.stream)
-
-    def _norm_rows(self, norm: Norm, x: torch.Tensor, out: torch.Tensor) -> None:
-        task = NormTask(
-            stream=x, width=x.shape[1], weight=norm.weight, out=out, epsilon=norm.epsilon
-        )
-        self._operations.add(norms.norm_kernel(NormForm(adds=False)), task, None)
+        self._operations.norm_rows(norm, self.stream, self.stream)
 
     def _add_beside_mlp(self, part: BesideMlp, of_mlp: torch.Tensor) -> None:
         """Norm an MLP's output, and add to it that of the mixture beside the MLP, also normed."""
         operations, hidden = self._operations, of_mlp.shape[1]
-        self._norm_rows(part.after_mlp, of_mlp, of_mlp)
+        operations.norm_rows(part.after_mlp, of_mlp, of_mlp)
         for_router, source = (
             operations.input(f"normed for {n}", hidden) for n in ("router", "experts")
         )
-        self._norm_rows(part.for_router, self.stream, for_router.floats)
-        self._norm_rows(part.before, self.stream, source.floats)
+        operations.norm_rows(part.for_router, self.stream, for_router.floats)
+        operations.norm_rows(part.before, self.stream, source.floats)
         out = operations.output("mixture", hidden)
         add_mixture(operations, part.mixture, source, source.floats, out, for_router)
         task = NormTask(
@@ -359,7 +314,7 @@ class StepProgram:
         if layer.beside is not None:
             beside = self._operations.output("beside", out.shape[1])
             recurrent.add(layer.beside, source, values, beside)
-            self._add_to(out, beside)
+            self._operations.add_to(out, beside)
         if layer.is_parallel:
             self._add_parallel_mlp(layer, out)
 
@@ -371,11 +326,7 @@ class StepProgram:
         beside = self._operations.output("mlp", out.shape[1])
         is_normed = layer.before_attention is not None or layer.before_mlp is not None
         self._mlp(layer.mlp, is_normed, beside)
-        self._add_to(out, beside)
-
-    def _add_to(self, out: torch.Tensor, addend: torch.Tensor) -> None:
-        task = NormTask(stream=out, addend=addend, width=out.shape[1])
-        self._operations.add(norms.norm_kernel(NormForm(adds=True, norms=False)), task, None)
+        self._operations.add_to(out, beside)
 
     def _add_norm(self, output: _Output | None, before: Norm | None) -> None:
         """Add to the stream what is to be added, and norm it into the input of what follows."""
@@ -490,6 +441,7 @@ class StepProgram:
             return None
         if not layer.is_gated:
             self._operations.products(layer.qkv, source, values, qkv)
+            self._operations.add_adapters(layer.adapters, source, values, qkv)
             return None
         spec, query, *others = layer.spec, *layer.qkv
         width = spec.num_heads * spec.key_dim

@@ -209,7 +209,7 @@ class RecurrentLayers:
             start += sum(each.num_out for each in plain)
             plain = []
             if matrix is not None:
-                self._low_rank(matrix, source, values, inputs[:, start:])
+                self._operations.low_rank(matrix, source, values, inputs[:, start:])
                 start += matrix.num_out
         return inputs
 
@@ -221,13 +221,6 @@ class RecurrentLayers:
         task = InputsTask(inputs=inputs, stride=inputs.stride(0) * 4, place=place)
         operations.add_of_sequences(guesses_kernel(width), task, 1, changes_state=False)
         return dict(task.items())
-
-    def _low_rank(
-        self, matrix: LowRank, source: Activations, values: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        short = self._operations.input("low rank", matrix.first.num_out)
-        self._operations.products((matrix.first,), source, values, short.floats)
-        self._operations.products((matrix.second,), short, short.floats, out)
 
     def _place(self, layer: int, kind: str, shape: tuple[int, ...]) -> tuple[int, torch.dtype]:
         """Return where a tensor begins in the bytes of a sequence's state, and its dtype."""

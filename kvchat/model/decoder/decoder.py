@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvchat.model.decoder.matrices import Matrix, Norm
+from kvchat.model.decoder.matrices import LowRank, Matrix, Norm
 from kvchat.model.decoder.recurrent import Recurrent
 from kvchat.model.spec import LayerSpec, StateTensor
 from kvchat_kernels.cpu.experts import ExpertSets, Factors
@@ -52,7 +52,7 @@ class DecoderAttention:
 
     A layer that shares the KV of another one has Q alone, whose norm is both `head_norms`.
     `order` says where each number of Q, K and V is in the outputs of `qkv`, int32; None: they are
-    in this order. A layer with `latents` has no `qkv`.
+    in this order. A layer with `latents` has no `qkv`. `adapters` add to the outputs of `qkv`.
     """
 
     spec: LayerSpec
@@ -71,11 +71,13 @@ class DecoderAttention:
     norms_value: bool = False
     order: torch.Tensor | None = None
     latents: Latents | None = None
+    adapters: tuple[LowRank, ...] = ()
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         of_latents = () if self.latents is None else self.latents.matrices
-        return (*self.qkv, *of_latents, self.out)
+        adapters = [matrix for each in self.adapters for matrix in each.matrices]
+        return (*self.qkv, *adapters, *of_latents, self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Mlp:
     """A gated MLP; `gate_up` is one matrix, or two. One that is not gated has `up` alone there.
 
     `constants` are fields of `gates.GateTask`, where the activation has them. If it `is_by_turns`,
-    the rows of gate and up are by turns those of one matrix.
+    the rows of gate and up are by turns those of one matrix. `adapters` add to their outputs.
     `module` is transformers' own, except of experts.
     """
 
@@ -94,10 +96,12 @@ class Mlp:
     constants: Mapping[str, float] = field(default_factory=dict)
     module: Any = None
     is_by_turns: bool = False
+    adapters: tuple[LowRank, ...] = ()
 
     @property
     def num_weights(self) -> int:
-        return sum(matrix.num_weights for matrix in (*self.gate_up, self.down))
+        adapters = [matrix for each in self.adapters for matrix in each.matrices]
+        return sum(matrix.num_weights for matrix in (*self.gate_up, *adapters, self.down))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,27 @@ class BesideMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """A transformer's layer ahead of a layer with a state, whose weights several of Zamba2's share.
+
+    It reads the stream beside the embedded tokens, normed by `norm`, [2 * hidden], without adding
+    to them. What `out` makes of it is added to the input of the layer with a state, before its
+    norm, and not to the stream.
+    """
+
+    norm: Norm
+    attention: DecoderAttention
+    before_mlp: Norm
+    mlp: Mlp
+    out: Matrix
+
+    @property
+    def num_weights(self) -> int:
+        matrices = (*self.attention.matrices, self.out)
+        return self.mlp.num_weights + sum(matrix.num_weights for matrix in matrices)
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Attention or a layer with a state, and an MLP or a mixture of them, each added to the stream.
 
@@ -193,7 +218,7 @@ class DecoderLayer:
     the layer is parallel, so is the MLP, whose input may have a norm of its own, and the norms of
     outputs are missing.
     `stream_factor` is what the stream is multiplied with at the end of the layer. `beside_mlp`
-    stands beside an MLP.
+    stands beside an MLP, `ahead` before a layer with a state.
 
     Of a layer that is read in parts, a part that is not known is None, and without its norms it is
     `is_whole` no more. `other_norms` are those of its norms that stand nowhere else here. `module`
@@ -210,6 +235,7 @@ class DecoderLayer:
     is_parallel: bool = False
     side: SideGate | None = None
     beside_mlp: BesideMlp | None = None
+    ahead: Ahead | None = None
     stream_factor: float = 1.0
     is_whole: bool = True
     other_norms: tuple[Norm, ...] = ()
@@ -239,6 +265,8 @@ class DecoderLayer:
         of_mlp = 0 if self.mlp is None else self.mlp.num_weights
         if self.beside_mlp is not None:
             of_mlp += self.beside_mlp.mixture.num_weights
+        if self.ahead is not None:
+            of_mlp += self.ahead.num_weights
         return of_mlp + sum(matrix.num_weights for matrix in matrices)
 
 

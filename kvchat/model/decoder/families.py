@@ -103,6 +103,7 @@ class Family:
     norms_embedding    whether the last norm is the first one too, of the embedded tokens
     scales_queries     whether queries grow with their positions
     has_multipliers    whether inputs and outputs of a layer's parts have factors, as Falcon-H1's
+    has_ahead     whether a layer with a state may have a transformer's ahead of it, as Zamba2's
     has_sides          whether a layer may have a third part for its side input, as Gemma 4's
     allows_xielu       whether the activation xIELU is computed in float32, as here
     logits_factor, caps_logits   of the logits, by the configuration
@@ -133,6 +134,7 @@ class Family:
     norms_embedding: bool = False
     scales_queries: bool = False
     has_multipliers: bool = False
+    has_ahead: bool = False
     has_sides: bool = False
     allows_xielu: bool = False
     logits_factor: LogitsFactor | None = None
@@ -280,6 +282,9 @@ FAMILIES = {
     "mamba2": _HALVES,
     **dict.fromkeys(
         ("mamba", "falcon_mamba"), replace(_HALVES, recurrent=("mixer", read_selective_scan))
+    ),
+    "zamba2": Family(
+        _ONE, last_norm="final_layernorm", recurrent=("mamba", read_mamba), has_ahead=True
     ),
     "jamba": replace(
         _BAMBAS,

@@ -71,6 +71,10 @@ class LowRank:
     second: Matrix
 
     @property
+    def matrices(self) -> tuple[Matrix, Matrix]:
+        return self.first, self.second
+
+    @property
     def num_out(self) -> int:
         return self.second.num_out
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from kvchat.model.decoder.decoder import (
+    Ahead,
     BesideMlp,
     Decoder,
     DecoderAttention,
@@ -28,6 +29,7 @@ from kvchat.model.decoder.decoder import (
 )
 from kvchat.model.decoder.families import FAMILIES, Family, Known, Rotated
 from kvchat.model.decoder.matrices import (
+    LowRank,
     Matrix,
     Norm,
     Unknown,
@@ -38,7 +40,7 @@ from kvchat.model.decoder.matrices import (
     whole,
 )
 from kvchat.model.decoder.mlps import activation_in, part_of, read_experts, read_mlp
-from kvchat.model.decoder.recurrent import Mamba, Recurrent
+from kvchat.model.decoder.recurrent import Mamba, Recurrent, read_mamba
 from kvchat.model.spec import LayerSpec, ModelSpec
 from kvchat_kernels.cpu.rotation import HeadNorm
 
@@ -77,7 +79,12 @@ def _owner_of_layers(module: Any, spec: ModelSpec) -> Any:
     if not spec.layers:  # without attention, as Mamba
         return module.base_model
     # ...layers.0.self_attn; a model of text and images has its text model inside.
-    return module.get_submodule(".".join(spec.layers[0].module_name.split(".")[:-3]))
+    return module.get_submodule(".".join(_path(spec.layers[0])[:-3]))
+
+
+def _path(spec: LayerSpec) -> list[str]:
+    """Return the names of the modules around a layer's attention, but for one of Zamba2's."""
+    return [name for name in spec.module_name.split(".") if name != "shared_transformer"]
 
 
 def _require_all_known(owner: Any, family: Family) -> None:
@@ -104,7 +111,9 @@ class _Reader:
         self._config = owner.config
         self._spec = spec
         self._family = family
-        self._rotary = None if family.rotary is None else getattr(owner, family.rotary)
+        # Zamba2's configuration says it.
+        rotary = family.rotary if getattr(owner.config, "use_mem_rope", True) else None
+        self._rotary = None if rotary is None else getattr(owner, rotary)
         self._in_parts = in_parts
         # The class with the head has the code of the logits: most image-text classes change
         # nothing, whatever the configuration of their text model says.
@@ -182,7 +191,7 @@ class _Reader:
     def _layers(self) -> tuple[DecoderLayer, ...]:
         specs = {}
         for spec in self._spec.layers:
-            path = spec.module_name.split(".")
+            path = _path(spec)
             if path[-1] != self._family.attention:
                 raise Unknown("has attention elsewhere")
             if not spec.stores_kv and not self._family.shares_kv:
@@ -192,6 +201,9 @@ class _Reader:
         if self._family.has_halves:
             layers = enumerate(self._owner.layers)
             return tuple(self._half(layer, index, specs.get(index)) for index, layer in layers)
+        if self._family.has_ahead:
+            layers = enumerate(self._owner.layers)
+            return tuple(self._with_ahead(each, index, specs.get(index)) for index, each in layers)
         if recurrent is None:
             return tuple(
                 self._layer(self._owner.layers[index], self._attention_of(index, spec))
@@ -226,6 +238,35 @@ class _Reader:
             mlp = self._mlp_or_mixture(block)
             return DecoderLayer(None, mlp, None, None, norm, None)
         return DecoderLayer(part, None, norm, None, None, None)
+
+    def _with_ahead(self, layer: Any, index: int, spec: LayerSpec | None) -> DecoderLayer:
+        """Read a layer of Zamba2: Mamba, and what is ahead of it in a hybrid one."""
+        decoder, width = layer if spec is None else layer.mamba_decoder, self._config.hidden_size
+        read = DecoderLayer(
+            read_mamba(decoder.mamba, index),
+            None,
+            self._norm(decoder.input_layernorm, width),
+            None,
+            None,
+            None,
+        )
+        if spec is None:
+            return read
+        shared = layer.shared_transformer
+        attention, mlp = shared.self_attn, shared.feed_forward
+        number = mlp.layer_dic[index]
+        of_qkv: tuple[LowRank, ...] = ()
+        if self._config.use_shared_attention_adapter:
+            lists = (getattr(attention, f"linear_{name}_adapter_list") for name in "qkv")
+            of_qkv = tuple(_adapter(each[number]) for each in lists)
+        ahead = Ahead(
+            self._norm(shared.input_layernorm, 2 * width),
+            replace(self._attention(attention, spec, index), adapters=of_qkv),
+            self._norm(shared.pre_ff_layernorm, width),
+            replace(read_mlp(mlp), adapters=(_adapter(mlp.gate_up_proj_adapter_list[number]),)),
+            matrix_of(layer.linear),
+        )
+        return replace(read, ahead=ahead)
 
     def _attention_of(self, index: int, spec: LayerSpec) -> DecoderAttention | None:
         attention = getattr(self._owner.layers[index], self._family.attention)
@@ -466,6 +507,11 @@ def _order_of_heads(spec: LayerSpec) -> torch.Tensor:
     width = 3 * spec.num_heads * spec.key_dim
     numbers = torch.arange(width, dtype=torch.int32)
     return numbers.view(spec.num_heads, 3, spec.key_dim).transpose(0, 1).flatten()
+
+
+def _adapter(pair: Any) -> LowRank:
+    first, second = pair
+    return LowRank(matrix_of(first), matrix_of(second))
 
 
 def _epsilon(norm: Any) -> float:

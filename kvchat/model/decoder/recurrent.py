@@ -233,10 +233,7 @@ class DeltaNet:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        inputs = (
-            (each.first, each.second) if isinstance(each, LowRank) else (each,)
-            for each in self.inputs
-        )
+        inputs = (each.matrices if isinstance(each, LowRank) else (each,) for each in self.inputs)
         return (*chain.from_iterable(inputs), self.out)
 
 

@@ -53,9 +53,13 @@ class ParameterLimit:
         The hooks count every module that the process builds; only one model is loaded at a time.
         """
         num_tensors = num_elements = buffer_bytes = 0
+        counted = {}  # by identity; held, so that no other parameter has the identity of one
 
         def take(module: object, name: str, parameter: torch.nn.Parameter | None) -> None:
             nonlocal num_tensors, num_elements
+            if id(parameter) in counted:  # tied to another module, as a layer that many share
+                return
+            counted[id(parameter)] = parameter
             num_tensors += 1
             num_elements += parameter.numel() if parameter is not None else 0
             if num_tensors > self.num_tensors or num_elements > self.num_elements:

@@ -29,8 +29,11 @@ from support.stateful_models import load_stateful, open_engine, words
 from support.trial_drafters import OracleDrafter
 
 BLOCK = 16
-# Gated delta nets, Mamba 2, a short convolution and Mamba 1 in compiled steps, and modules alone.
-NAMES = ("qwen3_5, compiled", "falcon_h1", "lfm2", "jamba, mamba-1", "minimax")
+# Compiled steps of gated delta nets, Mamba 2, a short convolution and Mamba 1, and modules alone.
+NAMES = (
+    *("qwen3_5, compiled", "falcon_h1", "lfm2", "jamba, mamba-1", "kimi_linear", "zamba2"),
+    "minimax",
+)
 Question = tuple[tuple[int, ...], SamplingParams, int]
 Answers = dict[tuple[Question, int], list[int]]
 
@@ -163,6 +166,8 @@ def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Itera
     plain.live()
     drafted = Run(loaded, directory / f"drafted{seed}", seed, plain.answers)
     drafted.live()
+    is_compiled = loaded.compiled is not None and not loaded.compiled.is_off
+    assert is_compiled == (name != "minimax")
     common = plain.states.keys() & drafted.states.keys()
     assert drafted.states.keys() == plain.states.keys() or not drafted.is_calm
     for ids in common:
@@ -170,8 +175,11 @@ def compare(name: str, loaded: LoadedModel, directory: Path, seed: int) -> Itera
             torch.frombuffer(bytearray(run.states[ids]), dtype=torch.float32)
             for run in (plain, drafted)
         )
-        is_exact = drafted.is_calm and name != "minimax"  # compiled rows are the same to the bit
-        tolerance = 0.0 if is_exact else 1e-4
+        is_exact = drafted.is_calm and is_compiled  # then rows are the same to the bit
+        # transformers gives the steps of Zamba2's prompts a lower limit, 0.001, and those of single
+        # rows none: an answer that is read again as a prompt has another state.
+        of_prompts = 1e-2 if name == "zamba2" else 1e-4
+        tolerance = 0.0 if is_exact else of_prompts
         torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
     yield drafted.num_verified
     yield len(common)

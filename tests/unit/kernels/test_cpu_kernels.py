@@ -27,6 +27,18 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON) * weight
 
 
+def test_a_joined_norm_is_that_of_both_rows_together() -> None:
+    torch.manual_seed(0)
+    one, other, weight, out = (torch.randn(*shape) for shape in ((3, 24), (3, 24), (48,), (3, 48)))
+    task = norms.JoinedNormTask(
+        one=one, other=3 * other, width=24, weight=weight, epsilon=EPSILON, out=out
+    )
+
+    run_units(Operation(norms.joined_norm_kernel(), task, header(3), None), 3, 1)
+
+    assert torch.allclose(out, normed(torch.cat((one, 3 * other), dim=1), weight), atol=1e-5)
+
+
 @pytest.mark.parametrize("norms_addend", [False, True])
 @pytest.mark.parametrize("scales", [False, True])
 def test_a_norm_adds_to_the_stream_first(scales: bool, norms_addend: bool) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvchat.core.errors import ModelError
 from kvchat.model import loader
@@ -82,6 +83,18 @@ def test_a_config_that_changed_is_probed_again(
     with pytest.raises(ModelError, match="larger model"):
         inspect_model(find_model(str(directory)), memory)
     assert probes == ["llama"] * 3
+
+
+def test_a_parameter_that_modules_share_counts_once() -> None:
+    """Every published Zamba2 was refused: nine of its layers have the weights of two."""
+    with ParameterLimit(1, 100).guarded():
+        one = torch.nn.Linear(10, 10, bias=False, device="meta")
+        for _ in range(5):
+            torch.nn.Module().register_parameter("weight", one.weight)
+    with ParameterLimit(9, 100).guarded():
+        torch.nn.Linear(10, 10, bias=False, device="meta")
+        with pytest.raises(ModelError, match="larger model"):
+            torch.nn.Linear(10, 10, bias=False, device="meta")
 
 
 def test_the_key_tells_of_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
