@@ -109,7 +109,7 @@ def reuse_of(
     others = [leaf for leaf in conversation.leaves() if not _is_below(conversation, leaf, asked)]
     if asked.parent_id != ROOT:
         others.append(conversation.turn(asked.parent_id))
-    others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id != turn_id)
+    others.extend(each for each in conversation.children(asked.turn_id) if each.turn_id < turn_id)
     others = [other for other in others if not _is_copy(conversation, other)]
     unread = _unread(conversation, turn_id)
     others = [
@@ -147,7 +147,7 @@ def dated(reason: MissReason | None, created_s: float, times: Times) -> MissReas
 
 def _is_first_of_a_model(conversation: Conversation, asked: Turn, turn_id: int) -> bool:
     """Whether a turn is this model's first answer in a conversation of another model."""
-    others = (turn for turn in conversation.turns() if turn.turn_id != turn_id)
+    others = (turn for turn in conversation.turns() if turn.turn_id < turn_id)
     return any(turn.is_adopted for turn in conversation.path(asked.turn_id)) and not any(
         turn.role is Role.ASSISTANT and not (turn.is_adopted or turn.is_imported) for turn in others
     )
@@ -160,7 +160,7 @@ def _unread(conversation: Conversation, turn_id: int) -> set[int]:
     """
     unread = {turn.turn_id for turn in conversation.turns() if _is_written(turn)}
     for turn in conversation.turns() if unread else ():
-        if turn.role is Role.ASSISTANT and not _is_written(turn) and turn.turn_id != turn_id:
+        if turn.role is Role.ASSISTANT and not _is_written(turn) and turn.turn_id < turn_id:
             unread.difference_update(each.turn_id for each in conversation.path(turn.turn_id))
     return unread
 
@@ -186,9 +186,9 @@ def _last_read(
 
 
 def _is_answered(conversation: Conversation, turn: Turn, turn_id: int) -> bool:
-    """Whether a model has answered a turn or one after it, other than by the answer `turn_id`."""
+    """Whether a model has answered a turn or one after it before the answer `turn_id`."""
     return any(
-        below.turn_id != turn_id
+        below.turn_id < turn_id
         and (below.role is Role.ASSISTANT or _is_answered(conversation, below, turn_id))
         for below in conversation.children(turn.turn_id)
     )

@@ -64,6 +64,8 @@ def alias(name: str | None, model: str | None, is_removed: bool) -> None:
     if name is None:
         for each, target in aliases().items():
             print_line(f"{each}  {target}")
+        if not aliases():
+            say("There are no aliases. `kvchat models alias NAME MODEL` makes one.")
     elif is_removed:
         set_alias(name, None)
     elif model is None:

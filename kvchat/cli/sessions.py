@@ -12,6 +12,7 @@ from kvchat.chat.documents import to_markdown
 from kvchat.chat.kept_kv import kept_costs
 from kvchat.chat.store import SessionStore, SessionSummary
 from kvchat.cli.build import session_store, store_admin
+from kvchat.cli.lines import say
 from kvchat.cli.settings import Settings
 from kvchat.core.errors import UsageError
 from kvchat.core.stats import Cost
@@ -42,6 +43,8 @@ def list_sessions(settings: Settings, as_json: bool) -> None:
     entries = [_entry(summary, costs.get(summary.session_id)) for summary in summaries]
     for text in session_lines(entries, columns_of(sys.stdout)):
         _print(text)
+    if not entries:
+        say("No conversation is saved yet.")
 
 
 def _entry(summary: SessionSummary, cost: Cost | None) -> tuple[str, str, str]:

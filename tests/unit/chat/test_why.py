@@ -285,6 +285,21 @@ def test_another_answer_to_the_same_message_costs_nothing() -> None:
     assert talk.why(last).num_shared == len("say a wordape")
 
 
+def test_answers_that_come_together_are_not_read_before_one_another() -> None:
+    """Of three answers under another system prompt the first was told to be evicted."""
+    talk = Talk("be kind. ")
+    question = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    talk.add(Role.ASSISTANT, "hello", question, created_s=6.0)
+    talk.conversation.system = "be dull. "
+    again = talk.add(Role.USER, "hi there", ROOT, created_s=5.0)
+    talk.add(Role.ASSISTANT, "hello", again, created_s=6.0)
+    one, two = (talk.add(Role.ASSISTANT, text, again) for text in ("fine", "well"))
+
+    assert talk.why(one).change is Change.SYSTEM
+    assert talk.why(one).num_shared == len("be ")
+    assert talk.why(two).num_shared == len("be dull. hi there")
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

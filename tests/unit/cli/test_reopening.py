@@ -115,8 +115,15 @@ def test_a_single_prompt_is_no_conversation_to_go_on_with(shell: Shell, tiny: st
     assert shell.run("--last", "-p", "x").returncode == 2
 
 
+def test_a_list_without_conversations_says_so(direct: DirectShell) -> None:
+    """It printed nothing, and a new user wondered whether it had worked."""
+    listed = direct.run("sessions")
+    assert (listed.stdout, listed.stderr) == (b"", b"kvchat: No conversation is saved yet.\n")
+
+
 def test_an_alias_stands_for_a_model_until_it_is_deleted(direct: DirectShell, tiny: str) -> None:
     asked = ("--temperature", "0", "--max-tokens", "2", "--json", "-p", "x")
+    assert b"There are no aliases." in direct.run("models", "alias").stderr
     assert direct.run("models", "alias", "small", tiny).returncode == 0
 
     done = direct.run("-m", "small", *asked)
