@@ -320,8 +320,8 @@ class Asking:
 SAVE_INTERVAL_S = 1.0
 # So many events that wait are those of a reader slower than the engine.
 _MANY_EVENTS = 64
-# A reader looks for events once in so many seconds. Woken for each token, the reader took a
-# core from the step that computed the next one, at a twentieth of a small model's rate.
+# A reader looks for events once in so many seconds, from the first token on. Woken for each token,
+# it took a core from the step that computed the next one, at a twentieth of a small model's rate.
 PAUSE_S = 0.02
 
 
@@ -392,7 +392,7 @@ class Reply:
                 continue
             for each in self._with_waiting(event):
                 yield from self._take(each)
-            if not self.is_finished and self._queue.empty():
+            if self.num_tokens and not self.is_finished and self._queue.empty():
                 self._has_ended.wait(PAUSE_S)
                 self._has_ended.clear()
 

@@ -187,10 +187,11 @@ class Answer:
 
     async def _pause(self) -> None:
         """Wait until the last poll is PAUSE_S ago, or an answer ends: clients need not be told of
-        each token apart, and each time costs the next step as much as telling of several.
+        each token apart, and each time costs the next step as much as telling of several. The
+        first token is told at once, though it follows the progress of its prompt.
         """
         left_s = self._polled_s + PAUSE_S - self._loop.time()
-        if left_s > 0:
+        if left_s > 0 and self.asked.reply.num_tokens:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._has_news.wait(), left_s)
 

@@ -5,7 +5,14 @@ import threading
 import pytest
 
 from kvchat.chat import reply as reply_module
-from kvchat.chat.events import AnswerEnded, AnswerFailed, AnswerText, ChatEvent, SavingFailed
+from kvchat.chat.events import (
+    AnswerEnded,
+    AnswerFailed,
+    AnswerText,
+    ChatEvent,
+    ReadingPrompt,
+    SavingFailed,
+)
 from kvchat.chat.reply import SAVE_INTERVAL_S, Reply
 from kvchat.chat.tokenizer import ChatTokenizer
 from kvchat.core.errors import GenerationError
@@ -241,6 +248,28 @@ def test_a_reader_is_not_woken_for_each_token_and_hears_of_the_end_at_once(
     assert text_of(list(talk.reply)) == "abcd"
     assert len(pauses) == 1
     assert 0 < pauses[0] < 0.05
+
+
+def test_a_reader_does_not_pause_before_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token follows the progress of its prompt, and was heard 20 ms after it."""
+    talk = Talk()
+    pauses: list[int] = []
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(talk.reply.num_tokens)
+            return True
+
+    monkeypatch.setattr(talk.reply, "_has_ended", Ended())
+    talk.reply.listen(PrefillProgress(1, CachedTokens(), 1, 2))
+    events = iter(talk.reply)
+    assert isinstance(next(events), ReadingPrompt)
+    timer = threading.Timer(0.05, lambda: (talk_listen(talk),))
+    timer.start()
+
+    assert text_of(list(events)) == "hi"
+    timer.join()
+    assert 0 not in pauses
 
 
 def test_waiting_for_a_slow_model_saves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

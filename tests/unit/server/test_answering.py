@@ -164,6 +164,31 @@ def test_tokens_that_follow_each_other_are_told_together_and_the_end_at_once(
     assert isinstance(ended, AnswerEnded)
 
 
+def test_the_first_token_is_told_at_once_behind_the_progress_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
+
+    async def run() -> None:
+        engine = Engine(READ)
+        answer = await started(engine)
+        events = answer.events()
+        await anext(events)
+        engine.tell(READ)
+        await anext(events)
+        first = asyncio.ensure_future(anext(events))
+        engine.say("a")
+        for _ in range(4):
+            await turn()
+        assert first.done()
+        [told] = first.result()
+        assert isinstance(told, AnswerText)
+        assert told.text == "a"
+        answer.close()
+
+    asyncio.run(run())
+
+
 def test_the_loop_is_woken_once_for_all_that_have_news() -> None:
     """Each running answer woke it at every step, by a system call on the engine's thread."""
 
