@@ -361,6 +361,11 @@ class Reply:
         return self._num_open == 0
 
     @property
+    def has_news_of_end(self) -> bool:
+        """Whether an answer has ended since the last `poll`."""
+        return self._has_ended.is_set()
+
+    @property
     def num_samples(self) -> int:
         return len(self._answers)
 
@@ -421,7 +426,9 @@ class Reply:
     def poll(self) -> list[ChatEvent]:
         """Return the events since the last call, without waiting."""
         events: list[ChatEvent] = []
-        self._is_notified = False  # before the queue is read: what comes after it notifies again
+        # Before the queue is read: what comes after it is news again.
+        self._is_notified = False
+        self._has_ended.clear()
         while not self.is_finished and not self._queue.empty():
             for each in self._with_waiting(self._queue.get_nowait()):
                 events.extend(self._take(each))

@@ -190,10 +190,11 @@ class Answer:
         each token apart, and each time costs the next step as much as telling of several. The
         first token is told at once, though it follows the progress of its prompt.
         """
-        left_s = self._polled_s + PAUSE_S - self._loop.time()
-        if left_s > 0 and self.asked.reply.num_tokens:
+        reply, end_s = self.asked.reply, self._polled_s + PAUSE_S
+        if reply.num_tokens and not reply.has_news_of_end and end_s > self._loop.time():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), left_s)
+                async with asyncio.timeout_at(end_s):
+                    await self._has_news.wait()
 
     async def _is_silent_at_news(self) -> bool:
         """Wait for news; return whether nothing was written for too long."""

@@ -189,6 +189,32 @@ def test_the_first_token_is_told_at_once_behind_the_progress_of_its_prompt(
     asyncio.run(run())
 
 
+def test_an_end_that_comes_with_the_last_token_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop heard of both as one, and paused."""
+    monkeypatch.setattr("kvchat.server.answering.PAUSE_S", 3600.0)
+
+    async def run() -> None:
+        engine = Engine(READ)
+        answer = await started(engine)
+        events = answer.events()
+        await anext(events)
+        engine.say("a")
+        await anext(events)
+        last = asyncio.ensure_future(anext(events))
+        await turn()
+        engine.say("b")
+        engine.tell(ENDED)
+        for _ in range(4):
+            await turn()
+        assert last.done()
+        assert isinstance(last.result()[-1], AnswerEnded)
+        answer.close()
+
+    asyncio.run(run())
+
+
 def test_the_loop_is_woken_once_for_all_that_have_news() -> None:
     """Each running answer woke it at every step, by a system call on the engine's thread."""
 
