@@ -25,8 +25,11 @@ _FEW = 128
 _GROUPS = 8
 _LOWEST = float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
+# Of logits at both ends of float32, of a tiny temperature, and of a logit that is infinite.
+_quiet = np.errstate(over="ignore", invalid="ignore")
 
 
+@_quiet
 def draw_token(logits: Array, draw: RowDraw, position: int) -> int:
     """Draw the token of one row, [vocab_size] float32, which stays as it is; -1 if one is NaN."""
     likeliest = int(logits.argmax())
@@ -111,8 +114,7 @@ class _Draw:
     def _total(self) -> float:
         """Return the sum of the exponentials of all scaled logits."""
         if self._mass is None:
-            with np.errstate(over="ignore"):  # of a tiny temperature: -inf
-                scaled = (self._logits - np.float32(self._largest)) / np.float32(self._temperature)
+            scaled = (self._logits - np.float32(self._largest)) / np.float32(self._temperature)
             self._mass = float(np.exp(scaled, out=scaled).sum())
         return self._mass
 
@@ -150,6 +152,7 @@ def _in_order(logits: Array, largest: float, bound: float) -> tuple[Array, Array
     return tokens, (keys >> np.uint64(32)).astype(np.uint32).view(np.float32)
 
 
+@_quiet
 def token_logprobs(
     logits: Array, token_id: int, num_top: int
 ) -> tuple[float, list[tuple[int, float]]]:

@@ -103,7 +103,7 @@ class Family:
     norms_embedding    whether the last norm is the first one too, of the embedded tokens
     scales_queries     whether queries grow with their positions
     has_multipliers    whether inputs and outputs of a layer's parts have factors, as Falcon-H1's
-    has_ahead     whether a layer with a state may have a transformer's ahead of it, as Zamba2's
+    has_ahead          whether a layer with a state may have another ahead of it, as Zamba2's
     has_sides          whether a layer may have a third part for its side input, as Gemma 4's
     allows_xielu       whether the activation xIELU is computed in float32, as here
     logits_factor, caps_logits   of the logits, by the configuration

@@ -12,7 +12,8 @@ import torch
 from kvchat.core.types import SamplingParams
 from kvchat.engine.sampler import SamplingRow, parameters_of, sample, sample_seed
 from kvchat_kernels import host_sampler
-from kvchat_kernels.host_sampler import gumbel_noise, row_key
+from kvchat_kernels.host_sampler import draw_token, gumbel_noise, row_key, token_logprobs
+from kvchat_kernels.sampler import RowDraw
 
 CHI_SQUARE_9_DEGREES = 27.88  # exceeded by chance once in a thousand
 
@@ -331,3 +332,16 @@ def test_the_likeliest_tokens_are_those_that_torch_finds() -> None:
         broken[11, place] = float("nan")
         with pytest.raises(ValueError, match="not numbers"):
             sample(broken, [row] * 40)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("ends", [(3.4e38, -3.4e38), (math.inf, 0.0), (math.nan, 0.0)])
+def test_no_warning_is_written_about_logits_that_no_sound_model_has(
+    ends: tuple[float, float],
+) -> None:
+    """numpy's lines on standard error stood in the terminal's display."""
+    logits = np.array([0.0, *ends], dtype=np.float32)
+    for draw in (RowDraw(1.0), RowDraw(2.0, top_p=0.9), RowDraw(1e-30, top_k=2, min_p=0.1)):
+        assert draw_token(logits, draw, position=1) in ((1,) if ends[0] == ends[0] else (-1,))
+    logprob, _ = token_logprobs(logits, 1, num_top=2)
+    assert logprob == 0.0 if math.isfinite(ends[0]) else math.isnan(logprob)
