@@ -70,7 +70,7 @@ def launch(name: str, arguments: Sequence[str], flags: dict[str, Any], is_warmed
     if client.num_fixed:
         say(_price(client, rates, _has_read(settings, directory, server)))
     code = _run([client.program, *how.arguments, *arguments], environment)
-    if _work(server)[1] - num_before >= client.num_fixed > 0:
+    if rates is not None and _work(server)[1] - num_before >= client.num_fixed > 0:
         _note_read(directory, server)
     return code
 

@@ -161,15 +161,17 @@ def test_a_clients_own_prompt_is_cached_once_a_session_has_read_it(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(launch, "started", lambda *_, **__: None)
     monkeypatch.setattr(launch, "facts_of", lambda server: SERVER)
-    # What the server has computed before and after each session; the first one asked nothing.
-    counts = iter((0, 0, 70, 6_470, 6_470, 6_500))
-    monkeypatch.setattr(launch, "_work", lambda server: (None, next(counts)))
+    # What the server has computed before and after each session. It was too busy to say it before
+    # the first one; the second asked nothing.
+    counts = (9_000, 9_070, 9_070, 15_470, 15_470, 15_500)
+    told_work = iter([(None, 0), *((ReadRates(), count) for count in counts)])
+    monkeypatch.setattr(launch, "_work", lambda server: next(told_work))
 
-    for _ in range(3):
+    for _ in range(4):
         assert launch.launch("codex", [], {"model": "demo"}, is_warmed=False) == 0
 
     told = capsys.readouterr().err
-    assert told.count("is read once, and comes from the cache later") == 2
+    assert told.count("is read once, and comes from the cache later") == 3
     assert told.rstrip().endswith("its own prompt of about 6,000 tokens comes from the cache")
 
 
