@@ -43,7 +43,7 @@ from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.local_client import LocalClient
 from kvchat.remote.message_ids import Mark
 from kvchat.remote.server_kv import ServerKv, SlotFiles
-from kvchat.remote.wire import Counts, Piece, Reader, request
+from kvchat.remote.wire import Counts, Piece, Reader, request, tells_its_end
 
 if TYPE_CHECKING:
     from kvchat.engine.embedding import Embedding
@@ -460,6 +460,8 @@ class RemoteEngine:
         async with aclosing(self._client.stream(sent)) as documents:
             async for document in documents:
                 self._heard_s = time.perf_counter()
+                if tells_its_end(document):
+                    break
                 piece = reader.read(document)
                 sample.counts = piece.counts or sample.counts
                 self._tell_progress(sample, piece)

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from kvchat.core.errors import ContextTooLong, GenerationError, KvchatError
-from kvchat.remote.wire import Sent, error_sentence
+from kvchat.remote.wire import Sent, error_sentence, tells_its_end
 
 # A server that reads a long prompt may say nothing for minutes.
 SILENCE_S = 1800.0
@@ -67,7 +67,10 @@ def refusal(status: int, text: bytes) -> KvchatError:
     if status in (401, 403):
         return GenerationError("The server refuses this key.", "Set KVCHAT_ENDPOINT_KEY.")
     try:
-        sentence = error_sentence(json_object(text))
+        document = json_object(text)
+        if tells_its_end(document):
+            return ServerLost("The server has ended.", "/retry asks again.")
+        sentence = error_sentence(document)
     except GenerationError:
         sentence = f"The server refused the request with HTTP status {status}."
     is_too_long = any(words in text.lower() for words in _TOO_LONG)

@@ -274,6 +274,12 @@ class Reader:
         return Piece(ids, counts=counts, finish=_finish(finish))
 
 
+def tells_its_end(document: Mapping[str, Any]) -> bool:
+    """Whether a kvchat serve says that it had to end before the answer did."""
+    error = document.get("error")
+    return isinstance(error, Mapping) and error.get("code") == "stopped"
+
+
 def error_sentence(document: Mapping[str, Any]) -> str:
     """Return a sentence on a server's error object, in OpenAI's form, FastAPI's or another."""
     words: Any = document

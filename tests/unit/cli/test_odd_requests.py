@@ -21,7 +21,7 @@ from kvchat.core.errors import UsageError
         ('{"id": NaN, "prompt": "x"}', "Line 1 of the input is not JSON."),
         ('{"id": [[1]], "prompt": "x"}', "id of line 1 must be a text or a number."),
         ('{"prompt": " "}', "Line 1 of the input: The last message is empty."),
-        ('{"prompt": "x", "temperature": 1' + 400 * "0" + "}", "must be a number"),
+        ('{"prompt": "x", "temperature": 1' + 400 * "0" + "}", "must be nearer to 0"),
         ('{"prompt": "x", "system": 5}', "system of line 1 is 5, but must be a text."),
     ],
 )

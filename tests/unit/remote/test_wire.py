@@ -1,5 +1,6 @@
 """What servers are sent, and how what they stream is read, in the forms of their projects."""
 
+import json
 from array import array
 from dataclasses import replace
 
@@ -10,9 +11,19 @@ from kvchat.core.types import CachedTokens, FinishReason, SamplingParams
 from kvchat.engine.request import RequestSpec
 from kvchat.remote.address import Address
 from kvchat.remote.engine import _finished, _Sample
+from kvchat.remote.exchange import ServerLost, refusal
 from kvchat.remote.kinds import Kind, Server
 from kvchat.remote.message_ids import Mark, text_ids
-from kvchat.remote.wire import CallPiece, Counts, Piece, Reader, error_sentence, request
+from kvchat.remote.wire import (
+    CallPiece,
+    Counts,
+    Piece,
+    Reader,
+    error_sentence,
+    request,
+    tells_its_end,
+)
+from kvchat.server.api_errors import ended_server, response_to
 
 SAMPLING = SamplingParams(
     0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**40 + 3
@@ -307,3 +318,14 @@ def test_each_kind_of_server_is_told_the_schema_of_an_answer() -> None:
         assert (request(server(kind), ids, 0, takes_ids=True).body or {})[name] == value
     sglang = request(server(Kind.SGLANG), ids, 0, takes_ids=True).body or {}
     assert sglang["sampling_params"]["json_schema"] == '{"type": "string"}'
+
+
+def test_an_answer_that_the_end_of_a_server_cut_off_is_one_that_broke_off() -> None:
+    """Once servers told of it, the chat took it for an error of its request, and asked no other
+    server.
+    """
+    said = response_to(ended_server(), "/v1/completions")
+
+    assert isinstance(refusal(said.status_code, bytes(said.body)), ServerLost)
+    assert tells_its_end(json.loads(bytes(said.body)))
+    assert not tells_its_end({"error": "stopped"})
