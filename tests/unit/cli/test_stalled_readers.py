@@ -115,7 +115,7 @@ def test_a_time_limit_ends_an_answer_that_nobody_reads(
     shell: ForkedShell, endless: str, form: str, stdin: bytes
 ) -> None:
     """The limit ended the answer, and the program waited for its reader without end."""
-    flags = ["-m", endless, *GREEDY, "--timeout", "3", "--input-format", form]
+    flags = ["-m", endless, *GREEDY, "--timeout", "8", "--input-format", form]  # loading too
     shown = ["--output-format", "stream-json"]
 
     assert _ended_by_signal(shell, [*flags, *shown], stdin, None) == 124
