@@ -29,7 +29,7 @@ import torch
 from kvchat.bench.engines import GREEDY, model_facts, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, ProcessFailed, engine_flags, private_home
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import GenerationError
 from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
@@ -131,18 +131,14 @@ def _rates(
     clients: str, ours: Sequence[Load], theirs: Sequence[Load], beside: str, must: str
 ) -> Figure:
     mine, other = (Sample(tuple(load.per_second for load in runs[1:])) for runs in (ours, theirs))
-    ratio = mine.median / other.median
-    beside_it = (other.median, beside, ratio, "of that", must, mine.spread)
-    return Figure(clients, mine.median, "requests/s", *beside_it)
+    return compared(clients, mine, other, "requests/s", beside, "of that", must)
 
 
 def _first_texts(clients: str, ours: Sequence[Load], theirs: Sequence[Load], beside: str) -> Figure:
     mine, other = (
-        Sample(tuple(1e3 * load.median_first_s for load in runs[1:])) for runs in (ours, theirs)
+        Sample(tuple(load.median_first_s for load in runs[1:])) for runs in (ours, theirs)
     )
-    ratio = mine.median / other.median
-    beside_it = (other.median, beside, ratio, "of that", "", mine.spread)
-    return Figure(f"{clients}: first text", mine.median, "ms", *beside_it)
+    return compared(f"{clients}: first text", mine, other, "ms", beside, "of that")
 
 
 def load_of_engine(assembled: AssembledEngine, prompts: Prompts) -> Load:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import Answered, ProcessFailed, answer, engine_flags, private_home
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.chat.chat_model import ChatModel, read_chat_model
 from kvchat.chat.text_codec import Segment
@@ -24,6 +24,7 @@ from kvchat.model.checkpoint.source import find_model
 _HISTORY = 3072
 _DEMO = "demo"
 _MESSAGE = "hi"
+_PEER = "the same weights, no history"
 _GO_ON = ("-c", "--last")  # the first process answers one prompt
 _COMPARED_TOKENS = 8
 # Sample lines from which the tokens per line are estimated.
@@ -125,28 +126,10 @@ def _figures(resumed: Sequence[Answered], others: Sequence[Answered]) -> tuple[F
     ours, theirs = (Sample(tuple(each.first_s for each in runs)) for runs in (resumed, others))
     loaded, beside = (Sample(tuple(each.ttft_s for each in runs)) for runs in (resumed, others))
     last = resumed[-1]
+    whole = "kvchat -c, from process start to the first text"
     return (
-        Figure(
-            "kvchat -c, from process start to the first text",
-            ours.median,
-            "s",
-            theirs.median,
-            "the same weights, no history",
-            ours.median / theirs.median,
-            "times that",
-            "1.1",
-            ours.spread,
-        ),
-        Figure(
-            "its time to first token, model loaded",
-            loaded.median * 1e3,
-            "ms",
-            beside.median * 1e3,
-            "the same weights, no history",
-            loaded.median / beside.median,
-            "times that",
-            spread=loaded.spread,
-        ),
+        compared(whole, ours, theirs, "s", _PEER, must="1.1"),
+        compared("its time to first token, model loaded", loaded, beside, "ms", _PEER),
         Figure(
             "tokens restored",
             last.disk_tokens,

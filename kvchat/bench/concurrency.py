@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvchat.bench.engines import GREEDY, complete_requests, model_facts, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.engine.assembly import AssembledEngine
 from kvchat.engine.request import RequestSpec
@@ -20,6 +20,7 @@ from kvchat.engine.request import RequestSpec
 _NUM_REQUESTS = 8
 _SHORTEST, _LONGEST = 32, 512
 _FEWEST_TOKENS, _MOST_TOKENS = 16, 96
+_ALONE = "one after another"
 
 
 def run(setup: BenchSetup) -> Result:
@@ -34,30 +35,17 @@ def run(setup: BenchSetup) -> Result:
         "answers": f"{_FEWEST_TOKENS}-{_MOST_TOKENS}",
     }
     figures = (
-        _compared("generated", "tokens/s", together, alone, "2 on a GPU"),
+        compared("generated", together, alone, "tokens/s", _ALONE, must="2 on a GPU"),
         # The first call of each is the warm-up.
-        _compared(
+        compared(
             "last answer ends after",
-            "s",
             Sample(tuple(rounds.together_s[1:])),
             Sample(tuple(rounds.one_by_one_s[1:])),
+            "s",
+            _ALONE,
         ),
     )
     return Result("concurrency", settings, figures)
-
-
-def _compared(name: str, unit: str, together: Sample, alone: Sample, must: str = "") -> Figure:
-    return Figure(
-        name,
-        together.median,
-        unit,
-        alone.median,
-        "one after another",
-        together.median / alone.median,
-        "times that",
-        must,
-        together.spread,
-    )
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from kvchat.bench.engines import (
 )
 from kvchat.bench.measure import Bandwidth, alternated, measure_bandwidth
 from kvchat.bench.peers import Peer, Transformers, prompts_beside_peers
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, beside_ceiling, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.parameters import KV_CODES
 from kvchat.core.types import SamplingParams, rate
@@ -72,8 +72,8 @@ def run(setup: BenchSetup) -> Result:
     if prompts:
         figures.append(_sampled(setup, assembled, len(prompts[0])))
     del peer  # free its weights
-    compared = partial(_beside_peer, setup, assembled.engine)
-    beside, note = prompts_beside_peers(setup, prompts, compared)
+    beside_peer_of = partial(_beside_peer, setup, assembled.engine)
+    beside, note = prompts_beside_peers(setup, prompts, beside_peer_of)
     notes = (str(bandwidth), note)
     return Result(
         "decode", settings, (*figures, *_fit(assembled, bandwidth, rates), *beside), notes=notes
@@ -103,38 +103,15 @@ def _measure(
     prompt: Sequence[int],
 ) -> list[Figure]:
     engine, length = assembled.engine, len(prompt)
-    mine, theirs = alternated(
-        partial(decode_rate, engine, prompt),
-        partial(peer.decode_rate, prompt, NUM_TOKENS),
-        setup.repeats,
-    )
+    own = _beside_peer(setup, engine, peer, prompt, "transformers generate", "1.5")
     kv_bytes = engine.cache.kv_pool.geometry.token_bytes * (length + NUM_TOKENS // 2)
     num_bytes = streamed_bytes(assembled) + kv_bytes
-    name = f"context {length:,}"
+    name = f"{own.name}: {num_bytes / 1e6:,.4g} MB a token"
     return [
-        Figure(
-            name,
-            mine.median,
-            "tokens/s",
-            theirs.median,
-            "transformers generate",
-            mine.median / theirs.median,
-            "times the peer",
-            "1.5",
-            mine.spread,
-        ),
+        own,
         *(
-            Figure(
-                f"{name}: {num_bytes / 1e6:,.4g} MB a token",
-                mine.median * num_bytes / 1e9,
-                "GB/s",
-                ceiling / 1e9,
-                ceiling_name,
-                mine.median * num_bytes / ceiling,
-                "of that",
-                spread=mine.spread,
-            )
-            for ceiling_name, ceiling in bandwidth.ceilings()
+            beside_ceiling(name, own.value * num_bytes, "GB/s", ceiling, own.spread)
+            for ceiling in bandwidth.ceilings()
         ),
     ]
 
@@ -148,16 +125,8 @@ def _sampled(setup: BenchSetup, assembled: AssembledEngine, length: int) -> Figu
         partial(decode_rate, engine, prompt),
         setup.repeats,
     )
-    return Figure(
-        f"context {length:,}, sampled with top-k {_SAMPLED.top_k} and top-p {_SAMPLED.top_p}",
-        sampled.median,
-        "tokens/s",
-        greedy.median,
-        "greedy",
-        sampled.median / greedy.median,
-        "of greedy",
-        spread=sampled.spread,
-    )
+    name = f"context {length:,}, sampled with top-k {_SAMPLED.top_k} and top-p {_SAMPLED.top_p}"
+    return compared(name, sampled, greedy, "tokens/s", "greedy", "of greedy")
 
 
 def decode_rate(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = GREEDY) -> float:
@@ -197,23 +166,22 @@ def _fit(assembled: AssembledEngine, bandwidth: Bandwidth, rates: dict[int, floa
     ]
 
 
-def _beside_peer(setup: BenchSetup, engine: Engine, peer: Peer, prompt: Sequence[int]) -> Figure:
+def _beside_peer(
+    setup: BenchSetup,
+    engine: Engine,
+    peer: Peer | Transformers,
+    prompt: Sequence[int],
+    peer_name: str = "",
+    must: str = "1.0",
+) -> Figure:
     mine, theirs = alternated(
         partial(decode_rate, engine, prompt),
         partial(peer.decode_rate, prompt, NUM_TOKENS),
         setup.repeats,
     )
-    return Figure(
-        f"context {len(prompt):,}",
-        mine.median,
-        "tokens/s",
-        theirs.median,
-        peer.name,
-        mine.median / theirs.median,
-        "times the peer",
-        "1.0",
-        mine.spread,
-    )
+    name = f"context {len(prompt):,}"
+    beside = peer_name or peer.name
+    return compared(name, mine, theirs, "tokens/s", beside, "times the peer", must)
 
 
 def streamed_bytes(assembled: AssembledEngine) -> int:

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 from kvchat.bench.measure import alternated
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.chat.answer_settings import AskOptions
 from kvchat.chat.events import AnswerEnded, AnswerFailed
 from kvchat.chat.host import ChatHost
@@ -60,19 +60,11 @@ def _first_tokens(setup: EndpointSetup, limit: int) -> list[Figure]:
     longest = min(_LONG // 32 if setup.is_quick else _LONG, limit // 2)
     short, long = _Chat(setup.host, min(_SHORT, longest // 8)), _Chat(setup.host, longest)
     after_short, after_long = alternated(short.first_token_s, long.first_token_s, setup.repeats)
-    return [
-        Figure(
-            f"first token, {long.num_tokens:,} of history",
-            after_long.median * 1e3,
-            "ms",
-            after_short.median * 1e3,
-            f"{short.num_tokens:,} of history",
-            after_long.median / after_short.median,
-            "long over short",
-            "1.6",
-            after_long.spread,
-        )
-    ]
+    name, beside = (
+        f"first token, {long.num_tokens:,} of history",
+        f"{short.num_tokens:,} of history",
+    )
+    return [compared(name, after_long, after_short, "ms", beside, "long over short", "1.6")]
 
 
 class _Chat:

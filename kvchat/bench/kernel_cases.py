@@ -291,14 +291,6 @@ def _flashinfer(step: _AttentionStep) -> Iterator[Peer]:
 _ROWS = (1, 5, 16)
 
 
-def kernel_cases(
-    shape: KernelShape, place: Place, contexts: tuple[int, ...]
-) -> Iterator[KernelCase]:
-    """Yield the cases of all groups, one by one."""
-    for _, group in case_groups(shape, place, contexts):
-        yield from group
-
-
 def case_groups(
     shape: KernelShape, place: Place, contexts: tuple[int, ...]
 ) -> Iterator[tuple[str, Iterator[KernelCase]]]:

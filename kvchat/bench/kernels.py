@@ -5,7 +5,6 @@ whose result differs from its torch reference's, or that fails, has no figures, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
@@ -18,8 +17,8 @@ from kvchat.bench.kernel_cases import (
     few_rows,
     has_flashinfer,
 )
-from kvchat.bench.measure import Bandwidth, Sample, measure_bandwidth, measure_products
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.measure import Ceilings, Sample, measure_bandwidth, measure_products
+from kvchat.bench.report import Figure, Result, beside_ceiling
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.errors import in_one_line
 from kvchat.model.device import choose_device
@@ -54,14 +53,6 @@ def run(setup: BenchSetup) -> Result:
         notes += missing
     figures += verifying_figures(figures, contexts)
     return Result("kernels", settings, tuple(figures), notes=tuple(notes))
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """`products` is in FLOP per second."""
-
-    bandwidth: Bandwidth
-    products: float
 
 
 # Takes a function that makes some calls and returns their number; returns the seconds per call.
@@ -123,16 +114,8 @@ def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iter
     """
     if case.num_flops:
         rate = case.num_flops / ours.median
-        yield Figure(
-            f"{case.name}: {case.num_flops / 1e12:,.3g} TFLOP",
-            rate / 1e12,
-            "TFLOP/s",
-            ceilings.products / 1e12,
-            "one large product, measured",
-            rate / ceilings.products,
-            "of that",
-            spread=ours.spread,
-        )
+        name = f"{case.name}: {case.num_flops / 1e12:,.3g} TFLOP"
+        yield beside_ceiling(name, rate, "TFLOP/s", ceilings.product, ours.spread)
         return
     named = list(ceilings.bandwidth.ceilings())
     first, *others = named if case.is_read_only else [named[1], named[0], *named[2:]]
@@ -151,10 +134,8 @@ def _beside_ceilings(case: KernelCase, ceilings: Ceilings, ours: Sample) -> Iter
     if case.num_bytes < _BYTES_BOUND:
         return
     rate = case.num_bytes / ours.median
-    for ceiling_name, ceiling in others:
-        yield Figure(
-            name, rate / 1e9, "GB/s", ceiling / 1e9, ceiling_name, rate / ceiling, "of that"
-        )
+    for ceiling in others:
+        yield beside_ceiling(name, rate, "GB/s", ceiling)
 
 
 def _beside_peer(case: KernelCase, ours: Sample, theirs: Sample, name: str) -> Figure:

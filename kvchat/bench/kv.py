@@ -19,7 +19,7 @@ from kvchat.bench.decode import NUM_TOKENS, decode_rate
 from kvchat.bench.engines import new_engine, random_ids
 from kvchat.bench.measure import alternated
 from kvchat.bench.recall import NUM_FACTS, RecallText, recall, recall_texts
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.bench.thinning import thinned
 from kvchat.bench.weights import perplexity, predictions, recorded_texts
@@ -191,18 +191,7 @@ def _rates(
             partial(decode_rate, own.engine, prompt),
             setup.repeats,
         )
-        figures.append(
-            Figure(
-                f"context {length:,}",
-                ours.median,
-                "tokens/s",
-                plain.median,
-                beside,
-                ours.median / plain.median,
-                "times that",
-                spread=ours.spread,
-            )
-        )
+        figures.append(compared(f"context {length:,}", ours, plain, "tokens/s", beside))
     return figures
 
 

@@ -103,6 +103,19 @@ class Bandwidth:
         return f"bandwidth: {', '.join(named)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """`products` is in FLOP per second."""
+
+    bandwidth: Bandwidth
+    products: float
+
+    @property
+    def product(self) -> tuple[str, float]:
+        """The rate of products, with its name for a table."""
+        return "one large product, measured", self.products
+
+
 def measure_bandwidth(device: torch.device) -> Bandwidth:
     """Measure a sum and a copy of a buffer far larger than any cache; the best of several runs."""
     num_bytes = _BYTES[device.type]

@@ -192,6 +192,8 @@ def _own_module(source: ModelSource, dtype: torch.dtype) -> Any:
 class Transformers:
     """transformers with its default attention (sdpa) and dynamic cache, on the same weights."""
 
+    name = "transformers"
+
     def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
         self.model: Any = _own_module(source, dtype).to(device).eval()
         self._device = device

@@ -6,22 +6,15 @@ product, and its bytes beside what memory allows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
 from kvchat.bench.decode import streamed_bytes
 from kvchat.bench.engines import complete, free_memory, model_facts, new_engine, random_ids
-from kvchat.bench.measure import (
-    Bandwidth,
-    Sample,
-    alternated,
-    measure_bandwidth,
-    measure_products,
-)
+from kvchat.bench.measure import Ceilings, alternated, measure_bandwidth, measure_products
 from kvchat.bench.peers import Peer, Transformers, prompts_beside_peers
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, beside_ceiling, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.core.types import rate
 from kvchat.engine.assembly import AssembledEngine
@@ -48,38 +41,18 @@ def run(setup: BenchSetup) -> Result:
     assembled = new_engine(setup.source, setup.model, setup.cache)
     device, dtype = assembled.loaded.device, assembled.loaded.dtype
     peer = Transformers(setup.source, device, dtype)
-    ceilings = _Ceilings(measure_bandwidth(device), measure_products(device, dtype))
+    ceilings = Ceilings(measure_bandwidth(device), measure_products(device, dtype))
     figures: list[Figure] = []
     prompts: list[list[int]] = []
     for length in dict.fromkeys(map(setup.scaled, _LENGTHS[device.type])):
         if length + 1 < assembled.engine.max_context:
             prompts.append(random_ids(length, assembled.loaded.spec.vocab_size, seed=3))
-            beside_peer = _measure(setup, assembled, peer, prompts[-1])
+            beside_peer = _beside_peer(setup, assembled, peer, prompts[-1])
             figures += [beside_peer, *_beside_ceilings(assembled, ceilings, length, beside_peer)]
     del peer  # free its weights
-    compared = partial(_beside_peer, setup, assembled)
-    beside, note = prompts_beside_peers(setup, prompts, compared)
+    beside, note = prompts_beside_peers(setup, prompts, partial(_beside_peer, setup, assembled))
     notes = (str(ceilings.bandwidth), note)
     return Result("prefill", settings, (*figures, *beside), notes=notes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ceilings:
-    """`products` is in FLOP per second."""
-
-    bandwidth: Bandwidth
-    products: float
-
-
-def _measure(
-    setup: BenchSetup, assembled: AssembledEngine, peer: Transformers, prompt: Sequence[int]
-) -> Figure:
-    mine, theirs = alternated(
-        _rate_of(assembled, prompt),
-        lambda: rate(len(prompt), peer.prefill_s(prompt)),
-        setup.repeats,
-    )
-    return _beside("transformers", len(prompt), mine, theirs)
 
 
 def _rate_of(assembled: AssembledEngine, prompt: Sequence[int]) -> Callable[[], float]:
@@ -95,60 +68,32 @@ def _rate_of(assembled: AssembledEngine, prompt: Sequence[int]) -> Callable[[], 
     return ours
 
 
-def _beside(name: str, length: int, mine: Sample, theirs: Sample) -> Figure:
-    return Figure(
-        f"prompt of {length:,}",
-        mine.median,
-        "tokens/s",
-        theirs.median,
-        name,
-        mine.median / theirs.median,
-        "times the peer",
-        spread=mine.spread,
-    )
-
-
 def _beside_peer(
-    setup: BenchSetup, assembled: AssembledEngine, peer: Peer, prompt: Sequence[int]
+    setup: BenchSetup, assembled: AssembledEngine, peer: Peer | Transformers, prompt: Sequence[int]
 ) -> Figure:
-    samples = alternated(
+    mine, theirs = alternated(
         _rate_of(assembled, prompt),
         lambda: rate(len(prompt), peer.prefill_s(prompt)),
         setup.repeats,
     )
-    return _beside(peer.name, len(prompt), *samples)
+    name = f"prompt of {len(prompt):,}"
+    return compared(name, mine, theirs, "tokens/s", peer.name, "times the peer")
 
 
 def _beside_ceilings(
-    assembled: AssembledEngine, ceilings: _Ceilings, length: int, own: Figure
+    assembled: AssembledEngine, ceilings: Ceilings, length: int, own: Figure
 ) -> Iterator[Figure]:
     """Yield the FLOP per second and bytes per second of a prefill, each beside its ceiling."""
     prompts_per_s = own.value / length
     flops = num_flops(assembled, length)
-    yield Figure(
-        f"{own.name}: {flops / 1e12:,.3g} TFLOP",
-        flops * prompts_per_s / 1e12,
-        "TFLOP/s",
-        ceilings.products / 1e12,
-        "one large product, measured",
-        flops * prompts_per_s / ceilings.products,
-        "of that",
-        spread=own.spread,
-    )
+    name = f"{own.name}: {flops / 1e12:,.3g} TFLOP"
+    yield beside_ceiling(name, flops * prompts_per_s, "TFLOP/s", ceilings.product, own.spread)
     num_steps = -(-length // assembled.engine.status().max_step_tokens)
     num_bytes = num_steps * streamed_bytes(assembled)
     num_bytes += length * assembled.engine.cache.kv_pool.geometry.token_bytes
-    for name, ceiling in ceilings.bandwidth.ceilings():
-        yield Figure(
-            f"{own.name}: {num_bytes / 1e6:,.4g} MB",
-            num_bytes * prompts_per_s / 1e9,
-            "GB/s",
-            ceiling / 1e9,
-            name,
-            num_bytes * prompts_per_s / ceiling,
-            "of that",
-            spread=own.spread,
-        )
+    name = f"{own.name}: {num_bytes / 1e6:,.4g} MB"
+    for ceiling in ceilings.bandwidth.ceilings():
+        yield beside_ceiling(name, num_bytes * prompts_per_s, "GB/s", ceiling, own.spread)
 
 
 def num_flops(assembled: AssembledEngine, length: int) -> int:

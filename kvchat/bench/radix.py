@@ -5,7 +5,7 @@ Measures the radix tree alone, without KV.
 
 from kvchat.bench.engines import random_ids
 from kvchat.bench.measure import timed
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.keys import encode_ids
 from kvchat.cache.radix_tree import RadixTree
@@ -31,16 +31,14 @@ def run(setup: BenchSetup) -> Result:
         "radix",
         {"block_size": block_size, "blocks": tree.num_blocks, "prompt_tokens": len(prompt)},
         (
-            Figure(
+            compared(
                 "match",
-                match.median * 1e3,
+                match,
+                packing,
                 "ms",
-                packing.median * 1e3,
                 "packing the ids alone",
-                match.median / packing.median,
                 "match over packing",
                 "5 ms",
-                match.spread,
             ),
         ),
     )

@@ -18,7 +18,11 @@ from typing import Any, TextIO
 import torch
 
 from kvchat import __version__
+from kvchat.bench.measure import Sample
 from kvchat.core.errors import StoreError
+
+# How many of a unit are a second, a byte a second or a FLOP a second; of any other unit 1.
+_SCALES = {"ms": 1e3, "us": 1e6, "GB/s": 1e-9, "TFLOP/s": 1e-12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,38 @@ class Figure:
     ratio_name: str = ""
     must: str = ""
     spread: float | None = None
+
+
+def compared(
+    name: str,
+    ours: Sample,
+    theirs: Sample,
+    unit: str,
+    beside_name: str,
+    ratio_name: str = "times that",
+    must: str = "",
+) -> Figure:
+    """Return the medians of two samples in `unit`, and ours over theirs.
+
+    Samples in "ms", "us", "GB/s" and "TFLOP/s" are in seconds, bytes and FLOP a second.
+    """
+    mine, other, scale = ours.median, theirs.median, _SCALES.get(unit, 1.0)
+    ratio = mine / other
+    beside = (other * scale, beside_name, ratio, ratio_name, must)
+    return Figure(name, mine * scale, unit, *beside, ours.spread)
+
+
+def beside_ceiling(
+    name: str, rate: float, unit: str, ceiling: tuple[str, float], spread: float | None = None
+) -> Figure:
+    """Return a rate beside the highest one that is possible, which has a name, and its share.
+
+    Rates in "GB/s" and "TFLOP/s" are in bytes and FLOP a second.
+    """
+    most_name, most = ceiling
+    scale, share = _SCALES[unit], rate / most
+    beside = (most * scale, most_name, share, "of that")
+    return Figure(name, rate * scale, unit, *beside, spread=spread)
 
 
 @dataclass(frozen=True, slots=True)

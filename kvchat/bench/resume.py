@@ -5,18 +5,15 @@ device tier, answer a turn after it. Compares the time to first token with a ful
 with peers that saved their caches, and the read rate with plain reads of the same files.
 """
 
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvchat.bench.engines import Completion, complete, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.peers import beside_transformers, first_token_beside_llama_cpp
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.cache.page_memory import fresh_memory
@@ -35,7 +32,8 @@ _DISK = Size(num_bytes=8 << 30)
 
 def run(setup: BenchSetup) -> Result:
     """Compare a resumed turn with a recomputed one."""
-    with _directory() as directory:
+    with TemporaryDirectory(prefix="kvchat-bench-kv-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
         cold = replace(setup.cache, directory=None)
         kept = replace(setup.cache, directory=directory / "kv", disk_bytes=_DISK)
         assembled = new_engine(setup.source, setup.model, kept, memory=DiskMemory(directory))
@@ -110,7 +108,7 @@ def _figures(
 ) -> tuple[Figure, ...]:
     usage = resumed[-1].completion.finished.usage
     rate = Sample(tuple(turn.read_rate for turn in resumed))
-    beside = Sample(tuple(raw))
+    beside, plain = Sample(tuple(raw)), "only reading the same files"
     ours, theirs = _first_tokens(resumed), _first_tokens(recomputed)
     return (
         Figure(
@@ -134,17 +132,7 @@ def _figures(
             "tokens computed",
             f"{_NEW_TOKENS + block_size}",
         ),
-        Figure(
-            "reading and verifying",
-            rate.median / 1e9,
-            "GB/s",
-            beside.median / 1e9,
-            "only reading the same files",
-            rate.median / beside.median,
-            "of that",
-            "0.6",
-            rate.spread,
-        ),
+        compared("reading and verifying", rate, beside, "GB/s", plain, "of that", "0.6"),
     )
 
 
@@ -173,12 +161,3 @@ def _raw_rate(directory: Path) -> float:
         with path.open("rb", buffering=0) as file:
             file.readinto(buffer)
     return sum(sizes) / (time.perf_counter() - start_s)
-
-
-@contextmanager
-def _directory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="kvchat-bench-kv-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

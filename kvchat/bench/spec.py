@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from kvchat.bench.engines import random_ids
+from kvchat.bench.engines import complete_requests, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.replay import exchanges
 from kvchat.bench.report import Figure, Result
@@ -25,8 +25,8 @@ from kvchat.chat.chat_model import ChatModel, read_chat_model, readopt
 from kvchat.chat.conversation import ROOT, Conversation
 from kvchat.chat.session_file import read_session
 from kvchat.core.config import EngineConfig, SpeculationConfig
-from kvchat.core.errors import GenerationError, KvchatError
-from kvchat.core.events import RequestFailed, SampleFinished, TokensGenerated
+from kvchat.core.errors import KvchatError
+from kvchat.core.events import SampleFinished
 from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.drafters import Drafter, DraftOrder, Offer
@@ -262,7 +262,7 @@ class _Bench:
             num_same += self.answer(question, Mode.AUTO, on) == plain
         return _Pass(off, on, num_same)
 
-    def answer(self, question: _Question, mode: Mode, tally: _Tally) -> list[int]:
+    def answer(self, question: _Question, mode: Mode, tally: _Tally) -> tuple[int, ...]:
         """Answer one question; return the ids."""
         self.engine.speculation.switch(mode)
         spec = RequestSpec(
@@ -271,17 +271,9 @@ class _Bench:
             max_tokens=self._max_tokens,
             stop_token_ids=question.stop_token_ids,
         )
-        self.engine.submit(spec)
-        ids: list[int] = []
-        while self.engine.has_work:
-            for event in self.engine.step():
-                if isinstance(event, TokensGenerated):
-                    ids.extend(event.token_ids)
-                elif isinstance(event, SampleFinished):
-                    _count(tally, event)
-                elif isinstance(event, RequestFailed):
-                    raise GenerationError(f"A measured request failed: {event.error}")
-        return ids
+        [completion] = complete_requests(self.engine, [spec])
+        _count(tally, completion.finished)
+        return completion.token_ids
 
 
 def _count(tally: _Tally, finished: SampleFinished) -> None:

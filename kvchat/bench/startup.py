@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from kvchat.bench.engines import GREEDY, new_engine, random_ids
 from kvchat.bench.measure import Sample
 from kvchat.bench.processes import COMMAND, in_a_process, private_home
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup, say_nothing
 from kvchat.cache.disk.memory import DiskMemory
 from kvchat.core.errors import GenerationError
@@ -63,18 +63,9 @@ def figures(setup: BenchSetup) -> list[Figure]:
     first = Sample(tuple(run.first_s for run in runs))
     later = Sample(tuple(seconds for run in runs for seconds in run.later_s))
     load = Sample(tuple(run.load_s for run in runs))
+    name = f"first prompt of a process, {_LENGTH} tokens"
     return [
-        Figure(
-            f"first prompt of a process, {_LENGTH} tokens",
-            first.median * 1e3,
-            "ms",
-            later.median * 1e3,
-            "later ones",
-            first.median / later.median,
-            "times that",
-            "2",
-            first.spread,
-        ),
+        compared(name, first, later, "ms", "later ones", must="2"),
         Figure("loading before it", load.median, "s", spread=load.spread),
     ]
 
@@ -120,6 +111,7 @@ def _first_token_s(thread: EngineThread, seed: int) -> float:
 
 
 _PROMPT_DEADLINE_S = 30.0
+_IMPORTS = "import torch, transformers"
 
 
 def run(setup: BenchSetup) -> Result:
@@ -129,9 +121,7 @@ def run(setup: BenchSetup) -> Result:
     with private_home() as environment:
         python = _repeat(setup, lambda: _run([sys.executable, "-c", "pass"], environment))
         usage = _repeat(setup, lambda: _run([*COMMAND, "--help"], environment))
-        imports = _repeat(
-            setup, lambda: _run([sys.executable, "-c", "import torch, transformers"], environment)
-        )
+        imports = _repeat(setup, lambda: _run([sys.executable, "-c", _IMPORTS], environment))
         prompt = _repeat(setup, lambda: _time_to_prompt(environment))
         _one_shot(environment, "--incognito")
         answers = [_one_shot(environment, "--incognito") for _ in range(setup.repeats)]
@@ -139,31 +129,18 @@ def run(setup: BenchSetup) -> Result:
         later = [_one_shot(environment) for _ in range(setup.repeats)]
     shot, again = (Sample(tuple(total for total, _ in each)) for each in (answers, later))
     first = Sample(tuple(timing["ttft_s"] for _, timing in answers))
+    nothing = "python -c pass"
     return Result(
         "startup",
         {"model": "demo", "prompts": setup.source.name, "repeats": setup.repeats},
         (
-            _figure("kvchat --help", usage, python, "python -c pass", "0.3 s"),
-            _figure("live prompt, demo model", prompt, python, "python -c pass", "1.5 s"),
-            _figure("one-shot answer of one token", shot, imports, "import torch, transformers"),
-            _figure("the same, of a model seen before", again, imports, "the same"),
+            compared("kvchat --help", usage, python, "s", nothing, must="0.3 s"),
+            compared("live prompt, demo model", prompt, python, "s", nothing, must="1.5 s"),
+            compared("one-shot answer of one token", shot, imports, "s", _IMPORTS),
+            compared("the same, of a model seen before", again, imports, "s", "the same"),
             Figure("first token, model loaded", first.median * 1e3, "ms", spread=first.spread),
             *figures(setup),
         ),
-    )
-
-
-def _figure(name: str, sample: Sample, beside: Sample, beside_name: str, must: str = "") -> Figure:
-    return Figure(
-        name,
-        sample.median,
-        "s",
-        beside.median,
-        beside_name,
-        sample.median / beside.median,
-        "times that",
-        must,
-        sample.spread,
     )
 
 

@@ -7,18 +7,16 @@ chat of several turns with the disk on and off, because the disk tier should not
 
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated, wait_for_device
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.cache.block_manager import CacheManager
 from kvchat.cache.chain import KvChain
@@ -35,6 +33,7 @@ from kvchat.engine.assembly import AssembledEngine, engine_around
 _BYTES = 64 << 20
 _QUICK_BYTES = 8 << 20
 _PATIENCE_S = 60.0
+_COPY, _FILES = "one copy of the same bytes", "plain files of the same bytes"
 
 
 def host_figures(
@@ -48,21 +47,23 @@ def host_figures(
     host.close()
     num_bytes = num_blocks * geometry.block_bytes
     return [
-        _copy_rate("device to host memory", num_bytes, down, plain_down),
-        _copy_rate("host memory to device", num_bytes, up, plain_up),
+        _rate("device to host memory", num_bytes, down, plain_down, _COPY),
+        _rate("host memory to device", num_bytes, up, plain_up, _COPY),
     ]
 
 
-def _copy_rate(name: str, num_bytes: int, ours: Sample, plain: Sample) -> Figure:
+def _rate(
+    name: str, num_bytes: int, ours: Sample, plain: Sample, beside: str, must: str = ""
+) -> Figure:
     return Figure(
         name,
         num_bytes / ours.median / 1e9,
         "GB/s",
         num_bytes / plain.median / 1e9,
-        "one copy of the same bytes",
+        beside,
         plain.median / ours.median,
         "of that",
-        "",
+        must,
         ours.spread,
     )
 
@@ -149,7 +150,8 @@ _DISK = Size(num_bytes=8 << 30)
 
 def run(setup: BenchSetup) -> Result:
     """Measure the tiers' rates, the disk tier's cost in a chat, and the bytes it writes."""
-    with _directory() as directory:
+    with TemporaryDirectory(prefix="kvchat-bench-tiers-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
         figures = _rates(setup, directory / "rates")
         assembled = new_engine(setup.source, setup.model, setup.cache, memory=DiskMemory(directory))
         pool = assembled.engine.cache.kv_pool
@@ -177,23 +179,9 @@ def _rates(setup: BenchSetup, directory: Path) -> list[Figure]:
     packs.close()
     num_bytes = count * _PACK_BYTES
     return [
-        _rate("writing packs", num_bytes, written, plain_written, ""),
-        _rate("reading packs, verified", num_bytes, read, plain_read, "0.6"),
+        _rate("writing packs", num_bytes, written, plain_written, _FILES),
+        _rate("reading packs, verified", num_bytes, read, plain_read, _FILES, "0.6"),
     ]
-
-
-def _rate(name: str, num_bytes: int, ours: Sample, plain: Sample, must: str) -> Figure:
-    return Figure(
-        name,
-        num_bytes / ours.median / 1e9,
-        "GB/s",
-        num_bytes / plain.median / 1e9,
-        "plain files of the same bytes",
-        plain.median / ours.median,
-        "of that",
-        must,
-        ours.spread,
-    )
 
 
 class _Files:
@@ -284,16 +272,8 @@ def _chats(setup: BenchSetup, assembled: AssembledEngine, directory: Path) -> li
     chat, num_written = chats[-1]
     num_new = chat.num_tokens // geometry.block_size * geometry.block_bytes
     return [
-        Figure(
-            "a chat with the disk on",
-            on.median * 1e3,
-            "ms",
-            without.median * 1e3,
-            "with the disk off",
-            on.median / without.median,
-            "on over off",
-            "1.05",
-            on.spread,
+        compared(
+            "a chat with the disk on", on, without, "ms", "with the disk off", "on over off", "1.05"
         ),
         Figure(
             "written",
@@ -325,12 +305,3 @@ def _chat(assembled: AssembledEngine, config: CacheConfig, state: Path, num_turn
 def _payload_bytes(directory: Path) -> int:
     """Return the bytes of all files of a store; the table is only some kilobytes per pack."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-@contextmanager
-def _directory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="kvchat-bench-tiers-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

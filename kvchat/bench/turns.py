@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvchat.bench.engines import complete, new_engine, random_ids
 from kvchat.bench.measure import Sample, alternated
 from kvchat.bench.peers import Transformers
-from kvchat.bench.report import Figure, Result
+from kvchat.bench.report import Figure, Result, compared
 from kvchat.bench.setup import BenchSetup
 from kvchat.engine.assembly import AssembledEngine
 
@@ -80,28 +80,11 @@ def _first_tokens(
     )
     peer = _Theirs(setup, assembled)
     theirs = Sample(tuple(peer.first_token_s(long) for _ in range(max(1, setup.repeats // 2))))
+    name, beside = f"first token, {long:,} of history", f"{short:,} of history"
+    kept = "transformers, cache kept"
     return [
-        Figure(
-            f"first token, {long:,} of history",
-            after_long.median * 1e3,
-            "ms",
-            after_short.median * 1e3,
-            f"{short:,} of history",
-            after_long.median / after_short.median,
-            "long over short",
-            "1.6",
-            after_long.spread,
-        ),
-        Figure(
-            f"first token, {long:,} of history",
-            after_long.median * 1e3,
-            "ms",
-            theirs.median * 1e3,
-            "transformers, cache kept",
-            after_long.median / theirs.median,
-            "ours over theirs",
-            spread=after_long.spread,
-        ),
+        compared(name, after_long, after_short, "ms", beside, "long over short", "1.6"),
+        compared(name, after_long, theirs, "ms", kept, "ours over theirs"),
     ]
 
 
