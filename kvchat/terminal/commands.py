@@ -77,13 +77,12 @@ class Argument(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. `run` receives the context and the text typed after the name.
+    """One command: `run` receives the context and the text typed after the name.
 
-    `subcommands` are words that completion offers as the first argument.
+    It has the name of `run`, and its help is the docstring. `subcommands` are words that completion
+    offers as the first argument.
     """
 
-    name: str
-    help: str
     run: "Callable[[CommandContext, str], Coroutine[object, object, None]]"
     group: Group
     usage: str = ""
@@ -91,6 +90,14 @@ class Command:
     is_available_while_answering: bool = False
     argument: Argument = Argument.NOTHING
     subcommands: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__.rstrip("_")
+
+    @property
+    def help(self) -> str:
+        return self.run.__doc__ or ""
 
     @property
     def words(self) -> tuple[str, ...]:

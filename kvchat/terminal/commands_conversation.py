@@ -179,10 +179,12 @@ def _choice(chat: SavedChat, hides_one_shots: bool, is_open_elsewhere: bool) -> 
 
 
 async def exit_(context: "CommandContext", arguments: str) -> None:
+    """leave; the conversation is kept"""
     context.leave(ExitCode.OK)
 
 
 async def new(context: "CommandContext", arguments: str) -> None:
+    """begin another conversation"""
     kept = context.controller.session is not None and context.controller.host.store is not None
     problem = context.controller.begin_new(one_line(arguments))
     is_kept = kept and problem is None
@@ -193,6 +195,7 @@ async def new(context: "CommandContext", arguments: str) -> None:
 
 
 async def resume(context: "CommandContext", arguments: str) -> None:
+    """go on with a saved conversation"""
     store = _store(context)
     session_id = await _pick_session(context, store, arguments, "Go on with")
     if session_id is None:
@@ -201,6 +204,7 @@ async def resume(context: "CommandContext", arguments: str) -> None:
 
 
 async def import_(context: "CommandContext", arguments: str) -> None:
+    """take over a conversation from a file, and go on with it"""
     store = _store(context)
     if not arguments:
         raise UsageError("/import needs a file: a session, or messages in JSON.", "/import PATH")
@@ -258,6 +262,7 @@ def _is_open(controller: ChatController, session_id: str) -> bool:
 
 
 async def rename(context: "CommandContext", arguments: str) -> None:
+    """give the conversation a title"""
     title = one_line(arguments)
     if not title:
         raise UsageError("A conversation needs a title.", "/rename TITLE")
@@ -272,6 +277,7 @@ async def rename(context: "CommandContext", arguments: str) -> None:
 
 
 async def delete(context: "CommandContext", arguments: str) -> None:
+    """delete this conversation or another, text and KV"""
     store = _store(context)
     controller = context.controller
     current = controller.session.session_id if controller.session is not None else None
@@ -307,6 +313,7 @@ def _label(store: SessionStore, session_id: str) -> str:
 
 
 async def export(context: "CommandContext", arguments: str) -> None:
+    """write the conversation to a file"""
     session = context.controller.require_session()
     kind, path = _export_target(arguments, session.session_id)
     if kind == "jsonl":
@@ -395,63 +402,24 @@ async def _pick_session(
 
 
 COMMANDS = (
+    Command(exit_, Group.CONVERSATION, aliases=("quit", "bye"), is_available_while_answering=True),
+    Command(new, Group.CONVERSATION, "[title]", ("clear", "reset")),
     Command(
-        "exit",
-        "leave; the conversation is kept",
-        exit_,
-        Group.CONVERSATION,
-        aliases=("quit", "bye"),
-        is_available_while_answering=True,
-    ),
-    Command(
-        "new",
-        "begin another conversation",
-        new,
-        Group.CONVERSATION,
-        usage="[title]",
-        aliases=("clear", "reset"),
-    ),
-    Command(
-        "resume",
-        "go on with a saved conversation",
         resume,
         Group.CONVERSATION,
-        usage="[id or words]",
-        aliases=("load", "chats", "session"),
+        "[id or words]",
+        ("load", "chats", "session"),
         argument=Argument.SESSION,
     ),
+    Command(rename, Group.CONVERSATION, "TITLE", is_available_while_answering=True),
+    Command(delete, Group.CONVERSATION, "[id or words]", argument=Argument.SESSION),
     Command(
-        "rename",
-        "give the conversation a title",
-        rename,
-        Group.CONVERSATION,
-        usage="TITLE",
-        is_available_while_answering=True,
-    ),
-    Command(
-        "delete",
-        "delete this conversation or another, text and KV",
-        delete,
-        Group.CONVERSATION,
-        usage="[id or words]",
-        argument=Argument.SESSION,
-    ),
-    Command(
-        "export",
-        "write the conversation to a file",
         export,
         Group.CONVERSATION,
-        usage="[md|html|json|jsonl] [PATH]",
-        aliases=("save",),
+        "[md|html|json|jsonl] [PATH]",
+        ("save",),
         argument=Argument.PATH,
         subcommands=("md", "json", "jsonl"),
     ),
-    Command(
-        "import",
-        "take over a conversation from a file, and go on with it",
-        import_,
-        Group.CONVERSATION,
-        usage="PATH",
-        argument=Argument.PATH,
-    ),
+    Command(import_, Group.CONVERSATION, "PATH", argument=Argument.PATH),
 )

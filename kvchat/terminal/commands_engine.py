@@ -131,6 +131,7 @@ MODEL_COLUMNS = 11  # "identity", the longest name of `describe_model`, and spac
 
 
 async def model(context: "CommandContext", arguments: str) -> None:
+    """show the model and those on this machine, or go on with another"""
     if arguments in ("", "list"):
         lines = [] if arguments else [describe_model(context.controller), ""]
         found = await asyncio.to_thread(context.controller.surroundings.model_lines)
@@ -145,6 +146,7 @@ _STATS_LEVELS = {"on": StatsLevel.LINE, "off": StatsLevel.OFF, "full": StatsLeve
 
 
 async def stats(context: "CommandContext", arguments: str) -> None:
+    """figures of the last answer and the engine; on, off or full: those after answers"""
     if arguments in _STATS_LEVELS:
         context.say(context.set_stats(_STATS_LEVELS[arguments]))
         return
@@ -206,6 +208,7 @@ def _last_stats(context: "CommandContext") -> list[str]:
 
 
 async def spec(context: "CommandContext", arguments: str) -> None:
+    """draft tokens ahead of the model: the same text, faster"""
     mode = {"on": "auto"}.get(arguments, arguments)
     if mode not in ("", "off", "auto", "ngram", "draft", "mtp"):
         raise UsageError(f"{one_line(arguments)} is unknown here.", "/spec on|off|ngram|draft|mtp")
@@ -219,6 +222,7 @@ async def spec(context: "CommandContext", arguments: str) -> None:
 
 
 async def context_(context: "CommandContext", arguments: str) -> None:
+    """how full the context is"""
     conversation = context.controller.require_conversation()
     path = conversation.path()
     used = sum(len(turn.token_ids) for turn in path)
@@ -282,6 +286,7 @@ _WORDS = {True: "runs at once", False: "never runs", None: "asks first"}
 
 
 async def tools(context: CommandContext, arguments: str) -> None:
+    """the tools that the model may call, and which of them ask first"""
     word, _, name = arguments.strip().partition(" ")
     toolbox = _require(context)
     if not word:
@@ -351,8 +356,6 @@ def _decide(context: CommandContext, toolbox: Toolbox, word: str, name: str) -> 
 
 COMMANDS = (
     Command(
-        "model",
-        "show the model and those on this machine, or go on with another",
         model,
         Group.ENGINE,
         "[NAME|DIR|HF_ID|list]",
@@ -361,8 +364,6 @@ COMMANDS = (
         subcommands=("list",),
     ),
     Command(
-        "stats",
-        "figures of the last answer and the engine; on, off or full: those after answers",
         stats,
         Group.ENGINE,
         "[on|off|full]",
@@ -371,25 +372,14 @@ COMMANDS = (
         subcommands=("on", "off", "full"),
     ),
     Command(
-        "spec",
-        "draft tokens ahead of the model: the same text, faster",
         spec,
         Group.ENGINE,
         "[on|off|auto|ngram|draft]",
         is_available_while_answering=True,
         subcommands=("on", "off", "auto", "ngram", "draft"),
     ),
+    Command(context_, Group.ENGINE, aliases=("tokens", "info"), is_available_while_answering=True),
     Command(
-        "context",
-        "how full the context is",
-        context_,
-        Group.ENGINE,
-        aliases=("tokens", "info"),
-        is_available_while_answering=True,
-    ),
-    Command(
-        "tools",
-        "the tools that the model may call, and which of them ask first",
         tools,
         Group.ENGINE,
         "[here|allow NAME|ask NAME|never NAME]",

@@ -115,6 +115,7 @@ _DAILY_COLUMNS = 11  # the longest daily name fits
 
 
 async def help_(context: CommandContext, arguments: str) -> None:
+    """this list; of all commands, of one, or of the keys"""
     if arguments == "keys":
         rows = [row for keys, meaning in _KEYS for row in _entry(context, keys, meaning)]
     elif arguments == "all":
@@ -198,8 +199,6 @@ def _entry(
 
 COMMANDS = (
     Command(
-        "help",
-        "this list; of all commands, of one, or of the keys",
         help_,
         Group.CONVERSATION,
         "[command|all|keys]",

@@ -24,6 +24,7 @@ _CODE_BLOCK = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1[ \t]*$", re.MULTILINE 
 
 
 async def file(context: "CommandContext", arguments: str) -> None:
+    """attach text files or a pin to the next message (at the prompt also @path in it)"""
     controller = context.controller
     if arguments == "clear":
         context.say(
@@ -85,6 +86,7 @@ ASK = "ask"
 
 
 async def project(context: "CommandContext", arguments: str) -> None:
+    """have AGENTS.md or CLAUDE.md of this directory in the system prompt, or not"""
     controller, project = context.controller, context.controller.surroundings.project
     if (path := project.path) is None:
         raise UsageError("There is no AGENTS.md and no CLAUDE.md in this directory.")
@@ -124,6 +126,7 @@ async def _set_system(context: "CommandContext", text: str | None, action: str) 
 
 
 async def system(context: "CommandContext", arguments: str) -> None:
+    """show, set or clear the system prompt"""
     controller = context.controller
     if arguments in ("", "show"):
         prompt = present_system(controller)
@@ -147,6 +150,7 @@ def _require_room(controller: ChatController, system: str) -> None:
 
 
 async def set_(context: "CommandContext", arguments: str) -> None:
+    """change how answers are generated"""
     arguments = arguments.removeprefix("parameter ").strip()
     if not arguments:
         _show_settings(context)
@@ -187,6 +191,7 @@ def _show_settings(context: "CommandContext") -> None:
 
 
 async def think(context: "CommandContext", arguments: str) -> None:
+    """let the model think first, or not; show or hide its thinking"""
     controller = context.controller
     word = arguments.lower()
     if word in ("show", "hide"):
@@ -206,6 +211,7 @@ async def think(context: "CommandContext", arguments: str) -> None:
 
 
 async def show(context: "CommandContext", arguments: str) -> None:
+    """show the conversation, the system prompt, the settings or the model"""
     what = arguments or "settings"
     if what == "chat":
         show_turns(context.controller.require_conversation().path(), context.page)
@@ -224,11 +230,13 @@ async def show(context: "CommandContext", arguments: str) -> None:
 
 
 async def editor(context: "CommandContext", arguments: str) -> None:
+    """write the message in your editor"""
     text = await context.page.edit(context.page.prompt_text)
     context.page.put_text(text)
 
 
 async def copy(context: "CommandContext", arguments: str) -> None:
+    """copy an answer, or its last code block"""
     conversation = context.controller.require_conversation()
     numbers = MessageNumbers(conversation)
     answers = {
@@ -261,8 +269,6 @@ def _wanted(answers: dict[int, str], arguments: str) -> str:
 
 COMMANDS = (
     Command(
-        "file",
-        "attach text files or a pin to the next message (at the prompt also @path in it)",
         file,
         Group.INPUT,
         "PATH|PIN...|clear",
@@ -271,25 +277,9 @@ COMMANDS = (
         argument=Argument.ATTACHABLE,
         subcommands=("clear",),
     ),
+    Command(project, Group.INPUT, "[on|off]", subcommands=("on", "off")),
+    Command(system, Group.INPUT, "[TEXT|@PATH|clear]", subcommands=("show", "clear")),
     Command(
-        "project",
-        "have AGENTS.md or CLAUDE.md of this directory in the system prompt, or not",
-        project,
-        Group.INPUT,
-        "[on|off]",
-        subcommands=("on", "off"),
-    ),
-    Command(
-        "system",
-        "show, set or clear the system prompt",
-        system,
-        Group.INPUT,
-        "[TEXT|@PATH|clear]",
-        subcommands=("show", "clear"),
-    ),
-    Command(
-        "set",
-        "change how answers are generated",
         set_,
         Group.INPUT,
         "[name value]",
@@ -297,8 +287,6 @@ COMMANDS = (
         argument=Argument.SETTING,
     ),
     Command(
-        "show",
-        "show the conversation, the system prompt, the settings or the model",
         show,
         Group.INPUT,
         "[chat|system|settings|model]",
@@ -306,18 +294,14 @@ COMMANDS = (
         subcommands=("chat", "system", "settings", "model"),
     ),
     Command(
-        "think",
-        "let the model think first, or not; show or hide its thinking",
         think,
         Group.INPUT,
         "[on|off|show|hide]",
         is_available_while_answering=True,
         subcommands=("on", "off", "show", "hide", "low", "medium", "high", "auto"),
     ),
-    Command("editor", "write the message in your editor", editor, Group.INPUT, "", ("e",)),
+    Command(editor, Group.INPUT, aliases=("e",)),
     Command(
-        "copy",
-        "copy an answer, or its last code block",
         copy,
         Group.INPUT,
         "[message|code]",

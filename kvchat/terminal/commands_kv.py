@@ -38,6 +38,7 @@ _HANGING = 4  # more than the lines of a list are indented
 
 
 async def cache(context: "CommandContext", arguments: str) -> None:
+    """KV kept on disk: how much; read it all, tidy it up, delete it"""
     if arguments == "why":
         context.say("\n".join(one_line(line, 4096) for line in context.controller.why()))
         return
@@ -98,6 +99,7 @@ _DATED = " The template writes the date before them: that holds as long as the d
 
 
 async def pin(context: "CommandContext", arguments: str) -> None:
+    """keep the KV of this conversation so far, or of files, while there is room"""
     kept = _kept(context)
     if arguments in ("list", "show"):
         names = await asyncio.to_thread(titles, context.controller.host.store)
@@ -256,6 +258,7 @@ def _label_and_paths(
 
 
 async def unpin(context: "CommandContext", arguments: str) -> None:
+    """remove a pin: its KV may be evicted again"""
     kept = _kept(context)
     status = await asyncio.to_thread(kept.status)
     pinned = {pin.label for model_dir in status.model_dirs for pin in model_dir.pins}
@@ -278,6 +281,7 @@ async def unpin(context: "CommandContext", arguments: str) -> None:
 
 
 async def forget(context: "CommandContext", arguments: str) -> None:
+    """delete this conversation or its last turn, text and KV, for good"""
     *words, last = arguments.split() or [""]
     is_sure = last in _SURE
     what = " ".join(words if is_sure else [*words, last]).strip()
@@ -321,37 +325,18 @@ def _kept(context: "CommandContext") -> KeptKv:
 
 COMMANDS = (
     Command(
-        "cache",
-        "KV kept on disk: how much; read it all, tidy it up, delete it",
         cache,
         Group.ENGINE,
         "[tree|why|verify|gc|clear]",
         subcommands=("status", "tree", "why", "verify", "gc", "clear", "path"),
     ),
     Command(
-        "pin",
-        "keep the KV of this conversation so far, or of files, while there is room",
         pin,
         Group.INPUT,
         "[[NAME] FILE... [--keep 25%]|list]",
         argument=Argument.PATH,
         subcommands=("list",),
     ),
-    Command(
-        "unpin",
-        "remove a pin: its KV may be evicted again",
-        unpin,
-        Group.INPUT,
-        "[NAME|all]",
-        argument=Argument.PIN,
-        subcommands=("all",),
-    ),
-    Command(
-        "forget",
-        "delete this conversation or its last turn, text and KV, for good",
-        forget,
-        Group.ENGINE,
-        "[last]",
-        subcommands=("last",),
-    ),
+    Command(unpin, Group.INPUT, "[NAME|all]", argument=Argument.PIN, subcommands=("all",)),
+    Command(forget, Group.ENGINE, "[last]", subcommands=("last",)),
 )

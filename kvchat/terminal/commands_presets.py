@@ -20,6 +20,7 @@ _USAGE = "[NAME|save NAME [FILE|PIN...]|rm NAME]"
 
 
 async def preset(context: CommandContext, arguments: str) -> None:
+    """begin with a saved model, prompt and settings, or save those of this chat"""
     words = split_words(arguments) if arguments else []
     if not words:
         _list(context)
@@ -109,8 +110,6 @@ def _of_answers(chosen: Preset) -> dict[str, Any]:
 
 COMMANDS = (
     Command(
-        "preset",
-        "begin with a saved model, prompt and settings, or save those of this chat",
         preset,
         Group.CONVERSATION,
         _USAGE,

@@ -17,6 +17,7 @@ _SHOWN_LINES = 40
 
 
 async def run(context: CommandContext, arguments: str) -> None:
+    """run a command of the shell (or type !COMMAND), and attach its output"""
     if not arguments:
         raise UsageError("Which command?", "!COMMAND, as in !git diff")
     if not context.is_at_terminal:
@@ -45,12 +46,4 @@ async def _output(context: CommandContext, command: str) -> str:
         stop.set()
 
 
-COMMANDS = (
-    Command(
-        "run",
-        "run a command of the shell (or type !COMMAND), and attach its output",
-        run,
-        Group.INPUT,
-        "COMMAND",
-    ),
-)
+COMMANDS = (Command(run, Group.INPUT, "COMMAND"),)

@@ -25,6 +25,7 @@ _SAMPLES = re.compile(r"(?:-n\s*)?(\d+)$")
 
 
 async def undo(context: "CommandContext", arguments: str) -> None:
+    """step back before your last message"""
     count = _count(arguments)
     undone = context.controller.place.undo(count)
     if not undone:
@@ -37,6 +38,7 @@ async def undo(context: "CommandContext", arguments: str) -> None:
 
 
 async def redo(context: "CommandContext", arguments: str) -> None:
+    """take back an undo"""
     conversation = context.controller.require_conversation()
     before = {turn.turn_id for turn in conversation.path()}
     if not context.controller.place.redo():
@@ -65,6 +67,7 @@ def _returned_in_words(turns: list[Turn]) -> str:
 
 
 async def rewind(context: "CommandContext", arguments: str) -> None:
+    """go back before one of your messages, with its text in the prompt"""
     controller = context.controller
     turns = controller.place.user_turns
     if not turns:
@@ -85,6 +88,7 @@ async def rewind(context: "CommandContext", arguments: str) -> None:
 
 
 async def edit(context: "CommandContext", arguments: str) -> None:
+    """edit a message; sending it makes a branch"""
     controller = context.controller
     number, text = [*arguments.split(maxsplit=1), "", ""][:2]
     turn = controller.place.user_turn(number)
@@ -102,6 +106,7 @@ async def edit(context: "CommandContext", arguments: str) -> None:
 
 
 async def retry(context: "CommandContext", arguments: str) -> None:
+    """answer the last message again, beside the answers there are"""
     match = _SAMPLES.match(arguments)
     if arguments and match is None:
         raise UsageError(f"{one_line(arguments)} is no number of answers.", "/retry [-n how many]")
@@ -133,12 +138,14 @@ def _say_it_is_no_message(context: "CommandContext", count: int, last: Turn) -> 
 
 
 async def btw(context: "CommandContext", arguments: str) -> None:
+    """ask aside: neither question nor answer joins the conversation"""
     if not arguments:
         raise UsageError("Ask what?", "/btw QUESTION")
     context.ask_aside(arguments)
 
 
 async def compact(context: "CommandContext", arguments: str) -> None:
+    """let a summary take the place of the older messages, on a new branch"""
     controller = context.controller
     plan = making_room.planned(controller, arguments)
     before = len(controller.context_ids)
@@ -205,10 +212,12 @@ def _reading(ended: AnswerEnded) -> str:
 
 
 async def continue_(context: "CommandContext", arguments: str) -> None:
+    """go on with an answer that was cut off, or answer a message that has none"""
     context.continue_answer()
 
 
 async def fork(context: "CommandContext", arguments: str) -> None:
+    """go on in a copy of the conversation"""
     session = context.controller.fork(one_line(arguments))
     context.say(f"This is a copy now: {one_line(session.conversation.label)}")
     for note in session.notes:
@@ -219,6 +228,7 @@ async def fork(context: "CommandContext", arguments: str) -> None:
 
 
 async def tree(context: "CommandContext", arguments: str) -> None:
+    """show all branches"""
     conversation = context.controller.require_conversation()
     costs = await turn_costs(context.controller.engine, conversation)
     marks = {turn_id: warmth.for_tree(each) for turn_id, each in costs.items()}
@@ -227,6 +237,7 @@ async def tree(context: "CommandContext", arguments: str) -> None:
 
 
 async def switch(context: "CommandContext", arguments: str) -> None:
+    """go to another branch"""
     conversation = context.controller.require_conversation()
     leaves = _ends(conversation)
     if arguments:
@@ -281,65 +292,15 @@ def _count(arguments: str) -> int:
 
 
 COMMANDS = (
-    Command(
-        "undo", "step back before your last message", undo, Group.TURNS, "[how many]", ("pop",)
-    ),
-    Command("redo", "take back an undo", redo, Group.TURNS),
-    Command(
-        "rewind",
-        "go back before one of your messages, with its text in the prompt",
-        rewind,
-        Group.TURNS,
-        "[message]",
-        argument=Argument.TURN,
-    ),
-    Command(
-        "edit",
-        "edit a message; sending it makes a branch",
-        edit,
-        Group.TURNS,
-        "[message [TEXT]]",
-        argument=Argument.TURN,
-    ),
-    Command(
-        "retry",
-        "answer the last message again, beside the answers there are",
-        retry,
-        Group.TURNS,
-        "[-n how many]",
-        ("regen", "regenerate"),
-    ),
-    Command(
-        "compact",
-        "let a summary take the place of the older messages, on a new branch",
-        compact,
-        Group.TURNS,
-        "[what matters most]",
-        ("compress",),
-    ),
-    Command(
-        "btw",
-        "ask aside: neither question nor answer joins the conversation",
-        btw,
-        Group.TURNS,
-        "QUESTION",
-    ),
-    Command(
-        "continue",
-        "go on with an answer that was cut off, or answer a message that has none",
-        continue_,
-        Group.TURNS,
-    ),
-    Command(
-        "fork", "go on in a copy of the conversation", fork, Group.TURNS, "[title]", ("branch",)
-    ),
-    Command(
-        "tree",
-        "show all branches",
-        tree,
-        Group.TURNS,
-        aliases=("branches",),
-        is_available_while_answering=True,
-    ),
-    Command("switch", "go to another branch", switch, Group.TURNS, "[message|message.answer]"),
+    Command(undo, Group.TURNS, "[how many]", ("pop",)),
+    Command(redo, Group.TURNS),
+    Command(rewind, Group.TURNS, "[message]", argument=Argument.TURN),
+    Command(edit, Group.TURNS, "[message [TEXT]]", argument=Argument.TURN),
+    Command(retry, Group.TURNS, "[-n how many]", ("regen", "regenerate")),
+    Command(compact, Group.TURNS, "[what matters most]", ("compress",)),
+    Command(btw, Group.TURNS, "QUESTION"),
+    Command(continue_, Group.TURNS),
+    Command(fork, Group.TURNS, "[title]", ("branch",)),
+    Command(tree, Group.TURNS, aliases=("branches",), is_available_while_answering=True),
+    Command(switch, Group.TURNS, "[message|message.answer]"),
 )

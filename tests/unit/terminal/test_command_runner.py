@@ -66,13 +66,8 @@ class Context(ScriptCommands):
 
 
 def command(name: str, run: Run, is_available_while_answering: bool = False) -> Invocation:
-    made = Command(
-        name,
-        "",
-        run,
-        Group.ENGINE,
-        is_available_while_answering=is_available_while_answering,
-    )
+    run.__name__ = name
+    made = Command(run, Group.ENGINE, is_available_while_answering=is_available_while_answering)
     return Invocation(made, "")
 
 
@@ -215,8 +210,8 @@ def test_stopping_ends_the_part_that_can_be_stopped_and_says_what_that_leaves() 
 
 
 def test_leaving_cancels_what_waits_and_not_what_leaves() -> None:
-    """What ended so made the dialogue begin a task that nobody waited for: "Task was destroyed but
-    it is pending" at the end of the loop.
+    """A command that leaving had cancelled made the dialogue begin a task that nobody waited for:
+    "Task was destroyed but it is pending" at the end of the loop.
     """
 
     async def scene() -> Context:
