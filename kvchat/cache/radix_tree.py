@@ -162,10 +162,6 @@ class RadixTree:
         head, head_len = self._best_head(node, encoded[len(blocks) * self._block_bytes :])
         return TreeMatch(node, tuple(blocks), head, head_len)
 
-    def num_cached_tokens(self, encoded: bytes) -> int:
-        """Return how many leading tokens are cached in full blocks; changes nothing."""
-        return len(self.blocks_of(encoded)) * self.block_size
-
     def blocks_of(self, encoded: bytes, below: Node | None = None) -> list[int]:
         """Return the full blocks a match would find; changes nothing. With `below`, `encoded`
         continues the context that ends with that node, which may be a root of moved contexts.

@@ -42,11 +42,6 @@ class ThinnedBeginning:
         name = f"{method} {len(positions)}/{len(token_ids)} {digest}"
         return cls(encoded, len(token_ids), tuple(positions), name)
 
-    def begins(self, token_ids: TokenIds) -> bool:
-        """Whether a context begins so, and goes on."""
-        is_longer = len(token_ids) > self.num_tokens
-        return is_longer and encode_ids(token_ids[: self.num_tokens]) == self.encoded
-
     def slot_ids(self, token_ids: TokenIds) -> list[int]:
         """Return the ids of the slots of a context that begins so."""
         return [*(token_ids[p] for p in self.positions), *token_ids[self.num_tokens :]]

@@ -56,9 +56,6 @@ class WindowBlocks:
         """Return [len(blocks)] bool: which blocks have a window block."""
         return np.asarray(self._numbers[list(blocks)] != SCRATCH_BLOCK)
 
-    def num_users(self, block: int) -> int:
-        return self._num_users[block]
-
     # Giving and taking
 
     def make_room(self, count: int) -> bool:

@@ -30,9 +30,6 @@ class KeptKv(Protocol):
         It needs no model; it reads keys only, and raises nothing.
         """
 
-    def why(self, name: str, token_ids: Sequence[int]) -> MissReason | None:
-        """Return why not more of a context is on disk; None if all of it is."""
-
     def why_changed(
         self, ready: ModelReady, token_ids: Sequence[int], num_cached: int
     ) -> MissReason | None:

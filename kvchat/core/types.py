@@ -141,10 +141,6 @@ class SamplingParams:
                 )
 
     @cached_property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @cached_property
     def penalises(self) -> bool:
         """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1.0 or self.penalises_generated

@@ -235,7 +235,6 @@ class Fence:
     indent: int
     language: str
     code: CodeLines | None = None
-    has_begun: bool = False
 
     def begin(self, ctx: RenderContext) -> list[Row]:
         self.code = CodeLines(self.language, ctx.painter.look)

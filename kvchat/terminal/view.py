@@ -213,10 +213,6 @@ class Listener(Protocol):
         """What Esc and Ctrl-C would stop, with its article, such as "the answer"."""
 
     @property
-    def is_busy(self) -> bool:
-        """Whether an answer is in progress or a message waits for one."""
-
-    @property
     def is_at_work(self) -> bool:
         """Whether more output may come without input: an answer, or a running command's."""
 

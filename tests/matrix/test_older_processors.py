@@ -62,11 +62,11 @@ def test_float16_is_converted_without_instructions_for_it() -> None:
         from llvmlite import ir
         from matrix.test_linear_blocks import random_blocks
         from kvchat_kernels.cpu.code import F16, F32, Kernel
-        from kvchat_kernels.cpu.program import Operation, run_units
+        from kvchat_kernels.cpu.program import Operation
         from kvchat_kernels.cpu.task import Memory, Task
         from kvchat_kernels.linear.blocks import Rounding, dequantised
         from kvchat_kernels.linear.cpu import BlockProduct, rows_of
-        from support.cpu_tasks import header
+        from support.cpu_tasks import header, run_units
 
         class Conversion(Task):
             given: Memory

@@ -178,7 +178,7 @@ def scores_of(specimen: Specimen, spec: RequestSpec, sample: int, drawn: list[in
     context = torch.tensor([[*spec.prompt_ids, *drawn]])
     start = len(spec.prompt_ids)
     logits = specimen.reference(input_ids=context, use_cache=False).logits[0, start - 1 : -1]
-    if spec.sampling.is_greedy:
+    if spec.sampling.temperature == 0.0:
         return logits
     positions = list(range(start, start + len(drawn)))
     seed, tokens = sample_seed(spec.sampling.seed, sample), np.arange(logits.shape[-1])

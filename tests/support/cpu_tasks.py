@@ -30,6 +30,14 @@ def header(num_rows: int, slots: torch.Tensor | None = None) -> Any:
     return numbers
 
 
+def run_units(operation: Operation, num_units: int, num_threads: int) -> None:
+    """Run one operation alone."""
+    program = Program([operation])
+    program.units[0] = num_units
+    program.prepare()
+    program.run(num_threads)
+
+
 def attended(
     form: attention.AttentionForm,
     span: AttentionSpan,

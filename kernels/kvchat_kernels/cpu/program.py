@@ -132,14 +132,6 @@ class Program:
             self._parallel(self._driver.address, self._run.ctypes.data, num_threads, 0)
 
 
-def run_units(operation: Operation, num_units: int, num_threads: int) -> None:
-    """Run one operation alone."""
-    program = Program([operation])
-    program.units[0] = num_units
-    program.prepare()
-    program.run(num_threads)
-
-
 class _Driver:
     """The compiled function that each thread of a run executes."""
 

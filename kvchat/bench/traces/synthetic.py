@@ -7,7 +7,7 @@ seconds to days, popular and unpopular documents, and programs that read everyth
 import heapq
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvchat.bench.traces.records import BLOCK_TOKENS, TraceRequest
 
@@ -32,7 +32,6 @@ class _Context:
     """A context that grows by turns; `prefix` is shared with others."""
 
     blocks: list[object]
-    grown: list[object] = field(default_factory=list)
 
     def turn(
         self, ids: _Ids, time_s: float, asked: float, answered: float, is_one_shot: bool = False

@@ -115,11 +115,6 @@ def bind(module: nn.Module, binding: KvBinding) -> None:
     module.__dict__[_BINDING] = binding
 
 
-def unbind(module: nn.Module) -> None:
-    """Remove a module's binding, if it has one."""
-    module.__dict__.pop(_BINDING, None)
-
-
 def binding_of(module: nn.Module) -> KvBinding:
     """Return the binding of an attention module."""
     binding: KvBinding = module.__dict__[_BINDING]

@@ -114,11 +114,6 @@ class PackedMatrices:
             self._bytes = _tensor(self._new.memory)
             self._write(0, memoryview(header))
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether all matrices are there, and nothing is to be rounded."""
-        return self._bytes is not None and self._new is None
-
     def pack(self, name: str, weight: torch.Tensor) -> BlockWeights:
         """Return the matrix of this name, which `weight` [out, in] is rounded to if need be."""
         matrix, start = self._places[name]

@@ -180,7 +180,7 @@ def live_beside_a_dict(rng: random.Random) -> None:
         elif action < 0.7:
             found = tree.match(encode_ids(token_ids))
             assert list(found.blocks) == naive.match(token_ids)
-            assert tree.num_cached_tokens(encode_ids(token_ids)) == 4 * len(found.blocks)
+            assert tree.blocks_of(encode_ids(token_ids)) == list(found.blocks)
             if rng.random() < 0.3:
                 tree.lock(found.node)
                 locked.append((found.node, list(token_ids[: 4 * len(found.blocks)])))
@@ -190,7 +190,7 @@ def live_beside_a_dict(rng: random.Random) -> None:
             naive.forget(tree.evict(rng.randint(1, 6), never_shared))
         tree.check()
         for _, prefix in locked:
-            assert tree.num_cached_tokens(encode_ids(prefix)) == len(prefix), (
+            assert 4 * len(tree.blocks_of(encode_ids(prefix))) == len(prefix), (
                 "a locked prefix was evicted"
             )
 
@@ -203,7 +203,7 @@ def test_a_cut_takes_what_goes_on_from_there_and_nothing_else() -> None:
         for _ in range(6):
             ids = [rng.randrange(2) for _ in range(2 * rng.randrange(1, 7))]
             tree.lock(tree.root)
-            known = tree.num_cached_tokens(encode_ids(ids))
+            known = 2 * len(tree.blocks_of(encode_ids(ids)))
             result = tree.insert(tree.root, encode_ids(ids), [next(blocks) for _ in ids[::2]])
             tree.unlock(tree.root)
             contexts.append((ids, result.kept))

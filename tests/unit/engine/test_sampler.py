@@ -40,7 +40,7 @@ def plain_sample(logits: list[float], row: SamplingRow) -> int:
     for token, bias in params.logit_bias:
         scores[token] += bias
     order = sorted(range(len(scores)), key=lambda token: -scores[token])
-    if params.is_greedy:
+    if params.temperature == 0.0:
         return order[0]
     scaled = {token: scores[token] / params.temperature for token in order}
     kept = order[: params.top_k] if params.top_k else order

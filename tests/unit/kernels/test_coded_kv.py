@@ -8,7 +8,7 @@ import torch
 
 from kvchat_kernels.coded_kv import CodedKv
 from kvchat_kernels.cpu import attention, rotation
-from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.kv_code import (
     FP8,
     INT4,
@@ -31,7 +31,7 @@ from kvchat_kernels.paged_attention import (
 from kvchat_kernels.paged_attention.reference import paged_attention_reference
 from support.attention_checks import CASES, assert_exact, span_of
 from support.coded_kv_checks import coded_problem, zeroed_pools
-from support.cpu_tasks import attended, header
+from support.cpu_tasks import attended, header, run_units
 
 SPANS = [FULL, AttentionSpan(window=37), AttentionSpan(chunk=64)]
 

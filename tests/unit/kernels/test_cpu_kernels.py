@@ -10,13 +10,13 @@ from transformers.activations import XIELUActivation
 
 from kvchat_kernels.cpu import attention, gates, norms, products, rotation
 from kvchat_kernels.cpu.maths import Stored, stored_as
-from kvchat_kernels.cpu.program import Operation, Program, run_units
+from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import MAX_ROWS
 from kvchat_kernels.linear import cpu as linear_cpu
 from kvchat_kernels.linear.cpu import FloatProduct
 from kvchat_kernels.paged_attention import AttentionSpan, PagedSequences
 from support.attention_checks import POSITION_RULES, assert_exact, span_of
-from support.cpu_tasks import attended, header
+from support.cpu_tasks import attended, header, run_units
 from support.paged_fixture import paged_problem, with_private_tables
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -18,9 +18,10 @@ from kvchat_kernels.cpu.experts import (
 )
 from kvchat_kernels.cpu.maths import Stored
 from kvchat_kernels.cpu.matrix_products import Product
-from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.step import MAX_ROWS, NUM_HEADERS, Header
 from kvchat_kernels.cpu.task import Task
+from support.cpu_tasks import run_units
 
 WIDTH = 64
 

@@ -17,11 +17,11 @@ from kvchat_kernels.cpu import (
 )
 from kvchat_kernels.cpu.convolution import ConvolutionForm
 from kvchat_kernels.cpu.maths import stored_as
-from kvchat_kernels.cpu.program import Operation, Program, run_units
+from kvchat_kernels.cpu.program import Operation, Program
 from kvchat_kernels.cpu.step import Header, OfSequence, guesses_kernel
 from kvchat_kernels.cpu.task import Task
 from support import recurrent_formulas
-from support.cpu_tasks import header, sequences
+from support.cpu_tasks import header, run_units, sequences
 
 # The rows of a step's sequences: one row, a prompt, rows of several sequences.
 _COUNTS = [[1], [5], [1, 3, 2, 1]]

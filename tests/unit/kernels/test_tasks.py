@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvchat_kernels.cpu.code import F32, Code, Kernel
-from kvchat_kernels.cpu.program import Operation, run_units
+from kvchat_kernels.cpu.program import Operation
 from kvchat_kernels.cpu.task import Memory, Task
-from support.cpu_tasks import header
+from support.cpu_tasks import header, run_units
 
 
 class ScalingTask(Task):

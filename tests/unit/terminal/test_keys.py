@@ -36,7 +36,6 @@ class _Listener:
         self.queue = MessageQueue()
         self.is_answering = False
         self.stoppable_name = "the answer"
-        self.is_busy = False
         self.is_at_work = False
         self.has_warned = False
         self.view: LivePrompt | None = None

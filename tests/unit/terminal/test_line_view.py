@@ -20,7 +20,7 @@ _CHOICES = [Choice("one"), Choice("two"), Choice("three")]
 class _Listener:
     """Writes down what a view tells."""
 
-    is_answering = is_busy = is_at_work = has_queue = has_warned = False
+    is_answering = is_at_work = has_queue = has_warned = False
     stoppable_name = "the answer"
 
     def __init__(self) -> None:
