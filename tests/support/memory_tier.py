@@ -16,6 +16,8 @@ from kvchat.core.stats import TierStatus
 class MemoryTier(Tier):
     """Blocks of `image_bytes` bytes by chain key. `before_read` and `before_write` may raise.
 
+    Several engines may use it at the same time.
+
     `max_found` bounds the blocks of one find. `one_shots` says of each write whether it was one's;
     `declined` has the first keys of what was not offered.
     """
@@ -30,6 +32,7 @@ class MemoryTier(Tier):
         self.one_shots: list[bool] = []
         self.declined: list[bytes] = []
         self._parents: dict[bytes, bytes] = {}
+        self._runs: dict[tuple[bytes, bytes], Sequence[bytes]] = {}
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
         self.is_closed = False
@@ -59,18 +62,19 @@ class MemoryTier(Tier):
         # Two finds where there is more than a block, as a branch inside a pack gives.
         step = min(self.max_found, max(1, -(-count // 2)))
         cuts = [*range(0, count, step), count]
-        self._asked = list(keys)
+        parts = [(start, end) for start, end in pairwise(cuts) if end > start]
+        # Named by both ends: another engine's find changes none of them.
+        self._runs |= {(keys[start], keys[end - 1]): keys[start:end] for start, end in parts}
         return [
             BlockRun(
-                keys[start], start, end - start, fingerprint=self.fingerprints.get(keys[end - 1])
+                keys[start], start, end - start, keys[end - 1], self.fingerprints.get(keys[end - 1])
             )
-            for start, end in pairwise(cuts)
-            if end > start
+            for start, end in parts
         ]
 
     def read(self, run: BlockRun) -> bytes:
         self.before_read()
-        keys = self._asked[run.start_block : run.start_block + run.num_blocks]
+        keys = self._runs[run.key, run.checksum]
         if not all(key in self.blocks for key in keys):
             raise GoneRecord("gone")
         self.num_read += len(keys)

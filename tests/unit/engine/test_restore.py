@@ -6,6 +6,7 @@ or not at all, shows in the text.
 
 from dataclasses import replace
 
+from kvchat.cache.keys import chain_keys, encode_ids
 from kvchat.core.types import FinishReason
 from support.chains import compute_at
 from support.engine_harness import EngineHarness
@@ -39,6 +40,23 @@ def test_every_branch_comes_back_with_its_own_tokens(processes: Processes) -> No
         resumed, finished = processes.start().answer(spec(branch))
         assert resumed == alone(spec(branch))
         assert finished.usage.cached.disk == (len(branch) - 1) // 4 * 4
+
+
+def test_a_tier_reads_what_a_find_has_found_after_another_engines_find(
+    processes: Processes, tier: MemoryTier
+) -> None:
+    """The tier of these tests read the keys of the last find, of whichever engine: once in sixty
+    runs an engine that saved beside a restore gave it another context's blocks.
+    """
+    short, long = HISTORY[:20], (*HISTORY[:12], *range(1, 31))
+    for ids in (short, long):
+        processes.end_one(spec(ids))
+    found, other = (
+        tier.find(chain_keys(tier.root, encode_ids(ids), 16), b"") for ids in (long, short)
+    )
+
+    assert [len(tier.read(run)) // 32 for run in found] == [run.num_blocks for run in found]
+    assert tier.read(found[-1]) != tier.read(other[-1])
 
 
 def test_what_is_kept_of_a_request_says_whether_anybody_will_go_on(
