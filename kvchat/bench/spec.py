@@ -31,7 +31,7 @@ from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
 from kvchat.engine.drafters import Drafter, DraftOrder, Offer
 from kvchat.engine.engine import Engine
-from kvchat.engine.mtp_drafter import MtpDrafter
+from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.request import Request, RequestSpec
 from kvchat.engine.speculation import Mode, Speculation
 from kvchat.model.checkpoint.source import DEMO, DEMO_DRAFT, find_model
@@ -91,7 +91,7 @@ class SimulatedHead(OracleDrafter):
 
     name = "mtp"
 
-    def __init__(self, head: MtpDrafter, future: Sequence[int], rate: float, size: int) -> None:
+    def __init__(self, head: HeadDrafter, future: Sequence[int], rate: float, size: int) -> None:
         super().__init__(future, rate, size)
         self._head = head
 
@@ -332,7 +332,7 @@ def _oracle_figures(bench: _Bench) -> list[Figure]:
     question = _Question(prompt, SamplingParams(temperature=0.0))
     future = bench.answer(question, Mode.OFF, _Tally())
     own = bench.engine.speculation
-    head = own.drafter(MtpDrafter)
+    head = own.drafter(HeadDrafter)
     figures = []
     for rate in _ORACLE_RATES:
         oracle = OracleDrafter(future, rate, bench.vocab_size)

@@ -30,6 +30,7 @@ from kvchat.core.types import Memory
 from kvchat.engine.draft_model import ModelDrafter
 from kvchat.engine.drafters import Drafter
 from kvchat.engine.engine import Engine
+from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.kv_choice import KvChoice, chosen_kv
 from kvchat.engine.kv_effect import kv_notes
 from kvchat.engine.kv_storage import (
@@ -41,7 +42,6 @@ from kvchat.engine.kv_storage import (
     require_kv_dtype,
     small_kv,
 )
-from kvchat.engine.mtp_drafter import MtpDrafter
 from kvchat.engine.ngram import NgramDrafter
 from kvchat.engine.request_trace import RequestTrace
 from kvchat.engine.runner import Runner
@@ -49,10 +49,12 @@ from kvchat.engine.speculation import Mode, Speculation
 from kvchat.engine.stateful_runner import StatefulRunner
 from kvchat.engine.step_threads import StepThreads
 from kvchat.engine.tiers import chosen_weights, new_chain, rate_subject
+from kvchat.model.checkpoint.eagle_form import EagleForm, eagle_form
 from kvchat.model.checkpoint.local_models import stored_format
 from kvchat.model.checkpoint.source import ModelSource
 from kvchat.model.checkpoint.text_files import same_vocabulary
 from kvchat.model.device import can_change_threads, dtype_name
+from kvchat.model.eagle_head import EagleModel, load_eagle
 from kvchat.model.gpu.cuda_graph import CudaGraphs
 from kvchat.model.gpu.graphs import GraphRunner
 from kvchat.model.key_rotations import possible_rotations
@@ -200,17 +202,18 @@ def engine_around(
     engine_config: EngineConfig,
     memory: Memory,
     speculation: Speculation | None = None,
-    keeps_hidden: bool = False,
+    reads_before: tuple[int, ...] | None = None,
 ) -> Engine:
     """Build pools, cache and engine for a loaded model; a model serves one engine at a time.
 
-    `keeps_hidden`: its steps keep their last hidden states, for a drafter that goes on from them.
+    `reads_before`: a drafter goes on from hidden states, `()` the last ones or those before these
+    layers, which steps keep then.
     Raises ModelError if the model's KV cannot have the configured dtype, or there is no room.
     """
     require_kv_dtype(loaded.source.name, loaded.spec, cache_config)
     cache, runner = _cache_and_runner(loaded, cache_config, engine_config)
-    if keeps_hidden:
-        runner.keep_hidden()
+    if reads_before is not None:
+        runner.keep_hidden(reads_before)
     chain = new_chain(loaded, cache, cache_config, memory)
     rate = chain.planner.prefill
     short = step_tokens(loaded.spec, loaded.device, rate.tokens_per_s)
@@ -396,10 +399,8 @@ def build_speculating_engine(
     drafters: list[Drafter] = [NgramDrafter(), *([draft.drafter] if draft is not None else [])]
     speculation = Speculation(drafters, Mode(speculation_config.mode))
     target_cache = draft.target_cache if draft is not None else cache_config
-    keeps_hidden = draft is not None and draft_source is None
-    engine = engine_around(
-        target, target_cache, engine_config, memory, speculation, keeps_hidden=keeps_hidden
-    )
+    reads_before = draft.reads_before if draft is not None else None
+    engine = engine_around(target, target_cache, engine_config, memory, speculation, reads_before)
     ready = model_ready(target, engine, began_s)
     if draft is not None and draft_source is not None:
         ready = replace(ready, draft=draft_source.name)
@@ -408,10 +409,13 @@ def build_speculating_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A drafter, and the cache settings with the budget left for the target."""
+    """A drafter, the cache settings with the budget left for the target, and what `engine_around`
+    is told that it reads.
+    """
 
     drafter: Drafter
     target_cache: CacheConfig
+    reads_before: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +431,9 @@ class _DraftBuild:
     def drafter(self, source: ModelSource) -> _Draft:
         """Load a draft model and give it its share of the budget; raises if that fails."""
         target = self.target
+        form = eagle_form(source)
+        if form is not None:
+            return self._eagle(source, form)
         if not same_vocabulary(target.source, source):
             raise ModelError(f"{source.name} has another vocabulary than {target.source.name}.")
         config = replace(self.model_config, device=target.device.type)
@@ -459,7 +466,20 @@ class _DraftBuild:
         cache, _, target_config = self._shared_budget(loaded)
         model = HeadModel(loaded, cache.kv_pool.layers)
         threads = new_threads(loaded.device)
-        return _Draft(MtpDrafter(model, cache, loaded.max_context, threads), target_config)
+        return _Draft(HeadDrafter(model, cache, loaded.max_context, threads), target_config, ())
+
+    def _eagle(self, source: ModelSource, form: EagleForm) -> _Draft:
+        """Load an EAGLE-3 head, as `drafter`."""
+        target = self.target
+        if target.device.type != "cpu" or target.spec.gathered is not None:
+            where = "on a GPU" if target.device.type != "cpu" else "on the gathered path"
+            raise ModelError(f"A model {where} shows an EAGLE-3 head no hidden states.")
+        loaded, before = load_eagle(target, source, form)
+        cache, _, target_config = self._shared_budget(loaded)
+        model = EagleModel(loaded, cache.kv_pool.layers)
+        threads = new_threads(loaded.device)
+        drafter = HeadDrafter(model, cache, loaded.max_context, threads, "draft")
+        return _Draft(drafter, target_config, before)
 
     def _shared_budget(self, loaded: LoadedModel) -> tuple[CacheManager, CacheConfig, CacheConfig]:
         """Return a drafting model's cache, its settings and those left for the target: both have

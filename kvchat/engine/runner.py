@@ -82,10 +82,12 @@ class Runner:
         # Of the last step of requests, where the model keeps them: [num_rows, hidden] each.
         self.last_hidden: dict[ScheduledRequest, torch.Tensor] = {}
 
-    def keep_hidden(self) -> None:
-        """From now on, keep the last hidden states of each step of requests in `last_hidden`."""
+    def keep_hidden(self, before: tuple[int, ...] = ()) -> None:
+        """From now on, keep the last hidden states of each step of requests in `last_hidden`, or
+        the streams before these layers.
+        """
         assert not self.has_graphs
-        self._model.keep_hidden()
+        self._model.keep_hidden(before)
 
     @property
     def can_observe(self) -> bool:

@@ -1,6 +1,7 @@
-"""LastHidden: the last hidden states of a model's steps, for a head for the next token.
+"""LastHidden: hidden states of a model's steps, for a head that drafts.
 
-They are normed, as the model's own head reads them. Only a model that is asked to keeps them.
+They are the last ones, normed as the model's own head reads them, or the streams before some of the
+layers, side by side. Only a model that is asked to keeps them.
 """
 
 from typing import Any
@@ -11,28 +12,54 @@ import torch
 class LastHidden:
     """Collects the rows of each step of a transformers' causal model; one thread uses it.
 
-    A step by the modules passes their last norm; a compiled step gives its stream to `add_stream`.
+    A step by the modules passes its hooks; a compiled step gives its rows to `add_stream`.
     """
 
-    def __init__(self, module: Any) -> None:
-        """Raises AttributeError for a module whose last norm is not found."""
-        self._norm = module.get_decoder().norm
-        self._norm.register_forward_hook(self._add)
+    def __init__(self, module: Any, before: tuple[int, ...] = ()) -> None:
+        """`before` are numbers of layers, the number of all layers for the end of the last; none
+        for the last hidden states. Raises AttributeError for a module without these parts.
+        """
+        decoder = module.get_decoder()
+        self._norm = decoder.norm
         self._rows: list[torch.Tensor] = []
+        self._before = before
+        self._streams: dict[int, torch.Tensor] = {}
+        if not before:
+            self._norm.register_forward_hook(self._add_normed)
+            return
+        places = [*decoder.layers, self._norm]
+        for index in sorted({*before} - {len(places) - 1}):
+            places[index].register_forward_pre_hook(self._noting(index), with_kwargs=True)
+        self._norm.register_forward_pre_hook(self._noting(len(places) - 1), with_kwargs=True)
+        self._norm.register_forward_pre_hook(self._add_noted)
 
-    def _add(self, norm: Any, inputs: Any, output: torch.Tensor) -> None:
+    def _add_normed(self, norm: Any, inputs: Any, output: torch.Tensor) -> None:
         self._rows.append(output.reshape(-1, output.shape[-1]))
 
+    def _noting(self, index: int) -> Any:
+        def note(part: Any, inputs: Any, others: Any) -> None:
+            stream = inputs[0] if inputs else others["hidden_states"]
+            self._streams[index] = stream.reshape(-1, stream.shape[-1])
+
+        return note
+
+    def _add_noted(self, norm: Any, inputs: Any) -> None:
+        self._rows.append(torch.cat([self._streams[index] for index in self._before], dim=1))
+        self._streams.clear()
+
     def add_stream(self, stream: torch.Tensor) -> None:
-        """Add the rows of a step before the last norm, [rows, hidden]; the caller keeps them."""
-        self._add(None, None, self._norm.forward(stream))
+        """Add the rows of a compiled step: those before the last norm, [rows, hidden], or the
+        streams that are wanted, side by side, which the caller changes no more.
+        """
+        self._rows.append(stream if self._before else self._norm.forward(stream))
 
     def clear(self) -> None:
         """Drop the rows of a step that failed, or whose rows are not read."""
         self._rows.clear()
+        self._streams.clear()
 
     def take(self) -> torch.Tensor:
-        """Return the rows since the last call, in order, [rows, hidden]."""
+        """Return the rows since the last call, in order, [rows, width]."""
         rows = torch.cat(self._rows) if len(self._rows) > 1 else self._rows[0]
         self._rows.clear()
         return rows

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.utils import logging as transformers_logging
 
@@ -25,6 +24,7 @@ from kvchat.core.config import ModelConfig
 from kvchat.core.errors import ModelError, ModelUnsupported
 from kvchat.core.events import LoadProgress
 from kvchat.core.types import NO_MEMORY, Memory
+from kvchat.model.checkpoint.eagle_form import eagle_form
 from kvchat.model.checkpoint.identity import sample_digest
 from kvchat.model.checkpoint.lora import merge
 from kvchat.model.checkpoint.source import ModelSource
@@ -85,9 +85,9 @@ Check = Callable[[ModelSpec, torch.device], None]
 _log = logging.getLogger(__name__)
 
 # Load one model at a time: transformers changes torch's process-wide default dtype meanwhile.
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 # The form of weights that stay in a file's blocks; part of the identity of KV.
-_IN_BLOCKS = "blocks"
+IN_BLOCKS = "blocks"
 # The form of weights as the checkpoint has them.
 OWN = "own"
 
@@ -127,7 +127,7 @@ class LoadedModel:
     @property
     def has_choice_of_weights(self) -> bool:
         """Whether the model can have weights in fewer bits than its checkpoint."""
-        return _can_pack(self.spec, self.device)
+        return can_pack(self.spec, self.device)
 
 
 def read_config(source: ModelSource) -> Any:
@@ -139,6 +139,11 @@ def read_config(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     content = _config_content(source)
+    if eagle_form(source) is not None:
+        raise ModelUnsupported(
+            f"{source.name} is an EAGLE-3 head: it drafts for the model that it was trained with.",
+            "Give that with --model, and the head with --draft.",
+        )
     check_counts(content)
     packing_of(content, source.name)
     if "configuration_files" in content:
@@ -193,7 +198,7 @@ def memory_of_weights(
     source: ModelSource, config: Any, spec: ModelSpec, device: torch.device
 ) -> int:
     """Return the bytes of memory that the weights of a GGUF file will take on `device`."""
-    blocks_on = device if _can_pack(spec, device) else None
+    blocks_on = device if can_pack(spec, device) else None
     return memory_of_gguf(source, MetaModel(config), blocks_on, spec.read_elsewhere)
 
 
@@ -286,7 +291,7 @@ def _load(
     weights, about_weights, in_8 = _place(
         module, spec, config, device, source.name, progress, keeping, known
     )
-    weights, step, fusing, compiled = _ways_to_run(module, spec, device, weights)
+    weights, step, fusing, compiled = ways_to_run(module, spec, device, weights)
     _require_unchanged(source, marks)
     load_s = time.perf_counter() - start_s
     path = "gathered" if spec.gathered is not None else "paged"
@@ -314,54 +319,6 @@ def _load(
     )
 
 
-def load_part(
-    target: LoadedModel,
-    config: Any,
-    names_in: Names,
-    joined: Collection[str],
-    join: Callable[[Any, Mapping[str, Any]], None],
-) -> LoadedModel:
-    """Return a further module of a loaded model's checkpoint, on its device, in its dtype and bits.
-
-    `config` is that of the module, and `names_in` is as of `read_tensors`. `join` gives the module
-    parts of the model, whose tensors it calls `joined`, and others of the tensors that were read,
-    before it is compiled. Raises ModelError if tensors are missing, and what `load_model` raises
-    for a module that is not known.
-    """
-    source, device = target.source, target.device
-    with _LOADING:
-        meta = MetaModel(config)
-        spec = probe_meta(meta, None)
-        join(meta.module, {})
-        attention, kept = _attention_name(config, spec), spec.read_elsewhere
-        blocks_on = device if target.weights == _IN_BLOCKS else None
-        module, report, found = _built(
-            source, meta, target.dtype, attention, lambda event: None, blocks_on, kept, names_in
-        )
-        refuse_gaps(source, {**report, "missing_keys": {*report["missing_keys"]} - {*joined}})
-    module.eval().requires_grad_(False)
-    frozen_rope = freeze_rope(module, target.max_context)
-    if target.asked_weights != "auto" and _can_pack(spec, device):
-        module.set_output_embeddings(nn.Identity())  # the model's, which is packed already
-        quantise(module, spec, target.asked_weights, device, lambda share: None, NOWHERE)
-    join(module, found.tensors)
-    keep_precise(module, found.precise)
-    use_blocks(module, found.blocks, device, found.orders)
-    _move(module, device, lambda event: None)
-    use_cpu_products(module)
-    _, step, fusing, compiled = _ways_to_run(module, spec, device, target.weights)
-    return replace(
-        target,
-        module=module,
-        spec=spec,
-        frozen_rope=frozen_rope,
-        notes=(),
-        step=step,
-        fusing=fusing,
-        compiled=compiled,
-    )
-
-
 def _read(
     source: ModelSource,
     config: ModelConfig,
@@ -374,14 +331,14 @@ def _read(
 
     Returns the module, its spec, and marks and notes as in LoadedModel.
     """
-    with _LOADING:
+    with LOADING:
         marks = source.marks()
         meta, spec = _inspect(source, memory)
         if check is not None and spec is not None:
             check(spec, device)
         # Linear layers may multiply with a file's blocks where nothing else is asked for.
         is_plain = config.weights == "auto" and config.dtype == "auto" and source.adapter is None
-        keeps_blocks = is_plain and spec is not None and _can_pack(spec, device)
+        keeps_blocks = is_plain and spec is not None and can_pack(spec, device)
         blocks_on = device if keeps_blocks else None
         dtype = dtype_of(config.dtype)
         module, notes = _read_weights(source, meta, dtype, spec, progress, blocks_on)
@@ -405,15 +362,15 @@ def _keeping(
     return Keeping(store, key, partial(_require_unchanged, source, marks))
 
 
-def _ways_to_run(
+def ways_to_run(
     module: Any, spec: ModelSpec, device: torch.device, weights: str
 ) -> tuple[str, StepContext, Fusing | None, CompiledModel | None]:
     """Return the format of the weights as LoadedModel names it, and what runs steps of a module."""
     step = StepContext()
-    if not _can_pack(spec, device) or (weights == "auto" and not is_packed(module)):
+    if not can_pack(spec, device) or (weights == "auto" and not is_packed(module)):
         weights = OWN
     elif weights == "auto":
-        weights = _IN_BLOCKS
+        weights = IN_BLOCKS
     if device.type == "cpu":
         step.ask_in(module)
         round_activations(module)
@@ -422,7 +379,7 @@ def _ways_to_run(
     return weights, step, fusing, None
 
 
-def _can_pack(spec: ModelSpec, device: torch.device) -> bool:
+def can_pack(spec: ModelSpec, device: torch.device) -> bool:
     """Whether layers may multiply with weights in fewer bits."""
     return device.type == "cpu" or runs_fused(spec)
 
@@ -447,7 +404,7 @@ def _place(
     in_8: tuple[str, ...] = ()
     if device.type != "cpu":
         weights, notes = weights_on_gpu(module, spec, config, device, name)
-    if not _can_pack(spec, device):
+    if not can_pack(spec, device):
         notes += _own_weights_only(config)
     elif weights != "auto":
         # Before the move: what is packed goes to a GPU tensor by tensor, and packed.
@@ -460,7 +417,7 @@ def _place(
             progress(LoadProgress("packing weights", share))
 
         notes += quantise(module, spec, weights, device, tick, keeping, in_8)
-    _move(module, device, progress)
+    move_weights(module, device, progress)
     if weights == "auto":
         use_cpu_products(module)  # the module knows its device now
     return weights, notes, in_8
@@ -499,9 +456,9 @@ def _read_weights(
     """
     register_attention()
     register_probe()
-    attention = _attention_name(meta.config, spec)
+    attention = attention_name(meta.config, spec)
     kept = spec.read_elsewhere if spec is not None else ()
-    module, report, found = _built(source, meta, dtype, attention, progress, blocks_on, kept)
+    module, report, found = built_module(source, meta, dtype, attention, progress, blocks_on, kept)
     refuse_gaps(source, report)
     keep_precise(module, found.precise)
     if blocks_on is not None:
@@ -517,12 +474,12 @@ def read_plain_module(source: ModelSource, dtype: torch.dtype, attention: str) -
     `attention` is a name of transformers, such as `sdpa`. Raises what `load_model` raises.
     """
     meta = MetaModel(without_towers(read_config(source)))
-    module, report, _ = _built(source, meta, dtype, attention, lambda event: None, None)
+    module, report, _ = built_module(source, meta, dtype, attention, lambda event: None, None)
     refuse_gaps(source, report)
     return module.eval().requires_grad_(False)
 
 
-def _built(
+def built_module(
     source: ModelSource,
     meta: MetaModel,
     dtype: torch.dtype | None,
@@ -567,7 +524,7 @@ def _built(
     return module, report, found
 
 
-def _attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
+def attention_name(hf_config: Any, spec: ModelSpec | None) -> str:
     """Return the attention to load with; a class without the interface accepts `eager` only."""
     if spec is not None:
         is_own = OWN_ATTENTION.get(hf_config.model_type) is not None
@@ -582,7 +539,7 @@ def _unexpected(source: ModelSource, hf_config: Any, report: dict[str, Any]) -> 
     return unexpected - tensor_names(read_config(source)) if reads_more else unexpected
 
 
-def _move(module: Any, device: torch.device, progress: Progress) -> None:
+def move_weights(module: Any, device: torch.device, progress: Progress) -> None:
     """Move the weights one tensor at a time, to report progress. Tied weights stay tied."""
     if device.type != "cpu":
         tensors = [*module.parameters(), *module.buffers()]

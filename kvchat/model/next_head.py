@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from kvchat.model.checkpoint.tensors import stored_names
-from kvchat.model.loader import LoadedModel, load_part
+from kvchat.model.loader import LoadedModel
 from kvchat.model.paged_model import KvLayers, PagedModel
+from kvchat.model.part_loader import Part, load_part
 
 # What the model of one layer has of the model.
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -92,7 +93,7 @@ def find_layout(names: Iterable[str], num_layers: int) -> HeadLayout | None:
     return next((layout for layout in layouts if there.issuperset(layout.own)), None)
 
 
-class _JoinedEmbedding(nn.Module):
+class JoinedEmbedding(nn.Module):
     """The embedding of the model of one layer; `hidden` are the rows of its next step.
 
     A step in parts takes as many at a time as a part has tokens. Compiled steps do the same with
@@ -105,8 +106,6 @@ class _JoinedEmbedding(nn.Module):
         self.of_tokens = embedding
         self.weight = embedding.weight  # its dtype is asked for
         self.token_norm, self.hidden_norm = deepcopy(norm), deepcopy(norm)
-        width = norm.weight.shape[0]
-        self.projection = nn.Linear(2 * width, width, bias=False, device="meta")
         self.hidden: torch.Tensor | None = None
 
     def take(self, count: int) -> torch.Tensor:
@@ -115,6 +114,13 @@ class _JoinedEmbedding(nn.Module):
         taken, self.hidden = self.hidden[:count], self.hidden[count:]
         assert len(taken) == count
         return taken
+
+
+class _ProjectedEmbedding(JoinedEmbedding):
+    def __init__(self, embedding: Any, norm: Any) -> None:
+        super().__init__(embedding, norm)
+        width = norm.weight.shape[0]
+        self.projection = nn.Linear(2 * width, width, bias=False, device="meta")
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         dtype = self.projection.weight.dtype
@@ -128,9 +134,19 @@ class _JoinedEmbedding(nn.Module):
 class HeadModel(PagedModel):
     """A head for the next token over its own KV: `given` are the hidden states of its next step."""
 
+    # It was trained for the next token alone: further guesses, from its own hidden states, are
+    # worse.
+    most_guesses = 4
+    # Which of its own hidden states a further guess goes on from, as of `keep_hidden`.
+    goes_on_before: tuple[int, ...] = ()
+
     def __init__(self, loaded: LoadedModel, pools: KvLayers) -> None:
         super().__init__(loaded, pools)
-        self.keep_hidden()
+        self.keep_hidden(self.goes_on_before)
+
+    def fused(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what is given of the model's hidden states, [rows, hidden]: these themselves."""
+        return hidden
 
     def give(self, hidden: torch.Tensor) -> None:
         """Set the hidden states that the rows of the next step follow, [rows, hidden]."""
@@ -154,14 +170,18 @@ def load_head(target: LoadedModel) -> LoadedModel | None:
 
     def join(module: Any, tensors: Mapping[str, Any]) -> None:
         """Give the module the model's tables, and what is before its layer."""
-        joined = _JoinedEmbedding(target.module.get_input_embeddings(), module.get_decoder().norm)
+        table, norm = target.module.get_input_embeddings(), module.get_decoder().norm
+        joined = _ProjectedEmbedding(table, norm)
         for part in _BEFORE if tensors else ():
             weight = tensors[f"model.embed_tokens.{part}.weight"][...].to(target.dtype)
             joined.get_submodule(part).weight = nn.Parameter(weight, requires_grad=False)
         module.set_input_embeddings(joined)
         module.set_output_embeddings(target.module.get_output_embeddings())
 
-    loaded = load_part(target, _one_layer(config), layout.names_in, _TABLES, join)
+    part = Part(
+        target.source, _one_layer(config), layout.names_in, _TABLES, join, target.asked_weights
+    )
+    loaded = load_part(target, part)
     return replace(loaded, spec=replace(loaded.spec, vocab_size=target.spec.vocab_size))
 
 

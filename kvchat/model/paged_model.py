@@ -62,6 +62,7 @@ class PagedModel:
             self._gathered = GatheredSteps(self._module, loaded.spec, layers)
         else:
             self._bind(layers, windowed)
+        self._storage = layers, windowed
         compiled = loaded.compiled
         self.compiled = None if compiled is None else compiled.step_over(layers, windowed)
         _disable_padding_check(self._module)
@@ -83,9 +84,13 @@ class PagedModel:
         if own is not None:
             replace_own_attention(self._module, own, paged_attention_function)
 
-    def keep_hidden(self) -> None:
-        """From now on, collect the last hidden states of every step; raises as LastHidden."""
-        self.hidden = LastHidden(self._module)
+    def keep_hidden(self, before: tuple[int, ...] = ()) -> None:
+        """From now on, collect the last hidden states of every step, or the streams before these
+        layers; raises as LastHidden.
+        """
+        self.hidden = LastHidden(self._module, before)
+        if self.compiled is not None and self.loaded.compiled is not None and before:
+            self.compiled = self.loaded.compiled.step_over(*self._storage, before)
         if self.compiled is not None:
             self.compiled.watch = self.hidden.add_stream
 

@@ -66,13 +66,14 @@ class CompiledStep:
         decoder: Decoder,
         pools: Sequence[CompiledKv],
         windowed: frozenset[int] = frozenset(),
+        watched: tuple[int, ...] = (),
     ) -> None:
         """Compile what is needed, 0.1 s to 15 s. Raises Unfit, or what llvmlite raises.
 
-        `windowed` are the pools of window blocks.
+        `windowed` are the pools of window blocks, `watched` as of StepProgram.
         """
         self._decoder = decoder
-        self._parts = StepProgram(decoder, pools, windowed)
+        self._parts = StepProgram(decoder, pools, windowed, watched)
         self._parts.program.prepare()
         self._parts.reading.prepare()
         self._vocab_size = decoder.head.num_out
@@ -83,7 +84,8 @@ class CompiledStep:
         self.most_ids = self._vocab_size
         self._num_rows = (0, 0)  # of activations and of logits, that the headers are set for
         self._prepared: tuple[int, ...] = ()  # what the program's units are set for
-        # Called with the stream before the last norm, which the next step overwrites.
+        # Called with the streams that are watched, side by side, or that before the last norm; the
+        # next step overwrites them.
         self.watch: Callable[[torch.Tensor], None] | None = None
         self._most_threads = max(1, num_weights(decoder) // _WEIGHTS_PER_THREAD)
         self._num_pieces = max(1, num_weights(decoder) // _WEIGHTS_PER_PIECE)
@@ -168,7 +170,7 @@ class CompiledStep:
                 assert state.inputs is not None
                 state.inputs = state.inputs[1], state.inputs[0]
         if self.watch is not None:
-            self.watch(self._parts.stream[: batch.token_ids.shape[0]])
+            self.watch(self._parts.watched_rows(batch.token_ids.shape[0]))
         self._finish(logits)
         if self.most_ids < self._vocab_size:
             num_ids = self._vocab_size * self._head_units() // self._parts.head_units
@@ -201,7 +203,10 @@ class CompiledStep:
         self._embed_into(batch.token_ids)
         if self._decoder.joined is not None and self._parts.joined is not None:
             num_rows, hidden = batch.token_ids.shape[0], self._embedded.shape[1]
-            self._parts.joined[:num_rows, hidden:] = self._decoder.joined.take(num_rows)
+            taken = self._decoder.joined.take(num_rows)
+            self._parts.joined[:num_rows, hidden:] = taken
+            if self._decoder.joined.projection is None:
+                self._parts.stream[:num_rows] = taken
         if self._decoder.side_inputs is not None and self._parts.side is not None:
             side = self._decoder.side_inputs(batch.token_ids)
             self._parts.side[: len(side)] = side.flatten(1)
@@ -336,7 +341,10 @@ class CompiledModel:
             StepProgram(self._decoder, pools)
 
     def step_over(
-        self, pools: Sequence[KvLayer], windowed: frozenset[int] = frozenset()
+        self,
+        pools: Sequence[KvLayer],
+        windowed: frozenset[int] = frozenset(),
+        watched: tuple[int, ...] = (),
     ) -> CompiledStep | None:
         """Return the compiled step over these pools, of which some have window blocks.
 
@@ -350,7 +358,7 @@ class CompiledModel:
             self.abandon()
             return None
         try:
-            return CompiledStep(self._decoder, layers, windowed)
+            return CompiledStep(self._decoder, layers, windowed, watched)
         except (Unfit, ImportError, RuntimeError) as error:  # llvmlite raises RuntimeError
             _log.info("no compiled step: it %s", error)
             self.abandon()

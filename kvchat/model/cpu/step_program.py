@@ -137,12 +137,15 @@ class StepProgram:
         decoder: Decoder,
         pools: Sequence[CompiledKv],
         windowed: frozenset[int] = frozenset(),
+        watched: tuple[int, ...] = (),
     ) -> None:
         """Begin to compile what is needed. Raises Unfit, or what llvmlite raises.
 
-        `windowed` are the pools of window blocks.
+        `windowed` are the pools of window blocks. Of the layers `watched` the streams before them
+        are copied; the number of all layers stands for the end of the last.
         """
         self._decoder = decoder
+        self._watched = watched
         self._pools = pools
         self._windowed = windowed
         table: Any = decoder.embedding.weight
@@ -191,19 +194,23 @@ class StepProgram:
             self._norm_stream(self._decoder.first_norm)
         if self._decoder.joined is not None:
             self._join(self._decoder.joined)
+        joins = self._decoder.joined is not None and self._decoder.joined.projection is None
         if any(layer.ahead is not None for layer in self._decoder.layers):
-            self._keep_tokens(hidden)
+            self._copy_stream("tokens")
         for index, layer in enumerate(self._decoder.layers):
             if layer.attention is not None:
                 before = None if layer.ahead is not None else layer.before_attention
                 self._add_norm(output, before)
+                self._watch(index)
                 if layer.ahead is not None:
                     self._add_ahead(layer.ahead, layer.before_attention)
                 attended = self._operations.output("attended", hidden)
-                self._attended(layer, recurrent, attended)
+                self._attended(layer, recurrent, attended, is_of_pairs=joins and not index)
                 output = _Output(attended, layer.after_attention)
             if layer.mlp is not None and not layer.is_parallel:
                 self._add_norm(output, layer.before_mlp)
+                if layer.attention is None:
+                    self._watch(index)
                 of_mlp = self._operations.output("mlp", hidden)
                 self._mlp(layer.mlp, layer.before_mlp is not None, of_mlp)
                 if layer.beside_mlp is not None:
@@ -215,7 +222,20 @@ class StepProgram:
             if output is not None:
                 output = replace(output, stream_factor=layer.stream_factor)
         self._add_norm(output, None)
+        self._watch(len(self._decoder.layers))
         return self._head(hidden)
+
+    def _watch(self, index: int) -> None:
+        if index in self._watched:
+            self._copy_stream(f"stream before {index}")
+
+    def watched_rows(self, num_rows: int) -> torch.Tensor:
+        """Return the streams of a step that are watched, side by side; without any, its last."""
+        if not self._watched:
+            return self.stream[:num_rows]
+        width = self.stream.shape[1]
+        streams = [self._operations.output(f"stream before {i}", width) for i in self._watched]
+        return torch.cat([stream[:num_rows] for stream in streams], dim=1)
 
     def _gated_side(self, part: SideGate, index: int) -> _Output:
         """Add the part of layer `index` that has a side input; return what it adds."""
@@ -237,10 +257,11 @@ class StepProgram:
         operations.products((part.projection,), gated, gated.floats, out)
         return _Output(out, part.norm)
 
-    def _keep_tokens(self, hidden: int) -> None:
-        """Copy the embedded tokens, which the stream begins with."""
-        tokens, order = self._operations.output("tokens", hidden), torch.arange(hidden)
-        task = OrderingTask(x=self.stream, source=order.int(), width=hidden, out=tokens)
+    def _copy_stream(self, name: str) -> None:
+        """Copy the stream as it is here; it begins with the embedded tokens."""
+        hidden = self.stream.shape[1]
+        out, order = self._operations.output(name, hidden), torch.arange(hidden)
+        task = OrderingTask(x=self.stream, source=order.int(), width=hidden, out=out)
         self._operations.add(ordering_kernel(), task, None)
 
     def _add_ahead(self, part: Ahead, norm: Norm | None) -> None:
@@ -267,7 +288,7 @@ class StepProgram:
         operations.norm_rows(norm, ahead, source.floats)
 
     def _join(self, part: Joined) -> None:
-        """Write the stream of a head for the next token."""
+        """Write the stream of a head for the next token, or the input of its layer."""
         operations, hidden = self._operations, self.stream.shape[1]
         assert self.joined is not None
         x, norm = self.joined, part.norm
@@ -275,8 +296,11 @@ class StepProgram:
             x=x, weight=norm.weight, width=hidden, epsilon=norm.epsilon, num_groups=2
         )
         operations.add(group_norm_kernel(), task, None)
-        source = operations.input("joined", 2 * hidden)
-        operations.products((part.projection,), source, x, self.stream)
+        if part.projection is not None:
+            source = operations.input("joined", 2 * hidden)
+            operations.products((part.projection,), source, x, self.stream)
+        if part.of_stream is not None:
+            self._norm_stream(part.of_stream)
 
     def _norm_stream(self, norm: Norm) -> None:
         if norm.bias is not None:
@@ -304,9 +328,22 @@ class StepProgram:
         form = NormForm(adds=True, norms_addend=True, norms=False)
         operations.add(norms.norm_kernel(form), task, None)
 
-    def _attended(self, layer: DecoderLayer, recurrent: RecurrentLayers, out: torch.Tensor) -> None:
-        """Add attention or a layer with a state, or both, and a parallel MLP: all added up."""
+    def _attended(
+        self,
+        layer: DecoderLayer,
+        recurrent: RecurrentLayers,
+        out: torch.Tensor,
+        *,
+        is_of_pairs: bool,
+    ) -> None:
+        """Add attention or a layer with a state, or both, and a parallel MLP: all added up.
+
+        `is_of_pairs`: they read pairs of an embedded token and a hidden state.
+        """
         source, values = self._source(layer.before_attention is not None)
+        if is_of_pairs:
+            assert self.joined is not None
+            source, values = self._operations.input("joined", self.joined.shape[1]), self.joined
         if isinstance(layer.attention, DecoderAttention):
             self._attention(layer.attention, source, values, out)
         elif layer.attention is not None:

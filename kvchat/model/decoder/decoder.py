@@ -283,13 +283,16 @@ class Joined:
     """What a head for the next token joins its tokens with: hidden states of the model before it.
 
     norm         of both, [2 * hidden], a row's embedded token before its hidden state
-    projection   of both, normed, to the stream
+    projection   of both, normed, to the stream; None: they are the input of the first layer's
+                 attention, and the stream is the hidden state
     take         returns the hidden states of the next so many rows, [rows, hidden]
+    of_stream    without a projection, a norm of that stream
     """
 
     norm: Norm
-    projection: Matrix
+    projection: Matrix | None
     take: Callable[[int], torch.Tensor]
+    of_stream: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)

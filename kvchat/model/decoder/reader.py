@@ -145,13 +145,15 @@ class _Reader:
         )
 
     def _joined_pairs(self, embedding: Any) -> Joined:
-        """Return what a head for the next token has before its layer (`model/next_head.py`)."""
+        """Return what a head that drafts has before its layer: `next_head.py`, `eagle_head.py`."""
         width = self._config.hidden_size
         one, other = (self._norm(n, width) for n in (embedding.token_norm, embedding.hidden_norm))
         if one.bias is not None or hasattr(self._owner, "embedding_multiplier"):
             raise Unknown("joins tokens and hidden states in another way")
         both = Norm(torch.cat((one.weight, other.weight)), one.epsilon)
-        return Joined(both, matrix_of(embedding.projection), embedding.take)
+        if hasattr(embedding, "projection"):
+            return Joined(both, matrix_of(embedding.projection), embedding.take)
+        return Joined(both, None, embedding.take, other if embedding.norms_stream else None)
 
     def _side_inputs(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return what makes Gemma 4's inputs of layers, in its modules; None if it has none."""
@@ -358,7 +360,7 @@ class _Reader:
     def _norm_of(self, layer: Any, name: str | None) -> Norm | None:
         norm = None if name is None else getattr(layer, name)
         # HyperCLOVA X has norms of outputs that may do nothing.
-        if norm is None or type(norm) is nn.Identity:
+        if norm is None or type(norm) is nn.Identity or hasattr(norm, "joins_pairs"):
             return None
         return self._norm(norm, self._config.hidden_size)
 

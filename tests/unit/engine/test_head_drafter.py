@@ -17,7 +17,7 @@ from kvchat.core.text import Size
 from kvchat.core.types import NO_MEMORY, SamplingParams
 from kvchat.engine.assembly import build_speculating_engine
 from kvchat.engine.engine import Engine
-from kvchat.engine.mtp_drafter import MtpDrafter
+from kvchat.engine.head_drafter import HeadDrafter
 from kvchat.engine.request import RequestSpec
 from kvchat.engine.runner import SamplingRow
 from kvchat.engine.speculation import Mode
@@ -54,14 +54,14 @@ class Spy:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[list[int], torch.Tensor]] = []
         [self.drafter] = [d for d in engine.speculation._drafters if d.name == "mtp"]
-        assert isinstance(self.drafter, MtpDrafter)
+        assert isinstance(self.drafter, HeadDrafter)
         self._due: list[list[int]] = []
         self._run = self.drafter._drawn
         monkeypatch.setattr(self.drafter, "_drawn", self._drawn)
-        from kvchat.engine import mtp_drafter
+        from kvchat.engine import head_drafter
 
-        self._sample = mtp_drafter.sample
-        monkeypatch.setattr(mtp_drafter, "sample", self._noting)
+        self._sample = head_drafter.sample
+        monkeypatch.setattr(head_drafter, "sample", self._noting)
 
     def _drawn(self, pieces, given, due, drafts):  # type: ignore[no-untyped-def]
         states = [self.drafter._states[request] for request in due]
@@ -129,7 +129,7 @@ def test_answers_are_those_without_drafts(checkpoint: tuple[NextHead, Path]) -> 
     engine = open_with_head(directory, num_bytes=3 << 20)
     engine.speculation._policy = FixedDraftPolicy(3)
     rng = random.Random(0)
-    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, MtpDrafter)]
+    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, HeadDrafter)]
     context: list[int] = []
     for turn in range(6):
         prompt = [*context[: rng.choice((len(context), 40))], *words(rng.randint(1, 60), turn)]
@@ -217,7 +217,7 @@ def test_a_head_whose_guesses_are_refused_computes_nothing(tmp_path: Path) -> No
     policy = FixedDraftPolicy(0)
     engine.speculation._policy = policy
     engine.speculation.switch(Mode.MTP)
-    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, MtpDrafter)]
+    [drafter] = [d for d in engine.speculation._drafters if isinstance(d, HeadDrafter)]
     ran = []
     run = drafter._runner.run_pieces
     drafter._runner.run_pieces = lambda pieces: ran.append(pieces) or run(pieces)  # type: ignore

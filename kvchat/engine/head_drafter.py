@@ -1,6 +1,7 @@
-"""MtpDrafter: drafts with the checkpoint's own head for the next token (MTP).
+"""HeadDrafter: drafts with a head of the model: the checkpoint's own for the next token (MTP), or
+one of EAGLE-3.
 
-The head runs one layer over pairs: a position's last hidden state of the model, and the token that
+The head runs one layer over pairs: a position's hidden state of the model, and the token that
 follows it. Its KV is in a cache of its own, in memory only. A request whose hidden states are not
 all known, as its KV was restored from the disk, gets drafts from those that are. While no guesses
 are wanted nothing is computed, and only the newest hidden states are kept.
@@ -24,8 +25,6 @@ from kvchat.engine.step_threads import StepThreads
 from kvchat.model.batch import SequencePiece
 from kvchat.model.next_head import HeadModel
 
-# It was trained for the next token alone: further guesses, from its own hidden states, are worse.
-_MOST_DRAFTED = 4
 # At most this many pairs are computed with the first guess, others before it.
 _MOST_ALONG = 17
 # Where a head guesses badly its guesses are tried again after 32 tokens, 64, and so on: computing
@@ -64,10 +63,8 @@ class _HeadState:
         return list(request.ids[start : start + num_pairs])
 
 
-class MtpDrafter:
-    """Drafts with `model`, whose pools are those of `cache`."""
-
-    name = "mtp"
+class HeadDrafter:
+    """Drafts with `model`, whose pools are those of `cache`; `name` is the drafter's."""
 
     def __init__(
         self,
@@ -75,7 +72,9 @@ class MtpDrafter:
         cache: CacheManager,
         max_context: int,
         threads: StepThreads | None = None,
+        name: str = "mtp",
     ) -> None:
+        self.name = name
         self.cache = cache
         self.chain = KvChain(cache)
         self._model = model
@@ -113,7 +112,7 @@ class MtpDrafter:
 
     def offer(self, request: Request, most: int) -> Offer | None:
         state = self._states.get(request)
-        most = min(most, _MOST_DRAFTED, self._max_context - len(request.ids))
+        most = min(most, self._model.most_guesses, self._max_context - len(request.ids))
         if state is None or most < 1 or state.end != len(request.ids) - 1:
             return None
         return Offer(self.name, most, is_free=False) if len(state.hidden) else None
@@ -163,7 +162,7 @@ class MtpDrafter:
             tokens = state.tokens(request, len(state.hidden))
             blocks = state.table.blocks
             pieces.append(SequencePiece(tokens, state.num_computed, blocks, num_logit_rows=1))
-            given.append(state.hidden)
+            given.append(self._model.fused(state.hidden))
         found = self._drawn(pieces, given, due, drafts)
         for request in due:
             state = self._states[request]
@@ -237,7 +236,7 @@ class MtpDrafter:
         if not self.cache.reserve(state.table, start, start + len(tokens)):
             return False
         piece = SequencePiece(tokens, start, state.table.blocks, num_logit_rows=0)
-        self._run([piece], [state.hidden[: len(tokens)]])
+        self._run([piece], [self._model.fused(state.hidden[: len(tokens)])])
         self._note_computed(request, state, len(tokens))
         return True
 

@@ -1,0 +1,297 @@
+"""Drafts by an EAGLE-3 head: what it computes, that texts stay, and which heads are refused.
+
+Random heads guess almost nothing right, so tests compare logits with those of a plain twin.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvchat.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
+from kvchat.core.errors import ModelUnsupported
+from kvchat.core.events import TokensGenerated
+from kvchat.core.text import Size
+from kvchat.core.types import NO_MEMORY, SamplingParams
+from kvchat.engine.assembly import AssembledEngine, build_speculating_engine
+from kvchat.engine.engine import Engine
+from kvchat.engine.head_drafter import HeadDrafter
+from kvchat.engine.request import RequestSpec
+from kvchat.engine.speculation import Mode
+from kvchat.model.checkpoint.source import find_model
+from kvchat.model.loader import inspect_model
+from support.checkpoints import save_checkpoint, tiny_model
+from support.eagle_heads import write_eagle
+from support.fixed_drafts import FixedDraftPolicy
+from support.stateful_models import STATEFUL, words
+
+STYLES = ("specforge", "speculators", "own parts")
+TARGETS = {
+    "llama": ("llama", {}),
+    "gemma3_text": ("gemma3_text", {"sliding_window": 24}),
+    "qwen3_5": STATEFUL["qwen3_5, compiled"],
+}
+
+
+def build(
+    target: Path, head: Path, kv: Path | None = None, num_bytes: int = 32 << 20, **model: str
+) -> AssembledEngine:
+    return build_speculating_engine(
+        find_model(str(target)),
+        find_model(str(head)),
+        ModelConfig(**{"dtype": "float32", **model}),
+        CacheConfig(device_bytes=Size(num_bytes=num_bytes), directory=kv),
+        EngineConfig(max_context=400, max_step_tokens=32),
+        SpeculationConfig("auto"),
+        NO_MEMORY,
+        lambda event: None,
+    )
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[object, Path]:
+    model_type, settings = TARGETS[request.param]
+    model = tiny_model(model_type, **settings)
+    return model, save_checkpoint(tmp_path_factory.mktemp("target"), model)
+
+
+def drafter_of(engine: Engine) -> HeadDrafter:
+    found = engine.speculation.drafter(HeadDrafter)
+    assert found is not None
+    assert found.name == "draft"
+    return found
+
+
+class Spy:
+    """Notes the logits from which an engine's head draws, with the context of each, and how many
+    of its last ids are guesses.
+    """
+
+    def __init__(self, drafter: HeadDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[int], int, torch.Tensor]] = []
+        run = drafter._run
+
+        def noting(pieces, given):  # type: ignore[no-untyped-def]
+            logits, hidden = run(pieces, given)
+            self._logits = logits.clone()
+            return logits, hidden
+
+        drawn = drafter._drawn
+
+        def draw(pieces, given, due, drafts):  # type: ignore[no-untyped-def]
+            contexts = [
+                ([*r.ids, *drafts[r]], len(drafts[r]), drafter._states[r].first) for r in due
+            ]
+            found = drawn(pieces, given, due, drafts)
+            self.seen += [
+                (ids, count, row)
+                for (ids, count, first), row in zip(contexts, self._logits, strict=True)
+                if not first
+            ]
+            return found
+
+        monkeypatch.setattr(drafter, "_run", noting)
+        monkeypatch.setattr(drafter, "_drawn", draw)
+
+
+def answer(
+    engine: Engine, prompt: Sequence[int], num_tokens: int, heat: float = 0.0, num_samples: int = 1
+) -> list[list[int]]:
+    sampling = SamplingParams(temperature=heat, seed=7)
+    engine.submit(
+        RequestSpec(tuple(prompt), sampling, max_tokens=num_tokens, num_samples=num_samples)
+    )
+    ids: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.sample, []).extend(event.token_ids)
+    return [ids[sample] for sample in sorted(ids)]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_its_logits_are_those_of_the_published_formulas(
+    target: tuple[object, Path],
+    style: str,
+    is_compiled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over a prompt in parts, guesses after guesses, wrong ones, and a turn from the cache.
+
+    Gemma's embedded tokens are scaled before they are normed, which differs by the epsilon.
+    """
+    model, directory = target
+    head = write_eagle(tmp_path / "head", model, style)
+    engine = build(directory, tmp_path / "head").engine
+    drafter = drafter_of(engine)
+    assert drafter._model.compiled is not None
+    if not is_compiled:
+        drafter._model.compiled = None
+        engine._runner._model.compiled = None
+    engine.speculation._policy = FixedDraftPolicy(3)
+    spy = Spy(drafter, monkeypatch)
+    first = words(75, seed=1)
+    engine.speculation.switch(Mode.DRAFT)
+    [given] = answer(engine, first, 12)
+    answer(engine, [*first, *given, *words(9, seed=2)], 12)
+    assert not engine.speculation.failures
+    assert {count for _, count, _ in spy.seen} == {0, 1, 2}
+    for ids, count, row in spy.seen[::2]:
+        torch.testing.assert_close(
+            row[head.places], head.logits(ids, count)[-1], rtol=5e-3, atol=5e-3
+        )
+        assert row.isfinite().sum() == len(head.places)
+    drafter.cache.check([state.table for state in drafter._states.values()])
+    engine.close()
+
+
+def test_answers_are_those_without_drafts(target: tuple[object, Path], tmp_path: Path) -> None:
+    """Greedy and drawn, branches, samples, a small cache, and again after restarts."""
+    model, directory = target
+    write_eagle(tmp_path / "head", model)
+    rng, context = random.Random(0), list[int]()
+    for turn in range(6):
+        engine = build(directory, tmp_path / "head", tmp_path / "kv", 4 << 20).engine
+        engine.speculation._policy = FixedDraftPolicy(3)
+        for part in range(2):
+            prompt = [*context[: rng.choice((len(context), 40))], *words(rng.randint(1, 60), turn)]
+            heat, num_samples = rng.choice((0.0, 0.9)), 1 + (turn + part) % 2
+            engine.speculation.switch(Mode.OFF)
+            plain = answer(engine, prompt, 12, heat, num_samples)
+            engine.speculation.switch(Mode.DRAFT)
+            assert answer(engine, prompt, 12, heat, num_samples) == plain
+            drafter = drafter_of(engine)
+            drafter.cache.check([state.table for state in drafter._states.values()])
+            context = [*prompt, *plain[0]][:200]
+        assert engine.speculation.status().total.num_verified
+        assert not engine.speculation.failures
+        engine.close()
+
+
+def test_requests_at_once_have_the_answers_of_each(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    directory = save_checkpoint(tmp_path / "target", model)
+    write_eagle(tmp_path / "head", model)
+    engine = build(directory, tmp_path / "head").engine
+    engine.speculation._policy = FixedDraftPolicy(3)
+    prompts = [tuple(words(20 + 7 * index, index)) for index in range(5)]
+    engine.speculation.switch(Mode.OFF)
+    plain = [answer(engine, prompt, 20)[0] for prompt in prompts]
+    engine.speculation.switch(Mode.DRAFT)
+    ids: dict[int, list[int]] = {}
+    requests = [
+        engine.submit(RequestSpec(prompt, SamplingParams(temperature=0.0), max_tokens=20))
+        for prompt in prompts
+    ]
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, TokensGenerated):
+                ids.setdefault(event.request_id, []).extend(event.token_ids)
+    assert [ids[request] for request in requests] == plain
+    assert engine.speculation.status().total.num_verified > 20
+    engine.close()
+
+
+def test_a_head_that_guesses_right_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that repeats the model's own last token, of a model that does nothing else."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    directory = save_checkpoint(tmp_path / "target", model)
+    table = model.model.embed_tokens.weight.detach().clone()
+    third = torch.cat([torch.zeros(64, 128), torch.eye(64)], dim=1)
+    write_eagle(
+        tmp_path / "head",
+        model,
+        **{
+            "fc.weight": third,
+            "midlayer.self_attn.o_proj.weight": torch.zeros(64, 64),
+            "midlayer.mlp.down_proj.weight": torch.zeros(64, 96),
+            "norm.weight": torch.ones(64),
+            "lm_head.weight": table,
+            "d2t": torch.zeros(len(table), dtype=torch.int64),
+        },
+    )
+    engine = build(directory, tmp_path / "head").engine
+    engine.speculation._policy = FixedDraftPolicy(3)
+    engine.speculation.switch(Mode.DRAFT)
+    answer(engine, words(20, seed=1), 40)
+    total = engine.speculation.status().total
+    assert total.num_accepted == total.num_drafted > 20
+    engine.close()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_its_matrices_have_the_bits_of_the_models(weights: str, tmp_path: Path) -> None:
+    from torch import nn
+
+    from kvchat.model.packed.quantise import pack_of
+
+    model = tiny_model("llama")
+    directory = save_checkpoint(tmp_path / "target", model)
+    write_eagle(tmp_path / "head", model, "own parts")
+    engine = build(directory, tmp_path / "head", weights=weights).engine
+    drafter = drafter_of(engine)
+    layers = [p for p in drafter._model.loaded.module.modules() if type(p) is nn.Linear]
+    assert len(layers) == 9
+    assert None not in map(pack_of, layers)
+    assert drafter._model.compiled is not None
+    engine.speculation._policy = FixedDraftPolicy(3)
+    engine.speculation.switch(Mode.OFF)
+    plain = answer(engine, words(50, seed=1), 20)
+    engine.speculation.switch(Mode.DRAFT)
+    assert answer(engine, words(50, seed=1), 20) == plain
+    assert not engine.speculation.failures
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        ({}, {"fc.weight": torch.zeros(64, 96)}, "it reads 96 numbers"),
+        ({}, {"d2t": torch.arange(90) * 4}, "its vocabulary is another"),
+        ({}, {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, "another tensor"),
+        ({"num_hidden_layers": 2}, {}, "no EAGLE-3 head of one layer"),
+        (
+            {"architectures": ["EagleModel"], "draft_vocab_size": None},
+            {},
+            "EAGLE 1 or 2",
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, {}, "layer 10"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no EAGLE-3 head of one layer"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_and_the_model_answers(
+    config: dict[str, object], tensors: dict[str, torch.Tensor], reason: str, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    directory = save_checkpoint(tmp_path / "target", model)
+    write_eagle(tmp_path / "head", model, **tensors)
+    file = tmp_path / "head" / "config.json"
+    content = {**json.loads(file.read_text()), **config}
+    content = {name: value for name, value in content.items() if value is not None}
+    file.write_text(json.dumps(content))
+    assembled = build(directory, tmp_path / "head")
+    [note] = [note for note in assembled.ready.notes if "draft model" in note]
+    assert reason in note
+    assert len(answer(assembled.engine, words(20, seed=1), 5)[0]) == 5
+    assembled.engine.close()
+
+
+def test_a_head_given_as_the_model_is_named(tmp_path: Path) -> None:
+    write_eagle(tmp_path, tiny_model("llama"))
+    with pytest.raises(ModelUnsupported, match="is an EAGLE-3 head") as found:
+        inspect_model(find_model(str(tmp_path)))
+    assert "--draft" in found.value.hint
